@@ -1,0 +1,183 @@
+"""Records: what they hold, how they are read back, and what is refused."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twell_lab import paths, records
+from twell_lab.errors import RecordError
+
+ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16", "tokens": 4, "d_model": 8,
+       "d_ff": 16, "nnz": 2.5, "workload": "lognormal", "path": "twell", "ms": 0.5, "dense_ms": 1.0,
+       "x_dense": 2.0, "spread": 0.01, "samples": [0.5, 0.51], "peak_bytes": 1024}
+
+
+def make(**changes) -> records.Record:
+    values = {"name": "example", "purpose": "a test's own", "rows": [dict(ROW)],
+              "date": "2026-01-02T03:04:05Z", "commit": "c" * 40, "dirty": False, "kernel_hash": "0" * 64,
+              "machine": {"os": "Linux"}, "notes": {"why": "none"}}
+    return records.Record(**{**values, **changes})
+
+
+leaves = (st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.text()
+          | st.floats(allow_nan=False, allow_infinity=False))
+plain = st.recursive(leaves, lambda inner: (st.lists(inner, max_size=3)
+                                            | st.dictionaries(st.text(), inner, max_size=3)), max_leaves=8)
+free_rows = st.dictionaries(st.text().filter(lambda key: key != "kind"), plain, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(notes=st.dictionaries(st.text(), plain, max_size=4),
+       rows=st.lists(free_rows, max_size=3))
+def test_what_is_saved_is_what_is_loaded(tmp_path_factory, notes, rows):
+    record = make(notes=notes, rows=[*rows, ROW])
+    path = record.save(tmp_path_factory.mktemp("records"))
+    assert records.load(path) == record
+
+
+def test_new_fills_in_where_it_comes_from():
+    record = records.Record.new("example", "a test's own", [ROW])
+    assert record.kernel_hash == records.kernel_hash() and not records.stale(record)
+    assert record.machine["python"] and record.machine["torch"]
+    assert str(Path.home()) not in record.to_json()
+
+
+def test_file_names_sort_by_date_and_nothing_is_overwritten(tmp_path):
+    first, second = make().save(tmp_path), make(purpose="another").save(tmp_path)
+    assert first.name == "example-20260102T030405Z.json" and second.name == "example-20260102T030405Z-2.json"
+    assert records.load(first).purpose == "a test's own"
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
+
+
+def test_load_all_is_oldest_first_and_skips_the_unverified_entry(tmp_path):
+    make(date="2026-02-01T00:00:00Z", name="a").save(tmp_path)
+    make(date="2026-01-01T00:00:00Z", name="b").save(tmp_path)
+    (tmp_path / "UNVERIFIED.json").write_text("{}")
+    assert [record.name for record in records.load_all(tmp_path)] == ["b", "a"]
+    assert records.load_all(tmp_path / "missing") == []
+
+
+def test_the_records_of_the_project_can_all_be_read():
+    for record in records.load_all():
+        assert record.rows or record.notes
+
+
+def test_flat_rows_have_exactly_the_listed_keys():
+    short = {"kind": "decode", "device": "NVIDIA Example", "path": "dense eager", "ms": 1.0}
+    flat = records.flat_rows([make(rows=[ROW, short, {"test": "not a measurement"}])])
+    assert [tuple(row) for row in flat] == [records.FLAT_KEYS] * 2
+    assert (flat[0]["ms"], flat[0]["record"], flat[0]["date"]) == (0.5, "example", "2026-01-02T03:04:05Z")
+    assert flat[1]["tokens"] is None and flat[1]["path"] == "dense eager"
+
+
+def test_only_gpu_rows_of_other_kernels_are_stale():
+    rows = [ROW, {**ROW, "device": "cpu"}]
+    assert [row["stale"] for row in records.flat_rows([make(rows=rows)])] == [True, False]
+    present = make(rows=rows, kernel_hash=records.kernel_hash())
+    assert [row["stale"] for row in records.flat_rows([present])] == [False, False]
+
+
+@pytest.mark.parametrize("field, value", [
+    ("schema", 2), ("name", ""), ("name", "Two Words"), ("name", "../up"), ("purpose", " "),
+    ("date", "yesterday"), ("date", None), ("commit", 7), ("dirty", "no"), ("kernel_hash", "abc"),
+    ("machine", None), ("notes", []), ("rows", {}), ("rows", [1]),
+])
+def test_a_wrong_field_is_named(tmp_path, field, value):
+    with pytest.raises(RecordError, match=field):
+        make(**{field: value})
+    path = make().save(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(RecordError, match=f"{path.name}.*{field}"):
+        records.load(path)
+
+
+@pytest.mark.parametrize("key, value", [("ms", 0), ("ms", None), ("ms", True), ("ms", "fast"), ("device", ""),
+                                        ("path", None), ("kind", 3)])
+def test_a_wrong_row_is_named(key, value):
+    with pytest.raises(RecordError, match=rf"rows\[1\].{key}"):
+        make(rows=[ROW, {**ROW, key: value}])
+
+
+def test_a_missing_or_unknown_field_is_named(tmp_path):
+    path = make().save(tmp_path)
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({key: whole[key] for key in whole if key != "kernel_hash"}))
+    with pytest.raises(RecordError, match=f"{path.name}: kernel_hash is missing"):
+        records.load(path)
+    path.write_text(json.dumps({**whole, "colour": 1}))
+    with pytest.raises(RecordError, match="colour"):
+        records.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(RecordError, match="x.json"):
+        records.load_all(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"bytes"])
+def test_what_json_has_no_form_for_is_refused(tmp_path, value):
+    with pytest.raises(RecordError, match="finite numbers"):
+        make(notes={"x": value}).save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        records.write_atomically(tmp_path / "page.html", "text")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RecordError, match=f"{tmp_path}.*No space left"):
+        records.write_atomically(tmp_path / "page.html", "text")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_a_file_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "build").write_text("in the way")
+    with pytest.raises(RecordError, match="build"):
+        records.write_atomically(tmp_path / "build" / "page.html", "text")
+
+
+def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):
+    monkeypatch.setenv("TWELL_LAB_COMMIT", "a" * 40 + "-dirty\n")
+    assert records.source_commit() == ("a" * 40, True)
+    monkeypatch.setenv("TWELL_LAB_COMMIT", "b" * 40)
+    assert records.source_commit() == ("b" * 40, False)
+
+
+def test_the_commit_of_a_surrounding_project_is_not_ours(tmp_path, monkeypatch):
+    monkeypatch.delenv("TWELL_LAB_COMMIT", raising=False)
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "venv" / "twell_lab" / "records.py"))
+    (tmp_path / "venv" / "twell_lab").mkdir(parents=True)
+    try:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=20)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git here")
+    assert records.source_commit() == (None, None)
+
+
+def test_datasheet_figures_are_sourced_and_dated():
+    sheet = json.loads((paths.data_dir() / "gpus.json").read_text())
+    for gpu in sheet["gpus"]:
+        assert set(gpu) == {"name", "driver_names", "capability", "memory_gb", "bandwidth_gb_s", "l2_mb",
+                            "tensor_tflops", "tensor_dtype", "source", "source_date"}, gpu["name"]
+        assert gpu["source"] and re.fullmatch(r"20\d\d", gpu["source_date"]), gpu["name"]
+        assert gpu["bandwidth_gb_s"] > 0 and gpu["tensor_tflops"] > 0 and gpu["memory_gb"] > 0, gpu["name"]
+        assert gpu["tensor_dtype"] == ("float16" if gpu["capability"] == "7.5" else "bfloat16"), gpu["name"]
+    names = [name for gpu in sheet["gpus"] for name in gpu["driver_names"]]
+    assert len(names) == len(set(names))
