@@ -59,9 +59,9 @@ $(READY): pyproject.toml constraints/$(STACK).txt
 	@echo "setup: installing the $(STACK) stack; this can take minutes (log: build/setup.log)"
 	@rm -f build/setup.log build/setup.done; start=$$(date +%s); \
 	{ $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
-	    --log build/setup.log -c constraints/$(STACK).txt -e '.[course,test,$(EXTRA)]' \
+	    --log build/setup.log -c constraints/$(STACK).txt -e '.[course,test,$(EXTRA)]' 2>&1 \
 	  && touch build/setup.done; } | while IFS= read -r line; do case "$$line" in \
-	    *Downloading*[0-9][0-9].[0-9]\ MB*) echo "setup: $$line" ;; \
+	    *Downloading*[0-9][0-9].[0-9]\ MB*|ERROR:*) echo "setup: $$line" ;; \
 	    Installing\ collected*) echo "setup:   installing what was collected" ;; esac; done; \
 	if [ ! -e build/setup.done ]; then \
 	  echo "setup: pip could not install the $(STACK) stack; build/setup.log says why" >&2; exit 1; fi; \
