@@ -1,0 +1,81 @@
+// A dense row of D_MODEL values, spread over the registers of the WARPS warps that work on one token: 16 bytes a
+// lane and chunk, neighbouring lanes holding neighbouring columns. D_MODEL (a multiple of VECTOR) and WARPS come
+// from the command line, so that every array below is indexed by constants and stays in registers.
+#pragma once
+#include "twell.cuh"
+
+#define LANES (WARP * WARPS)
+#define CHUNKS ((D_MODEL + LANES * VECTOR - 1) / (LANES * VECTOR))
+static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
+
+struct RowVectors {
+    Vector v[CHUNKS];
+};
+struct RowFloats {
+    float f[CHUNKS * VECTOR];
+};
+
+// First column of this thread's chunk k; threadIdx.x runs over the token's lanes.
+__device__ __forceinline__ int chunk_column(int k) { return (k * LANES + threadIdx.x) * VECTOR; }
+
+__device__ __forceinline__ RowVectors load_row(const value_t* row) {
+    RowVectors r;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        r.v[k].raw = make_uint4(0, 0, 0, 0);
+        if (chunk_column(k) < D_MODEL) r.v[k].raw = __ldg((const uint4*)(row + chunk_column(k)));
+    }
+    return r;
+}
+
+// This thread's part of a . b, summed in fp32 without rounding the products.
+__device__ __forceinline__ float dot_part(const RowVectors& a, const RowVectors& b) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        float x[VECTOR], y[VECTOR];
+        a.v[k].to_floats(x), b.v[k].to_floats(y);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum = fmaf(x[i], y[i], sum);
+    }
+    return sum;
+}
+
+// sum += scale * row
+__device__ __forceinline__ void add_scaled(RowFloats& sum, float scale, const RowVectors& row) {
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        float w[VECTOR];
+        row.v[k].to_floats(w);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum.f[k * VECTOR + i] = fmaf(scale, w[i], sum.f[k * VECTOR + i]);
+    }
+}
+
+// The sums a row starts from: the bias, or zero where there is none.
+__device__ __forceinline__ RowFloats start_row(const value_t* bias) {
+    RowFloats sum;
+#pragma unroll
+    for (int i = 0; i < CHUNKS * VECTOR; ++i) sum.f[i] = 0.0f;
+    if (bias) add_scaled(sum, 1.0f, load_row(bias));
+    return sum;
+}
+
+__device__ __forceinline__ void store_row(value_t* row, const RowFloats& sum) {
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k)
+        if (chunk_column(k) < D_MODEL)  // written once, read by somebody else: stream past the caches
+            __stcs((uint4*)(row + chunk_column(k)), Vector::of_floats(sum.f + k * VECTOR).raw);
+}
+
+__device__ __forceinline__ bool has_nonfinite(const RowVectors& row) {
+    bool found = false;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        float f[VECTOR];
+        row.v[k].to_floats(f);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) found |= !(fabsf(f[i]) <= 3.402823466e38f);
+    }
+    return found;
+}

@@ -1,0 +1,129 @@
+// Walks the kept entries of one packed row, up to 32 at a time, one a lane: what every kernel that reads TwELL
+// does first.
+//
+// Tiles are taken in groups of 32. Each lane reads one tile's count, a prefix sum over the lanes lines the
+// group's words up in one list, and the list is dealt out 32 entries a turn: a row with 29 entries spread over
+// 22 tiles is one turn, with one load a lane, not 22 short loops.
+//
+// A tile with more values than slots is finished from one of two places, both exact:
+//   gate   the dense row it was packed from, if that is still there: the whole tile is read from it instead;
+//   tail   the CSR tail that holds what the tiles could not.
+// With neither, every count must fit. The order of the entries is fixed, so every sum is deterministic.
+#pragma once
+#include "twell.cuh"
+
+struct Entries {
+    unsigned lanes;  // which lanes hold an entry
+    float value;
+    int column;  // within the matrix
+};
+
+// Everything that describes one packed matrix, as the kernels get it.
+struct Packed {
+    const word_t* words_of;       // [rows][tiles][words]
+    const value_t* gate;          // [rows][columns] or null
+    const long long* tail_pointer;  // [rows + 1] or null
+    const int* tail_column;
+    const value_t* tail_value;
+    int columns, tile, words;
+};
+
+class RowWalk {
+public:
+    __device__ __forceinline__ RowWalk(const Packed& m, long long row)
+        : m_(m), lane_(threadIdx.x % WARP), tiles_(tiles_of(m.columns, m.tile)), tail_(0), tail_end_(0) {
+        row_ = m.words_of + row * tiles_ * m.words;
+        gate_ = m.gate ? m.gate + row * m.columns : nullptr;
+        if (m.tail_pointer) tail_ = m.tail_pointer[row], tail_end_ = m.tail_pointer[row + 1];
+        open_group(0);
+    }
+
+    // The next up to 32 entries; false when the row is done. The whole warp calls it together.
+    __device__ __forceinline__ bool next(Entries& e) {
+        for (;;) {
+            if (at_ < listed_) return deal(e), true;
+            if (overflowing_) {
+                if (read_gate(e), e.lanes) return true;
+            } else if (group_ + WARP < tiles_) {
+                open_group(group_ + WARP);
+            } else {
+                return tail_ < tail_end_ ? (read_tail(e), true) : false;
+            }
+        }
+    }
+
+    // Whether every column of the row is kept.
+    __device__ bool full() const {
+        int count = 0;
+        for (int t = lane_; t < tiles_; t += WARP) count += (int)row_[(long long)t * m_.words];
+        return __reduce_add(count) == m_.columns;
+    }
+
+private:
+    const Packed& m_;
+    const word_t* row_;
+    const value_t* gate_;
+    int lane_, tiles_;
+    int group_;             // first tile of the group
+    int mine_;              // entries listed in this lane's tile
+    int through_;           // entries listed up to and including this lane's tile
+    int listed_, at_;       // entries listed in the group, and how many were dealt
+    unsigned overflowing_;  // tiles of the group still to be read from the gate
+    int strip_;             // 32-column strip of the first of them
+    long long tail_, tail_end_;
+
+    __device__ static int __reduce_add(int v) {
+        for (int step = WARP / 2; step; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
+        return v;
+    }
+
+    __device__ __forceinline__ void open_group(int first) {
+        const int t = first + lane_, slots = m_.words - 1;
+        const int count = t < tiles_ ? (int)row_[(long long)t * m_.words] : 0;
+        group_ = first, at_ = 0, strip_ = 0;
+        overflowing_ = __ballot_sync(ALL_LANES, gate_ && count > slots);
+        mine_ = count <= slots ? count : gate_ ? 0 : slots;
+        through_ = mine_;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const int below = __shfl_up_sync(ALL_LANES, through_, step);
+            if (lane_ >= step) through_ += below;
+        }
+        listed_ = __shfl_sync(ALL_LANES, through_, WARP - 1);
+    }
+
+    __device__ __forceinline__ void deal(Entries& e) {
+        const int i = at_ + lane_;
+        at_ += WARP;
+        int owner = 0;  // the first lane whose tile reaches past i, by binary search over the prefix sums
+#pragma unroll
+        for (int step = WARP / 2; step; step /= 2)
+            if (__shfl_sync(ALL_LANES, through_, owner + step - 1) <= i) owner += step;
+        const int before = __shfl_sync(ALL_LANES, through_ - mine_, owner);
+        e.lanes = __ballot_sync(ALL_LANES, i < listed_);
+        e.value = 0.0f, e.column = 0;
+        if (i < listed_) {
+            const word_t w = row_[(long long)(group_ + owner) * m_.words + 1 + i - before];
+            e.value = to_float(word_value(w));
+            e.column = (group_ + owner) * m_.tile + word_column(w);
+        }
+    }
+
+    __device__ __forceinline__ void read_gate(Entries& e) {
+        const int t = group_ + __ffs(overflowing_) - 1, width = tile_width(m_.columns, m_.tile, t);
+        const int c = strip_ * WARP + lane_;
+        e.column = t * m_.tile + c;
+        const value_t v = c < width ? gate_[e.column] : from_float(0.0f);
+        e.lanes = __ballot_sync(ALL_LANES, fires(v));
+        e.value = to_float(v);
+        if (++strip_ * WARP >= width) strip_ = 0, overflowing_ &= overflowing_ - 1;
+    }
+
+    __device__ __forceinline__ void read_tail(Entries& e) {
+        const long long i = tail_ + lane_;
+        e.lanes = __ballot_sync(ALL_LANES, i < tail_end_);
+        e.column = i < tail_end_ ? m_.tail_column[i] : 0;
+        e.value = i < tail_end_ ? to_float(m_.tail_value[i]) : 0.0f;
+        tail_ += WARP;
+    }
+};

@@ -1,0 +1,282 @@
+"""Timing the sparse layer beside the dense one: check first, then time, medians with spread.
+
+On a GPU: device events around one call, inputs rotated, the L2 cache overwritten before each call; for few
+tokens also CUDA-graph replays, which leave the host's launch time out. On a CPU: wall time. Dense and sparse
+calls alternate, so that whatever else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from . import accuracy, launch, reference
+from .errors import InputError, TwellError
+from .ffn import SparseFFN, feed_forwards
+from .model import GatedFeedForward
+from .records import Record
+
+_GRAPH_TOKENS = 256  # up to here a GPU layer is shorter than its launches: time graph replays
+_ROTATED = 3  # input sets a timing rotates through
+
+
+class WrongResult(TwellError, ArithmeticError):
+    """A benchmark's result did not agree with float64: nothing was timed."""
+
+
+# ---- the workload ----
+
+
+def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 0) -> Tensor:
+    """Probability with which each neuron fires, float64 [d_ff], summing to nnz.
+
+    kind "lognormal": 30% of the neurons never fire, the others' rates are lognormal with sigma 1.5 (as trained
+    models roughly are), none above 0.95; "uniform": every neuron fires equally often.
+    """
+    if not 0 <= nnz <= 0.6 * d_ff:
+        raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
+    if kind == "uniform":
+        return torch.full((d_ff,), nnz / d_ff, dtype=torch.float64)
+    if kind != "lognormal":
+        raise InputError(f"workload is {kind!r}; 'lognormal' and 'uniform' are accepted")
+    generator = torch.Generator().manual_seed(seed)
+    rate = torch.randn(d_ff, generator=generator, dtype=torch.float64).mul(1.5).exp()
+    rate[torch.randperm(d_ff, generator=generator)[: round(0.3 * d_ff)]] = 0
+    for _ in range(100):  # clamping takes some of the sum away: scale again until it is there
+        rate = (rate * (nnz / rate.sum().clamp(min=1e-30))).clamp(max=0.95)
+    return rate
+
+
+def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype, device, *, seed: int = 0):
+    """A dense gated layer and `_ROTATED` inputs [tokens, d_model] whose neurons fire at the wanted rates.
+
+    The first component of every input is a constant, and the gate's weights for it set each neuron's threshold:
+    the rest of the product is standard normal, so neurons fire independently, at their own rate, through a real GEMM.
+    """
+    if min(tokens, d_model, d_ff) < 1 or d_model < 8:
+        raise InputError(f"tokens {tokens}, d_model {d_model}, d_ff {d_ff}; positive sizes, d_model from 8, are accepted")
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
+    layer = layer.to_empty(device=device)
+    constant = d_model**0.5
+    rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
+    threshold = -torch.special.ndtri(rates).to(device, torch.float32)
+    gate = normal(d_ff, d_model) / (d_model - 1) ** 0.5
+    gate[:, 0] = -threshold.clamp(max=12.0) / constant
+    layer.gate_proj.weight.data = gate
+    layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
+    layer.down_proj.weight.data = normal(d_model, d_ff) / max(nnz, 1.0) ** 0.5
+    inputs = []
+    for _ in range(_ROTATED):
+        x = normal(tokens, d_model)
+        x[:, 0] = constant
+        inputs.append(x.to(dtype))
+    return layer.to(dtype), inputs
+
+
+# ---- correctness, before any clock starts ----
+
+
+def check(dense: nn.Module, sparse: SparseFFN, x: Tensor, rows: int = 64) -> float:
+    """Compare sparse with float64 on `rows` rows spread over x; returns the worst ratio to what is allowed.
+
+    Raises WrongResult, naming the row, if the promise of twell_lab.accuracy is broken.
+    """
+    picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
+    y, reached = sparse(x)[picked], dense(x)[picked]
+    wide = lambda t: None if t is None else t.double()  # noqa: E731
+    up, down, few = sparse.up, sparse.down, x[picked].double()
+    if sparse.gate is None:
+        exact = reference.plain_ffn(few, *map(wide, (up.weight, down.weight, up.bias, down.bias)))
+    else:
+        # The gate's own rounding decides which neurons fire; the exact sums start from the gate that torch computed.
+        gate = linear(x, sparse.gate.weight, sparse.gate.bias)[picked].double()
+        exact = reference.gated(few, gate, *map(wide, (up.weight, down.weight, up.bias, down.bias)))
+    ratio, row = accuracy.worst_row(y, reached, exact)
+    if not ratio <= 1.0:
+        raise WrongResult(f"row {int(picked[row])} is off by {ratio:.3g} times what is allowed: nothing was timed")
+    return ratio
+
+
+# ---- clocks ----
+
+
+def quartiles(samples: list[float]) -> tuple[float, float]:
+    """(median, distance between the quartiles) of the samples."""
+    values = torch.tensor(samples, dtype=torch.float64)
+    low, middle, high = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return middle, high - low
+
+
+def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds a call, for each named call in turn, until `seconds` are used (at least 5 rounds)."""
+    for call in calls.values():
+        call(0), call(1)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < 5 or time.perf_counter() < end:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(turn)
+            samples[name].append(1e3 * (time.perf_counter() - start))
+        turn += 1
+    return samples
+
+
+def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> dict[str, list[float]]:
+    """Milliseconds a call by device events, cold L2, for each named call in turn."""
+    size = 4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    flush = torch.empty(max(size, 2**26), dtype=torch.uint8, device="cuda")
+    for call in calls.values():
+        for turn in range(_ROTATED):
+            call(turn)
+    torch.cuda.synchronize()
+    events: dict[str, list] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name, call in calls.items():
+            flush.zero_()  # also keeps the GPU busy while the host prepares the launches
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call(turn)
+            end.record()
+            events[name].append((start, end))
+        torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
+
+
+def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
+    """The call captured into one CUDA graph for each input set, so that a replay costs one launch."""
+    graphs = []
+    for turn in range(_ROTATED):
+        call(turn)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(turn)
+        graphs.append(graph)
+    return lambda turn: graphs[turn % len(graphs)].replay()
+
+
+def peak_bytes(call: Callable[[int], object]) -> int:
+    """Most memory that one call held on the GPU beyond what was there before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(0)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---- benchmarks ----
+
+
+def ffn(
+    tokens: int = 16384,
+    d_model: int = 2048,
+    d_ff: int = 5632,
+    nnz: float = 29,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    workload_kind: str = "lognormal",
+    compiled: bool = False,
+    seconds: float = 2.0,
+    seed: int = 0,
+) -> Record:
+    """Time a gated layer of the given size on a drawn workload (see `workload`), dense beside sparse.
+
+    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer.
+    seconds: how long to measure on a CPU. Returns a Record with a row for each path.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
+    return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, seconds=seconds)
+
+
+def layer(
+    module: nn.Module, x: Tensor, *, label: str = "trained", compiled: bool = False, seconds: float = 2.0
+) -> Record:
+    """Time a feed-forward module on the real inputs x [tokens, d_model], dense beside its SparseFFN."""
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
+        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"x is {shape}; a tensor [tokens, d_model] with at least one token is accepted")
+    return _compare(module, [x], label, compiled=compiled, seconds=seconds)
+
+
+@torch.no_grad()
+def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float) -> Record:
+    x = inputs[0]
+    (found,) = feed_forwards(dense)[:1]
+    sparse = SparseFFN.from_module(found.module)
+    worst = max(check(dense, sparse, each) for each in inputs)
+    pattern = found.pattern
+    fired = [reference.fires(linear(each, pattern.weight, pattern.bias)).sum(1).double().mean() for each in inputs]
+    shared = {
+        "kind": "ffn_forward",
+        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "CPU",
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "tokens": x.shape[0],
+        "d_model": x.shape[1],
+        "d_ff": pattern.weight.shape[0],
+        "nnz": round(float(sum(fired) / len(fired)), 2),
+        "workload": label,
+        "error_over_allowed": round(worst, 4),
+    }
+
+    def over_inputs(f):
+        return lambda turn: f(inputs[turn % len(inputs)])
+
+    calls = {"dense eager": over_inputs(dense), "twell": over_inputs(sparse)}
+    if compiled:
+        torch._dynamo.reset()
+        calls["dense compiled"] = over_inputs(torch.compile(dense))
+    if not x.is_cuda:
+        samples = time_cpu(calls, seconds)
+    else:
+        with torch.cuda.device(x.device):
+            samples = time_cuda({**calls, **_parts(sparse, inputs)})
+            if x.shape[0] <= _GRAPH_TOKENS:
+                replays = {f"{name} (graph)": graphed(call) for name, call in calls.items() if "compiled" not in name}
+                samples |= time_cuda(replays)
+            memory = {name: peak_bytes(call) for name, call in calls.items()}
+    rows = []
+    for path, values in samples.items():
+        base = "dense eager (graph)" if path.endswith("(graph)") else "dense eager"
+        median, spread = quartiles(values)
+        dense_ms = quartiles(samples[base])[0]
+        row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense_ms, "x_dense": dense_ms / median}
+        if path.startswith("part: "):
+            row |= {"dense_ms": None, "x_dense": None}
+        elif x.is_cuda and path in memory:
+            row["peak_bytes"] = memory[path]
+        rows.append({**row, "samples": [round(v, 6) for v in values]})
+    return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
+
+
+def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int], object]]:
+    """The sparse forward cut into its three launches, each on the real output of the one before."""
+    pattern, up, down = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
+    gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
+    packs = [launch.pack(g, sparse.tile, sparse.words) for g in gates]
+    none = (None, None, None)
+
+    def project(turn):
+        return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
+
+    def pack(turn):
+        return launch.pack(gates[turn % len(inputs)], sparse.tile, sparse.words)
+
+    def rest(turn):
+        i = turn % len(inputs)
+        if sparse.gate is None:
+            return launch.down(packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
+        weights = (up.weight, sparse.down_t, up.bias, down.bias)
+        return launch.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
+
+    return {"part: gate GEMM": project, "part: pack": pack, "part: sparse": rest}

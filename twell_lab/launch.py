@@ -1,0 +1,142 @@
+"""How each kernel is launched: which version, which specialisation, grid, block and arguments.
+
+Every function here takes checked, contiguous CUDA tensors (twell_lab.ops checks them), runs on torch's
+current stream, allocates with torch, and never waits for the GPU. The only state is the cache of loaded kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+from torch import Tensor
+
+from . import jit
+from .errors import DeviceError, StackError
+
+_DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
+_CHUNKS_A_LANE = 8  # 16-byte chunks of one row that a lane keeps in registers; more would spill
+_MOST_WARPS = 16
+_SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
+_loaded: dict[tuple, int] = {}
+_modules: list = []  # keeps the loaded modules alive
+_lock = threading.Lock()
+
+
+def _kernel(file: str, name: str, defines: tuple, device: torch.device) -> int:
+    """Driver handle of one kernel on one device, compiled and loaded on first use."""
+    key = (file, name, defines, device.index)
+    if key not in _loaded:
+        with _lock:
+            if key not in _loaded:
+                _loaded[key] = _load(file, name, defines, device)
+    return _loaded[key]
+
+
+def _load(file: str, name: str, defines: tuple, device: torch.device) -> int:
+    from .machine import check_stack
+
+    check_stack()
+    try:
+        from cupy.cuda.function import Module
+    except ImportError as error:
+        raise StackError(f"running the CUDA kernels needs CuPy; {jit.NEEDS_NVRTC}") from error
+    arch = jit.architecture(torch.cuda.get_device_capability(device), file)
+    cubin = jit.compile(file, arch, dict(defines))
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes torch's primary context current, the one CuPy then uses
+        module = Module()
+        module.load(cubin.image)
+        _modules.append(module)
+        return module.get_function(name).ptr
+
+
+def _launch(kernel: int, grid: tuple[int, int], block: tuple[int, int], device: torch.device, arguments) -> None:
+    """Launch on torch's current stream. arguments: ctypes values, one for each kernel parameter, in order."""
+    from cupy.cuda import driver
+
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with torch.cuda.device(device):
+        try:
+            driver.launchKernel(kernel, *grid, 1, *block, 1, 0, stream, ctypes.addressof(addresses), 0)
+        except driver.CUDADriverError as error:
+            raise DeviceError(f"the driver refused a launch with grid {grid}, block {block}: {error}") from error
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
+    """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are left as they were."""
+    from .formats import word_dtype
+
+    rows, columns = gate.shape
+    vector = 16 // gate.element_size()
+    packed = torch.empty(rows, -(-columns // tile), words, dtype=word_dtype(gate.dtype), device=gate.device)
+    if rows == 0:
+        return packed
+    if version is None:
+        version = 3 if columns % vector == 0 and tile % vector == 0 and _aligned(gate) else 2
+    block, tiles_a_block = (128, 128) if version == 1 else (256, 256 // 32)
+    kernel = _kernel("smxx_pack.cu", f"pack_v{version}", ((_DEFINE[gate.dtype], True),), gate.device)
+    grid = -(-packed.shape[0] * packed.shape[1] // tiles_a_block)
+    sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (columns, tile, words)))
+    _launch(kernel, (grid, 1), (block, 1), gate.device, (_pointer(gate), _pointer(packed), *sizes))
+    return packed
+
+
+def specialisation(dtype: torch.dtype, d_model: int) -> tuple | None:
+    """The macros of the register kernels for this width, or None where only the v1 kernels take it."""
+    vector = 16 // dtype.itemsize
+    if d_model % vector:
+        return None
+    warps = -(-d_model // (32 * vector * _CHUNKS_A_LANE))
+    if warps > _MOST_WARPS:
+        return None
+    return ((_DEFINE[dtype], True), ("D_MODEL", d_model), ("WARPS", warps))
+
+
+def down(packed, gate, tail, down_t, bias, columns: int, tile: int, version: int | None = None) -> Tensor:
+    """packed [rows, tiles, words] x down_t [columns, d_model] + bias -> y [rows, d_model]."""
+    y = torch.empty(packed.shape[0], down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
+    tensors = (packed, gate, *tail, down_t, bias, y)
+    return _token_kernel("down", 2, tensors, (gate, down_t, bias), y, packed.shape[2], columns, tile, version)
+
+
+def gated(x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, version: int | None = None) -> Tensor:
+    """x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model]."""
+    y = torch.empty_like(x)
+    tensors = (x, packed, gate, *tail, up, down_t, up_bias, down_bias, y)
+    vectors = (x, up, down_t, down_bias)
+    return _token_kernel("gated", 3, tensors, vectors, y, packed.shape[2], up.shape[0], tile, version)
+
+
+def _token_kernel(name, newest, tensors, vectors, y, words, columns, tile, version) -> Tensor:
+    """Launch a kernel that makes one row of y from one packed row; `vectors` are read 16 bytes at a time."""
+    rows, d_model = y.shape
+    if rows == 0:
+        return y
+    defines = specialisation(y.dtype, d_model) if _aligned(*vectors) else None
+    version = version or (newest if defines else 1)
+    if version == 1:
+        defines, block, grid = _plain_defines(y), (128, 1), (rows, -(-d_model // _SLAB))
+    else:
+        warps = dict(defines)["WARPS"]
+        block = (32 * warps, 1)
+        grid = (rows, 1)
+    kernel = _kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, y.device)
+    sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (d_model, columns, tile, words)))
+    _launch(kernel, grid, block, y.device, (*map(_pointer, tensors), *sizes))
+    return y
+
+
+def _plain_defines(y: Tensor) -> tuple:
+    """The v1 kernels take any width at run time; the file's other kernels still need some D_MODEL to compile."""
+    return ((_DEFINE[y.dtype], True), ("D_MODEL", 256), ("WARPS", 1))

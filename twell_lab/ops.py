@@ -1,0 +1,376 @@
+"""The torch operators, and the one place that picks a kernel.
+
+`torch.ops.twell_lab.*` are registered for CPU (torch operations that skip the zeros) and CUDA (the kernels),
+with fake implementations for torch.compile and autograd. The functions of this module check their arguments
+once and call them. Weights are as torch.nn.Linear stores them: gate and up [d_ff, d_model], down
+[d_model, d_ff]; x is [..., d_model]. dtypes: bfloat16, float16, float32, the same for x and every weight.
+
+No CUDA implementation waits for the GPU. A tile with more values than slots is finished from the dense gate
+(inside `gated_ffn` and `plain_ffn`) or from the tail of a TwELL, row by row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from . import cpu, launch, reference
+from .errors import InputError
+from .formats import TILE, VALUE_DTYPES, WORDS, TwELL, check_geometry, tail_of, word_dtype
+
+_library = torch.library.Library("twell_lab", "DEF")
+_library.define("pack(Tensor gate, int tile, int words) -> Tensor")
+_library.define(
+    "packed_down(Tensor packed, Tensor tail_pointer, Tensor tail_column, Tensor tail_value, Tensor down_t, "
+    "Tensor? bias, int tile) -> Tensor"
+)
+_library.define(
+    "packed_gated(Tensor x, Tensor packed, Tensor tail_pointer, Tensor tail_column, Tensor tail_value, Tensor up, "
+    "Tensor down_t, Tensor? up_bias, Tensor? down_bias, int tile) -> Tensor"
+)
+_library.define(
+    "gated_ffn(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor down_t, Tensor? gate_bias, Tensor? up_bias, "
+    "Tensor? down_bias, int tile, int words) -> Tensor"
+)
+_library.define(
+    "plain_ffn(Tensor x, Tensor up, Tensor down, Tensor down_t, Tensor? up_bias, Tensor? down_bias, int tile, "
+    "int words) -> Tensor"
+)
+_library.define("refresh_transposed(Tensor weight, Tensor(a!) transposed, Tensor(b!) stamp, bool changing) -> ()")
+
+
+# ---- the public functions: check, then call the operator ----
+
+
+def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
+    """TwELL of relu(gate), exact on every input. gate: [rows, d_ff]; keeps positives and NaN.
+
+    On a GPU the tiles are packed by a kernel, and the length of the tail is then read back, once, as
+    torch.nonzero would; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
+    """
+    _check_tensor("gate", gate, dims=2)
+    check_geometry(tile, words)
+    if gate.shape[1] == 0:
+        raise InputError(f"gate is {list(gate.shape)}; at least one column is needed")
+    if not gate.is_cuda:
+        return TwELL.from_gate(gate, tile, words)
+    gate = gate.contiguous()
+    packed = torch.ops.twell_lab.pack(gate, tile, words)
+    over = (packed[..., 0] >= words).any(1)
+    rows = over.nonzero()[:, 0]
+    late = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
+    late[rows], column, value = tail_of(gate[rows], reference.fires(gate[rows]), words - 1, tile)
+    pointer = torch.nn.functional.pad(late.cumsum(0), (1, 0))
+    return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
+
+
+def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, down_t: Tensor | None = None) -> Tensor:
+    """packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
+
+    down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one.
+    """
+    down_t = _transposed(down, down_t)
+    _check_together(down_t, packed.dtype, bias=bias)
+    _check_shape("down", down, (None, packed.shape[1]))
+    _check_bias("bias", bias, down.shape[0])
+    tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    return torch.ops.twell_lab.packed_down(packed.packed, *tail, down_t, bias, packed.tile)
+
+
+def packed_gated(
+    x: Tensor,
+    packed: TwELL,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    down_t: Tensor | None = None,
+) -> Tensor:
+    """(g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g. x: [rows, d_model]."""
+    _check_tensor("x", x, dims=2)
+    down_t = _transposed(down, down_t)
+    _check_together(x, packed.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
+    _check_shape("x", x, (packed.shape[0], None))
+    _check_weights(x.shape[1], packed.shape[1], None, up, down, None, up_bias, down_bias)
+    tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    x, up = x.contiguous(), up.contiguous()
+    return torch.ops.twell_lab.packed_gated(x, packed.packed, *tail, up, down_t, up_bias, down_bias, packed.tile)
+
+
+def gated_ffn(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    down_t: Tensor | None = None,
+    tile: int = TILE,
+    words: int = WORDS,
+) -> Tensor:
+    """(relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias, skipping what the ReLU silences.
+
+    x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one
+    (SparseFFN does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases.
+    Method: arXiv 2603.23198, section 3.
+    """
+    _check_tensor("x", x)
+    check_geometry(tile, words)
+    named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    _check_together(x, x.dtype, **named)
+    _check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    down_t = _transposed(down, down_t)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    weights = (gate.contiguous(), up.contiguous(), down, down_t)
+    y = torch.ops.twell_lab.gated_ffn(rows, *weights, gate_bias, up_bias, down_bias, tile, words)
+    return y.view(x.shape)
+
+
+def plain_ffn(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    down_t: Tensor | None = None,
+    tile: int = TILE,
+    words: int = WORDS,
+) -> Tensor:
+    """relu(x up^T + up_bias) down^T + down_bias, skipping what the ReLU silences. See gated_ffn."""
+    _check_tensor("x", x)
+    check_geometry(tile, words)
+    _check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
+    _check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
+    down_t = _transposed(down, down_t)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y = torch.ops.twell_lab.plain_ffn(rows, up.contiguous(), down, down_t, up_bias, down_bias, tile, words)
+    return y.view(x.shape)
+
+
+def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> None:
+    """Make `transposed` [columns, rows] equal weight^T again if `weight` has changed since the last call.
+
+    stamp: int64 [2] on the CPU; where the weight lies in memory and torch's version counter of it, as last seen.
+    While a CUDA graph is captured, a weight that is being trained is copied whatever the stamp says: it may
+    change between replays, and this check will not run then.
+    """
+    changing = weight.requires_grad and torch.is_grad_enabled()
+    torch.ops.twell_lab.refresh_transposed(weight.detach(), transposed, stamp, changing)
+
+
+# ---- checks ----
+
+
+def _check_tensor(name: str, t: Tensor, dims: int | None = None) -> None:
+    if not isinstance(t, Tensor):
+        raise InputError(f"{name} is a {type(t).__name__}; a torch.Tensor is accepted")
+    if t.dtype not in VALUE_DTYPES:
+        raise InputError(f"{name} is {t.dtype}; bfloat16, float16 and float32 are accepted")
+    if t.device.type not in ("cpu", "cuda"):
+        raise InputError(f"{name} is on {t.device}; cpu and cuda are accepted")
+    if dims is not None and t.dim() != dims or t.dim() == 0:
+        raise InputError(f"{name} has shape {list(t.shape)}; {dims or 'at least 1'} dimensions are accepted")
+
+
+def _check_together(x: Tensor, dtype: torch.dtype, **others: Tensor | None) -> None:
+    for name, t in others.items():
+        if t is None:
+            continue
+        _check_tensor(name, t)
+        if t.dtype != dtype:
+            raise InputError(f"{name} is {t.dtype} but the input is {dtype}; one dtype for all is accepted")
+        if t.device != x.device:
+            raise InputError(f"{name} is on {t.device} but the input is on {x.device}; one device is accepted")
+
+
+def _check_shape(name: str, t: Tensor, shape: tuple) -> None:
+    if t.dim() != len(shape) or any(want is not None and have != want for have, want in zip(t.shape, shape)):
+        accepted = ["any" if want is None else want for want in shape]
+        raise InputError(f"{name} has shape {list(t.shape)}; {accepted} is accepted")
+
+
+def _check_bias(name: str, bias: Tensor | None, length: int) -> None:
+    if bias is not None:
+        _check_shape(name, bias, (length,))
+
+
+def _check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias) -> None:
+    if gate is not None:
+        _check_shape("gate", gate, (d_ff, d_model))
+    _check_shape("up", up, (d_ff, d_model))
+    _check_shape("down", down, (d_model, d_ff))
+    _check_bias("gate_bias", gate_bias, d_ff)
+    _check_bias("up_bias", up_bias, d_ff)
+    _check_bias("down_bias", down_bias, d_model)
+
+
+def _transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
+    if down_t is None:
+        _check_tensor("down", down, dims=2)
+        return down.detach().t().contiguous()
+    _check_shape("down_t", down_t, tuple(reversed(down.shape)))
+    if not down_t.is_contiguous():
+        raise InputError(f"down_t has strides {down_t.stride()}; a contiguous {list(down_t.shape)} is accepted")
+    return down_t
+
+
+# ---- CPU ----
+
+
+@torch.library.impl(_library, "pack", "CPU")
+def _pack_cpu(gate, tile, words):
+    return TwELL.from_gate(gate, tile, words).packed
+
+
+@torch.library.impl(_library, "packed_down", "CPU")
+def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
+    return cpu.down(_unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile), down_t, bias)
+
+
+@torch.library.impl(_library, "packed_gated", "CPU")
+def _packed_gated_cpu(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
+    gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
+    return cpu.gated(x, gate, up, down_t, up_bias, down_bias)
+
+
+def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
+    shape = (packed.shape[0], down_t.shape[0])
+    return TwELL(packed, tail_pointer, tail_column, tail_value, shape, down_t.dtype, tile).to_dense()
+
+
+@torch.library.impl(_library, "gated_ffn", "CPU")
+def _gated_ffn_cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
+    return cpu.gated(x, linear(x, gate, gate_bias), up, down_t, up_bias, down_bias)
+
+
+@torch.library.impl(_library, "plain_ffn", "CPU")
+def _plain_ffn_cpu(x, up, down, down_t, up_bias, down_bias, tile, words):
+    return cpu.down(linear(x, up, up_bias), down_t, down_bias)
+
+
+# ---- CUDA ----
+
+_NO_TAIL = (None, None, None)
+
+
+@torch.library.impl(_library, "pack", "CUDA")
+def _pack_cuda(gate, tile, words):
+    return launch.pack(gate, tile, words)
+
+
+@torch.library.impl(_library, "packed_down", "CUDA")
+def _packed_down_cuda(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
+    tail = (tail_pointer, tail_column, tail_value)
+    return launch.down(packed, None, tail, down_t, bias, down_t.shape[0], tile)
+
+
+@torch.library.impl(_library, "packed_gated", "CUDA")
+def _packed_gated_cuda(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
+    tail = (tail_pointer, tail_column, tail_value)
+    return launch.gated(x, packed, None, tail, up, down_t, up_bias, down_bias, tile)
+
+
+@torch.library.impl(_library, "gated_ffn", "CUDA")
+def _gated_ffn_cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
+    g = linear(x, gate, gate_bias)
+    return launch.gated(x, launch.pack(g, tile, words), g, _NO_TAIL, up, down_t, up_bias, down_bias, tile)
+
+
+@torch.library.impl(_library, "plain_ffn", "CUDA")
+def _plain_ffn_cuda(x, up, down, down_t, up_bias, down_bias, tile, words):
+    g = linear(x, up, up_bias)
+    return launch.down(launch.pack(g, tile, words), g, _NO_TAIL, down_t, down_bias, g.shape[1], tile)
+
+
+@torch.library.impl(_library, "refresh_transposed", "CUDA")
+@torch.library.impl(_library, "refresh_transposed", "CPU")
+def _refresh_transposed(weight, transposed, stamp, changing):
+    # An inference tensor has no version counter; inference mode itself is the only place that may change it.
+    version = -1 if weight.is_inference() else weight._version
+    seen = (weight.data_ptr(), version)
+    unseen = changing and weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    if tuple(stamp.tolist()) != seen or unseen:
+        transposed.copy_(weight.t())
+        stamp.copy_(torch.tensor(seen))
+
+
+# ---- fake implementations: shapes and dtypes for torch.compile ----
+
+
+@torch.library.register_fake("twell_lab::pack", lib=_library)
+def _(gate, tile, words):
+    shape = (gate.shape[0], (gate.shape[1] + tile - 1) // tile, words)
+    return torch.empty(shape, dtype=word_dtype(gate.dtype), device=gate.device)
+
+
+@torch.library.register_fake("twell_lab::packed_down", lib=_library)
+def _(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
+    return down_t.new_empty(packed.shape[0], down_t.shape[1])
+
+
+@torch.library.register_fake("twell_lab::packed_gated", lib=_library)
+def _(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("twell_lab::gated_ffn", lib=_library)
+def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("twell_lab::plain_ffn", lib=_library)
+def _(x, up, down, down_t, up_bias, down_bias, tile, words):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("twell_lab::refresh_transposed", lib=_library)
+def _(weight, transposed, stamp, changing):
+    return None
+
+
+# ---- autograd: plain torch for now; a sparse backward pass takes its place in these functions ----
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, ctx.tile, ctx.words = inputs
+    tensors[len(tensors) // 2] = None  # down_t, in the middle of both signatures, only repeats down
+    ctx.save_for_backward(*tensors)
+
+
+def _gated_ffn_backward(ctx, dy):
+    x, gate, up, down, _, gate_bias, up_bias, down_bias = ctx.saved_tensors
+    g, u = linear(x, gate, gate_bias), linear(x, up, up_bias)
+    keep = reference.fires(g)
+    zero = torch.zeros((), dtype=g.dtype, device=g.device)
+    hidden = torch.where(keep, g * u, zero)
+    dh = dy @ down
+    dg, du = torch.where(keep, dh * u, zero), torch.where(keep, dh * g, zero)
+    biases = (_bias_grad(gate_bias, dg), _bias_grad(up_bias, du), _bias_grad(down_bias, dy))
+    return dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ hidden, None, *biases, None, None
+
+
+def _plain_ffn_backward(ctx, dy):
+    x, up, down, _, up_bias, down_bias = ctx.saved_tensors
+    g = linear(x, up, up_bias)
+    keep = reference.fires(g)
+    dg = torch.where(keep, dy @ down, torch.zeros((), dtype=g.dtype, device=g.device))
+    hidden = reference.relu(g)
+    biases = (_bias_grad(up_bias, dg), _bias_grad(down_bias, dy))
+    return dg @ up, dg.t() @ x, dy.t() @ hidden, None, *biases, None, None
+
+
+def _bias_grad(bias, upstream):
+    return None if bias is None else upstream.sum(0)
+
+
+torch.library.register_autograd(
+    "twell_lab::gated_ffn", _gated_ffn_backward, setup_context=_save_for_backward, lib=_library
+)
+torch.library.register_autograd(
+    "twell_lab::plain_ffn", _plain_ffn_backward, setup_context=_save_for_backward, lib=_library
+)
