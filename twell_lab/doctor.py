@@ -132,7 +132,8 @@ def _stack_command(facts: dict) -> str | None:
     command = install_command("cu12")
     if command.startswith("make"):
         return command
-    return f"pip uninstall -y torch && {command.replace('install ', "install 'torch>=2.8,<2.11' ")}"
+    with_torch = command.replace("install ", "install 'torch>=2.8,<2.11' ")
+    return f"pip uninstall -y torch && {with_torch}"
 
 
 def _cupy(facts: dict) -> tuple:
