@@ -1,0 +1,234 @@
+"""The text a small model trains on: bytes, with a checksum, and a held-out part made of whole files.
+
+The vocabulary is the 256 byte values, so there is no tokenizer to train, ship or trust. The default text is
+the source of Python's own standard library (PSF licence), which is on every machine that runs this; it
+differs by Python version, so its SHA-256 goes into every record.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import platform
+import stat
+import sysconfig
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .errors import TextError
+
+# Not the library itself: what others installed into it, and its own tests (some broken on purpose).
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
+
+LARGEST = 2**30  # bytes; a text is held in memory as a whole, so a home folder given by mistake is refused
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A text as bytes, with where its files begin.
+
+    name: what to call it in a record; never a path of this machine.
+    sha256: hexadecimal digest of exactly the bytes in `data`.
+    data: uint8 [size], on the CPU.
+    starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
+    """
+
+    name: str
+    sha256: str
+    data: torch.Tensor
+    starts: tuple[int, ...] = (0,)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self.data.numel()
+
+    def describe(self) -> dict:
+        """What a record keeps of a text: its name, SHA-256 and size in bytes."""
+        return {"name": self.name, "sha256": self.sha256, "size": self.size}
+
+    def split(self, fraction: float = 0.9) -> tuple[Text, Text]:
+        """Cut into a training text (about the first `fraction` of the bytes) and the rest, for validation.
+
+        The cut falls between two files, so that no validation window continues a file seen in training. Where
+        the nearest such place would make the validation part less than half or more than twice the share
+        asked for (a single file, or one file much larger than the others), the cut falls at the end of a
+        line instead, or failing that at the byte itself.
+
+        Raises TextError for a fraction outside (0, 1), and where either part would be empty.
+        """
+        if not 0.0 < fraction < 1.0:
+            raise TextError(f"fraction is {fraction!r}; accepted: a number between 0 and 1, both excluded")
+        if self.size < 2:
+            raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
+        cut = self._between_files(fraction) or self._inside_a_file(fraction)
+        return self._part(0, cut, "training part"), self._part(cut, self.size, "validation part")
+
+    def _between_files(self, fraction: float) -> int | None:
+        wanted = fraction * self.size
+        at = bisect_left(self.starts, wanted)
+        around = [start for start in self.starts[max(at - 1, 0) : at + 1] if start > 0]
+        share = self.size - wanted
+        fitting = [start for start in around if share / 2 <= self.size - start <= share * 2]
+        return min(fitting, key=lambda start: abs(start - wanted), default=None)
+
+    def _inside_a_file(self, fraction: float) -> int:
+        wanted = min(max(int(fraction * self.size), 1), self.size - 1)
+        nearby = self.data[wanted - 1 : min(wanted + 4096, self.size - 1)].numpy().tobytes()
+        end_of_line = nearby.find(b"\n")
+        return wanted if end_of_line < 0 else wanted + end_of_line
+
+    def _part(self, begin: int, end: int, which: str) -> Text:
+        data = self.data[begin:end]
+        inside = tuple(start - begin for start in self.starts if begin < start < end)
+        return Text(f"{self.name}, {which}", _digest(data), data, (0, *inside))
+
+
+def standard_library() -> Text:
+    """The source of this Python's standard library, tests and installed packages left out (about 10 MB).
+
+    Files are joined in the order of their relative paths, nothing between them. Raises TextError where this
+    Python came without its source.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    name = f"Python {platform.python_version()} standard library"
+    try:
+        sources = [path for path in _files(folder, _NOT_LIBRARY) if path.name.endswith(".py")]
+    except OSError:
+        sources = []
+    if not sources:
+        raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
+    return _join(name, sources)
+
+
+def read(path: str | os.PathLike) -> Text:
+    """The text of one file, or of every text file below a folder.
+
+    In a folder, files are joined in the order of their relative paths (compared as bytes, "/" between the
+    parts), nothing between them: for a folder of plain files, `find . -type f | LC_ALL=C sort | xargs cat |
+    sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL
+    byte, as UTF-16 does too) and links that lead nowhere. Links are followed; each real file is used once.
+
+    Raises TextError for a path that is not there or can't be read, a binary file, a folder without text, an
+    empty text, and a text of more than 1 GiB.
+    """
+    path = Path(path)
+    name = os.path.basename(os.path.abspath(path)) or "text"
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
+        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+    if not is_folder:
+        text = _join(name, [path])
+        if not text.size:
+            raise TextError(f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text")
+        return text
+    try:
+        text = _join(name, _files(path, skip=frozenset()))
+    except OSError as error:
+        raise TextError(f"cannot read the folder {str(path)!r}: {error}") from None
+    if not text.size:
+        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden")
+    return text
+
+
+def load(path: str | os.PathLike | None) -> Text:
+    """`read(path)`, or the standard library's source for None."""
+    return standard_library() if path is None else read(path)
+
+
+def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
+    """Raise TextError unless a batch fits into the training text and one window into the validation text.
+
+    A window is `context` bytes and the one that follows them.
+    """
+    for part, needed, of_what in (
+        (training, batch * context + 1, f"a batch of {batch} windows of {context}"),
+        (validation, context + 1, f"one window of {context}"),
+    ):
+        if part.size < needed:
+            raise TextError(f"{part.name} has {part.size} bytes; {of_what} needs at least {needed}: "
+                            f"give a longer text, or lower batch or context")
+
+
+def random_windows(data: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
+    """`count` windows that begin anywhere in `data`: int64 [count, context + 1] on the device of `data`.
+
+    The positions come from `generator`, a CPU one, so that every device trains on the same windows.
+    """
+    starts = torch.randint(data.numel() - context, (count, 1), generator=generator)
+    return _windows(data, starts, context)
+
+
+def spread_windows(data: torch.Tensor, count: int, context: int) -> torch.Tensor:
+    """At most `count` windows, evenly spread over `data`, no byte predicted twice: int64 [n, context + 1]."""
+    whole = (data.numel() - 1) // context
+    count = min(count, whole)
+    picked = torch.arange(count)[:, None] * whole // count
+    return _windows(data, picked * context, context)
+
+
+def _windows(data: torch.Tensor, starts: torch.Tensor, context: int) -> torch.Tensor:
+    positions = starts + torch.arange(context + 1)
+    return data[positions.to(data.device)].long()
+
+
+def _files(folder: Path, skip: Iterable[str]) -> list[Path]:
+    """Every regular file below `folder` once, in the byte order of relative paths. OSError where it fails."""
+    seen: set[tuple[int, int]] = set()  # (device, inode) of folders and files: ends loops, drops repeats
+
+    def is_new(path: Path, kind) -> bool:
+        try:
+            info = path.stat()
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link to nowhere, or in a circle
+                return False
+            raise
+        if not kind(info.st_mode) or (info.st_dev, info.st_ino) in seen:
+            return False
+        seen.add((info.st_dev, info.st_ino))
+        return True
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    is_new(folder, stat.S_ISDIR)
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        wanted = [name for name in sorted(folders, key=os.fsencode) if name not in skip and name[0] != "."]
+        folders[:] = [name for name in wanted if is_new(Path(here, name), stat.S_ISDIR)]
+        found += [Path(here, name) for name in names if name[0] != "."]
+    found.sort(key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
+    return [path for path in found if is_new(path, stat.S_ISREG)]
+
+
+def _join(name: str, paths: Iterable[Path]) -> Text:
+    """The contents of the files that are text, joined. TextError names one that can't be read."""
+    pieces: list[bytes] = []
+    starts: list[int] = []
+    size = 0
+    for path in paths:
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
+            if size + path.stat().st_size > LARGEST:
+                raise TextError(f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that")
+            content = path.read_bytes()
+        except OSError as error:
+            raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+        if content and b"\0" not in content:
+            starts.append(size)
+            pieces.append(content)
+            size += len(content)
+    content = bytearray(b"".join(pieces))
+    data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return Text(name, _digest(data), data, tuple(starts) or (0,))
+
+
+def _digest(data: torch.Tensor) -> str:
+    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
