@@ -1,0 +1,159 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell_lab import doctor, machine, paths
+
+H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
+P100 = {"name": "Tesla P100-PCIE-16GB", "capability": "6.0", "memory_gib": 16.0, "driver": "535.1"}
+FACTS = {
+    "os": "Debian GNU/Linux 12, x86_64", "cpu": "a CPU", "cores": 2, "python": "3.12.1", "torch": "2.10.0",
+    "torch_cuda": "12.8", "numpy": "2.1.3", "cupy": "14.2.0", "cupy_package": "cupy-cuda12x", "nvrtc": "12.8",
+    "gpus": [H100], "cuda_driver": "13.0",
+}
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Examine a machine described by FACTS with the given changes; returns findings by topic."""
+
+    def examine(usable=True, fault=None, **changes):
+        monkeypatch.setattr(machine, "describe", lambda: {**FACTS, **changes})
+        monkeypatch.setattr(machine, "gpu", lambda: "H100" if usable else None)
+        monkeypatch.setattr(machine, "stack_fault", lambda: fault)
+        return {finding.topic: finding for finding in doctor.examine()}
+
+    return examine
+
+
+def test_this_machine_is_examined():
+    findings = doctor.examine()
+    topics = [finding.topic for finding in findings]
+    assert len(set(topics)) == len(topics) == 10
+    for finding in findings:
+        assert finding.state in doctor.STATES and finding.text and "could not be examined" not in finding.text
+    by_topic = {finding.topic: finding for finding in findings}
+    assert by_topic["PyTorch"].state == by_topic["CPU operators"].state == "ok"
+    assert torch.__version__ in by_topic["PyTorch"].text
+
+
+def test_a_whole_gpu_machine_is_ok(on):
+    found = on()
+    assert {topic: finding.state for topic, finding in found.items() if topic != "notebooks"} == dict.fromkeys(
+        [topic for topic in found if topic != "notebooks"], "ok")
+    assert "sm_90" in found["GPU"].text and "580.82.07" in found["GPU"].text
+
+
+def test_no_gpu_is_a_limit_with_nothing_to_install(on):
+    found = on(usable=False, gpus=[], cuda_driver=None)
+    assert found["GPU"].state == found["GPU kernels"].state == "limited"
+    assert found["GPU"].command is None and found["GPU kernels"].command is None
+    assert found["kernel compilation"].state == "ok"
+
+
+def test_an_old_gpu_is_named_with_what_would_be_accepted(on):
+    found = on(gpus=[P100])
+    assert found["GPU"].state == found["GPU kernels"].state == "limited"
+    assert "Tesla P100" in found["GPU"].text and "sm_75" in found["GPU"].text and "sm_60" in found["GPU"].text
+    assert found["CPU operators"].state == "ok"
+
+
+@pytest.mark.parametrize("torch_build, driver, says, gets_command", [
+    (None, "13.0", "without CUDA", True),
+    ("13.0", "12.4", "driver runs CUDA up to 12.4", True),
+    ("12.8", "13.0", "CUDA_VISIBLE_DEVICES", False),
+])
+def test_a_gpu_that_torch_cannot_use_says_why(on, torch_build, driver, says, gets_command):
+    found = on(usable=False, torch_cuda=torch_build, cuda_driver=driver)
+    assert found["GPU"].state == found["GPU kernels"].state == "limited"
+    assert says in found["GPU"].text
+    assert (found["GPU"].command is not None) == gets_command
+    if gets_command:
+        assert "cu12" in found["GPU"].command
+
+
+def test_mixed_majors_are_reported_with_the_command_where_there_is_a_gpu(on):
+    fault = ("torch 2.14.0 is built for CUDA 13.0 and cupy-cuda12x 14.2.0 for CUDA 12", "pip uninstall -y cupy-cuda12x")
+    found = on(fault=fault)
+    assert found["CuPy"].state == found["GPU kernels"].state == "limited"
+    assert found["CuPy"].command == fault[1] and fault[0] in found["CuPy"].text
+    assert on(usable=False, gpus=[], fault=fault)["CuPy"].state == "ok"
+
+
+@pytest.mark.parametrize("changes, extra", [
+    ({"torch_cuda": "12.8"}, "cu12"), ({"torch_cuda": "13.0"}, "cu13"),
+    pytest.param({"gpus": []}, "compile", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux wheels")),
+])
+def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, changes, extra):
+    monkeypatch.setattr(sys, "prefix", "elsewhere")
+    found = on(cupy=None, cupy_package=None, nvrtc=None, **changes)
+    for topic in ("CuPy", "NVRTC", "kernel compilation"):
+        assert found[topic].state == "missing"
+        assert found[topic].command in (f"pip install 'twell-lab[{extra}]'", f"pip install -e '.[{extra}]'")
+    assert found["GPU kernels"].state == "limited"
+
+
+def test_cubins_compiled_elsewhere_need_no_compiler(on, monkeypatch, tmp_path):
+    monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
+    found = on(nvrtc=None)
+    assert found["GPU kernels"].state == "ok" and found["NVRTC"].state == "missing"
+
+
+def test_no_torch_is_missing_and_the_rest_still_examined(on):
+    found = on(usable=False, torch=None, torch_cuda=None, gpus=[])
+    assert found["PyTorch"].state == found["CPU operators"].state == "missing"
+    assert "pip install" in found["PyTorch"].command
+    assert found["Python"].state == "ok"
+
+
+def test_the_checkouts_own_environment_is_mended_with_make(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(Path(doctor.__file__).resolve().parent.parent / ".venv"))
+    assert doctor.install_command("cu12") == "make setup STACK=cu12"
+    assert doctor.install_command("course") == "make setup"
+
+
+def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tmp_path):
+    a_file = tmp_path / "file"
+    a_file.write_text("no folder can be made below a file")
+    monkeypatch.setenv("TWELL_LAB_CACHE", str(a_file / "cache"))
+    assert paths.cache_dir() is None
+    monkeypatch.setattr(doctor, "_installed", lambda package: True)
+    monkeypatch.delenv("JUPYTER_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: a_file)
+    found = on()
+    assert found["kernel cache"].state == found["notebooks"].state == "limited"
+    assert found["kernel cache"].command and "JUPYTER_RUNTIME_DIR" in found["notebooks"].command
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "new" / "folder"))
+    assert on()["notebooks"].state == "ok"
+
+
+def test_missing_course_packages_are_named(on, monkeypatch):
+    monkeypatch.setattr(doctor, "_installed", lambda package: package != "plotly")
+    found = on()
+    assert found["notebooks"].state == "missing" and "plotly" in found["notebooks"].text
+    assert "course" in found["notebooks"].command or found["notebooks"].command == "make setup"
+
+
+def test_inside_a_running_kernel_jupyterlab_is_not_asked_for(on, monkeypatch):
+    monkeypatch.setattr(doctor, "_installed", lambda package: package != "jupyterlab")
+    monkeypatch.setattr(doctor, "_writable", lambda folder: True)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert on()["notebooks"].state == "missing"
+    monkeypatch.setitem(sys.modules, "ipykernel", os)
+    assert on()["notebooks"].state == "ok"
+
+
+def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
+    def broken(*arguments):
+        raise ValueError("unheard of")
+
+    monkeypatch.setattr(paths, "cache_dir", broken)
+    found = on()
+    assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
+    assert found["GPU kernels"].state == "ok"
+    monkeypatch.setattr(machine, "describe", broken)
+    only, = doctor.examine()
+    assert only.state == "limited" and "unheard of" in only.text

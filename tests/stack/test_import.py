@@ -1,0 +1,51 @@
+"""What `import twell_lab` costs and touches, measured in a fresh interpreter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("cupy", "plotly", "ipywidgets", "anywidget", "IPython", "jupyter", "jupyterlab", "transformers", "pandas")
+
+PROGRAM = """
+import json, sys, time
+
+def mapped():
+    try:
+        return {line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line}
+    except OSError:
+        return set()
+
+import torch
+before, start = mapped(), time.perf_counter()
+import twell_lab
+seconds = time.perf_counter() - start
+for name in NAMES:
+    getattr(twell_lab, name)
+print(json.dumps({
+    "seconds": seconds,
+    "heavy": sorted({name.split(".")[0] for name in sys.modules} & set(HEAVY)),
+    "cuda": torch.cuda.is_initialized() or bool(mapped() - before),
+}))
+"""
+
+
+def fresh(names: tuple[str, ...]) -> dict:
+    program = f"NAMES = {names!r}; HEAVY = {HEAVY!r}\n{PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_costs_under_two_seconds_beyond_torch_and_touches_no_gpu():
+    found = fresh(())
+    assert found["seconds"] < 2
+    assert found["heavy"] == [] and not found["cuda"]
+
+
+def test_the_library_itself_loads_neither_cupy_nor_a_plot():
+    core = ("pack", "gated_ffn", "SparseFFN", "sparsify", "profile", "train", "bench", "formats", "reference",
+            "records", "text", "ops", "machine")
+    found = fresh(core)
+    assert found["heavy"] == [] and not found["cuda"]
