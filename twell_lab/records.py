@@ -20,7 +20,7 @@ import secrets
 import subprocess
 import tokenize
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from . import paths
@@ -62,7 +62,7 @@ class Record:
         from . import machine
         commit, dirty = source_commit()
         return cls(name=name, purpose=purpose, rows=rows, notes=notes or {}, commit=commit, dirty=dirty,
-                   date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                   date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                    kernel_hash=kernel_hash(), machine=machine.describe())
 
     def to_json(self) -> str:
@@ -171,6 +171,22 @@ def flat_rows(records: list[Record]) -> list[dict]:
                      "kernel_hash": record.kernel_hash, "stale": outdated and not is_cpu(row["device"])}
             flat.append({key: known.get(key) for key in FLAT_KEYS})
     return flat
+
+
+def table(rows: list[dict], columns: dict[str, str]) -> str:
+    """Rows as aligned text. columns: key in the row -> heading; floats to four digits, None as a dash."""
+    def shown(value) -> str:
+        if value is None or isinstance(value, str):
+            return value or "-"
+        if isinstance(value, float):
+            return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+        return f"{value:,}" if type(value) is int else str(value)
+
+    cells = [list(columns.values())] + [[shown(row.get(key)) for key in columns] for row in rows]
+    numeric = [any(isinstance(row.get(key), (int, float)) for row in rows) for key in columns]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(text.rjust(width) if right else text.ljust(width) for text, width, right in
+                              zip(line, widths, numeric, strict=True)).rstrip() for line in cells)
 
 
 def is_cpu(device: str) -> bool:

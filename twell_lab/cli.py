@@ -1,0 +1,303 @@
+"""The `twell-lab` command. Each subcommand imports what it needs when it runs, so `--help` is quick.
+
+Exit status: 0 done, 1 a check failed, 2 a mistake in the input or the set-up (one line on stderr says which),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from .errors import InputError, RecordError, TwellError
+
+_ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_model": "d_model",
+                "d_ff": "d_ff", "nnz": "mean nnz", "path": "path", "ms": "ms", "spread": "spread",
+                "x_dense": "x dense"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return status or 0
+    except TwellError as error:
+        print(f"twell-lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ntwell-lab: interrupted; to run it again: {_again(arguments)}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _again(arguments: list[str]) -> str:
+    """The command line that was interrupted, as one would type it here."""
+    folder, name = os.path.split(sys.argv[0])
+    if not name.startswith("twell-lab"):
+        started = ["python", "-m", "twell_lab.cli"]
+    elif folder in os.environ.get("PATH", "").split(os.pathsep):
+        started = ["twell-lab"]
+    else:
+        started = [sys.argv[0]]
+    return shlex.join([*started, *arguments])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed.")
+    parser.add_argument("--version", action="version", version=f"twell-lab {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, run, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text[0].lower() + text[1:].rstrip("."), description=text)
+        added.set_defaults(run=run)
+        added.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+        return added
+
+    command("doctor", _doctor, "Say what this machine has, what will run where, and what is missing.")
+
+    tour = command("tour", _tour, "Train with and without L1, profile, pack, time, and write a page.")
+    tour.add_argument("--text", metavar="PATH", help="a file or folder to train on, instead of the source of "
+                                                     "Python's standard library")
+    tour.add_argument("--out", metavar="DIR", type=Path, default=Path("build/tour"),
+                      help="where index.html and tour.json go (default: %(default)s)")
+    tour.add_argument("--record-only", action="store_true", help="write tour.json alone; needs no plotly")
+    tour.add_argument("--render", metavar="TOUR_JSON", type=Path,
+                      help="do nothing but draw the page of an earlier tour, from this or another machine")
+    tour.add_argument("--quick", action="store_true",
+                      help="a few steps and small layers, to see that it works")
+
+    train = command("train", _train, "Train a small ReLU language model, with an L1 penalty if asked for.")
+    _add_fields(train)
+    train.add_argument("--text", metavar="PATH", help="a file or folder (default: Python's standard library)")
+    train.add_argument("--plain", action="store_true", help="plain feed-forward layers instead of gated ones")
+    train.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    train.add_argument("--out", metavar="DIR", type=Path, help="save the model here, for twell-lab profile")
+
+    profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
+    profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
+    profile.add_argument("--text", metavar="PATH", help="a file or folder (default: the held-out part of the "
+                                                        "source of Python's standard library)")
+    profile.add_argument("--windows", type=_positive, default=256, metavar="N",
+                         help="how many windows (default: %(default)s)")
+    profile.add_argument("--out", metavar="FILE", type=Path, help="save the counts here, as JSON")
+
+    bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
+    bench.add_argument("--tokens", type=_positive, nargs="+", default=[1, 8, 64], metavar="N",
+                       help="one or more (default: 1 8 64)")
+    bench.add_argument("--d-model", type=_positive, default=2048, metavar="N", help="default: %(default)s")
+    bench.add_argument("--d-ff", type=_positive, default=5632, metavar="N", help="default: %(default)s")
+    bench.add_argument("--nnz", type=float, default=29.0, metavar="X",
+                       help="mean number of neurons firing for a token (default: %(default)s)")
+    bench.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+", metavar="DTYPE",
+                       help="bfloat16, float16 or float32 (default: bfloat16 on a GPU, else float32)")
+    bench.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    bench.add_argument("--workload", choices=["lognormal", "uniform"], default="lognormal",
+                       help="how neurons share the firing (default: %(default)s)")
+    bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
+    bench.add_argument("--seconds", type=float, default=2.0, metavar="S",
+                       help="how long to measure each size on a CPU (default: %(default)s)")
+    bench.add_argument("--out", metavar="DIR", type=Path, help="save the records here")
+
+    record = command("record", _record, "Make one of the recordings that the course's figures come from.")
+    record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
+    record.add_argument("--out", metavar="DIR", type=Path,
+                        help="where the record goes (default: data/records)")
+
+    kept = command("records", _records, "List every recorded measurement.")
+    kept.add_argument("--folder", metavar="DIR", type=Path, help="another folder than data/records")
+    kept.add_argument("--verify", action="store_true",
+                      help="instead, check that these kernels were tested on a GPU or are named as untested")
+    return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser) -> None:
+    """The numbers of TrainConfig as options; a default of None leaves the config's own."""
+    for name, kind, what in (
+            ("l1", float, "coefficient of the L1 penalty, 0 for none"), ("steps", int, "optimizer steps"),
+            ("batch", int, "windows a step"), ("context", int, "bytes a window"),
+            ("d_model", int, "model width"), ("layers", int, "number of layers"),
+            ("heads", int, "attention heads"), ("d_ff", int, "feed-forward width"),
+            ("lr", float, "peak learning rate"), ("seed", int, "of weights and batches")):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X",
+                            help=what)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
+    return value
+
+
+def _version() -> str:
+    from . import __version__
+    return __version__
+
+
+def _print_json(value) -> None:
+    print(json.dumps(value, indent=1))
+
+
+# ---- the commands ----------------------------------------------------------------------------------------
+
+
+def _doctor(options) -> int:
+    from dataclasses import asdict
+
+    from .doctor import examine
+    findings = examine()
+    if options.json:
+        _print_json([asdict(finding) for finding in findings])
+        return 0
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state:<8} {finding.topic:<{width}}  {finding.text}")
+        if finding.command:
+            print(f"{'':<8} {'':<{width}}  -> {finding.command}")
+    return 0
+
+
+def _tour(options) -> int:
+    if options.render is not None:
+        from .page import render_file
+        page = render_file(options.render, options.out)
+        print(json.dumps({"page": str(page)}) if options.json else f"tour: the page is {page}")
+        return 0
+    from . import tour
+    record, saved, page = tour.run(tour.Options(text=options.text, out=options.out, quick=options.quick,
+                                                record_only=options.record_only))
+    if options.json:
+        print(record.to_json(), end="")
+        return 0
+    print(tour.summary(record))
+    taken = f"tour: done in {sum(record.notes['tour']['seconds'].values()):.0f} s"
+    print(f"{taken}; the page is {page}" if page else
+          f"{taken}; the record is {saved}, and twell-lab tour --render {saved} draws its page")
+    return 0
+
+
+def _train(options) -> int:
+    from . import records
+    from .train import TrainConfig, train
+    given = {name: getattr(options, name) for name in ("l1", "steps", "batch", "context", "d_model", "layers",
+                                                       "heads", "d_ff", "lr", "seed")}
+    config = TrainConfig(text=options.text, device=options.device, gated=not options.plain,
+                         **{name: value for name, value in given.items() if value is not None})
+    result = train(config)
+    if options.out is not None:
+        result.model.save(options.out)
+    if options.json:
+        _print_json(result.summary())
+        return 0
+    print(records.table([{"layer": i, "density": share, "dead": dead} for i, (share, dead)
+                         in enumerate(zip(result.density, result.dead, strict=True))],
+                        {"layer": "layer", "density": "density", "dead": "dead neurons"}))
+    print(f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, mean nnz "
+          f"{result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s" +
+          (f"; the model is in {options.out}" if options.out else ""))
+    return 0
+
+
+def _profile(options) -> int:
+    from . import records
+    from .model import LanguageModel
+    from .profile import profile
+    from .text import load, spread_windows
+    model = LanguageModel.load(options.model)
+    text = load(options.text)
+    # A model was trained on the first part of the default text; a text of the reader's own is read whole.
+    part = text if options.text else text.split()[1]
+    context = model.config.context
+    if part.size <= context:
+        raise InputError(f"{part.name} has {part.size} bytes; the model reads windows of {context}, so at "
+                         f"least {context + 1} are needed")
+    windows = spread_windows(part.data, options.windows, context)[:, :-1]
+    firing = profile(model, windows.split(32))
+    if options.out is not None:
+        firing.save(options.out)
+    rows = firing.table()
+    if options.json:
+        _print_json(rows)
+        return 0
+    print(records.table(rows, {"layer": "layer", "d_ff": "d_ff", "mean_nnz": "mean nnz", "density": "density",
+                               "dead": "dead neurons", "overflow_rows": "rows overflowing"}))
+    print(f"profile: {firing.tokens:,} tokens of {part.name}" +
+          (f"; the counts are in {options.out}" if options.out else ""))
+    return 0
+
+
+def _bench(options) -> int:
+    import torch
+
+    from . import bench, records
+    made = []
+    for name in options.dtype or [None]:
+        for tokens in options.tokens:
+            made.append(bench.ffn(tokens, options.d_model, options.d_ff, options.nnz,
+                                  dtype=getattr(torch, name) if name else None, device=options.device,
+                                  workload_kind=options.workload, compiled=options.compiled,
+                                  seconds=options.seconds))
+    saved = [str(record.save(options.out)) for record in made] if options.out is not None else []
+    rows = records.flat_rows(made)
+    if options.json:
+        _print_json(rows)
+        return 0
+    print(records.table(rows, _ROW_COLUMNS))
+    print("\n".join(f"bench: saved {path}" for path in saved), end="\n" if saved else "")
+    return 0
+
+
+def _record(options) -> int:
+    from . import recordings, records
+    if options.name is None:
+        names = sorted(recordings.RECORDINGS)
+        print(json.dumps(names) if options.json else "\n".join(names))
+        return 0
+    if options.name not in recordings.RECORDINGS:
+        known = ", ".join(sorted(recordings.RECORDINGS))
+        raise InputError(f"there is no recording {options.name!r}; accepted: {known}")
+    record = recordings.RECORDINGS[options.name]()
+    path = record.save(options.out)
+    if options.json:
+        print(record.to_json(), end="")
+        return 0
+    print(records.table(records.flat_rows([record]), _ROW_COLUMNS))
+    print(f"record: saved {path}")
+    return 0
+
+
+def _records(options) -> int:
+    from . import records
+    if options.verify:
+        try:
+            sentence, holds = records.verify(options.folder), True
+        except RecordError as error:
+            sentence, holds = str(error), False
+        if options.json:
+            _print_json({"holds": holds, "kernel_hash": records.kernel_hash(), "why": sentence})
+        else:
+            print(f"records: {sentence}")
+        return 0 if holds else 1
+    rows = records.flat_rows(records.load_all(options.folder))
+    if options.json:
+        _print_json(rows)
+    elif rows:
+        print(records.table(rows, {"record": "record", **_ROW_COLUMNS, "date": "date", "stale": "stale"}))
+    else:
+        print("records: none in this folder yet; on a GPU, twell-lab record makes them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""The tour's page: one HTML file that opens without a network, drawn from a tour's record alone.
+
+Every sentence with a figure in it is put together from the record's numbers; nothing here knows how a tour
+ought to come out. Needs plotly (whose script is written into the page, once) but not torch.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+
+from . import plots, records
+from .errors import RecordError
+from .plain import layer_names
+
+FORMAT = 1  # of notes["tour"] that this page reads
+
+_STYLE = """
+:root { color-scheme: light; }
+body { margin: 0; background: #fbfbfa; color: #222; font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 900px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .3rem; }
+h2 { font-size: 1.2rem; margin: 2.6rem 0 .5rem; }
+p { margin: .5rem 0; max-width: 46rem; }
+.facts { color: #555; font-size: .9rem; }
+.warning { background: #fff4d6; border-left: 4px solid #b97a00; padding: .6rem 1rem; }
+figure { margin: 1rem 0; background: #fff; border: 1px solid #e3e3e0; border-radius: 6px;
+         padding: 6px 6px 10px; }
+figcaption { padding: 0 1rem; font-size: .95rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; margin: .8rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #e3e3e0; white-space: nowrap; }
+th { font-weight: 600; background: #f1f1ee; }
+th:first-child, td:first-child { text-align: left; }
+code { font-size: .88em; overflow-wrap: anywhere; }
+"""
+
+
+def render(record: records.Record, recorded: list[dict] | None = None) -> str:
+    """The page as HTML text.
+
+    record: what `tour.run` returned, or `records.load("tour.json")`. recorded: flat rows to show beside it;
+    those of GPUs at the size of the tour's large layer are drawn. Raises RecordError for a record that is not
+    a tour's.
+    """
+    tour = record.notes.get("tour")
+    if not isinstance(tour, dict) or tour.get("format") != FORMAT:
+        raise RecordError(f"record {record.name!r} holds no tour that this version can draw: it needs "
+                          f"notes.tour.format {FORMAT}; twell-lab tour makes such a record")
+    try:
+        return _page(record, tour, recorded or [])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise RecordError(f"record {record.name!r}: notes.tour or a row is not as a tour writes it "
+                          f"({type(error).__name__}: {error})") from error
+
+
+def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
+    own, large = split_rows(record.rows)
+    beside = [row for row in recorded if not records.is_cpu(row["device"])
+              and row["kind"] == "ffn_forward" and (row["d_model"], row["d_ff"]) == (2048, 5632)]
+    layers = tour["profile"]["layers"]
+    runs = tour["runs"]
+    without, sparse = runs["without L1"], runs["with L1"]
+    busiest = max(range(len(layers)), key=lambda i: layers[i]["density"])
+    parts = [
+        f"<h1>From L1 training to a sparse layer, measured</h1>{_provenance(record, tour)}",
+        "<h2>1. Training: the same model twice</h2>", _paragraph(about_training(tour)), _runs_table(runs),
+        _figure("training", plots.training_curves(runs), see_training(without, sparse)),
+        "<h2>2. Who fires</h2>", _paragraph(about_firing(tour)),
+        _figure("firing", plots.firing_by_layer(layers, without["density"]), see_firing(layers)),
+        _figure("frequency", plots.neuron_frequency(layers, busiest), see_frequency(layers, busiest)),
+        "<h2>3. Packed into TwELL</h2>", _paragraph(about_packing(tour["packing"])),
+        _figure("tile", plots.packed_tile(tour["tile"]), see_tile(tour["tile"])),
+        _figure("bytes", plots.formats_bytes(tour["packing"]["layers"]), see_bytes(tour["packing"])),
+        "<h2>4. Sparse against dense, by the clock</h2>", _paragraph(about_timing(record)),
+        _figure("own", _titled(plots.speedups(own, mine="this tour"), "The trained model's own layers"),
+                see_speed(own) + see_size(own)),
+        _figure("large", _titled(plots.speedups(large, beside, mine="this tour"), _large_title(large)),
+                see_speed(large) + " " + see_recorded(beside)),
+        _times_table(large), "<h2>Where these figures come from</h2>", _machine_table(record, tour)]
+    return _document("".join(parts), f"twell-lab tour, {record.date[:10]}")
+
+
+def render_file(path: str | Path, folder: str | Path) -> Path:
+    """Draw the page of a saved tour.json into `folder`, beside this checkout's records; returns its path."""
+    text = render(records.load(path), records.flat_rows(records.load_all()))
+    target = Path(folder) / "index.html"
+    records.write_atomically(target, text)
+    return target
+
+
+def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """A tour's timings: (rows of the trained model's own layers, rows of the large layer)."""
+    return [row for row in rows if row.get("label")], [row for row in rows if not row.get("label")]
+
+
+# ---- sentences, each from the numbers --------------------------------------------------------------------
+
+
+def about_training(tour: dict) -> str:
+    run = tour["runs"]["with L1"]
+    config, text = run["config"], tour["text"]
+    kind = "gated" if config["gated"] else "plain"
+    return (f"A language model with {run['parameters']:,} parameters ({config['layers']} layers, d_model "
+            f"{config['d_model']}, {kind} ReLU feed-forward layers of width {config['d_ff']}) read bytes of "
+            f"{text['name']}: {run['tokens']:,} tokens in {config['steps']} steps, twice from the same seed, "
+            f"once with an L1 penalty of {config['l1']:g} on the feed-forward activations.")
+
+
+def see_training(without: dict, sparse: dict) -> str:
+    before, after = without["mean_nnz"], sparse["mean_nnz"]
+    d_ff = sparse["config"]["d_ff"]
+    change = sparse["validation_bits_per_byte"] - without["validation_bits_per_byte"]
+    loss = (f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
+            if abs(change) >= 0.0005 else "the same validation loss as without it")
+    verb = "fell" if after < before else "did not fall"
+    return (f"With L1, the neurons that fire for a token {verb} from {before:.1f} to {after:.1f} of {d_ff} "
+            f"({_share(before / d_ff)} to {_share(after / d_ff)}); on held-out text that model is {loss}. "
+            "One seed and a short run: this shows the mechanism, not what L1 costs a real model.")
+
+
+def about_firing(tour: dict) -> str:
+    layers = tour["profile"]["layers"]
+    dead, neurons = sum(layer["dead"] for layer in layers), sum(layer["d_ff"] for layer in layers)
+    return (f"Over {tour['profile']['tokens']:,} held-out tokens, {dead} of the {neurons} neurons of the "
+            f"model trained with L1 ({_share(dead / neurons)}) never fired.")
+
+
+def see_firing(layers: list[dict]) -> str:
+    names = layer_names([layer["name"] for layer in layers])
+    most = max(range(len(layers)), key=lambda i: layers[i]["density"])
+    least = min(range(len(layers)), key=lambda i: layers[i]["density"])
+    high, low = layers[most]["density"], layers[least]["density"]
+    text = f"{names[most]} fires most, {_share(high)} of its neurons for a token, {names[least]} least, " \
+           f"{_share(low)}"
+    text = text[0].upper() + text[1:]
+    if high < 1.5 * low:
+        return f"{text}: the layers are much alike here."
+    return text + (f": {high / low:.1f} times fewer." if low else ".") + \
+        " What pays for one layer need not pay for another."
+
+
+def see_frequency(layers: list[dict], index: int) -> str:
+    shares = sorted(layers[index]["neuron_frequency"], reverse=True)
+    total, seen, count = sum(shares), 0.0, 0
+    while total and seen < 0.8 * total:
+        seen, count = seen + shares[count], count + 1
+    name = layer_names([layer["name"] for layer in layers])[index]
+    if not total:
+        return f"No neuron of {name} fired."
+    part = _share(count / len(shares))
+    return f"In {name}, {count} of {len(shares)} neurons ({part}) do 80% of the firing."
+
+
+def about_packing(packing: dict) -> str:
+    layers = packing["layers"]
+    used = sum(layer["slots_used"] for layer in layers) / sum(layer["slots"] for layer in layers)
+    over, rows = sum(layer["overflow_rows"] for layer in layers), sum(layer["tokens"] for layer in layers)
+    text = (f"The activations of all {len(layers)} layers on {packing['tokens']:,} tokens were packed in "
+            f"{packing['dtype']}, tiles of {layers[0]['tile']} columns into {layers[0]['words']} words. "
+            f"Unpacking gave relu(gate) back bit for bit. {_share(used)} of the slots hold a value; ")
+    if not over:
+        return text + "no row had a tile with more values than slots."
+    return text + (f"{over:,} of {rows:,} rows ({_share(over / rows)}) had a tile with more values than "
+                   "slots, and what did not fit travelled in the tail.")
+
+
+def see_tile(tile: dict) -> str:
+    name = layer_names([tile["layer"]])[0]
+    text = f"One tile of {name}: {tile['count']} of {tile['width']} values are not zero, so "
+    if tile["tail"]:
+        return text + f"all {tile['slots'] + 1} words are taken and {tile['tail']} values are in the tail."
+    used, words = len(tile["words"]), tile["slots"] + 1
+    return text + f"{used} of its {words} words are used; the others are never read."
+
+
+def see_bytes(packing: dict) -> str:
+    total = {kind: sum(layer["bytes"][kind] for layer in packing["layers"]) for kind in plots.FORMATS}
+    shares = ", ".join(f"{kind} {_share(total[kind] / total['dense'])}" for kind in plots.FORMATS[1:])
+    tail, rows = (sum(layer[key] for layer in packing["layers"]) for key in ("tail", "tokens"))
+    return (f"Of the dense bytes, these layers take: {shares}; {min(total, key=total.get)} is smallest here. "
+            "TwELL's tiles have the same size whatever the data, so each one's place is known before anyone "
+            "has counted: that is what lets a GPU pack while it multiplies. Its tail holds "
+            f"{tail / rows:.3g} values a row here.")
+
+
+def about_timing(record: records.Record) -> str:
+    devices = sorted({row["device"] for row in record.rows})
+    cpu = record.machine.get("cpu") or "an unnamed CPU"
+    devices = [cpu if records.is_cpu(device) else device for device in devices]
+    return (f"Measured on {', '.join(devices)}. Each sparse result was first checked against float64, then "
+            "sparse and dense were timed in turn; a point is the ratio of the two medians.")
+
+
+def see_speed(rows: list[dict]) -> str:
+    """Which is faster where, from the rows alone."""
+    rows = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
+    if not rows:
+        return "No sparse path was timed."
+    worst, best = rows[0], rows[-1]
+    slower = sum(row["x_dense"] < 1 for row in rows)
+    if slower == len(rows):
+        return (f"The sparse layer was slower than torch's dense one at all {slower} points, by "
+                f"{1 / best['x_dense']:.1f} to {1 / worst['x_dense']:.1f} times; closest: {_at(best)}.")
+    text = (f"At {_at(best)} the sparse layer took {best['ms']:.3g} ms against {best['dense_ms']:.3g} ms "
+            f"dense: {best['x_dense']:.2f} times as fast, the best of {len(rows)} points.")
+    if not slower:
+        return f"{text} None was slower than dense; the least gain, at {_at(worst)}: {worst['x_dense']:.2f}x."
+    were = "was" if slower == 1 else "were"
+    return (f"{text} {slower} of them {were} slower than dense, at worst {_at(worst)}: "
+            f"{1 / worst['x_dense']:.2f} times the dense time.")
+
+
+def see_size(rows: list[dict]) -> str:
+    """Why a small layer may not gain, where it did not."""
+    rows = [row for row in rows if _is_sparse(row)]
+    slower = sum(row["x_dense"] < 1 for row in rows)
+    if 2 * slower <= len(rows):
+        return ""
+    dense = min(row["dense_ms"] for row in rows)
+    return (f" A dense layer this small takes as little as {1000 * dense:.0f} microseconds: finding the "
+            "zeros costs more than skipping them saves.")
+
+
+def see_recorded(rows: list[dict]) -> str:
+    rows = [row for row in rows if _is_sparse(row)]
+    if not rows:
+        return "No GPU measurement of such a layer is recorded in this checkout yet, so none is drawn here."
+    devices = sorted({row["device"] for row in rows})
+    days = sorted({row["date"][:10] for row in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    text = f"Dotted lines were recorded on {', '.join(devices)} ({when}), not here."
+    if any(row["stale"] for row in rows):
+        text += " Those marked stale ran kernels that have changed since."
+    return text
+
+
+def _is_sparse(row: dict) -> bool:
+    return row.get("x_dense") is not None and not row["path"].startswith("dense")
+
+
+def _at(row: dict) -> str:
+    what = f"{row['label']}, " if row.get("label") else ""
+    graph = ", in a CUDA graph" if row["path"].endswith("(graph)") else ""
+    return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{graph}"
+
+
+def _share(value: float) -> str:
+    percent = 100 * value
+    return f"{percent:.0f}%" if percent >= 9.95 or percent == 0 else f"{percent:.1f}%" if percent >= 0.095 \
+        else f"{percent:.2g}%"
+
+
+# ---- pieces of HTML --------------------------------------------------------------------------------------
+
+
+def _provenance(record: records.Record, tour: dict) -> str:
+    machine = record.machine
+    gpus = ", ".join(gpu["name"] for gpu in machine.get("gpus") or []) or "no GPU"
+    total = sum(tour["seconds"].values())
+    facts = (f"twell-lab tour of {record.date[:10]} {record.date[11:16]} UTC, {total:.0f} s on "
+             f"{machine.get('cpu') or 'an unnamed CPU'} ({machine.get('cores')} cores; {gpus}), "
+             f"Python {machine.get('python')}, torch {machine.get('torch')}.")
+    warning = ("<p class='warning'>This was a quick run, made to see that everything works. It trained for a "
+               "few steps and timed small layers for a moment: its figures say nothing.</p>")
+    return f"<p class='facts'>{html.escape(facts)}</p>{warning if tour['quick'] else ''}"
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _figure(name: str, figure, caption: str) -> str:
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False,
+                           div_id=f"figure-{name}", config={"displayModeBar": False, "responsive": True})
+    return f"<figure>{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def _titled(figure, title: str):
+    return figure.update_layout(title_text=title)
+
+
+def _large_title(rows: list[dict]) -> str:
+    sizes = sorted({(row["d_model"], row["d_ff"]) for row in rows})
+    return "; ".join(f"A feed-forward layer with d_model {d_model}, d_ff {d_ff}" for d_model, d_ff in sizes)
+
+
+def _table(headings: list[str], lines: list[list[str]]) -> str:
+    """The first column is text, the others are figures."""
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
+                   for line in lines)
+    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _runs_table(runs: dict[str, dict]) -> str:
+    lines = []
+    for label, run in runs.items():
+        neurons = run["config"]["d_ff"] * len(run["density"])
+        lines.append([label, f"{run['validation_bits_per_byte']:.3f}", f"{run['mean_nnz']:.1f}",
+                      _share(run["mean_nnz"] / run["config"]["d_ff"]), f"{sum(run['dead'])} of {neurons}",
+                      f"{run['seconds']:.0f} s"])
+    return _table(["", "validation bits per byte", "mean nnz", "density", "dead neurons", "training"], lines)
+
+
+def _times_table(rows: list[dict]) -> str:
+    lines = [[f"{row['path']}, {row['dtype']}", f"{row['tokens']:,}", f"{row['nnz']:.1f}", f"{row['ms']:.3g}",
+              f"{row['spread']:.2g}", f"{row['x_dense']:.2f}" if row["x_dense"] else ""] for row in rows]
+    return _table(["path", "tokens", "mean nnz", "median ms", "spread ms", "times dense"], lines)
+
+
+def _machine_table(record: records.Record, tour: dict) -> str:
+    text = tour["text"]
+    changed = {True: ", with changes", False: "", None: ""}[record.dirty]
+    lines = [["text", f"{text['name']}, {text['size']:,} bytes, sha256 {text['sha256']}"],
+             ["code", f"commit {record.commit}{changed}" if record.commit else "no commit known"],
+             ["kernel hash", record.kernel_hash]]
+    lines += [[key, value if isinstance(value, str) else json.dumps(value)]
+              for key, value in record.machine.items() if value not in (None, [], {})]
+    body = "".join(f"<tr><td>{html.escape(name)}</td><td style='text-align:left;white-space:normal'><code>"
+                   f"{html.escape(value)}</code></td></tr>" for name, value in lines)
+    return ("<p>Everything on this page is in <code>tour.json</code> beside it, raw samples included.</p>"
+            f"<table>{body}</table>")
+
+
+def _document(body: str, title: str) -> str:
+    from plotly.offline import get_plotlyjs
+    # The policy makes the promise checkable: a browser refuses whatever is not in this file.
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+    return (f"<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
+            f"<meta http-equiv='Content-Security-Policy' content=\"{policy}\">"
+            f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{_STYLE}</style>"
+            f"<script>{get_plotlyjs()}</script></head><body><main>{body}</main></body></html>\n")

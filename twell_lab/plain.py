@@ -1,0 +1,57 @@
+"""What the figures and the page draw, as plain data. Needs neither torch nor plotly."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from .errors import InputError
+
+
+def layer_names(names: list[str]) -> list[str]:
+    """`layers.3.mlp` -> `layer 3`, for a list of module names; as they are where that would not be unique."""
+    numbers = [next((part for part in name.split(".") if part.isdigit()), None) for name in names]
+    if None in numbers or len(set(numbers)) < len(numbers):
+        return [name or "layer" for name in names]
+    return [f"layer {number}" for number in numbers]
+
+
+def tile_of(twell, row: int, tile: int) -> dict:
+    """One tile of one row of a formats.TwELL as plain data, which packed_tile draws and JSON can hold.
+
+    {row, tile, width (columns in this tile), count (kept values), dtype, slots, tail (values that did not
+    fit), words (the stored words that are used, as whole numbers, the count first)}.
+    """
+    rows, tiles, words = twell.packed.shape
+    for name, value, end in (("row", row, rows), ("tile", tile, tiles)):
+        if not 0 <= value < end:
+            raise InputError(f"{name} is {value!r}; this TwELL has {name}s 0 to {end - 1}")
+    stored = twell.packed[row, tile].tolist()
+    count, bits = stored[0], 8 * twell.packed.element_size()
+    return {"row": row, "tile": tile, "width": min(twell.tile, twell.shape[1] - tile * twell.tile),
+            "count": count, "dtype": str(twell.dtype).removeprefix("torch."), "slots": words - 1,
+            "tail": max(0, count - words + 1),
+            "words": [word % 2**bits for word in stored[:min(count, words - 1) + 1]]}
+
+
+def decode(word: int, dtype: str) -> tuple[float, int]:
+    """(value, column) of a stored TwELL word, for its value's dtype."""
+    if dtype == "float32":
+        return struct.unpack("<f", struct.pack("<I", word >> 32))[0], word & 0xFFFFFFFF
+    bits, column = word >> 16, word & 0xFFFF
+    if dtype == "float16":
+        return struct.unpack("<e", struct.pack("<H", bits))[0], column
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0], column
+
+
+def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
+    """The 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts."""
+    counts = [int(count) for count in histogram]
+    total, seen, low = sum(counts), 0, None
+    for number, count in enumerate(counts):
+        seen += count
+        if low is None and seen > 0.05 * total:
+            low = number
+        if seen >= 0.95 * total:
+            return low or 0, number
+    return 0, 0
