@@ -11,8 +11,8 @@ static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte 
 struct RowVectors {
     Vector v[CHUNKS];
 };
-struct RowFloats {
-    float f[CHUNKS * VECTOR];
+struct RowSums {
+    sum_t f[CHUNKS * VECTOR];
 };
 
 // First column of this thread's chunk k; threadIdx.x runs over the token's lanes.
@@ -28,44 +28,48 @@ __device__ __forceinline__ RowVectors load_row(const value_t* row) {
     return r;
 }
 
-// This thread's part of a . b, summed in fp32 without rounding the products.
-__device__ __forceinline__ float dot_part(const RowVectors& a, const RowVectors& b) {
-    float sum = 0.0f;
+// This thread's part of a . b; products are not rounded before they are added.
+__device__ __forceinline__ sum_t dot_part(const RowVectors& a, const RowVectors& b) {
+    sum_t sum = 0;
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k) {
         float x[VECTOR], y[VECTOR];
         a.v[k].to_floats(x), b.v[k].to_floats(y);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum = fmaf(x[i], y[i], sum);
+        for (int i = 0; i < VECTOR; ++i) sum = fma((sum_t)x[i], (sum_t)y[i], sum);
     }
     return sum;
 }
 
 // sum += scale * row
-__device__ __forceinline__ void add_scaled(RowFloats& sum, float scale, const RowVectors& row) {
+__device__ __forceinline__ void add_scaled(RowSums& sum, sum_t scale, const RowVectors& row) {
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k) {
         float w[VECTOR];
         row.v[k].to_floats(w);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum.f[k * VECTOR + i] = fmaf(scale, w[i], sum.f[k * VECTOR + i]);
+        for (int i = 0; i < VECTOR; ++i) sum.f[k * VECTOR + i] = fma(scale, (sum_t)w[i], sum.f[k * VECTOR + i]);
     }
 }
 
 // The sums a row starts from: the bias, or zero where there is none.
-__device__ __forceinline__ RowFloats start_row(const value_t* bias) {
-    RowFloats sum;
+__device__ __forceinline__ RowSums start_row(const value_t* bias) {
+    RowSums sum;
 #pragma unroll
-    for (int i = 0; i < CHUNKS * VECTOR; ++i) sum.f[i] = 0.0f;
-    if (bias) add_scaled(sum, 1.0f, load_row(bias));
+    for (int i = 0; i < CHUNKS * VECTOR; ++i) sum.f[i] = 0;
+    if (bias) add_scaled(sum, 1, load_row(bias));
     return sum;
 }
 
-__device__ __forceinline__ void store_row(value_t* row, const RowFloats& sum) {
+__device__ __forceinline__ void store_row(value_t* row, const RowSums& sum) {
 #pragma unroll
-    for (int k = 0; k < CHUNKS; ++k)
+    for (int k = 0; k < CHUNKS; ++k) {
+        float f[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) f[i] = (float)sum.f[k * VECTOR + i];
         if (chunk_column(k) < D_MODEL)  // written once, read by somebody else: stream past the caches
-            __stcs((uint4*)(row + chunk_column(k)), Vector::of_floats(sum.f + k * VECTOR).raw);
+            __stcs((uint4*)(row + chunk_column(k)), Vector::of_floats(f).raw);
+    }
 }
 
 __device__ __forceinline__ bool has_nonfinite(const RowVectors& row) {

@@ -19,11 +19,11 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
         const value_t* __restrict__ tail_value, const value_t* __restrict__ down_t,
         const value_t* __restrict__ bias, value_t* __restrict__ y,
         long long rows, int d_model, int columns, int tile, int words) {
-    __shared__ float sum[SLAB];
+    __shared__ sum_t sum[SLAB];
     const long long row = blockIdx.x;
     const int first = blockIdx.y * SLAB, last = min(first + SLAB, d_model);
     // Each thread owns the columns it visits, so the sums need no barrier.
-    for (int c = first + threadIdx.x; c < last; c += blockDim.x) sum[c - first] = bias ? to_float(bias[c]) : 0.0f;
+    for (int c = first + threadIdx.x; c < last; c += blockDim.x) sum[c - first] = bias ? to_float(bias[c]) : 0;
 
     const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};
     RowWalk walk(m, row);
@@ -33,10 +33,10 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
             const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
             const value_t* w = down_t + (long long)__shfl_sync(ALL_LANES, e.column, __ffs(left) - 1) * d_model;
             for (int c = first + threadIdx.x; c < last; c += blockDim.x)
-                sum[c - first] = fmaf(value, to_float(w[c]), sum[c - first]);
+                sum[c - first] = fma((sum_t)value, (sum_t)to_float(w[c]), sum[c - first]);
         }
     }
-    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float(sum[c - first]);
+    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float((float)sum[c - first]);
 }
 
 extern "C" __global__ void
@@ -47,7 +47,7 @@ down_v2(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
         long long rows, int d_model, int columns, int tile, int words) {
     const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    RowFloats sum = start_row(bias);
+    RowSums sum = start_row(bias);
 
     const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};
     RowWalk walk(m, row);

@@ -17,7 +17,7 @@
 
 #define SLAB 2048
 
-__device__ __forceinline__ float warp_sum(float v) {
+__device__ __forceinline__ sum_t warp_sum(sum_t v) {
 #pragma unroll
     for (int step = WARP / 2; step; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
     return v;
@@ -30,8 +30,8 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
          const value_t* __restrict__ down_t, const value_t* __restrict__ up_bias,
          const value_t* __restrict__ down_bias, value_t* __restrict__ y,
          long long rows, int d_model, int columns, int tile, int words) {
-    __shared__ float sum[SLAB];
-    __shared__ float part[128 / WARP];
+    __shared__ sum_t sum[SLAB];
+    __shared__ sum_t part[128 / WARP];
     const long long row = blockIdx.x;
     const int first = blockIdx.y * SLAB, last = min(first + SLAB, d_model);
     const value_t* in = x + row * d_model;
@@ -48,38 +48,38 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
     }
 
     for (int c = first + threadIdx.x; c < last; c += blockDim.x)
-        sum[c - first] = down_bias ? to_float(down_bias[c]) : 0.0f;
+        sum[c - first] = down_bias ? to_float(down_bias[c]) : 0;
     Entries e;
     while (walk.next(e)) {
         for (unsigned left = e.lanes; left; left &= left - 1) {
             const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
             const int column = __shfl_sync(ALL_LANES, e.column, __ffs(left) - 1);
             const value_t* u = up + (long long)column * d_model;
-            float dot = 0.0f;
-            for (int c = threadIdx.x; c < d_model; c += blockDim.x) dot = fmaf(to_float(in[c]), to_float(u[c]), dot);
+            sum_t dot = 0;
+            for (int c = threadIdx.x; c < d_model; c += blockDim.x) dot = fma((sum_t)to_float(in[c]), (sum_t)to_float(u[c]), dot);
             dot = warp_sum(dot);
             if (threadIdx.x % WARP == 0) part[threadIdx.x / WARP] = dot;
             __syncthreads();
             dot = part[0] + part[1] + part[2] + part[3];
             __syncthreads();  // everybody has read the parts before the next value overwrites them
-            const float hidden = value * (dot + (up_bias ? to_float(up_bias[column]) : 0.0f));
+            const sum_t hidden = value * (dot + (up_bias ? to_float(up_bias[column]) : 0.0f));
             const value_t* w = down_t + (long long)column * d_model;
             for (int c = first + threadIdx.x; c < last; c += blockDim.x)
-                sum[c - first] = fmaf(hidden, to_float(w[c]), sum[c - first]);
+                sum[c - first] = fma(hidden, (sum_t)to_float(w[c]), sum[c - first]);
         }
     }
-    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float(sum[c - first]);
+    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float((float)sum[c - first]);
 }
 
 // The sum over all lanes of the token. With several warps they meet at one barrier a call: two sets of parts
 // take turns, so a warp that runs ahead writes the set that nobody is reading.
-__device__ __forceinline__ float token_sum(float v, int& turn) {
+__device__ __forceinline__ sum_t token_sum(sum_t v, int& turn) {
     v = warp_sum(v);
 #if WARPS > 1
-    __shared__ float part[2][WARPS];
+    __shared__ sum_t part[2][WARPS];
     if (threadIdx.x % WARP == 0) part[turn][threadIdx.x / WARP] = v;
     __syncthreads();
-    v = 0.0f;
+    v = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) v += part[turn][w];
     turn ^= 1;
@@ -102,13 +102,13 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
     nonfinite = __any_sync(ALL_LANES, nonfinite);
 #endif
     if (nonfinite && !walk.full()) {  // see gated_v1
-        RowFloats spoilt;
+        RowSums spoilt;
 #pragma unroll
         for (int i = 0; i < CHUNKS * VECTOR; ++i) spoilt.f[i] = nanf("");
         return store_row(y + row * D_MODEL, spoilt);
     }
 
-    RowFloats sum = start_row(down_bias);
+    RowSums sum = start_row(down_bias);
     int turn = 0;
     Entries e;
     while (walk.next(e)) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
             const RowVectors u = load_row(up + start);
             RowVectors w;
             if (BOTH_ROWS_AT_ONCE) w = load_row(down_t + start);
-            const float dot = token_sum(dot_part(in, u), turn) + (up_bias ? to_float(up_bias[column]) : 0.0f);
+            const sum_t dot = token_sum(dot_part(in, u), turn) + (up_bias ? to_float(up_bias[column]) : 0.0f);
             if (!BOTH_ROWS_AT_ONCE) w = load_row(down_t + start);
             add_scaled(sum, value * dot, w);
         }

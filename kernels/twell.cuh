@@ -51,6 +51,15 @@ __device__ __forceinline__ value_t value_of_bits(word_t b) { return __uint_as_fl
 #error "define one of VALUE_BF16, VALUE_FP16, VALUE_FP32"
 #endif
 
+// Sums are one step wider than the values. For float32 values that is double: two or three float32 terms can
+// cancel so that torch's dense layer is exact by luck, and no other order of adding them in float32 is sure to
+// come as close.
+#if defined(VALUE_FP32)
+typedef double sum_t;
+#else
+typedef float sum_t;
+#endif
+
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define VECTOR (16 / (int)sizeof(value_t))  // values in one 16-byte access

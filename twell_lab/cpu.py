@@ -1,8 +1,12 @@
 """The feed-forward layer on a CPU, in torch operations that skip the zeros.
 
-After the gate, one kept value ("entry") costs a row of `up`, gathered and multiplied, and a row of `down_t`, added
-to the output by embedding_bag, torch's fused gather-and-sum. Entries are taken 128 at a time, so that what is
-gathered stays in the L2 cache instead of travelling to memory and back.
+After the gate, one kept value ("entry") costs a row of `up`, gathered and multiplied, and a row of `down_t`, gathered,
+scaled and added to the output. Entries are taken 128 at a time, so that what is gathered stays in the L2 cache
+instead of travelling to memory and back.
+
+Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
+means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
+adding them in float32 is sure to come as close.
 """
 
 from __future__ import annotations
@@ -21,59 +25,92 @@ _ENTRY_COST = 6.0
 _TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down_t: Tensor, up_bias=None, down_bias=None) -> Tensor:
-    """(relu(gate) * (x up^T + up_bias)) down_t + down_bias; gate [tokens, d_ff] before the ReLU."""
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, down_t: Tensor, up_bias=None, down_bias=None) -> Tensor:
+    """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU."""
     keep = reference.fires(gate)
     token, neuron = keep.nonzero(as_tuple=True)
-    if _pays(x, gate, token.numel()):
+    if _pays(gate, token.numel()):
         value = gate[token, neuron]
-        if token.numel():
-            value *= _up_at(x, token, neuron, up, up_bias)
-        y = _sum_rows(value, token, neuron, down_t, down_bias, x.shape[0])
+        sums = _gated_wide if x.dtype == torch.float32 else _gated_short
+        y = sums(x, value, token, neuron, up, down_t, up_bias)
+        y = y if down_bias is None else y + down_bias
     else:
         hidden = torch.where(keep, gate * linear(x, up, up_bias), torch.zeros_like(gate))
-        y = linear(hidden, down_t.t(), down_bias)
+        y = linear(hidden, down, down_bias)
     if not x.isfinite().all():
         y[reference.spoilt(x, keep)] = torch.nan
     return y
 
 
-def down(gate: Tensor, down_t: Tensor, bias=None) -> Tensor:
-    """relu(gate) down_t + bias; gate [tokens, d_ff] before the ReLU."""
+def plain(gate: Tensor, down: Tensor, down_t: Tensor, bias=None) -> Tensor:
+    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU."""
     token, neuron = reference.fires(gate).nonzero(as_tuple=True)
-    if _pays(gate, gate, token.numel()):
-        return _sum_rows(gate[token, neuron], token, neuron, down_t, bias, gate.shape[0])
-    return linear(reference.relu(gate), down_t.t(), bias)
-
-
-def _pays(x: Tensor, gate: Tensor, entries: int) -> bool:
-    tokens, d_ff = gate.shape
-    return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[x.dtype])
-
-
-def _up_at(x: Tensor, token: Tensor, neuron: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
-    """x[token] . up[neuron] + bias[neuron] for each entry (tokens ascend)."""
-    parts = []
-    for t, n in zip(token.split(_ENTRIES_AT_ONCE), neuron.split(_ENTRIES_AT_ONCE)):
-        first, last = int(t[0]), int(t[-1])
-        rows = up[n]
-        if x.dtype == torch.float32:
-            # torch sums pairwise: closer to the exact sum than a small GEMM, whose order depends on its shape.
-            dots = rows.mul_(x[t] if first < last else x[first]).sum(-1)
-        else:
-            # A product of 16-bit values would be rounded before it is summed; a small GEMM of the chunk's tokens
-            # with the chunk's rows sums in fp32, and its unwanted products are cheap.
-            dots = linear(x[first : last + 1], rows)
-            dots = dots[0] if first == last else dots[t - first, torch.arange(n.numel())]
-        parts.append(dots if bias is None else dots + bias[n])
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _sum_rows(value, token, neuron, down_t, bias, tokens: int) -> Tensor:
-    """For each token, the sum of value * down_t[neuron] over its entries (tokens ascend)."""
-    if value.numel() == 0:
-        y = down_t.new_zeros(tokens, down_t.shape[1])
+    if not _pays(gate, token.numel()):
+        return linear(reference.relu(gate), down, bias)
+    value, tokens = gate[token, neuron], gate.shape[0]
+    if gate.dtype != torch.float32:
+        y = _sum_short(value, token, neuron, down_t, tokens)
     else:
-        first = torch.searchsorted(token, torch.arange(tokens))
-        y = embedding_bag(neuron, down_t, first, mode="sum", per_sample_weights=value)
+        wide = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64)
+        for t, n, v in _chunks(token, neuron, value):
+            _add_wide(wide, v.double(), t, down_t[n])
+        y = wide.float()
     return y if bias is None else y + bias
+
+
+def _pays(gate: Tensor, entries: int) -> bool:
+    tokens, d_ff = gate.shape
+    return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[gate.dtype])
+
+
+def _chunks(*lists: Tensor):
+    return zip(*(each.split(_ENTRIES_AT_ONCE) for each in lists)) if lists[0].numel() else ()
+
+
+def _gated_wide(x, value, token, neuron, up, down_t, up_bias) -> Tensor:
+    """float32 values, float64 sums."""
+    y, x = torch.zeros(x.shape[0], down_t.shape[1], dtype=torch.float64), x.double()
+    for t, n, v in _chunks(token, neuron, value):
+        hidden = _dots(x, up[n].double(), t)
+        hidden = v * (hidden if up_bias is None else hidden + up_bias[n])
+        _add_wide(y, hidden, t, down_t[n])
+    return y.float()
+
+
+def _gated_short(x, value, token, neuron, up, down_t, up_bias) -> Tensor:
+    """16-bit values: torch's own GEMM and embedding_bag sum them in float32."""
+    hidden = torch.empty_like(value)
+    for t, n, v, out in _chunks(token, neuron, value, hidden):
+        dots = _dots(x, up[n], t)
+        torch.mul(v, dots if up_bias is None else dots + up_bias[n], out=out)
+    return _sum_short(hidden, token, neuron, down_t, x.shape[0])
+
+
+def _dots(x: Tensor, rows: Tensor, token: Tensor) -> Tensor:
+    """x[token] . rows, one of each (tokens ascend).
+
+    A small GEMM of the tokens concerned with all the rows computes some products nobody asked for; that is cheaper
+    than gathering x, and sums in a wider type, which an elementwise product in 16 bits would not.
+    """
+    first, last = int(token[0]), int(token[-1])
+    dots = linear(x[first : last + 1], rows)
+    return dots[0] if first == last else dots[token - first, torch.arange(token.numel())]
+
+
+def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
+    """y[token] += hidden * rows, in y's dtype."""
+    first, last = int(token[0]), int(token[-1])
+    if first == last:
+        y[first] += hidden @ rows.to(y.dtype)
+        return
+    spread = y.new_zeros(last - first + 1, token.numel())
+    spread[token - first, torch.arange(token.numel())] = hidden
+    y[first : last + 1].addmm_(spread, rows.to(y.dtype))
+
+
+def _sum_short(hidden, token, neuron, down_t, tokens: int) -> Tensor:
+    """For each token, the sum of hidden * down_t[neuron] over its entries (tokens ascend)."""
+    if hidden.numel() == 0:
+        return down_t.new_zeros(tokens, down_t.shape[1])
+    first = torch.searchsorted(token, torch.arange(tokens))
+    return embedding_bag(neuron, down_t, first, mode="sum", per_sample_weights=hidden)

@@ -17,7 +17,7 @@ from .errors import DeviceError, StackError
 
 _DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
 _CHUNKS_A_LANE = 8  # 16-byte chunks of one row that a lane keeps in registers; more would spill
-_MOST_WARPS = 16
+_MOST_WARPS = 8  # at up to 255 registers a thread, more would not fit in one multiprocessor
 _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive

@@ -229,13 +229,14 @@ def _pack_cpu(gate, tile, words):
 
 @torch.library.impl(_library, "packed_down", "CPU")
 def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
-    return cpu.down(_unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile), down_t, bias)
+    gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
+    return cpu.plain(gate, down_t.t(), down_t, bias)
 
 
 @torch.library.impl(_library, "packed_gated", "CPU")
 def _packed_gated_cpu(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
-    return cpu.gated(x, gate, up, down_t, up_bias, down_bias)
+    return cpu.gated(x, gate, up, down_t.t(), down_t, up_bias, down_bias)
 
 
 def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
@@ -245,12 +246,12 @@ def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
 
 @torch.library.impl(_library, "gated_ffn", "CPU")
 def _gated_ffn_cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
-    return cpu.gated(x, linear(x, gate, gate_bias), up, down_t, up_bias, down_bias)
+    return cpu.gated(x, linear(x, gate, gate_bias), up, down, down_t, up_bias, down_bias)
 
 
 @torch.library.impl(_library, "plain_ffn", "CPU")
 def _plain_ffn_cpu(x, up, down, down_t, up_bias, down_bias, tile, words):
-    return cpu.down(linear(x, up, up_bias), down_t, down_bias)
+    return cpu.plain(linear(x, up, up_bias), down, down_t, down_bias)
 
 
 # ---- CUDA ----
