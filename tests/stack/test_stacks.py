@@ -2,12 +2,13 @@
 
 import re
 import tomllib
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -89,6 +90,22 @@ def test_the_stacks_differ_in_torch_and_cuda_alone():
     for name in set(cpu) | set(cu12) | set(cu13):
         if not re.match(r"(torch|triton|cupy-|cuda-|nvidia-)", name):
             assert cpu.get(name) == cu12.get(name) == cu13.get(name), name
+
+
+def test_no_pin_needs_a_newer_python_than_pyproject_does():
+    """Seen: a release for >=3.11.5, and Debian 12's Python is 3.11.2. Looks at what is installed here."""
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    checked = 0
+    for name, version in pins("cpu").items():
+        try:
+            installed = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if Version(installed["Version"]).public == str(version):
+            checked += 1
+            needs = installed["Requires-Python"]
+            assert needs is None or SpecifierSet(needs).contains(oldest), f"{name} {version} needs Python {needs}"
+    assert checked > 50
 
 
 def test_cuda_packages_are_asked_for_only_where_they_exist():
