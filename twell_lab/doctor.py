@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from . import jit, machine, paths
+from .errors import StackError
 
 STATES = ("ok", "missing", "limited")
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
@@ -155,7 +156,18 @@ def _cupy_command(facts: dict) -> str | None:
 def _nvrtc(facts: dict) -> tuple:
     if facts["nvrtc"]:
         return "ok", f"the CUDA compiler library, {facts['nvrtc']}"
-    return "missing", "the CUDA compiler library does not load", _cupy_command(facts)
+    return "missing", f"the CUDA compiler library does not load{_why_no_compiler()}", _cupy_command(facts)
+
+
+def _why_no_compiler() -> str:
+    """What loading it raised, cut to one line: CuPy's own message fills a screen."""
+    try:
+        jit.compiler()
+    except StackError as error:
+        cause = error.__cause__ or error
+        lines = [line.strip(" =") for line in str(cause).splitlines()]
+        return f" ({type(cause).__name__}: {next(filter(None, lines), '')})"
+    return ""
 
 
 def _cache(facts: dict) -> tuple:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import doctor, machine, paths
+from twell_lab import doctor, jit, machine, paths
+from twell_lab.errors import StackError
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
 P100 = {"name": "Tesla P100-PCIE-16GB", "capability": "6.0", "memory_gib": 16.0, "driver": "535.1"}
@@ -94,6 +95,14 @@ def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, change
         assert found[topic].state == "missing"
         assert found[topic].command in (f"pip install 'twell-lab[{extra}]'", f"pip install -e '.[{extra}]'")
     assert found["GPU kernels"].state == "limited"
+
+
+def test_a_compiler_that_does_not_load_says_why_in_one_line(on, monkeypatch):
+    def compiler():
+        raise StackError("needs NVRTC") from ImportError("\n======\nCuPy is not correctly installed.\nmore")
+
+    monkeypatch.setattr(jit, "compiler", compiler)
+    assert on(nvrtc=None)["NVRTC"].text.endswith("(ImportError: CuPy is not correctly installed.)")
 
 
 def test_cubins_compiled_elsewhere_need_no_compiler(on, monkeypatch, tmp_path):
