@@ -1,0 +1,76 @@
+"""Run notebooks and store what they printed and drew, so that a code host shows them unrun.
+
+    python notebooks/store.py 00-start-here.ipynb ...      (without names: all of them)
+
+Needs what the course needs, and kaleido with a Chrome or Chromium for the pictures. Run it on an otherwise
+idle machine: the timings are stored. Widgets are not stored (their state would embed megabytes of script and
+no code host shows it); each is followed by a still figure. The first cell's "Stored figures" line is filled in
+with what the set-up cell printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parent
+SECONDS = 300  # a cell
+WIDGET = "application/vnd.jupyter.widget-view+json"
+FIGURE = "application/vnd.plotly.v1+json"
+STAMP = re.compile(r"(?m)^(.*\*\*Stored figures:\*\*).*$")
+MACHINE = re.compile(r"(?m)^This machine: (.+)$")
+
+
+def store(path: Path) -> str:
+    """Run one notebook and write it back; returns a line about it. A cell that fails raises, and nothing is written."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    start = time.perf_counter()
+    NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", record_timing=False,
+                   resources={"metadata": {"path": str(path.parent)}}).execute()
+    seconds = time.perf_counter() - start
+    tidy(notebook)
+    nbformat.validate(notebook)
+    nbformat.write(notebook, path)
+    return f"{path.name}: {seconds:.0f} s, {path.stat().st_size / 1e6:.2f} MB"
+
+
+def tidy(notebook) -> None:
+    """Take out what must not be stored, and stamp the first cell with the machine the set-up cell named."""
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                         "language_info": {"name": "python"}}
+    printed = ""
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+        for output in cell.outputs:
+            if FIGURE in output.get("data", {}) and "image/png" not in output.data:
+                raise RuntimeError(f"no picture of the figure in this cell:\n{cell.source}")
+            # The text form of a figure is its data once more.
+            if FIGURE in output.get("data", {}):
+                output.data.pop("text/plain", None)
+            if output.output_type == "stream" and output.name == "stdout":
+                printed += output.text
+    machine = MACHINE.search(printed)
+    first = notebook.cells[0]
+    if machine is None or not STAMP.search(first.source):
+        raise RuntimeError("the set-up cell names no machine, or the first cell has no '**Stored figures:**' line")
+    first.source = STAMP.sub(lambda line: f"{line[1]} {machine[1]}", first.source)
+
+
+def main(names: list[str]) -> None:
+    os.environ["TWELL_LAB_STORE"] = "1"
+    for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
+        print(store(path), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

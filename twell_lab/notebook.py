@@ -1,0 +1,79 @@
+"""What the first cell of every notebook does: name the machine, choose how figures are drawn, keep quiet.
+
+The library never imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from datetime import UTC, datetime
+from importlib import metadata
+
+import torch
+
+from . import machine
+
+STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
+
+
+def setup(seed: int = 0) -> str:
+    """Prepare a notebook; prints one line about the machine and returns the device, "cuda" or "cpu".
+
+    Seeds torch, silences the warnings that would bury results, and picks plotly's renderer.
+    """
+    torch.manual_seed(seed)
+    warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+    warnings.filterwarnings("ignore", message=".*IProgress not found.*")
+    use_renderer()
+    print(f"This machine: {provenance()}")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def provenance() -> str:
+    """On what and when figures are made, as one line: processor or GPU, versions, the day."""
+    here = machine.describe()
+    gpu = machine.gpu()
+    what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores, {gpu or 'no GPU'}"
+    packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := _version(name)))
+    return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
+
+
+def dtype_for(device: str) -> torch.dtype:
+    """What the kernels are fast in: bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU."""
+    if device != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+
+
+def use_renderer() -> str | None:
+    """Choose how plotly shows figures, and return the choice; None where plotly is not installed.
+
+    A host that plotly knows (Colab, Kaggle, VS Code) keeps plotly's own choice, as does PLOTLY_RENDERER.
+    In Jupyter it is the figure as data, which JupyterLab draws: plotly 5 would also write its whole script,
+    4 MB, into the notebook. While notebooks are being stored, a picture comes with it, for code hosts.
+    """
+    try:
+        import plotly.io as pio
+    except ImportError:
+        return None
+    if os.environ.get(STORING):
+        picture = pio.renderers["png"]
+        picture.width, picture.scale = 860, 1.25
+        pio.renderers.default = "plotly_mimetype+png"
+    elif not os.environ.get("PLOTLY_RENDERER") and "+notebook" in (pio.renderers.default or ""):
+        pio.renderers.default = "plotly_mimetype"
+    return pio.renderers.default
+
+
+def on_colab() -> bool:
+    """Whether this kernel is Colab's, whose widgets need another way of drawing."""
+    return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
