@@ -32,8 +32,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, down_t: Tensor, up_
     if _pays(gate, token.numel()):
         value = gate[token, neuron]
         sums = _gated_wide if x.dtype == torch.float32 else _gated_short
-        y = sums(x, value, token, neuron, up, down_t, up_bias)
-        y = y if down_bias is None else y + down_bias
+        y = sums(x, value, token, neuron, up, down_t, up_bias, down_bias)
     else:
         hidden = torch.where(keep, gate * linear(x, up, up_bias), torch.zeros_like(gate))
         y = linear(hidden, down, down_bias)
@@ -49,13 +48,11 @@ def plain(gate: Tensor, down: Tensor, down_t: Tensor, bias=None) -> Tensor:
         return linear(reference.relu(gate), down, bias)
     value, tokens = gate[token, neuron], gate.shape[0]
     if gate.dtype != torch.float32:
-        y = _sum_short(value, token, neuron, down_t, tokens)
-    else:
-        wide = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64)
-        for t, n, v in _chunks(token, neuron, value):
-            _add_wide(wide, v.double(), t, down_t[n])
-        y = wide.float()
-    return y if bias is None else y + bias
+        return _sum_short(value, token, neuron, down_t, tokens, bias)
+    y = _start_wide(tokens, down_t, bias)
+    for t, n, v in _chunks(token, neuron, value):
+        _add_wide(y, v.double(), t, down_t[n])
+    return y.float()
 
 
 def _pays(gate: Tensor, entries: int) -> bool:
@@ -67,34 +64,38 @@ def _chunks(*lists: Tensor):
     return zip(*(each.split(_ENTRIES_AT_ONCE) for each in lists)) if lists[0].numel() else ()
 
 
-def _gated_wide(x, value, token, neuron, up, down_t, up_bias) -> Tensor:
+def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
     """float32 values, float64 sums."""
-    y, x = torch.zeros(x.shape[0], down_t.shape[1], dtype=torch.float64), x.double()
+    y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
     for t, n, v in _chunks(token, neuron, value):
-        hidden = _dots(x, up[n].double(), t)
-        hidden = v * (hidden if up_bias is None else hidden + up_bias[n])
-        _add_wide(y, hidden, t, down_t[n])
+        bias = None if up_bias is None else up_bias[n].double()
+        _add_wide(y, v * _dots(x, up[n].double(), bias, t), t, down_t[n])
     return y.float()
 
 
-def _gated_short(x, value, token, neuron, up, down_t, up_bias) -> Tensor:
-    """16-bit values: torch's own GEMM and embedding_bag sum them in float32."""
+def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
+    """16-bit values: torch's own GEMM and embedding_bag sum them in float32, biases included."""
     hidden = torch.empty_like(value)
     for t, n, v, out in _chunks(token, neuron, value, hidden):
-        dots = _dots(x, up[n], t)
-        torch.mul(v, dots if up_bias is None else dots + up_bias[n], out=out)
-    return _sum_short(hidden, token, neuron, down_t, x.shape[0])
+        torch.mul(v, _dots(x, up[n], None if up_bias is None else up_bias[n], t), out=out)
+    return _sum_short(hidden, token, neuron, down_t, x.shape[0], down_bias)
 
 
-def _dots(x: Tensor, rows: Tensor, token: Tensor) -> Tensor:
-    """x[token] . rows, one of each (tokens ascend).
+def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor:
+    """x[token] . rows + bias, one of each (tokens ascend).
 
     A small GEMM of the tokens concerned with all the rows computes some products nobody asked for; that is cheaper
     than gathering x, and sums in a wider type, which an elementwise product in 16 bits would not.
     """
     first, last = int(token[0]), int(token[-1])
-    dots = linear(x[first : last + 1], rows)
+    dots = linear(x[first : last + 1], rows, bias)
     return dots[0] if first == last else dots[token - first, torch.arange(token.numel())]
+
+
+def _start_wide(tokens: int, down_t: Tensor, bias: Tensor | None) -> Tensor:
+    """The float64 sums [tokens, d_model] before the first entry: the bias, or zero."""
+    y = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64)
+    return y if bias is None else y + bias
 
 
 def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
@@ -108,9 +109,19 @@ def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
     y[first : last + 1].addmm_(spread, rows.to(y.dtype))
 
 
-def _sum_short(hidden, token, neuron, down_t, tokens: int) -> Tensor:
-    """For each token, the sum of hidden * down_t[neuron] over its entries (tokens ascend)."""
+def _sum_short(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:
+    """For each token, the bias and the sum of hidden * down_t[neuron] over its entries (tokens ascend)."""
     if hidden.numel() == 0:
-        return down_t.new_zeros(tokens, down_t.shape[1])
+        y = down_t.new_zeros(tokens, down_t.shape[1])
+        return y if bias is None else y + bias
     first = torch.searchsorted(token, torch.arange(tokens))
+    if bias is not None:
+        # The bias joins the sum as a neuron that fires with 1 on every token, ahead of the token's entries:
+        # added to a sum that is already rounded, it could cancel all but the rounding.
+        used, place = neuron.unique(return_inverse=True)
+        down_t = torch.cat([down_t[used], bias[None]])
+        entries = torch.arange(token.numel()) + token + 1
+        first = first + torch.arange(tokens)
+        neuron = torch.full((token.numel() + tokens,), used.numel()).index_copy_(0, entries, place)
+        hidden = hidden.new_ones(neuron.shape).index_copy_(0, entries, hidden)
     return embedding_bag(neuron, down_t, first, mode="sum", per_sample_weights=hidden)
