@@ -44,7 +44,7 @@ def _again(arguments: list[str]) -> str:
     """The command line that was interrupted, as one would type it here."""
     folder, name = os.path.split(sys.argv[0])
     if not name.startswith("twell-lab"):
-        started = ["python", "-m", "twell_lab.cli"]
+        started = ["python", "-m", "twell_lab"]
     elif folder in os.environ.get("PATH", "").split(os.pathsep):
         started = ["twell-lab"]
     else:
@@ -298,6 +298,3 @@ def _records(options) -> int:
         print("records: none in this folder yet; on a GPU, twell-lab record makes them")
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Figures: what they draw is what they were given, from library objects and from plain data alike."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twell_lab import formats, plain, plots
+from twell_lab.errors import InputError
+from twell_lab.model import LanguageModel, ModelConfig
+from twell_lab.profile import profile
+from twell_lab.train import TrainConfig, TrainResult
+
+ROW = {"kind": "ffn_forward", "device": "CPU", "dtype": "float32", "tokens": 1, "d_model": 2048, "d_ff": 5632,
+       "nnz": 29.0, "path": "twell", "ms": 2.0, "dense_ms": 6.0, "x_dense": 3.0}
+
+
+def names(figure) -> list[str]:
+    return [trace.name for trace in figure.data]
+
+
+def layer(name: str = "layers.0.mlp", fires: torch.Tensor | None = None) -> dict:
+    """One layer of a profile as plain data, from a boolean [tokens, d_ff]."""
+    fires = torch.eye(4, dtype=torch.bool) if fires is None else fires
+    return {"name": name, "d_ff": fires.shape[1], "density": fires.double().mean().item(),
+            "nnz_histogram": torch.bincount(fires.sum(1), minlength=fires.shape[1] + 1).tolist(),
+            "neuron_frequency": fires.double().mean(0).tolist()}
+
+
+@pytest.fixture(scope="module")
+def firing():
+    model = LanguageModel(ModelConfig(d_model=16, layers=2, heads=2, d_ff=32, context=8))
+    return profile(model, torch.randint(256, (4, 8)))
+
+
+def result(**changes) -> TrainResult:
+    history = [{"step": 1, "ce": math.log(2) * 8, "nnz": 64.0},
+               {"step": 10, "ce": math.log(2) * 4, "nnz": 32.0, "val_bits_per_byte": 4.5}]
+    config = TrainConfig(d_ff=128)
+    values = {"model": LanguageModel(ModelConfig(d_model=8, layers=1, heads=1, d_ff=128)), "config": config,
+              "history": history, "validation_bits_per_byte": 4.5, "mean_nnz": 32.0, "density": [0.25],
+              "dead": [0], "text": {}, "seconds": 1.0, "tokens": 10}
+    return TrainResult(**{**values, **changes})
+
+
+def test_training_curves_show_loss_in_bits_and_firing_in_percent():
+    figure = plots.training_curves({"without L1": result()})
+    assert [list(trace.y) for trace in figure.data] == [[8.0, 4.0], [4.5], [50.0, 25.0]]
+    from_json = plots.training_curves({"without L1": json.loads(json.dumps(result().summary()))})
+    assert from_json.to_json() == figure.to_json()
+
+
+def test_firing_is_the_same_from_a_profile_and_from_plain_data(firing):
+    layers = [{"name": each.name, "d_ff": each.d_ff, "density": each.density,
+               "nnz_histogram": each.nnz_histogram.tolist(),
+               "neuron_frequency": each.neuron_frequency.tolist()} for each in firing.layers]
+    assert plots.firing_by_layer(firing).to_json() == plots.firing_by_layer(layers).to_json()
+    assert plots.neuron_frequency(firing, 1).to_json() == plots.neuron_frequency(layers, 1).to_json()
+
+
+def test_firing_bars_are_means_and_whiskers_the_middle_of_the_tokens():
+    fires = torch.zeros(100, 10, dtype=torch.bool)
+    fires[:50, :2] = fires[50:, :4] = True
+    figure = plots.firing_by_layer([layer(fires=fires)], without=[0.5])
+    before, after = figure.data
+    assert list(before.y) == [50.0] and after.y[0] == pytest.approx(30.0)
+    assert after.error_y.array[0] == pytest.approx(10.0)
+    assert after.error_y.arrayminus[0] == pytest.approx(10.0)
+    assert after.x[0] == "layer 0<br>50% to 30%"
+
+
+def test_neuron_frequency_counts_the_dead():
+    fires = torch.zeros(10, 5, dtype=torch.bool)
+    fires[:, 3], fires[:2, 1] = True, True
+    figure = plots.neuron_frequency([layer(fires=fires)])
+    assert list(figure.data[0].y) == pytest.approx([100.0, 20.0])
+    assert "3 of 5" in figure.layout.annotations[0].text
+
+
+def test_a_layer_in_which_nothing_fires_is_drawn():
+    silent = layer(fires=torch.zeros(3, 4, dtype=torch.bool))
+    assert not plots.neuron_frequency([silent]).data[0].y
+    assert list(plots.firing_by_layer([silent]).data[0].y) == [0.0]
+
+
+def test_a_layer_that_is_not_there_is_refused(firing):
+    with pytest.raises(InputError, match="layers 0 to 1"):
+        plots.neuron_frequency(firing, 2)
+    with pytest.raises(InputError, match="no layers"):
+        plots.firing_by_layer([])
+
+
+@settings(max_examples=60, deadline=None)
+@given(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), width=st.integers(1, 70),
+       share=st.sampled_from([0.0, 0.2, 1.0]), words=st.integers(2, 33), seed=st.integers(0, 99))
+def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words, seed):
+    generator = torch.Generator().manual_seed(seed)
+    gate = torch.randn(2, width, generator=generator).abs()
+    gate = torch.where(torch.rand(2, width, generator=generator) < share, gate, -gate).to(dtype)
+    packed = formats.TwELL.from_gate(gate, tile=32, words=words)
+    for tile in range(packed.packed.shape[1]):
+        at = json.loads(json.dumps(plain.tile_of(packed, 1, tile)))
+        part = gate[1, 32 * tile:32 * (tile + 1)]
+        kept = part.clamp(min=0).nonzero()[:, 0].tolist()
+        assert at["count"] == len(kept) and at["tail"] == max(0, len(kept) - words + 1)
+        assert at["width"] == len(part)
+        assert [plain.decode(word, at["dtype"]) for word in at["words"][1:]] \
+            == [(part[column].item(), column) for column in kept[:words - 1]]
+
+
+def test_the_packed_tile_draws_values_where_they_were():
+    gate = torch.full((1, 64), -1.0)
+    gate[0, 5], gate[0, 40] = 0.5, 2.0
+    packed = formats.TwELL.from_gate(gate.to(torch.bfloat16), tile=64)
+    figure = plots.packed_tile(packed)
+    assert figure.to_json() == plots.packed_tile(plain.tile_of(packed, 0, 0)).to_json()
+    before, after = figure.data
+    assert before.z[0][5] == 0.5 and before.z[1][8] == 2.0 and sum(map(sum, before.z)) == 2.5
+    assert [cell for line in after.text for cell in line if cell] == ["<b>2</b>", "5:<br>0.5", "40:<br>2"]
+
+
+def test_an_overflowing_tile_says_so():
+    packed = formats.TwELL.from_gate(torch.ones(1, 64, dtype=torch.bfloat16), tile=64, words=32)
+    assert "33 more live in the tail" in plots.packed_tile(packed).layout.title.text
+
+
+def test_a_tile_that_holds_infinity_and_nan_is_drawn():
+    gate = torch.tensor([[math.inf, math.nan, 1.0, -1.0]], dtype=torch.bfloat16)
+    plots.packed_tile(formats.TwELL.from_gate(gate, tile=4, words=4)).to_json()
+
+
+def test_a_tile_that_is_not_there_is_refused():
+    packed = formats.TwELL.from_gate(torch.ones(1, 4), tile=4, words=4)
+    with pytest.raises(InputError, match="tiles 0 to 0"):
+        plots.packed_tile(packed, 0, 1)
+
+
+def test_speedups_name_who_measured_and_when():
+    recorded = [{**ROW, "device": "NVIDIA Example", "dtype": "bfloat16", "date": "2026-01-02T03:04:05Z",
+                 "stale": stale, "nnz": nnz} for stale, nnz in ((False, 8.0), (True, 30.0))]
+    figure = plots.speedups([ROW, {**ROW, "path": "dense eager", "x_dense": 1.0}], recorded)
+    assert names(figure) == ["yours, now: fp32, twell, mean nnz 29",
+                             "recorded on NVIDIA Example, 2026-01-02: bf16, twell, mean nnz 8",
+                             "recorded on NVIDIA Example, 2026-01-02, stale: bf16, twell, mean nnz 30"]
+    assert figure.data[2].line.color == plots.GREY != figure.data[1].line.color
+
+
+def test_speedups_join_what_is_one_workload_and_keep_others_apart():
+    rows = [{**ROW, "tokens": tokens, "nnz": nnz} for tokens, nnz in ((64, 29.1), (1, 33.0), (8, 28.7))]
+    figure = plots.speedups([*rows, {**ROW, "nnz": 8.0}, {**ROW, "path": "part: pack", "x_dense": None}])
+    assert {tuple(trace.x) for trace in figure.data} == {(1, 8, 64), (1,)}
+
+
+def test_speedups_of_labelled_rows_are_one_line_a_label():
+    rows = [{**ROW, "label": f"layer {i}", "tokens": tokens, "nnz": float(tokens)}
+            for i in range(2) for tokens in (1, 64)]
+    figure = plots.speedups(rows, mine="this tour")
+    assert names(figure) == [f"this tour: layer {i}, fp32, twell, mean nnz 64" for i in range(2)]
+
+
+def test_bytes_are_per_token():
+    figure = plots.formats_bytes([{"layer": "layers.0.mlp", "tokens": 10,
+                                   "bytes": {"dense": 1000, "CSR": 100, "ELL": 200, "TwELL": 300}}])
+    assert {trace.name: list(trace.y) for trace in figure.data} \
+        == {"dense": [100.0], "CSR": [10.0], "ELL": [20.0], "TwELL": [30.0]}
+
+
+@pytest.mark.parametrize("given, shown", [
+    (["layers.0.mlp", "layers.1.mlp"], ["layer 0", "layer 1"]),
+    (["a.0.mlp", "b.0.mlp"], ["a.0.mlp", "b.0.mlp"]),
+    ([""], ["layer"]),
+])
+def test_layers_are_never_merged_by_their_short_names(given, shown):
+    assert plain.layer_names(given) == shown
+
+
+@pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)),
+                                             ([0], (0, 0))])
+def test_percentiles_of_a_histogram(histogram, ends):
+    assert plain.percentiles(histogram) == ends
