@@ -83,7 +83,7 @@ def firing_by_layer(profile, without=None) -> go.Figure:
                    showlegend=without is not None, hovertemplate="%{y:.2f}%<extra></extra>")
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero")
     figure.update_xaxes(title_text="feed-forward layer")
-    return _styled(figure, "Who fires: mean share of neurons (whiskers: 5th to 95th percentile of tokens)")
+    return _styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
 
 
 def neuron_frequency(profile, layer: int = 0) -> go.Figure:
@@ -251,8 +251,11 @@ def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
         groups.setdefault((where, row.get("label"), short, row["path"]), []).append(row)
     lines = {}
     for (where, label, short, path), members in groups.items():
-        for points in [members] if label else _alike(members):
-            nnz = max(points, key=lambda row: row["tokens"]).get("nnz")
+        dense = path.startswith("dense")
+        if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
+            members = list({row["tokens"]: row for row in members}.values())
+        for points in [members] if label or dense else _alike(members):
+            nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
             parts = [label, short, path, None if nnz is None else f"mean nnz {nnz:.0f}"]
             lines[f"{where}: {', '.join(part for part in parts if part)}"] = points
     return lines

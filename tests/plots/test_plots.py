@@ -154,6 +154,13 @@ def test_speedups_join_what_is_one_workload_and_keep_others_apart():
     assert {tuple(trace.x) for trace in figure.data} == {(1, 8, 64), (1,)}
 
 
+def test_the_compiled_dense_layer_is_one_line_whatever_fires():
+    rows = [{**ROW, "path": "dense compiled", "nnz": nnz, "tokens": tokens} for nnz in (8.0, 29.0)
+            for tokens in (1, 64)]
+    figure = plots.speedups(rows)
+    assert names(figure) == ["yours, now: fp32, dense compiled"] and list(figure.data[0].x) == [1, 64]
+
+
 def test_speedups_of_labelled_rows_are_one_line_a_label():
     rows = [{**ROW, "label": f"layer {i}", "tokens": tokens, "nnz": float(tokens)}
             for i in range(2) for tokens in (1, 64)]
