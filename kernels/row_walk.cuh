@@ -28,15 +28,10 @@ struct Packed {
     int columns, tile, words;
 };
 
+// Only what changes is kept in registers; the rest is computed from the kernel's parameters when it is wanted.
 class RowWalk {
 public:
-    __device__ __forceinline__ RowWalk(const Packed& m, long long row)
-        : m_(m), lane_(threadIdx.x % WARP), tiles_(tiles_of(m.columns, m.tile)), tail_(0), tail_end_(0) {
-        row_ = m.words_of + row * tiles_ * m.words;
-        gate_ = m.gate ? m.gate + row * m.columns : nullptr;
-        if (m.tail_pointer) tail_ = m.tail_pointer[row], tail_end_ = m.tail_pointer[row + 1];
-        open_group(0);
-    }
+    __device__ __forceinline__ RowWalk(const Packed& m, int row) : m_(m), row_(row), tail_at_(0) { open_group(0); }
 
     // The next up to 32 entries; false when the row is done. The whole warp calls it together.
     __device__ __forceinline__ bool next(Entries& e) {
@@ -44,10 +39,10 @@ public:
             if (at_ < listed_) return deal(e), true;
             if (overflowing_) {
                 if (read_gate(e), e.lanes) return true;
-            } else if (group_ + WARP < tiles_) {
+            } else if (group_ + WARP < tiles()) {
                 open_group(group_ + WARP);
             } else {
-                return tail_ < tail_end_ ? (read_tail(e), true) : false;
+                return m_.tail_pointer && read_tail(e);
             }
         }
     }
@@ -55,45 +50,46 @@ public:
     // Whether every column of the row is kept.
     __device__ bool full() const {
         int count = 0;
-        for (int t = lane_; t < tiles_; t += WARP) count += (int)row_[(long long)t * m_.words];
-        return __reduce_add(count) == m_.columns;
+        for (int t = lane(); t < tiles(); t += WARP) count += (int)*tile_words(t);
+#pragma unroll
+        for (int step = WARP / 2; step; step /= 2) count += __shfl_xor_sync(ALL_LANES, count, step);
+        return count == m_.columns;
     }
 
 private:
     const Packed& m_;
-    const word_t* row_;
-    const value_t* gate_;
-    int lane_, tiles_;
+    const int row_;
     int group_;             // first tile of the group
     int mine_;              // entries listed in this lane's tile
     int through_;           // entries listed up to and including this lane's tile
     int listed_, at_;       // entries listed in the group, and how many were dealt
     unsigned overflowing_;  // tiles of the group still to be read from the gate
     int strip_;             // 32-column strip of the first of them
-    long long tail_, tail_end_;
+    int tail_at_;           // entries of the tail that were dealt
 
-    __device__ static int __reduce_add(int v) {
-        for (int step = WARP / 2; step; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
-        return v;
+    __device__ __forceinline__ static int lane() { return threadIdx.x % WARP; }
+    __device__ __forceinline__ int tiles() const { return tiles_of(m_.columns, m_.tile); }
+    __device__ __forceinline__ const word_t* tile_words(int t) const {
+        return m_.words_of + ((long long)row_ * tiles() + t) * m_.words;
     }
 
     __device__ __forceinline__ void open_group(int first) {
-        const int t = first + lane_, slots = m_.words - 1;
-        const int count = t < tiles_ ? (int)row_[(long long)t * m_.words] : 0;
+        const int t = first + lane(), slots = m_.words - 1;
+        const int count = t < tiles() ? (int)*tile_words(t) : 0;
         group_ = first, at_ = 0, strip_ = 0;
-        overflowing_ = __ballot_sync(ALL_LANES, gate_ && count > slots);
-        mine_ = count <= slots ? count : gate_ ? 0 : slots;
+        overflowing_ = __ballot_sync(ALL_LANES, m_.gate && count > slots);
+        mine_ = count <= slots ? count : m_.gate ? 0 : slots;
         through_ = mine_;
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) {
             const int below = __shfl_up_sync(ALL_LANES, through_, step);
-            if (lane_ >= step) through_ += below;
+            if (lane() >= step) through_ += below;
         }
         listed_ = __shfl_sync(ALL_LANES, through_, WARP - 1);
     }
 
     __device__ __forceinline__ void deal(Entries& e) {
-        const int i = at_ + lane_;
+        const int i = at_ + lane();
         at_ += WARP;
         int owner = 0;  // the first lane whose tile reaches past i, by binary search over the prefix sums
 #pragma unroll
@@ -103,7 +99,7 @@ private:
         e.lanes = __ballot_sync(ALL_LANES, i < listed_);
         e.value = 0.0f, e.column = 0;
         if (i < listed_) {
-            const word_t w = row_[(long long)(group_ + owner) * m_.words + 1 + i - before];
+            const word_t w = tile_words(group_ + owner)[1 + i - before];
             e.value = to_float(word_value(w));
             e.column = (group_ + owner) * m_.tile + word_column(w);
         }
@@ -111,19 +107,20 @@ private:
 
     __device__ __forceinline__ void read_gate(Entries& e) {
         const int t = group_ + __ffs(overflowing_) - 1, width = tile_width(m_.columns, m_.tile, t);
-        const int c = strip_ * WARP + lane_;
+        const int c = strip_ * WARP + lane();
         e.column = t * m_.tile + c;
-        const value_t v = c < width ? gate_[e.column] : from_float(0.0f);
+        const value_t v = c < width ? m_.gate[(long long)row_ * m_.columns + e.column] : from_float(0.0f);
         e.lanes = __ballot_sync(ALL_LANES, fires(v));
         e.value = to_float(v);
         if (++strip_ * WARP >= width) strip_ = 0, overflowing_ &= overflowing_ - 1;
     }
 
-    __device__ __forceinline__ void read_tail(Entries& e) {
-        const long long i = tail_ + lane_;
-        e.lanes = __ballot_sync(ALL_LANES, i < tail_end_);
-        e.column = i < tail_end_ ? m_.tail_column[i] : 0;
-        e.value = i < tail_end_ ? to_float(m_.tail_value[i]) : 0.0f;
-        tail_ += WARP;
+    __device__ __forceinline__ bool read_tail(Entries& e) {
+        const long long i = m_.tail_pointer[row_] + tail_at_ + lane(), end = m_.tail_pointer[row_ + 1];
+        tail_at_ += WARP;
+        e.lanes = __ballot_sync(ALL_LANES, i < end);
+        e.column = i < end ? m_.tail_column[i] : 0;
+        e.value = i < end ? to_float(m_.tail_value[i]) : 0.0f;
+        return e.lanes;
     }
 };

@@ -18,9 +18,9 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
         const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
         const value_t* __restrict__ tail_value, const value_t* __restrict__ down_t,
         const value_t* __restrict__ bias, value_t* __restrict__ y,
-        long long rows, int d_model, int columns, int tile, int words) {
+        int d_model, int columns, int tile, int words) {
     __shared__ sum_t sum[SLAB];
-    const long long row = blockIdx.x;
+    const int row = blockIdx.x;
     const int first = blockIdx.y * SLAB, last = min(first + SLAB, d_model);
     // Each thread owns the columns it visits, so the sums need no barrier.
     for (int c = first + threadIdx.x; c < last; c += blockDim.x) sum[c - first] = bias ? to_float(bias[c]) : 0;
@@ -36,17 +36,16 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
                 sum[c - first] = fma((sum_t)value, (sum_t)to_float(w[c]), sum[c - first]);
         }
     }
-    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float((float)sum[c - first]);
+    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
 }
 
-extern "C" __global__ void
+extern "C" __global__ void ONE_TOKEN_BLOCK
 down_v2(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
         const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
         const value_t* __restrict__ tail_value, const value_t* __restrict__ down_t,
         const value_t* __restrict__ bias, value_t* __restrict__ y,
-        long long rows, int d_model, int columns, int tile, int words) {
-    const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
-    if (row >= rows) return;
+        int d_model, int columns, int tile, int words) {
+    const int row = blockIdx.x;
     RowSums sum = start_row(bias);
 
     const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};
@@ -59,5 +58,5 @@ down_v2(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
             add_scaled(sum, value, load_row(down_t + (long long)column * D_MODEL));
         }
     }
-    store_row(y + row * D_MODEL, sum);
+    store_row(y + (long long)row * D_MODEL, sum);
 }

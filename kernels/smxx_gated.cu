@@ -29,12 +29,12 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
          const value_t* __restrict__ tail_value, const value_t* __restrict__ up,
          const value_t* __restrict__ down_t, const value_t* __restrict__ up_bias,
          const value_t* __restrict__ down_bias, value_t* __restrict__ y,
-         long long rows, int d_model, int columns, int tile, int words) {
+         int d_model, int columns, int tile, int words) {
     __shared__ sum_t sum[SLAB];
     __shared__ sum_t part[128 / WARP];
-    const long long row = blockIdx.x;
+    const int row = blockIdx.x;
     const int first = blockIdx.y * SLAB, last = min(first + SLAB, d_model);
-    const value_t* in = x + row * d_model;
+    const value_t* in = x + (long long)row * d_model;
 
     const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};
     RowWalk walk(m, row);
@@ -43,7 +43,7 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
     // In such a row every up value is infinite or NaN; the dense layer multiplies those of silent neurons by
     // zero, which makes the whole row NaN. Follow it.
     if (__syncthreads_or(nonfinite) && !walk.full()) {
-        for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float(nanf(""));
+        for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float(nanf(""));
         return;
     }
 
@@ -68,7 +68,7 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
                 sum[c - first] = fma(hidden, (sum_t)to_float(w[c]), sum[c - first]);
         }
     }
-    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[row * d_model + c] = from_float((float)sum[c - first]);
+    for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
 }
 
 // The sum over all lanes of the token. With several warps they meet at one barrier a call: two sets of parts
@@ -92,8 +92,8 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
                                           const value_t* __restrict__ up, const value_t* __restrict__ down_t,
                                           const value_t* __restrict__ up_bias,
                                           const value_t* __restrict__ down_bias, value_t* __restrict__ y,
-                                          long long row) {
-    const RowVectors in = load_row(x + row * D_MODEL);
+                                          int row) {
+    const RowVectors in = load_row(x + (long long)row * D_MODEL);
     RowWalk walk(m, row);
     bool nonfinite = has_nonfinite(in);
 #if WARPS > 1
@@ -105,7 +105,7 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
         RowSums spoilt;
 #pragma unroll
         for (int i = 0; i < CHUNKS * VECTOR; ++i) spoilt.f[i] = nanf("");
-        return store_row(y + row * D_MODEL, spoilt);
+        return store_row(y + (long long)row * D_MODEL, spoilt);
     }
 
     RowSums sum = start_row(down_bias);
@@ -124,20 +124,19 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
             add_scaled(sum, value * dot, w);
         }
     }
-    store_row(y + row * D_MODEL, sum);
+    store_row(y + (long long)row * D_MODEL, sum);
 }
 
-#define GATED_KERNEL(NAME, BOTH)                                                                                   \
-    extern "C" __global__ void NAME(                                                                               \
-        const value_t* __restrict__ x, const word_t* __restrict__ packed, const value_t* __restrict__ gate,        \
-        const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,                           \
-        const value_t* __restrict__ tail_value, const value_t* __restrict__ up, const value_t* __restrict__ down_t, \
-        const value_t* __restrict__ up_bias, const value_t* __restrict__ down_bias, value_t* __restrict__ y,       \
-        long long rows, int d_model, int columns, int tile, int words) {                                           \
-        const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;                                    \
-        if (row >= rows) return;                                                                                   \
-        const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};              \
-        gated_row<BOTH>(x, m, up, down_t, up_bias, down_bias, y, row);                                             \
+#define GATED_KERNEL(NAME, BOTH)                                                                                \
+    extern "C" __global__ void ONE_TOKEN_BLOCK NAME(                                                            \
+        const value_t* __restrict__ x, const word_t* __restrict__ packed, const value_t* __restrict__ gate,     \
+        const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,                        \
+        const value_t* __restrict__ tail_value, const value_t* __restrict__ up,                                 \
+        const value_t* __restrict__ down_t, const value_t* __restrict__ up_bias,                                \
+        const value_t* __restrict__ down_bias, value_t* __restrict__ y, int d_model, int columns, int tile,     \
+        int words) {                                                                                            \
+        const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};           \
+        gated_row<BOTH>(x, m, up, down_t, up_bias, down_bias, y, blockIdx.x);                                   \
     }
 
 GATED_KERNEL(gated_v2, false)

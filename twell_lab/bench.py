@@ -129,9 +129,12 @@ def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float) -> dict[
 
 
 def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> dict[str, list[float]]:
-    """Milliseconds a call by device events, cold L2, for each named call in turn."""
-    size = 4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    flush = torch.empty(max(size, 2**26), dtype=torch.uint8, device="cuda")
+    """Milliseconds a call by device events, cold L2, for each named call in turn.
+
+    Before each call half a gigabyte is written: it empties the L2 cache of what the call wants, and it keeps the
+    GPU busy for longer than the host needs to prepare the launches, so that no launch time is counted.
+    """
+    flush = torch.empty(2**29, dtype=torch.uint8, device="cuda")
     for call in calls.values():
         for turn in range(_ROTATED):
             call(turn)
@@ -139,13 +142,13 @@ def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> di
     events: dict[str, list] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, call in calls.items():
-            flush.zero_()  # also keeps the GPU busy while the host prepares the launches
+            flush.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call(turn)
             end.record()
             events[name].append((start, end))
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
 
 

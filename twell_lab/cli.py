@@ -114,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--out", metavar="DIR", type=Path,
                         help="where the record goes (default: data/records)")
 
+    built = command("compile", _compile, "Compile the kernels for other machines, which then need no compiler.")
+    built.add_argument("out", metavar="DIR", type=Path, help="where the cubins go; name it in TWELL_LAB_CUBINS there")
+    built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="sm_75 ... (default: sm_90)")
+    built.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+", default=["bfloat16"],
+                       metavar="DTYPE", help="bfloat16, float16, float32 (default: bfloat16)")
+    built.add_argument("--d-model", type=_positive, nargs="+", default=[2048], metavar="N",
+                       help="model widths (default: 2048)")
+
     kept = command("records", _records, "List every recorded measurement.")
     kept.add_argument("--folder", metavar="DIR", type=Path, help="another folder than data/records")
     kept.add_argument("--verify", action="store_true",
@@ -274,6 +282,21 @@ def _record(options) -> int:
         return 0
     print(records.table(records.flat_rows([record]), _ROW_COLUMNS))
     print(f"record: saved {path}")
+    return 0
+
+
+def _compile(options) -> int:
+    import torch
+
+    from . import jit, launch
+    if unknown := sorted(set(options.arch) - set(jit.ARCHITECTURES)):
+        raise InputError(f"--arch is {', '.join(unknown)}; accepted: {', '.join(jit.ARCHITECTURES)}")
+    dtypes = [getattr(torch, name) for name in options.dtype]
+    names = launch.prebuild(options.out, options.arch, dtypes, options.d_model)
+    if options.json:
+        _print_json(names)
+    else:
+        print(f"compile: {len(names)} cubins in {options.out}")
     return 0
 
 

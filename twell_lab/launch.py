@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from . import jit
-from .errors import DeviceError, StackError
+from .errors import DeviceError, InputError, StackError
 
 _DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
-_CHUNKS_A_LANE = 8  # 16-byte chunks of one row that a lane keeps in registers; more would spill
-_MOST_WARPS = 8  # at up to 255 registers a thread, more would not fit in one multiprocessor
+_CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
+_MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
+_PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
 _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive
@@ -79,14 +80,17 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
 
     rows, columns = gate.shape
     vector = 16 // gate.element_size()
-    packed = torch.empty(rows, -(-columns // tile), words, dtype=word_dtype(gate.dtype), device=gate.device)
+    tiles = -(-columns // tile)
+    if rows * tiles >= 2**31:
+        raise InputError(f"gate has {rows} x {tiles} tiles; fewer than 2^31 tiles are accepted at once")
+    packed = torch.empty(rows, tiles, words, dtype=word_dtype(gate.dtype), device=gate.device)
     if rows == 0:
         return packed
     if version is None:
-        version = 3 if columns % vector == 0 and tile % vector == 0 and _aligned(gate) else 2
-    block, tiles_a_block = (128, 128) if version == 1 else (256, 256 // 32)
+        version = 4 if columns % vector == 0 and tile % vector == 0 and _aligned(gate) else 2
+    block, tiles_a_block = _PACK_BLOCKS[version]
     kernel = _kernel("smxx_pack.cu", f"pack_v{version}", ((_DEFINE[gate.dtype], True),), gate.device)
-    grid = -(-packed.shape[0] * packed.shape[1] // tiles_a_block)
+    grid = -(-rows * tiles // tiles_a_block)
     sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (columns, tile, words)))
     _launch(kernel, (grid, 1), (block, 1), gate.device, (_pointer(gate), _pointer(packed), *sizes))
     return packed
@@ -126,17 +130,33 @@ def _token_kernel(name, newest, tensors, vectors, y, words, columns, tile, versi
     defines = specialisation(y.dtype, d_model) if _aligned(*vectors) else None
     version = version or (newest if defines else 1)
     if version == 1:
-        defines, block, grid = _plain_defines(y), (128, 1), (rows, -(-d_model // _SLAB))
+        defines, block, grid = _any_width(y.dtype), (128, 1), (rows, -(-d_model // _SLAB))
     else:
-        warps = dict(defines)["WARPS"]
-        block = (32 * warps, 1)
-        grid = (rows, 1)
+        block, grid = (32 * dict(defines)["WARPS"], 1), (rows, 1)
     kernel = _kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, y.device)
-    sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (d_model, columns, tile, words)))
+    sizes = map(ctypes.c_int, (d_model, columns, tile, words))
     _launch(kernel, grid, block, y.device, (*map(_pointer, tensors), *sizes))
     return y
 
 
-def _plain_defines(y: Tensor) -> tuple:
+def _any_width(dtype: torch.dtype) -> tuple:
     """The v1 kernels take any width at run time; the file's other kernels still need some D_MODEL to compile."""
-    return ((_DEFINE[y.dtype], True), ("D_MODEL", 256), ("WARPS", 1))
+    return ((_DEFINE[dtype], True), ("D_MODEL", 256), ("WARPS", 1))
+
+
+def prebuild(folder, architectures, dtypes, d_models) -> list[str]:
+    """Compile every kernel file for these targets into `folder`, for TWELL_LAB_CUBINS elsewhere; their names.
+
+    Raises InputError if the folder cannot be written.
+    """
+    made = []
+    for arch in architectures:
+        for dtype in dtypes:
+            made.append(jit.compile("smxx_pack.cu", arch, {_DEFINE[dtype]: True}, cache_in=folder).name)
+            widths = {specialisation(dtype, d) or _any_width(dtype) for d in d_models} | {_any_width(dtype)}
+            for defines in sorted(widths, key=str):
+                for file in ("smxx_down.cu", "smxx_gated.cu"):
+                    made.append(jit.compile(file, arch, dict(defines), cache_in=folder).name)
+    if lost := [name for name in made if not (folder / f"{name}.cubin").is_file()]:
+        raise InputError(f"{folder} is no folder that can be written: {len(lost)} of {len(made)} cubins are missing")
+    return made

@@ -1,0 +1,54 @@
+"""A small set that touches every kernel, version and branch once: what runs under compute-sanitizer."""
+
+import pytest
+import torch
+
+from twell_lab import launch, reference
+from twell_lab.formats import TwELL
+
+pytestmark = pytest.mark.gpu
+NO_TAIL = (None, None, None)
+
+
+def gate_with_everything(rows, columns, dtype):
+    """Silent rows, full tiles, overflowing tiles and odd values in one matrix."""
+    generator = torch.Generator().manual_seed(3)
+    gate = torch.where(torch.rand(rows, columns, generator=generator) < 0.03, 1.0, -1.0)
+    gate *= torch.rand(rows, columns, generator=generator) + 0.1
+    gate[0], gate[1] = -1.0, 1.0
+    gate[2, : min(columns, 40)] = 0.5
+    return gate.to(dtype).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [264, 517])
+def test_pack(columns, dtype):
+    gate = gate_with_everything(5, columns, dtype)
+    for version in (1, 2) if columns % 8 else (1, 2, 3, 4):
+        packed = launch.pack(gate, 256, 32, version)
+        assert torch.equal(packed[..., 0], TwELL.from_gate(gate).counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("d_model", [64, 1100, 2048])
+def test_down_and_gated(d_model, dtype):
+    gate = gate_with_everything(5, 300, dtype)
+    generator = torch.Generator().manual_seed(4)
+    up = torch.randn(300, d_model, generator=generator).to(dtype).cuda()
+    down_t = torch.randn(300, d_model, generator=generator).to(dtype).cuda()
+    x = torch.randn(5, d_model, generator=generator).to(dtype).cuda()
+    x[4, 0] = torch.inf
+    bias, up_bias = down_t[7].clone(), down_t[:, 3].contiguous()
+    packed = TwELL.from_gate(gate)
+    tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    every = (1, 2, 3) if launch.specialisation(dtype, d_model) else (1,)
+    wide = [t.double().cpu() for t in (x, gate, up, down_t.t(), up_bias, bias)]
+    exact = reference.gated(*wide)
+    plain = reference.relu(wide[1]) @ wide[3].t() + wide[5]
+    for version in every:
+        for source, rest in ((gate, NO_TAIL), (None, tail)):
+            y = launch.gated(x, packed.packed, source, rest, up, down_t, up_bias, bias, 256, version)
+            assert torch.allclose(y.double().cpu(), exact, rtol=0.02, atol=0.02 * float(exact[:4].abs().max()), equal_nan=True)
+            if version < 3:
+                y = launch.down(packed.packed, source, rest, down_t, bias, 300, 256, version)
+                assert torch.allclose(y.double().cpu(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))

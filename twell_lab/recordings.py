@@ -1,0 +1,106 @@
+"""The named recordings that the course's figures and the project's evidence come from (`twell-lab record NAME`).
+
+Each checks before it times and returns one Record. They say what ran where by themselves: nothing here is specific to
+one machine, but "gpu-tests" and "portable" need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import torch
+
+from . import bench, paths
+from .errors import DeviceError, StackError, TwellError
+from .records import Record
+
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+
+
+class TestsFailed(TwellError, RuntimeError):
+    """A test suite that a recording runs did not pass: there is nothing to record."""
+
+
+def portable() -> Record:
+    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, across nnz and tokens."""
+    _need_gpu()
+    rows = []
+    for nnz in (8, 29, 60, 120, 300):
+        rows += bench.ffn(16384, 2048, 5632, nnz, compiled=True).rows
+    for nnz in (8, 29):
+        rows += bench.ffn(16384, 2048, 5632, nnz, workload_kind="uniform").rows
+    for tokens in (1, 8, 64, 256, 1024, 4096):
+        rows += bench.ffn(tokens, 2048, 5632, 29, compiled=True).rows
+    return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
+
+
+def cpu() -> Record:
+    """The CPU path, float32 and bfloat16, d_model 2048, d_ff 5632, 99.5% zeros, at 1, 8 and 64 tokens."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in (1, 8, 64):
+            rows += bench.ffn(tokens, 2048, 5632, 0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
+    return Record.new("cpu", "the CPU path beside torch's dense layer", rows, {"threads": torch.get_num_threads()})
+
+
+def gpu_tests() -> Record:
+    """Run tests/gpu, then its reduced set under each compute-sanitizer tool; a report, not a timing.
+
+    TWELL_LAB_CUBINS, if set, names cubins that another machine compiled: the kernel tests then run on those too,
+    and the report says so. Raises TestsFailed, with the end of the output, when anything fails.
+    """
+    _need_gpu()
+    folder = paths.kernels_dir().parent / "tests" / "gpu"
+    if not folder.is_dir():
+        raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
+    environment = dict(os.environ)
+    cubins = environment.pop("TWELL_LAB_CUBINS", None)
+    suites = [_suite("gpu tests", [str(folder)], environment)]
+    if cubins:
+        with tempfile.TemporaryDirectory() as empty:
+            elsewhere = {**environment, "TWELL_LAB_CUBINS": cubins, "TWELL_LAB_CACHE": empty}
+            suites.append(_suite("kernel tests on cubins compiled elsewhere", [str(folder / "test_kernels.py")], elsewhere))
+            if compiled := sorted(p.name for p in Path(empty).glob("*.cubin")):
+                raise TestsFailed(f"{len(compiled)} kernels were compiled here although cubins were given: {compiled[:3]}")
+        compilers = sorted({p.stem.rpartition("-nvrtc")[2] for p in Path(cubins).glob("*.cubin")})
+        suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
+    tool = shutil.which("compute-sanitizer")
+    for name in SANITIZERS if tool else ():
+        # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
+        checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        command = [tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
+        suites.append(_suite(f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command))
+    totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
+    notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
+    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes)
+
+
+def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] = []) -> dict:
+    """Run pytest on the targets in a process of its own: {"suite", "passed", "failed", "skipped", "seconds"}."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        start = time.perf_counter()
+        done = subprocess.run([*command, *targets], env=environment, capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+        if done.returncode != 0 or not report.exists():
+            raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
+        found = ElementTree.parse(report).getroot().find("testsuite").attrib
+    total, skipped = int(found["tests"]), int(found["skipped"])
+    failed = int(found["failures"]) + int(found["errors"])
+    return {"suite": name, "passed": total - skipped - failed, "failed": failed, "skipped": skipped, "seconds": round(seconds, 1)}
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
+
+
+RECORDINGS = {"portable": portable, "cpu": cpu, "gpu-tests": gpu_tests}
