@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import plots, records
 from .errors import RecordError
-from .plain import layer_names
+from .plain import layer_names, layer_rows, share
 
 FORMAT = 1  # of notes["tour"] that this page reads
 
@@ -39,6 +39,9 @@ code { font-size: .88em; overflow-wrap: anywhere; }
 _INTRODUCTION = (
     "A feed-forward layer with a ReLU multiplies by many zeros. Here a small model is trained so that there "
     "are more of them, what is left is packed, and a layer that skips the zeros is timed beside torch's own.")
+_LAYER_COLUMNS = {"layer": "", "before": "fires without L1", "after": "fires with L1",
+                  "dead_before": "dead without L1", "dead_after": "dead with L1", "used": "slots used",
+                  "overflow": "rows overflowing"}
 
 
 def render(record: records.Record, recorded: list[dict] | None = None) -> str:
@@ -77,6 +80,7 @@ def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
         "<h2>3. Packed into TwELL</h2>", _paragraph(about_packing(tour["packing"])),
         _figure("tile", plots.packed_tile(tour["tile"]), see_tile(tour["tile"])),
         _figure("bytes", plots.formats_bytes(tour["packing"]["layers"]), see_bytes(tour["packing"])),
+        _layers_table(tour),
         "<h2>4. Sparse against dense, by the clock</h2>", _paragraph(about_timing(record)),
         _figure("own", _titled(plots.speedups(own, mine="this tour"), "The trained model's own layers"),
                 see_speed(own) + see_size(own)),
@@ -132,7 +136,7 @@ def see_training(without: dict, sparse: dict) -> str:
             if abs(change) >= 0.0005 else "the same validation loss as without it")
     verb = "fell" if after < before else "did not fall"
     return (f"With L1, the neurons that fire for a token {verb} from {before:.1f} to {after:.1f} of {d_ff} "
-            f"({_share(before / d_ff)} to {_share(after / d_ff)}); on held-out text that model is {loss}. "
+            f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is {loss}. "
             "One seed and a short run: this shows the mechanism, not what L1 costs a real model.")
 
 
@@ -140,7 +144,7 @@ def about_firing(tour: dict) -> str:
     layers = tour["profile"]["layers"]
     dead, neurons = sum(layer["dead"] for layer in layers), sum(layer["d_ff"] for layer in layers)
     return (f"Over {tour['profile']['tokens']:,} held-out tokens, {dead} of the {neurons} neurons of the "
-            f"model trained with L1 ({_share(dead / neurons)}) never fired.")
+            f"model trained with L1 ({share(dead / neurons)}) never fired.")
 
 
 def see_firing(layers: list[dict]) -> str:
@@ -148,8 +152,8 @@ def see_firing(layers: list[dict]) -> str:
     most = max(range(len(layers)), key=lambda i: layers[i]["density"])
     least = min(range(len(layers)), key=lambda i: layers[i]["density"])
     high, low = layers[most]["density"], layers[least]["density"]
-    text = f"{names[most]} fires most, {_share(high)} of its neurons for a token, {names[least]} least, " \
-           f"{_share(low)}"
+    text = f"{names[most]} fires most, {share(high)} of its neurons for a token, {names[least]} least, " \
+           f"{share(low)}"
     text = text[0].upper() + text[1:]
     if high < 1.5 * low:
         return f"{text}: the layers are much alike here."
@@ -165,7 +169,7 @@ def see_frequency(layers: list[dict], index: int) -> str:
     name = layer_names([layer["name"] for layer in layers])[index]
     if not total:
         return f"No neuron of {name} fired."
-    part = _share(count / len(shares))
+    part = share(count / len(shares))
     return f"In {name}, {count} of {len(shares)} neurons ({part}) do 80% of the firing."
 
 
@@ -175,10 +179,10 @@ def about_packing(packing: dict) -> str:
     over, rows = sum(layer["overflow_rows"] for layer in layers), sum(layer["tokens"] for layer in layers)
     text = (f"The activations of all {len(layers)} layers on {packing['tokens']:,} tokens were packed in "
             f"{packing['dtype']}, tiles of {layers[0]['tile']} columns into {layers[0]['words']} words. "
-            f"Unpacking gave relu(gate) back bit for bit. {_share(used)} of the slots hold a value; ")
+            f"Unpacking gave relu(gate) back bit for bit. {share(used)} of the slots hold a value; ")
     if not over:
         return text + "no row had a tile with more values than slots."
-    return text + (f"{over:,} of {rows:,} rows ({_share(over / rows)}) had a tile with more values than "
+    return text + (f"{over:,} of {rows:,} rows ({share(over / rows)}) had a tile with more values than "
                    "slots, and what did not fit travelled in the tail.")
 
 
@@ -193,7 +197,7 @@ def see_tile(tile: dict) -> str:
 
 def see_bytes(packing: dict) -> str:
     total = {kind: sum(layer["bytes"][kind] for layer in packing["layers"]) for kind in plots.FORMATS}
-    shares = ", ".join(f"{kind} {_share(total[kind] / total['dense'])}" for kind in plots.FORMATS[1:])
+    shares = ", ".join(f"{kind} {share(total[kind] / total['dense'])}" for kind in plots.FORMATS[1:])
     tail, rows = (sum(layer[key] for layer in packing["layers"]) for key in ("tail", "tokens"))
     text = f"Of the dense bytes, these layers take: {shares}; {min(total, key=total.get)} is smallest here."
     if total["ELL"] > total["dense"]:
@@ -264,12 +268,6 @@ def _at(row: dict) -> str:
     return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{graph}"
 
 
-def _share(value: float) -> str:
-    percent = 100 * value
-    return f"{percent:.0f}%" if percent >= 9.95 or percent == 0 else f"{percent:.1f}%" if percent >= 0.095 \
-        else f"{percent:.2g}%"
-
-
 # ---- pieces of HTML --------------------------------------------------------------------------------------
 
 
@@ -317,9 +315,14 @@ def _runs_table(runs: dict[str, dict]) -> str:
     for label, run in runs.items():
         neurons = run["config"]["d_ff"] * len(run["density"])
         lines.append([label, f"{run['validation_bits_per_byte']:.3f}", f"{run['mean_nnz']:.1f}",
-                      _share(run["mean_nnz"] / run["config"]["d_ff"]), f"{sum(run['dead'])} of {neurons}",
+                      share(run["mean_nnz"] / run["config"]["d_ff"]), f"{sum(run['dead'])} of {neurons}",
                       f"{run['seconds']:.0f} s"])
     return _table(["", "validation bits per byte", "mean nnz", "density", "dead neurons", "training"], lines)
+
+
+def _layers_table(tour: dict) -> str:
+    return _table(list(_LAYER_COLUMNS.values()),
+                  [[str(row[key]) for key in _LAYER_COLUMNS] for row in layer_rows(tour)])
 
 
 def _times_table(rows: list[dict]) -> str:

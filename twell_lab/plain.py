@@ -16,6 +16,34 @@ def layer_names(names: list[str]) -> list[str]:
     return [f"layer {number}" for number in numbers]
 
 
+def layer_rows(tour: dict) -> list[dict]:
+    """A tour's findings (notes["tour"] of its record) layer by layer, ready to be printed.
+
+    Each row: layer; before, after (share of neurons firing without and with L1); dead_before, dead_after;
+    overflow (share of rows with a tile beyond its slots), used (share of slots that hold a value), and the
+    bytes a token takes in each format.
+    """
+    without, sparse = tour["runs"]["without L1"], tour["runs"]["with L1"]
+    names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
+    rows = []
+    for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True)):
+        rows.append({"layer": name, "before": share(without["density"][i]),
+                     "after": share(sparse["density"][i]), "dead_before": without["dead"][i],
+                     "dead_after": sparse["dead"][i],
+                     "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+                     "used": share(packed["slots_used"] / packed["slots"]),
+                     **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()}})
+    return rows
+
+
+def share(value: float) -> str:
+    """A share of one as a percentage, with two digits where it is small."""
+    percent = 100 * value
+    if percent == 0 or percent >= 9.95:
+        return f"{percent:.0f}%"
+    return f"{percent:.1f}%" if percent >= 0.095 else f"{percent:.2g}%"
+
+
 def tile_of(twell, row: int, tile: int) -> dict:
     """One tile of one row of a formats.TwELL as plain data, which packed_tile draws and JSON can hold.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import bench, formats, ops, records, reference
 from .errors import RecordError, TwellError
 from .ffn import feed_forwards
-from .plain import layer_names, tile_of
+from .plain import layer_names, layer_rows, tile_of
 from .profile import FiringProfile, activations, profile
 from .text import Text, load, spread_windows
 from .train import TOUR, TrainConfig, TrainResult, train
@@ -90,7 +90,7 @@ def run(options: Options) -> tuple[records.Record, Path, Path | None]:
 
 
 def summary(record: records.Record) -> str:
-    """What a tour found, as two tables of text: the two trainings, and the timings of the large layer."""
+    """What a tour found, as text: its text, the two trainings, the layers, and the timings."""
     tour = record.notes["tour"]
     lines = []
     for label, result in tour["runs"].items():
@@ -105,8 +105,13 @@ def summary(record: records.Record) -> str:
         [{**row, "layer": row.get("label", "LLM size")} for row in timed if row["path"] != "dense eager"],
         {"layer": "layer", "tokens": "tokens", "dtype": "dtype", "path": "path", "nnz": "mean nnz",
          "ms": "ms", "dense_ms": "dense ms", "x_dense": "x dense"})
-    note = "\n\nA quick tour: its figures say nothing." if tour["quick"] else ""
-    return f"{first}\n\n{second}{note}"
+    text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
+    layers = records.table(layer_rows(tour), {
+        "layer": "", "before": "density", "after": "with L1", "dead_before": "dead", "dead_after": "with L1",
+        "used": "slots used", "overflow": "rows over", "dense": "dense B", "CSR": "CSR B", "ELL": "ELL B",
+        "TwELL": "TwELL B"}) + "\nB: bytes a token. Unpacking gave every value back, bit for bit."
+    note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
+    return "\n\n".join([text, first, layers, second, *note])
 
 
 def check_folder(folder: Path) -> None:
@@ -190,7 +195,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: Options) -> list[
     names = layer_names([layer.name for layer in found])
     for layer, name in _bar(list(zip(found, names, strict=True)), "the model's own layers", options.progress):
         inputs, _ = activations(sparse.model, few, layer.name)
-        module = copy.deepcopy(layer.module).to(dtype)
+        module = copy.deepcopy(layer.module).to(dtype).requires_grad_(False)
         for tokens in sizes:
             x = inputs[drawn[:tokens]].to(dtype)
             record = bench.layer(module, x, label=f"trained, {name}", seconds=_seconds(options))

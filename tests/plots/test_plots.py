@@ -184,6 +184,12 @@ def test_layers_are_never_merged_by_their_short_names(given, shown):
     assert plain.layer_names(given) == shown
 
 
+@pytest.mark.parametrize("value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"),
+                                          (0.001, "0.1%"), (0.00012, "0.012%")])
+def test_shares_keep_two_digits_where_they_are_small(value, shown):
+    assert plain.share(value) == shown
+
+
 @pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)),
                                              ([0], (0, 0))])
 def test_percentiles_of_a_histogram(histogram, ends):

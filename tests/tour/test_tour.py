@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import cli, formats, page, records, tour
+from twell_lab import cli, formats, page, plain, records, tour
 from twell_lab.errors import RecordError, TextError, TwellError
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +98,16 @@ def test_what_was_packed_adds_up(taken):
         assert packed["overflow_rows"] == pytest.approx(layer["overflow_rows"] * layer["tokens"], abs=3)
 
 
+def test_the_summary_names_text_layers_and_timings(taken):
+    record = taken[0]
+    text = tour.summary(record)
+    assert record.notes["tour"]["text"]["sha256"] in text and "quick" in text
+    for layer in record.notes["tour"]["packing"]["layers"]:
+        assert f"{round(layer['bytes']['TwELL'] / layer['tokens']):,}" in text
+    assert sum("  twell" in line for line in text.splitlines()) \
+        == sum("twell" in row["path"] for row in record.rows)
+
+
 def test_a_value_that_does_not_come_back_stops_the_tour():
     gate = torch.randn(3, 40).to(torch.bfloat16)
     packed = formats.TwELL.from_gate(gate)
@@ -152,6 +162,9 @@ def test_figures_on_the_page_are_those_of_the_record(taken):
     for run in notes["runs"].values():
         assert f"{run['validation_bits_per_byte']:.3f}" in text
     assert notes["text"]["sha256"] in text and taken[0].kernel_hash in text
+    for row in plain.layer_rows(notes):
+        cells = "</td><td>".join(str(row[key]) for key in ("layer", "before", "after", "dead_before"))
+        assert f"<td>{cells}</td>" in text
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
