@@ -1,0 +1,313 @@
+"""Measurements that the first notebooks make, as plain functions: data in, data out, nothing drawn.
+
+Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock` result maps names to samples.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag, linear
+
+from . import bench
+from .errors import InputError
+from .formats import CSR, ELL
+
+Samples = dict[str, list[float]]
+
+
+# ---- matrices with zeros in them ----
+
+
+def scattered(rows: int, columns: int, per_row: int, *, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensor:
+    """[rows, columns] with exactly `per_row` standard normal values in each row, at random places, zeros elsewhere."""
+    if not 0 <= per_row <= columns:
+        raise InputError(f"per_row is {per_row}; 0 to {columns} (the columns) can be placed")
+    generator = torch.Generator(device).manual_seed(seed)
+    places = torch.rand(rows, columns, generator=generator, device=device).topk(per_row, dim=1).indices
+    # 0.1 away from zero, so that no value rounds to a zero that a format would rightly leave out.
+    values = torch.randn(rows, per_row, generator=generator, device=device)
+    values = values + 0.1 * torch.where(values < 0, -1.0, 1.0)
+    return torch.zeros(rows, columns, device=device).scatter_(1, places, values).to(dtype)
+
+
+# ---- a clock, and what it says ----
+
+
+def clock(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 0.5) -> Samples:
+    """Milliseconds of each call, calls taking turns: device events with a cold cache on a GPU, wall time on a CPU.
+
+    seconds: how long to measure altogether, on a CPU; at least 5 rounds are made.
+    """
+    timed = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
+    with torch.inference_mode():
+        return bench.time_cuda(timed) if device == "cuda" else bench.time_cpu(timed, seconds)
+
+
+def median(samples: list[float]) -> float:
+    """The middle of the samples."""
+    return bench.quartiles(samples)[0]
+
+
+def compare(samples: Samples, name: str, base: str) -> str:
+    """One sentence on whether `name` is faster than `base`, with the spread of the samples in mind."""
+    (new, new_spread), (old, old_spread) = bench.quartiles(samples[name]), bench.quartiles(samples[base])
+    sentence = f"{name}: {ms(new)} against {ms(old)} for {base}"
+    # Half a distance between quartiles either side of the median is where the middle half of the samples lies.
+    if abs(new - old) <= (new_spread + old_spread) / 2 or 0.95 <= old / new <= 1.05:
+        return f"{sentence}, no clear difference."
+    return f"{sentence}, {old / new:.1f}x as fast." if new < old else f"{sentence}, {new / old:.1f}x as slow."
+
+
+def ms(value: float) -> str:
+    """A time as text, in the unit that suits it."""
+    if value < 0.1:
+        return f"{1000 * value:.3g} us"
+    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
+
+
+# ---- one matrix times another, through each format ----
+
+
+def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Ways to compute a @ b, as calls without arguments; the conversion of `a` is done before, once.
+
+    a: [rows, columns], mostly zeros; b: [columns, width]. COO and CSR go through torch.sparse, which calls cuSPARSE
+    on a GPU and MKL on a CPU; ELL through embedding_bag, which gathers rows of b, scales and adds them. What torch
+    cannot do in this dtype on this device is left out.
+    """
+    coo, csr, ell = a.to_sparse_coo().coalesce(), a.to_sparse_csr(), ELL.from_dense(a)
+    calls = {
+        "dense": lambda: a @ b,
+        "COO": lambda: torch.sparse.mm(coo, b),
+        "CSR": lambda: csr @ b,
+        "ELL": lambda: ell_matmul(ell, b),
+    }
+    return {name: call for name, call in calls.items() if _runs(call)}
+
+
+def _runs(call: Callable[[], Tensor]) -> bool:
+    try:
+        call()
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return False
+    return True
+
+
+def ell_matmul(a: ELL, b: Tensor) -> Tensor:
+    """a [rows, columns] @ b [columns, width]: each slot gathers a row of b. Unused slots hold column 0, value 0."""
+    if a.slots == 0:
+        return b.new_zeros(a.shape[0], b.shape[1])
+    return embedding_bag(a.column, b, per_sample_weights=a.value, mode="sum")
+
+
+def relative_error(y: Tensor, exact: Tensor) -> float:
+    """|y - exact| / |exact|, as norms over everything, in float64."""
+    y, exact = y.double(), exact.double()
+    return float((y - exact).norm() / exact.norm())
+
+
+def without_multiplying(a: CSR, b: Tensor) -> Tensor:
+    """Adds each row's stored values and writes the sum across the row: the shape of a @ b, and nothing else of it.
+
+    b is asked for its width and never read. Kernels like this one are easily written by mistake, and fast.
+    """
+    rows = torch.repeat_interleave(a.pointer.diff())
+    sums = torch.zeros(a.shape[0], dtype=b.dtype, device=b.device).index_add_(0, rows, a.value)
+    return sums[:, None].expand(-1, b.shape[1]).contiguous()
+
+
+# ---- where sparse begins to win ----
+
+
+def against_density(columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype,
+                    seconds: float = 0.4) -> list[dict]:
+    """Time each format at each density. Rows: {density, nnz (a row), path, ms, samples}; dense is among the paths.
+
+    The path "CSR + conversion" also makes the CSR form from the dense matrix, as fresh activations would need.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    b = torch.randn(columns, width, generator=generator, device=device).to(dtype)
+    table = []
+    for density in densities:
+        per_row = max(1, round(density * columns))
+        a = scattered(rows, columns, per_row, dtype=dtype, device=device)
+        calls = multipliers(a, b)
+        if "CSR" in calls:
+            calls["CSR + conversion"] = lambda a=a: a.to_sparse_csr() @ b
+        for path, samples in clock(calls, device, seconds).items():
+            table.append({"density": per_row / columns, "nnz": per_row, "path": path, "ms": median(samples),
+                          "samples": samples})
+    return table
+
+
+def break_even(table: list[dict], path: str, base: str = "dense") -> float | None:
+    """The density below which `path` is faster than `base` in the rows of against_density, or None if nowhere.
+
+    The crossing is interpolated between the two measured densities around it, both axes logarithmic. inf: faster
+    at every density measured.
+    """
+    def times(name):
+        return {row["density"]: row["ms"] for row in table if row["path"] == name}
+
+    ours, theirs = times(path), times(base)
+    before = None
+    for density in sorted(ours):
+        behind = math.log(ours[density] / theirs[density])
+        if behind >= 0:
+            if before is None:
+                return None
+            at, ahead = before
+            return math.exp(math.log(at) + (math.log(density) - math.log(at)) * ahead / (ahead - behind))
+        before = density, behind
+    return math.inf if before else None
+
+
+def break_even_sentence(table: list[dict], path: str) -> str:
+    """Where `path` beats dense in these rows, in words."""
+    densities = [row["density"] for row in table if row["path"] == path]
+    if not densities:
+        return f"{path}: torch has no such kernel for this dtype on this device."
+    crossing = break_even(table, path)
+    if crossing is None:
+        return f"{path}: not faster than dense at {min(densities):.2%} either, the lowest density measured."
+    if math.isinf(crossing):
+        return f"{path}: faster than dense up to {max(densities):.0%}, the highest density measured."
+    return f"{path}: faster than dense below {crossing:.1%}; above it, multiplying the zeros is quicker."
+
+
+# ---- one token: whose zeros? ----
+
+
+def prune(weight: Tensor, share: float) -> Tensor:
+    """The weight with its `share` smallest magnitudes set to zero."""
+    if not 0 <= share < 1:
+        raise InputError(f"share is {share}; 0 up to, not including, 1 is accepted")
+    count = round(share * weight.numel())
+    if count == 0:
+        return weight.clone()
+    limit = weight.float().abs().flatten().kthvalue(count).values
+    return torch.where(weight.float().abs() <= limit, torch.zeros_like(weight), weight)
+
+
+def weights_or_activations(hidden: Tensor, down: Tensor, shares: list[float], device: str,
+                           seconds: float = 1.0) -> tuple[list[dict], Samples]:
+    """One token's down projection with zeros in the weights (magnitude pruning, CSR) or in the activations.
+
+    hidden: [1, d_ff], exact zeros where neurons are silent; down: [d_model, d_ff].
+    Returns rows {path, zeros (share), bytes (of weights read), error (relative, against float64), ms}, and samples.
+    """
+    down_t = down.t().contiguous()
+    exact = hidden.double() @ down_t.double()
+    firing = hidden[0].nonzero()[:, 0]
+    calls = {"dense": lambda: hidden @ down_t}
+    about = {"dense": (0.0, down.numel() * down.element_size())}
+    for share in shares:
+        pruned = prune(down, share)
+        form = CSR.from_dense(pruned)
+        stored = torch.sparse_csr_tensor(form.pointer, form.column.long(), form.value, form.shape,
+                                         check_invariants=True)
+        column = hidden.t().contiguous()
+        name = f"weights {share:.0%} zero, as CSR"
+        calls[name] = lambda stored=stored, column=column: (stored @ column).t()
+        about[name] = (share, form.nbytes)
+    name = f"silent neurons skipped ({1 - firing.numel() / hidden.shape[1]:.1%} zero)"
+    calls[name] = lambda: hidden[:, firing] @ down_t[firing]
+    about[name] = (1 - firing.numel() / hidden.shape[1], firing.numel() * down.shape[0] * down.element_size())
+    calls = {name: call for name, call in calls.items() if _runs(call)}
+    errors = {name: relative_error(call(), exact) for name, call in calls.items()}
+    samples = clock(calls, device, seconds)
+    rows = [{"path": name, "zeros": about[name][0], "bytes": about[name][1], "error": errors[name],
+             "ms": median(values)} for name, values in samples.items()]
+    return rows, samples
+
+
+# ---- timing done wrong, and right ----
+
+
+class Queue:
+    """Work handed over and done elsewhere, later: a GPU's stream or, on a CPU, one worker thread in its place.
+
+    `launch(call)` returns at once on both; `synchronize()` waits until everything launched is done.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._worker = None if device == "cuda" else ThreadPoolExecutor(max_workers=1)
+        self._pending: list[Future] = []
+
+    def launch(self, call: Callable[[], object]) -> None:
+        if self._worker is None:
+            call()
+        else:
+            self._pending.append(self._worker.submit(call))
+
+    def synchronize(self) -> None:
+        if self._worker is None:
+            torch.cuda.synchronize()
+        while self._pending:
+            self._pending.pop().result()
+
+
+def stop_watch(call: Callable[[], object], queue: Queue) -> tuple[float, float]:
+    """Milliseconds until the launch of `call` has returned, and until its work is done."""
+    queue.synchronize()
+    start = time.perf_counter()
+    queue.launch(call)
+    returned = time.perf_counter()
+    queue.synchronize()
+    return 1e3 * (returned - start), 1e3 * (time.perf_counter() - start)
+
+
+def one_by_one(call: Callable[[], object], queue: Queue, times: int) -> list[float]:
+    """Milliseconds of each of `times` calls in a row, every one waited for; the first one is in there too."""
+    return [stop_watch(call, queue)[1] for _ in range(times)]
+
+
+def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> Samples:
+    """Times of a call right after itself ("warm"), and after other data has filled the caches ("cold")."""
+    queue = Queue(device)
+    filler = torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    call()
+    samples: Samples = {"warm": [], "cold": []}
+    for _ in range(rounds):
+        call()
+        samples["warm"].append(stop_watch(call, queue)[1])
+        filler.add_(1)
+        samples["cold"].append(stop_watch(call, queue)[1])
+    return samples
+
+
+# ---- a threshold on a layer that was not trained for one ----
+
+
+def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
+    """What a threshold on the gate does to one gated layer: only gate values above it are kept.
+
+    layer: a gated feed-forward module; x: [tokens, d_model]. Returns plain data: d_ff; edges and counts of a
+    histogram of the positive gate values; rows, one a threshold: {threshold, nnz (mean), density, error (relative,
+    against threshold 0), weights (the share of the weights one token must read: all of the gate, and for each
+    firing neuron a row of up and a column of down)}.
+    """
+    with torch.inference_mode():
+        wide = x.double()
+        gate = linear(wide, layer.gate_proj.weight.double())
+        up, down = linear(wide, layer.up_proj.weight.double()), layer.down_proj.weight.double()
+        exact = linear(gate.relu() * up, down)
+        d_ff, rows = gate.shape[1], []
+        for threshold in thresholds:
+            kept = torch.where(gate > threshold, gate, 0.0).relu()
+            nnz = float((kept > 0).sum(1).double().mean())
+            rows.append({"threshold": threshold, "nnz": nnz, "density": nnz / d_ff,
+                         "error": relative_error(linear(kept * up, down), exact),
+                         "weights": (d_ff + 2 * nnz) / (3 * d_ff)})
+        positive = gate[gate > 0].cpu()
+        counts, edges = torch.histogram(positive, bins=60, range=(0.0, float(positive.max())))
+    return {"d_ff": d_ff, "tokens": x.shape[0], "edges": edges.tolist(), "counts": counts.tolist(), "rows": rows}

@@ -1,0 +1,101 @@
+"""Instant checks of the course's exercises: `check(name, answer)` prints one line and never raises.
+
+Each check calls the reader's function on fresh random input and compares with the library, so an answer that
+fits one example only is found out. The folded answers in the notebooks are run against these checks by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .formats import CSR
+
+RIGHT = "Right"
+
+
+class NotYet(Exception):
+    """The answer does not pass; the message says what was asked and what came."""
+
+
+def check(name: str, answer: Callable) -> None:
+    """Print whether the answer to the exercise of this name is right, and if not, one input where it is not."""
+    if name not in CHECKS:
+        raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
+    try:
+        print(f"{RIGHT}: {CHECKS[name](answer)}")
+    except NotYet as reason:
+        print(f"Not yet: {reason}")
+    except Exception as error:  # whatever the reader's function raises is part of the answer
+        print(f"Not yet: your function raised {type(error).__name__}: {error}")
+
+
+def _same(got, want, asked: str) -> None:
+    if got is None:
+        raise NotYet(f"{asked} gave None; write the body of the function first.")
+    if got != want:
+        raise NotYet(f"{asked} should be {want:,}; yours gave {got!r}.")
+
+
+def _close(got, exact: Tensor, asked: str, tolerance: float = 1e-4) -> None:
+    if got is None:
+        raise NotYet(f"{asked} gave None; write the body of the function first.")
+    if not isinstance(got, Tensor) or got.shape != exact.shape:
+        shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+        raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
+    if got.isnan().any():
+        raise NotYet(f"{asked} holds NaN: something was read that should not have been.")
+    error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    if not error <= tolerance:
+        raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {tolerance:g} passes.")
+
+
+def _weights_read(answer) -> str:
+    for nnz, d_model in ((29, 2048), (0, 2048), (911, 2048), (7, 40)):
+        _same(answer(nnz, d_model), 2 * nnz * d_model, f"weights_read(nnz={nnz}, d_model={d_model})")
+    return "a row of up and a column of down for each neuron that fires, and nothing for the silent ones."
+
+
+def _one_token(answer) -> str:
+    for trial in range(3):
+        generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+        x, gate, up = (torch.randn(*shape, generator=generator) for shape in ((24,), (60, 24), (60, 24)))
+        down = torch.randn(24, 60, generator=generator)
+        gate = gate - 0.3 * x  # most gates below zero
+        exact = reference.gated_ffn(*(t.double() for t in (x[None], gate, up, down)))[0]
+        silent = gate @ x <= 0
+        if trial:  # a silent neuron's weights must not be touched: here they are not numbers
+            up[silent], down[:, silent] = torch.nan, torch.nan
+        _close(answer(x, gate, up, down), exact, "one_token" + " with NaN in the silent neurons' weights" * bool(trial))
+    return "the same output, and no silent neuron's weights were read."
+
+
+def _csr_bytes(answer) -> str:
+    for _ in range(4):
+        rows, columns, share = int(torch.randint(1, 50, ())), int(torch.randint(1, 90, ())), float(torch.rand(()))
+        for dtype in (torch.float32, torch.bfloat16):
+            form = CSR.from_dense((torch.rand(rows, columns) < share).to(dtype))
+            size = form.value.element_size()
+            _same(answer(rows, form.nnz, size), form.nbytes, f"csr_bytes(rows={rows}, nnz={form.nnz}, value_bytes={size})")
+    return "8 bytes a row boundary, 4 a column number, and the value itself."
+
+
+def _csr_times_dense(answer) -> str:
+    for share in (0.3, 0.05, 0.0):
+        a = torch.randn(12, 30) * (torch.rand(12, 30) < share)
+        a[4] = 0  # an empty row in the middle
+        b = torch.randn(30, 9)
+        exact = a.double() @ b.double()
+        _close(answer(CSR.from_dense(a), b), exact, f"csr_times_dense at {share:.0%} density")
+    return "it agrees with float64 on random matrices, empty rows included."
+
+
+CHECKS: dict[str, Callable[[Callable], str]] = {
+    "weights_read": _weights_read,
+    "one_token": _one_token,
+    "csr_bytes": _csr_bytes,
+    "csr_times_dense": _csr_times_dense,
+}

@@ -1,0 +1,78 @@
+"""Interactive figures: ipywidgets on top of plots, with everything they show computed before the first move.
+
+A figure that can change in place (plotly's FigureWidget) is used where the notebook can show one; elsewhere,
+as on Colab or without anywidget, the same figure is drawn anew at each move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import plotly.graph_objects as go
+
+from . import plots_course
+from .errors import InputError, StackError
+from .notebook import on_colab
+
+try:
+    import ipywidgets
+    from IPython.display import display
+except ImportError:
+    raise StackError("widgets need ipywidgets, which is not installed: pip install ipywidgets") from None
+
+
+def live_figure(figure: go.Figure) -> go.Figure:
+    """The figure as a FigureWidget where the notebook can show one, otherwise the figure itself."""
+    if on_colab():
+        return figure  # its FigureWidget needs a foreign widget manager, and loses updates
+    try:
+        return go.FigureWidget(figure)
+    except ImportError:  # plotly needs anywidget for it, and does not install it
+        return figure
+
+
+class Explorer(ipywidgets.VBox):
+    """A slider above a figure. `.slider` moves it from code too, `.figure` holds what is shown, `.index` where.
+
+    change(figure, index) updates the figure in place; choices are the (label, value) pairs of the slider.
+    """
+
+    def __init__(self, figure: go.Figure, change: Callable[[go.Figure, int], None], choices: list, label: str) -> None:
+        if not choices:
+            raise InputError("choices is empty; at least one (label, value) pair is accepted")
+        self.figure, self._change = live_figure(figure), change
+        self.slider = ipywidgets.SelectionSlider(
+            options=choices, description=label, continuous_update=True,
+            style={"description_width": "initial"}, layout={"width": "560px", "max_width": "100%"})
+        self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
+        super().__init__([self.slider, self.figure if self._canvas is None else self._canvas])
+        self.slider.observe(self._moved, names="index")
+        self._draw()
+
+    @property
+    def index(self) -> int:
+        """Which of the slider's choices is shown, from 0."""
+        return self.slider.index
+
+    def _moved(self, event) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._canvas is None:
+            with self.figure.batch_update():
+                self._change(self.figure, self.index)
+            return
+        self._change(self.figure, self.index)
+        with self._canvas:
+            self._canvas.clear_output(wait=True)
+            display(self.figure)
+
+
+def threshold_explorer(sweep: dict) -> Explorer:
+    """Move a threshold on the gate and see who still fires, the weights read and the error made.
+
+    sweep: what `course.threshold_sweep` returned. The slider's values are its thresholds.
+    """
+    choices = [(f"{row['threshold']:.2f}", row["threshold"]) for row in sweep["rows"]]
+    return Explorer(plots_course.threshold(sweep), lambda figure, index: plots_course.move_threshold(figure, sweep, index),
+                    choices, "threshold on the gate")
