@@ -24,6 +24,7 @@ _LAYOUTS = (
     (None, "fc1", "fc2", "activation_fn"),
 )
 _IN_BLOCK = _LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
+_ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,27 @@ def _is_relu(activation) -> bool:
     return isinstance(activation, nn.ReLU) or activation in (torch.relu, nn.functional.relu)
 
 
+def _is_linear(module) -> bool:
+    """Whether the module computes x W^T + b, so that its weight and bias say all about it.
+
+    A subclass of nn.Linear with a forward of its own (an adapter, a quantised layer) need not.
+    """
+    if not isinstance(module, nn.Linear):
+        return False
+    return getattr(module.forward, "__func__", module.forward) in (nn.Linear.forward, _hand_on)
+
+
+def _hand_on(x: Tensor) -> Tensor:
+    """The forward of a projection whose work is done elsewhere: it only keeps its parameters and their names."""
+    return x
+
+
 def _layout(module: nn.Module) -> tuple | None:
-    """The first layout that fits the module, whatever its activation."""
+    """The first layout whose names are all there, whatever the activation; None if a projection is no plain Linear."""
     for layout in _LAYOUTS:
-        *linears, activation = layout
-        parts = [getattr(module, name, None) for name in linears if name]
-        if all(isinstance(p, nn.Linear) for p in parts) and hasattr(module, activation):
-            return layout
+        if all(getattr(module, name, None) is not None for name in layout if name):
+            fits = all(_is_linear(getattr(module, name)) for name in layout[:3] if name)
+            return layout if fits else None
     return None
 
 
@@ -79,10 +94,7 @@ def feed_forwards(model: nn.Module) -> list[FeedForward]:
         others = {m for m in model.modules() if (lay := _layout(m)) and not _is_relu(getattr(m, lay[3]))}
         kinds = sorted({type(getattr(m, _layout(m)[3])).__name__ for m in others})
         seen = f"its feed-forward layers use {', '.join(kinds)}" if kinds else "none of its modules has the known parts"
-        raise InputError(
-            f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; "
-            "layers with gate_proj/up_proj/down_proj, up_proj/down_proj or fc1/fc2 and a ReLU are accepted"
-        )
+        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {_ACCEPTED} and a ReLU")
     return found
 
 
@@ -99,10 +111,7 @@ class SparseFFN(nn.Module):
         check_geometry(tile, words)
         layout = _layout(source)
         if layout is None:
-            raise InputError(
-                f"{type(source).__name__} is no feed-forward layer that is known here: "
-                "gate_proj/up_proj/down_proj, up_proj/down_proj or fc1/fc2 are accepted"
-            )
+            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {_ACCEPTED} and a ReLU")
         *names, activation = layout
         if not _is_relu(getattr(source, activation)):
             raise InputError(
@@ -118,10 +127,11 @@ class SparseFFN(nn.Module):
                 setattr(self, name, getattr(source, name))
         self.train(source.training)
         weight = self.down.weight
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # what a later forward outside inference mode may write to
             down_t = weight.new_empty(weight.shape[1], weight.shape[0])
+            self._stamp = torch.empty(2, dtype=torch.int64)  # no buffer: it must stay on the CPU
         self.register_buffer("down_t", down_t, persistent=False)
-        self._forget()
+        self._forget(weight)
 
     @classmethod
     def from_module(cls, module: nn.Module, *, tile: int = TILE, words: int = WORDS) -> SparseFFN:
@@ -153,36 +163,32 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
         gate, up, down = self.gate, self.up, self.down
-        ops.refresh_transposed(down.weight, self.down_t, self._stamp)
-        weights = [up.weight, down.weight] if gate is None else [gate.weight, up.weight, down.weight]
+        down_weight = down.weight  # read once: where it is parametrized, each reading makes a new tensor
+        if self._seen[0] is not down_weight:  # another tensor may lie where the last one lay, at the same version
+            self._forget(down_weight)
+        ops.refresh_transposed(down_weight, self.down_t, self._stamp)
+        weights = [up.weight, down_weight] if gate is None else [gate.weight, up.weight, down_weight]
         biases = [up.bias, down.bias] if gate is None else [gate.bias, up.bias, down.bias]
-        tensors = [x, *weights, *biases, self.down_t]
-        if torch.is_autocast_enabled(x.device.type):
-            # What nn.Linear does there: compute in the autocast dtype, whatever the parameters are in.
-            dtype = torch.get_autocast_dtype(x.device.type)
-            tensors = [t if t is None else t.to(dtype) for t in tensors]
         call = ops.plain_ffn if gate is None else ops.gated_ffn
-        return call(*tensors[:-1], down_t=tensors[-1], tile=self.tile, words=self.words)
+        return call(x, *weights, *biases, down_t=self.down_t, tile=self.tile, words=self.words)
 
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape
         return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}"
 
-    def _forget(self) -> None:
-        """Have the next forward rebuild down_t. The stamp is no buffer: it must stay on the CPU."""
-        self._stamp = torch.full((2,), -1, dtype=torch.int64)
+    def _forget(self, weight: Tensor) -> None:
+        """Have the next forward rebuild down_t from `weight`."""
+        self._stamp.fill_(-1)
+        # In a list, so that it is no parameter of this module. Anything but a parameter is made anew each time.
+        self._seen = [weight if isinstance(weight, nn.Parameter) else None]
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._forget()
+        if self.down_t.is_inference():
+            with torch.inference_mode(False):
+                self.down_t = torch.empty_like(self.down_t)
+        self._forget(self.down.weight)
         return self
-
-
-class _PassThrough(nn.Linear):
-    """A projection whose work is done elsewhere: keeps its parameters and their names, hands its input on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
 
 
 def sparsify(model: nn.Module, *, tile: int = TILE, words: int = WORDS) -> nn.Module:
@@ -201,7 +207,7 @@ def sparsify(model: nn.Module, *, tile: int = TILE, words: int = WORDS) -> nn.Mo
         # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
         # activation's seat does all the work and the projections on either side of it hand their input on.
         sparse = SparseFFN(source, tile=tile, words=words, _registered=False)
-        source.fc1.__class__ = source.fc2.__class__ = _PassThrough
+        source.fc1.forward = source.fc2.forward = _hand_on
         sparse._activation = [source.activation_fn]
         source.activation_fn = sparse
     return model
@@ -217,7 +223,8 @@ def densify(model: nn.Module) -> nn.Module:
             source.train(sparse.training)
             model = _replace(model, sparse, source)
         else:
-            source.fc1.__class__ = source.fc2.__class__ = nn.Linear
+            for projection in (source.fc1, source.fc2):
+                vars(projection).pop("forward", None)
             (source.activation_fn,) = sparse._activation
     return model
 

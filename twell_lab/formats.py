@@ -35,7 +35,7 @@ def word_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def check_geometry(tile: int, words: int) -> None:
     """Raise InputError unless a tile of `tile` columns may be packed into `words` words."""
-    if not isinstance(tile, int) or not 1 <= tile <= 65536:
+    if isinstance(tile, bool) or not isinstance(tile, int) or not 1 <= tile <= 65536:
         raise InputError(f"tile is {tile!r}; a column index within a tile has 16 bits: 1 to 65536 accepted")
     if not isinstance(words, int) or not 2 <= words <= tile + 1:
         raise InputError(f"words is {words!r}; a tile of {tile} takes 2 (a count and one slot) to {tile + 1}")
@@ -52,6 +52,8 @@ def _check_matrix(x: Tensor) -> None:
         raise InputError(f"expected a matrix [rows, columns] with at least one column, got {list(x.shape)}")
     if not x.dtype.is_floating_point:
         raise InputError(f"expected floating-point values, got {x.dtype}")
+    if x.layout != torch.strided:
+        raise InputError(f"expected a dense (strided) tensor, got layout {x.layout}")
 
 
 def _nbytes(*tensors: Tensor) -> int:
@@ -223,6 +225,7 @@ class TwELL:
     count are never read.
     What a tile cannot hold lives in the tail, row by row, columns ascending: row i owns
     tail_pointer[i]:tail_pointer[i + 1] of tail_column (int32, column within the matrix) and tail_value.
+    Words carry no gradient, so neither does the tail: packing detaches.
     """
 
     packed: Tensor
@@ -311,7 +314,7 @@ def tail_of(x: Tensor, keep: Tensor, slots: int, tile: int) -> tuple[Tensor, Ten
 
 def _pack(x: Tensor, keep: Tensor, tile: int, words: int) -> TwELL:
     check_geometry(tile, words)
-    word = word_dtype(x.dtype)
+    x, word = x.detach(), word_dtype(x.dtype)
     rows, width = x.shape
     tiles = -(-width // tile)
     padded = torch.nn.functional.pad(keep, (0, tiles * tile - width)).view(rows, tiles, tile)

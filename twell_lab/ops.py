@@ -55,7 +55,7 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
         raise InputError(f"gate is {list(gate.shape)}; at least one column is needed")
     if not gate.is_cuda:
         return TwELL.from_gate(gate, tile, words)
-    gate = gate.contiguous()
+    gate = gate.detach().contiguous()
     packed = torch.ops.twell_lab.pack(gate, tile, words)
     over = (packed[..., 0] >= words).any(1)
     rows = over.nonzero()[:, 0]
@@ -68,12 +68,13 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
 def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, down_t: Tensor | None = None) -> Tensor:
     """packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
-    down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one.
+    down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one. Not differentiable.
     """
-    down_t = _transposed(down, down_t)
-    _check_together(down_t, packed.dtype, bias=bias)
+    _check_packed(packed)
+    _check_together(packed.packed, packed.dtype, down=down, down_t=down_t, bias=bias)
     _check_shape("down", down, (None, packed.shape[1]))
     _check_bias("bias", bias, down.shape[0])
+    down_t = _transposed(down, down_t)
     tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
     return torch.ops.twell_lab.packed_down(packed.packed, *tail, down_t, bias, packed.tile)
 
@@ -88,12 +89,16 @@ def packed_gated(
     *,
     down_t: Tensor | None = None,
 ) -> Tensor:
-    """(g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g. x: [rows, d_model]."""
-    _check_tensor("x", x, dims=2)
-    down_t = _transposed(down, down_t)
-    _check_together(x, packed.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
+    """(g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g. x: [rows, d_model].
+
+    down_t: down transposed and contiguous, if the caller keeps one. Not differentiable.
+    """
+    _check_packed(packed)
+    named = dict(x=x, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
+    _check_together(packed.packed, packed.dtype, **named)
     _check_shape("x", x, (packed.shape[0], None))
     _check_weights(x.shape[1], packed.shape[1], None, up, down, None, up_bias, down_bias)
+    down_t = _transposed(down, down_t)
     tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
     x, up = x.contiguous(), up.contiguous()
     return torch.ops.twell_lab.packed_gated(x, packed.packed, *tail, up, down_t, up_bias, down_bias, packed.tile)
@@ -116,10 +121,13 @@ def gated_ffn(
 
     x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one
     (SparseFFN does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases.
+    Under torch.autocast everything is cast first, as torch.nn.functional.linear does.
     Method: arXiv 2603.23198, section 3.
     """
     _check_tensor("x", x)
     check_geometry(tile, words)
+    tensors = _autocast(x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    x, gate, up, down, down_t, gate_bias, up_bias, down_bias = tensors
     named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     _check_together(x, x.dtype, **named)
     _check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
@@ -144,6 +152,7 @@ def plain_ffn(
     """relu(x up^T + up_bias) down^T + down_bias, skipping what the ReLU silences. See gated_ffn."""
     _check_tensor("x", x)
     check_geometry(tile, words)
+    x, up, down, down_t, up_bias, down_bias = _autocast(x, up, down, down_t, up_bias, down_bias)
     _check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
     _check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
     down_t = _transposed(down, down_t)
@@ -166,6 +175,15 @@ def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> Non
 # ---- checks ----
 
 
+def _autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """Under torch.autocast, what nn.Linear makes of its tensors there; otherwise the tensors as they are."""
+    tensors = [x, *others]
+    if not torch.is_autocast_enabled(x.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
+
+
 def _check_tensor(name: str, t: Tensor, dims: int | None = None) -> None:
     if not isinstance(t, Tensor):
         raise InputError(f"{name} is a {type(t).__name__}; a torch.Tensor is accepted")
@@ -173,19 +191,26 @@ def _check_tensor(name: str, t: Tensor, dims: int | None = None) -> None:
         raise InputError(f"{name} is {t.dtype}; bfloat16, float16 and float32 are accepted")
     if t.device.type not in ("cpu", "cuda"):
         raise InputError(f"{name} is on {t.device}; cpu and cuda are accepted")
+    if t.layout != torch.strided:
+        raise InputError(f"{name} has layout {t.layout}; torch.strided is accepted")
     if dims is not None and t.dim() != dims or t.dim() == 0:
         raise InputError(f"{name} has shape {list(t.shape)}; {dims or 'at least 1'} dimensions are accepted")
 
 
-def _check_together(x: Tensor, dtype: torch.dtype, **others: Tensor | None) -> None:
+def _check_together(like: Tensor, dtype: torch.dtype, /, **others: Tensor | None) -> None:
     for name, t in others.items():
-        if t is None:
+        if t is None and (name == "down_t" or name.endswith("bias")):
             continue
         _check_tensor(name, t)
         if t.dtype != dtype:
             raise InputError(f"{name} is {t.dtype} but the input is {dtype}; one dtype for all is accepted")
-        if t.device != x.device:
-            raise InputError(f"{name} is on {t.device} but the input is on {x.device}; one device is accepted")
+        if t.device != like.device:
+            raise InputError(f"{name} is on {t.device} but the input is on {like.device}; one device is accepted")
+
+
+def _check_packed(packed: TwELL) -> None:
+    if not isinstance(packed, TwELL):
+        raise InputError(f"packed is a {type(packed).__name__}; a TwELL, as pack() returns it, is accepted")
 
 
 def _check_shape(name: str, t: Tensor, shape: tuple) -> None:
@@ -200,6 +225,8 @@ def _check_bias(name: str, bias: Tensor | None, length: int) -> None:
 
 
 def _check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias) -> None:
+    if min(d_model, d_ff) < 1:
+        raise InputError(f"d_model is {d_model} and d_ff {d_ff}; at least 1 of each is accepted")
     if gate is not None:
         _check_shape("gate", gate, (d_ff, d_model))
     _check_shape("up", up, (d_ff, d_model))
@@ -211,8 +238,7 @@ def _check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias)
 
 def _transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
     if down_t is None:
-        _check_tensor("down", down, dims=2)
-        return down.detach().t().contiguous()
+        return down.t().contiguous()
     _check_shape("down_t", down_t, tuple(reversed(down.shape)))
     if not down_t.is_contiguous():
         raise InputError(f"down_t has strides {down_t.stride()}; a contiguous {list(down_t.shape)} is accepted")
@@ -230,13 +256,15 @@ def _pack_cpu(gate, tile, words):
 @torch.library.impl(_library, "packed_down", "CPU")
 def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
-    return cpu.plain(gate, down_t.t(), down_t, bias)
+    with torch.autocast("cpu", enabled=False):  # the packed values have their dtype, and so has the result
+        return cpu.plain(gate, down_t.t(), down_t, bias)
 
 
 @torch.library.impl(_library, "packed_gated", "CPU")
 def _packed_gated_cpu(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
-    return cpu.gated(x, gate, up, down_t.t(), down_t, up_bias, down_bias)
+    with torch.autocast("cpu", enabled=False):
+        return cpu.gated(x, gate, up, down_t.t(), down_t, up_bias, down_bias)
 
 
 def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
@@ -365,6 +393,10 @@ def _plain_ffn_backward(ctx, dy):
     return dg @ up, dg.t() @ x, dy.t() @ hidden, None, *biases, None, None
 
 
+def _no_backward(ctx, dy):
+    raise InputError("packed_gated and packed_down have no gradient; gated_ffn and plain_ffn are differentiable")
+
+
 def _bias_grad(bias, upstream):
     return None if bias is None else upstream.sum(0)
 
@@ -375,3 +407,5 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "twell_lab::plain_ffn", _plain_ffn_backward, setup_context=_save_for_backward, lib=_library
 )
+for _name in ("packed_gated", "packed_down"):
+    torch.library.register_autograd(f"twell_lab::{_name}", _no_backward, lib=_library)
