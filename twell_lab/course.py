@@ -17,8 +17,13 @@ from torch.nn.functional import embedding_bag, linear
 from . import bench
 from .errors import InputError
 from .formats import CSR, ELL
+from .records import Record, is_cpu, load_all
 
 Samples = dict[str, list[float]]
+
+DENSITY = "matmul_density"  # the kind of a row of density_record
+SIZES = {"cpu": (256, 2048, 1024), "cuda": (4096, 5632, 2048)}  # rows, columns, width of the products timed
+DENSITIES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3]
 
 
 # ---- matrices with zeros in them ----
@@ -129,9 +134,10 @@ def without_multiplying(a: CSR, b: Tensor) -> Tensor:
 
 def against_density(columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype,
                     seconds: float = 0.4) -> list[dict]:
-    """Time each format at each density. Rows: {density, nnz (a row), path, ms, samples}; dense is among the paths.
+    """Time each format at each density, beside the dense product.
 
-    The path "CSR + conversion" also makes the CSR form from the dense matrix, as fresh activations would need.
+    Returns rows {density, nnz (a row), path, ms, spread, dense_ms, x_dense (times as fast as dense), samples}. The
+    path "CSR + conversion" also makes the CSR form from the dense matrix, as fresh activations would need.
     """
     generator = torch.Generator(device).manual_seed(1)
     b = torch.randn(columns, width, generator=generator, device=device).to(dtype)
@@ -142,25 +148,61 @@ def against_density(columns: int, width: int, rows: int, densities: list[float],
         calls = multipliers(a, b)
         if "CSR" in calls:
             calls["CSR + conversion"] = lambda a=a: a.to_sparse_csr() @ b
-        for path, samples in clock(calls, device, seconds).items():
-            table.append({"density": per_row / columns, "nnz": per_row, "path": path, "ms": median(samples),
-                          "samples": samples})
+        times = clock(calls, device, seconds)
+        dense = median(times["dense"])
+        for path, samples in times.items():
+            middle, spread = bench.quartiles(samples)
+            table.append({"density": per_row / columns, "nnz": per_row, "path": path, "ms": middle, "spread": spread,
+                          "dense_ms": dense, "x_dense": dense / middle, "samples": samples})
     return table
 
 
-def break_even(table: list[dict], path: str, base: str = "dense") -> float | None:
-    """The density below which `path` is faster than `base` in the rows of against_density, or None if nowhere.
+def density_record() -> Record:
+    """A recording of `against_density` on this machine's GPU, or its CPU, and of the dense product on zeros."""
+    device, dtype = _default()
+    rows, columns, width = SIZES[device]
+    where = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+             "dtype": str(dtype).removeprefix("torch."), "tokens": rows, "d_model": width, "d_ff": columns}
+    table = against_density(columns, width, rows, DENSITIES, device, dtype, seconds=3.0)
+    measured = [{"kind": DENSITY, **where, "workload": "scattered", **row} for row in table]
+    b = scattered(columns, width, width, dtype=dtype, device=device)
+    full, empty = (scattered(rows, columns, count, dtype=dtype, device=device) for count in (columns, 0))
+    times = clock({"random": lambda: full @ b, "zeros": lambda: empty @ b}, device, 3.0)
+    for workload, samples in times.items():
+        middle, spread = bench.quartiles(samples)
+        measured.append({"kind": "matmul_data", **where, "workload": workload, "path": "dense", "ms": middle,
+                         "spread": spread, "samples": samples})
+    return Record.new("density", "sparse formats against a dense product across densities, through torch", measured)
+
+
+def recorded(kind: str) -> list[dict]:
+    """Rows of this kind from the newest record of each GPU in this checkout, with the record's date. May be empty.
+
+    torch's own kernels were timed, none of this project's, so no change of ours makes these rows stale.
+    """
+    newest: dict[str, list[dict]] = {}
+    for record in load_all():  # oldest first
+        here = [{**row, "date": record.date} for row in record.rows
+                if row.get("kind") == kind and not is_cpu(row["device"])]
+        newest |= {device: [row for row in here if row["device"] == device] for device in {r["device"] for r in here}}
+    return [row for rows in newest.values() for row in rows]
+
+
+def _default() -> tuple[str, torch.dtype]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def break_even(table: list[dict], path: str) -> float | None:
+    """The density below which `path` is faster than dense in the rows of against_density, or None if nowhere.
 
     The crossing is interpolated between the two measured densities around it, both axes logarithmic. inf: faster
     at every density measured.
     """
-    def times(name):
-        return {row["density"]: row["ms"] for row in table if row["path"] == name}
-
-    ours, theirs = times(path), times(base)
+    speed = {row["density"]: row["x_dense"] for row in table if row["path"] == path}
     before = None
-    for density in sorted(ours):
-        behind = math.log(ours[density] / theirs[density])
+    for density in sorted(speed):
+        behind = -math.log(speed[density])
         if behind >= 0:
             if before is None:
                 return None

@@ -11,7 +11,7 @@ from . import plots
 from .bench import quartiles
 from .errors import InputError
 
-LINES = {"dense": plots.GREY, "COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE,
+LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE,
          "ELL": plots.BLUE}
 
 
@@ -62,20 +62,40 @@ def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
     return plots._styled(figure, title, height=80 + 6 * down).update_layout(margin={"t": 46, "b": 14, "l": 14})
 
 
-def against_density(table: list[dict], title: str) -> go.Figure:
-    """Time of each format over the density of the matrix. table: rows of `course.against_density`."""
+def against_density(table: list[dict], title: str, recorded: list[dict] | None = None) -> go.Figure:
+    """How many times as fast as dense each format is, over the density of the matrix.
+
+    table: rows of `course.against_density`; recorded: rows of `course.recorded`, drawn dotted and named by device
+    and day.
+    """
     figure = go.Figure()
-    for path in dict.fromkeys(row["path"] for row in table):
-        rows = sorted((row for row in table if row["path"] == path), key=lambda row: row["density"])
-        figure.add_scatter(x=[100 * row["density"] for row in rows], y=[row["ms"] for row in rows], name=path,
-                           mode="lines+markers", marker={"size": 7},
-                           line={"color": LINES.get(path, plots.GREEN), "width": 3 if path == "dense" else 2},
-                           hovertemplate="%{x:.2g}% stored: %{y:.3g} ms")
-    shares = sorted({100 * row["density"] for row in table})
-    figure.update_xaxes(title_text="density: values that are not zero, %", type="log", tickvals=shares,
-                        ticktext=[f"{share:.2g}" for share in shares])
-    figure.update_yaxes(title_text="milliseconds", type="log", dtick=1, minor={"showgrid": True})
-    return plots._styled(figure, title, height=430)
+    for own, part in ((True, table), (False, recorded or [])):
+        for where, path in dict.fromkeys((row.get("device"), row["path"]) for row in part):
+            rows = [row for row in part if (row.get("device"), row["path"]) == (where, path)]
+            rows.sort(key=lambda row: row["density"])
+            if path == "dense":
+                continue
+            name = f"{path}, yours, now" if own else f"{path}, recorded on {where}, {rows[0]['date'][:10]}"
+            figure.add_scatter(
+                x=[100 * row["density"] for row in rows], y=[row["x_dense"] for row in rows], name=name,
+                mode="lines+markers", marker={"size": 8, "symbol": "circle" if own else "diamond-open"},
+                line={"color": LINES.get(path, plots.GREEN), "dash": "solid" if own else "dot"},
+                customdata=[[row["ms"], row["dense_ms"]] for row in rows],
+                hovertemplate="%{x:.2g}% stored: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)")
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
+    # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
+    figure.add_annotation(x=1, xref="paper", y=0, xanchor="right", yanchor="bottom", showarrow=False,
+                          text="the dense product", font={"size": 11})
+    shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
+    ticks = [share for i, share in enumerate(shares) if not i or share / shares[i - 1] > 1.3]
+    figure.update_xaxes(title_text="density: values that are not zero, %", type="log", tickvals=ticks,
+                        ticktext=[f"{share:.2g}" for share in ticks])
+    marks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
+    figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
+                        ticktext=[f"{mark:g}x" for mark in marks])
+    lines = -(-len(figure.data) // 2)
+    figure = plots._styled(figure, title, height=400 + 20 * lines)
+    return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin_b=70 + 20 * lines)
 
 
 def threshold(sweep: dict, index: int = 0) -> go.Figure:
