@@ -114,9 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--out", metavar="DIR", type=Path,
                         help="where the record goes (default: data/records)")
 
-    built = command("compile", _compile, "Compile the kernels for other machines, which then need no compiler.")
-    built.add_argument("out", metavar="DIR", type=Path, help="where the cubins go; name it in TWELL_LAB_CUBINS there")
-    built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="sm_75 ... (default: sm_90)")
+    built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
+    built.add_argument("out", metavar="DIR", type=Path,
+                       help="where the cubins go; name it in TWELL_LAB_CUBINS there")
+    built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH",
+                       help="sm_75 ... (default: sm_90)")
     built.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+", default=["bfloat16"],
                        metavar="DTYPE", help="bfloat16, float16, float32 (default: bfloat16)")
     built.add_argument("--d-model", type=_positive, nargs="+", default=[2048], metavar="N",

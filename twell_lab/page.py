@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from pathlib import Path
 
 from . import plots, records
@@ -31,7 +30,7 @@ figure { margin: 1rem 0; background: #fff; border: 1px solid #e3e3e0; border-rad
 figcaption { padding: 0 1rem; font-size: .95rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; margin: .8rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #e3e3e0; white-space: nowrap; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e0; white-space: nowrap; }
 th { font-weight: 600; background: #f1f1ee; }
 th:first-child, td:first-child { text-align: left; }
 code { font-size: .88em; overflow-wrap: anywhere; }
@@ -64,7 +63,7 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
 
 def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
     own, large = split_rows(record.rows)
-    beside = comparable(recorded)
+    beside = comparable(recorded, large)
     layers = tour["profile"]["layers"]
     runs = tour["runs"]
     without, sparse = runs["without L1"], runs["with L1"]
@@ -103,15 +102,17 @@ def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     return [row for row in rows if row.get("label")], [row for row in rows if not row.get("label")]
 
 
-def comparable(recorded: list[dict]) -> list[dict]:
-    """Of these flat rows, oldest first, those of GPUs at the size of the tour's large layer; where the same
-    was measured again, the latest."""
+def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
+    """Of these flat rows, oldest first, those that GPUs took of a layer of LLM size on the workload of the
+    tour's large layer, at a mean nnz of about 8 or 29; where the same was measured again, the latest."""
+    workloads = {row["workload"] for row in large}
     latest = {}
     for row in recorded:
-        if row["kind"] == "ffn_forward" and (row["d_model"], row["d_ff"]) == (2048, 5632) \
+        size = (row["d_model"], row["d_ff"])
+        near = [nnz for nnz in (8, 29) if row["nnz"] and nnz / 1.5 < row["nnz"] < nnz * 1.5]
+        if row["kind"] == "ffn_forward" and size == (2048, 5632) and row["workload"] in workloads and near \
                 and not records.is_cpu(row["device"]):
-            firing = None if not row["nnz"] else round(math.log(row["nnz"], 1.5))
-            latest[row["device"], row["dtype"], row["path"], row["workload"], row["tokens"], firing] = row
+            latest[row["device"], row["dtype"], row["path"], row["tokens"], near[0]] = row
     return list(latest.values())
 
 

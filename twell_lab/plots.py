@@ -239,24 +239,26 @@ def _percent(value: float) -> str:
 
 def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
     """Measurement rows grouped into named lines, in the order in which they come; mine None: recorded."""
+    rows = [row for row in rows if not row["path"].startswith("dense eager")
+            and row.get("x_dense") is not None and row.get("tokens")]
+    several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row["path"].startswith("dense eager") or row.get("x_dense") is None or not row.get("tokens"):
-            continue
         short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
         where = mine
         if mine is None:
             state = ", stale" if row.get("stale") else ""
             where = f"recorded on {row['device']}, {row['date'][:10]}{state}"
-        groups.setdefault((where, row.get("label"), short, row["path"]), []).append(row)
+        workload = row.get("workload") if several and not row["path"].startswith("dense") else None
+        groups.setdefault((where, row.get("label"), short, row["path"], workload), []).append(row)
     lines = {}
-    for (where, label, short, path), members in groups.items():
+    for (where, label, short, path, workload), members in groups.items():
         dense = path.startswith("dense")
         if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
             members = list({row["tokens"]: row for row in members}.values())
         for points in [members] if label or dense else _alike(members):
             nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
-            parts = [label, short, path, None if nnz is None else f"mean nnz {nnz:.0f}"]
+            parts = [label, short, path, workload, None if nnz is None else f"mean nnz {nnz:.0f}"]
             lines[f"{where}: {', '.join(part for part in parts if part)}"] = points
     return lines
 

@@ -12,7 +12,7 @@ import pytest
 from twell_lab import bench, cli, records
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["doctor", "tour", "train", "profile", "bench", "record", "records"]
+COMMANDS = ["doctor", "tour", "train", "profile", "bench", "record", "compile", "records"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = ["--steps", "2", "--batch", "2", "--context", "16", "--d-model", "16", "--heads", "2",
          "--layers", "1", "--d-ff", "32", "--device", "cpu"]

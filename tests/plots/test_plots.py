@@ -161,6 +161,12 @@ def test_the_compiled_dense_layer_is_one_line_whatever_fires():
     assert names(figure) == ["yours, now: fp32, dense compiled"] and list(figure.data[0].x) == [1, 64]
 
 
+def test_speedups_keep_workloads_apart_where_there_are_several():
+    rows = [{**ROW, "workload": workload} for workload in ("lognormal", "uniform")]
+    assert names(plots.speedups(rows)) == [f"yours, now: fp32, twell, {workload}, mean nnz 29"
+                                           for workload in ("lognormal", "uniform")]
+
+
 def test_speedups_of_labelled_rows_are_one_line_a_label():
     rows = [{**ROW, "label": f"layer {i}", "tokens": tokens, "nnz": float(tokens)}
             for i in range(2) for tokens in (1, 64)]

@@ -178,13 +178,14 @@ def test_a_browser_draws_every_figure(taken, tmp_path):
 
 
 RECORDED = {"record": "example", "kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16",
-            "tokens": 16384, "d_model": 2048, "d_ff": 5632, "nnz": 29.0, "workload": "lognormal",
+            "tokens": 16384, "d_model": 2048, "d_ff": 5632, "nnz": 29.0, "workload": "independent, lognormal",
             "path": "twell", "ms": 1.0, "dense_ms": 2.0, "x_dense": 2.0, "spread": 0.1,
             "date": "2026-01-02T03:04:05Z", "commit": None, "kernel_hash": "0" * 64, "stale": True}
 
 
 def test_recorded_points_are_marked_and_only_alike_ones_are_drawn(taken):
-    others = [{**RECORDED, "device": "CPU"}, {**RECORDED, "d_ff": 8192}, {**RECORDED, "kind": "decode"}]
+    others = [{**RECORDED, "device": "CPU"}, {**RECORDED, "d_ff": 8192}, {**RECORDED, "kind": "decode"},
+              {**RECORDED, "workload": "uniform"}, {**RECORDED, "nnz": 300.0}, {**RECORDED, "nnz": None}]
     with_it, without = page.render(taken[0], [RECORDED, *others]), page.render(taken[0], others)
     assert with_it.count("recorded on NVIDIA Example, 2026-01-02, stale") == 1
     assert "Those marked stale ran kernels that have changed since." in with_it
@@ -200,7 +201,7 @@ def test_what_the_record_says_cannot_become_markup(taken):
 def test_of_two_records_of_the_same_the_latest_counts():
     older, newer = {**RECORDED, "ms": 3.0, "nnz": 29.4}, {**RECORDED, "date": "2026-02-02T03:04:05Z"}
     other = {**RECORDED, "nnz": 8.0}
-    assert page.comparable([older, newer, other]) == [newer, other]
+    assert page.comparable([older, newer, other], [RECORDED]) == [newer, other]
 
 
 @pytest.mark.parametrize("notes", [{}, {"tour": None}, {"tour": {"format": 99}}, {"tour": {"format": 1}}])
