@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .formats import CSR
+from .course_train import firing_share
+from .formats import CSR, TwELL
 
 RIGHT = "Right"
 
@@ -93,9 +94,61 @@ def _csr_times_dense(answer) -> str:
     return "it agrees with float64 on random matrices, empty rows included."
 
 
+def _formula_l1(answer) -> str:
+    for layers, shape, l1 in ((1, (4, 8), 0.5), (3, (2, 5, 24), 1e-3)):
+        hidden = [torch.randn(shape) for _ in range(layers)]
+        exact = l1 * torch.stack(hidden).double().abs().mean()
+        _close(answer(hidden, l1), exact, f"formula_l1 for {layers} layer(s) of {list(shape)} and l1 {l1:g}")
+    return "averaged over layers, tokens and neurons."
+
+
+def _firing_share(answer) -> str:
+    cases = [(torch.tensor(counts), share) for counts, share in (
+        ([1, 1, 1, 1], 0.5), ([8, 0, 1, 1], 0.8), ([0, 0, 7, 90, 3], 0.95), ([5, 4, 3, 2, 1, 0, 0, 0], 1.0))]
+    cases += [(torch.randint(0, 50, (60,)) ** 2, 0.8) for _ in range(3)]
+    for counts, share in cases:
+        asked = f"firing_share({counts.tolist()}, {share})"
+        got = answer(counts, share)
+        _close(None if got is None else torch.as_tensor(got).double(),
+               torch.tensor(firing_share(counts, share)).double(), asked)
+    return "the busiest first, added up, until the share is reached."
+
+
+def _pack_tile(answer) -> str:
+    for width, words, share in ((8, 4, 0.3), (40, 9, 0.1), (40, 9, 0.6), (16, 4, 0.0), (16, 17, 1.0)):
+        gate = (torch.rand(width) + 0.01) * torch.where(torch.rand(width) < share, 1.0, -1.0)
+        gate = gate.to(torch.bfloat16)
+        gate[1] = -0.0
+        if share == 0.6:
+            gate[0] = torch.nan
+        stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
+        want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
+        got = answer(gate, words)
+        asked = f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})"
+        if got is None:
+            raise NotYet(f"{asked} gave None; write the body of the function first.")
+        if list(got) != want:
+            raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
+    return "the true count, then value and column of what fits, with NaN kept and -0 left out."
+
+
+def _fewest_words(answer) -> str:
+    for tile, most, share in ((256, 200, 0.1), (32, 32, 0.0), (64, 9, 0.3), (16, 1, 1.0)):
+        counts = torch.randint(0, most + 1, (50, 5))
+        want = next(words for words in range(2, tile + 2)
+                    if (counts >= words).any(1).double().mean() <= share)
+        _same(answer(counts, share), want,
+              f"fewest_words for 50 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},")
+    return "one word for the count, and slots for the fullest tile of all rows but the allowed few."
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
     "csr_bytes": _csr_bytes,
     "csr_times_dense": _csr_times_dense,
+    "formula_l1": _formula_l1,
+    "firing_share": _firing_share,
+    "pack_tile": _pack_tile,
+    "fewest_words": _fewest_words,
 }

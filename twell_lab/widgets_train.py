@@ -1,0 +1,12 @@
+"""The widget of the notebook on L1 training: pick a run, see its neurons fall silent."""
+
+from __future__ import annotations
+
+from . import plots_train
+from .widgets import Explorer
+
+
+def run_explorer(runs: dict[str, object]) -> Explorer:
+    """Pick one of several training runs. runs: label -> TrainResult, or its summary()."""
+    return Explorer(plots_train.picked_run(runs), lambda figure, index: plots_train.pick_run(figure, runs, index),
+                    [(label, label) for label in runs], "run")
