@@ -1,7 +1,7 @@
 """Timing the sparse layer beside the dense one: check first, then time, medians with spread.
 
-On a GPU: device events around one call, inputs rotated, the L2 cache overwritten before each call; for few
-tokens also CUDA-graph replays, which leave the host's launch time out. On a CPU: wall time. Dense and sparse
+On a GPU: device events around one call, inputs rotated, the L2 cache emptied before each call; for few
+tokens also CUDA-graph replays, which leave out the gaps between launches. On a CPU: wall time. Dense and sparse
 calls alternate, so that whatever else the machine does falls on both.
 """
 
@@ -17,10 +17,11 @@ from torch.nn.functional import linear
 from . import accuracy, launch, reference
 from .errors import InputError, TwellError
 from .ffn import SparseFFN, feed_forwards
+from .formats import TILE, WORDS
 from .model import GatedFeedForward
 from .records import Record
 
-_GRAPH_TOKENS = 256  # up to here a GPU layer is shorter than its launches: time graph replays
+_GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
 _ROTATED = 3  # input sets a timing rotates through
 
 
@@ -129,12 +130,12 @@ def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float) -> dict[
 
 
 def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> dict[str, list[float]]:
-    """Milliseconds a call by device events, cold L2, for each named call in turn.
+    """Milliseconds of GPU time a call, by device events, cold L2, for each named call in turn.
 
-    Before each call half a gigabyte is written: it empties the L2 cache of what the call wants, and it keeps the
-    GPU busy for longer than the host needs to prepare the launches, so that no launch time is counted.
+    Before each call a gigabyte is read: that leaves nothing in the L2 cache of what the call wants, and keeps the GPU
+    busy for longer than the host needs to prepare the launches. So these are times of the device, not of the host.
     """
-    flush = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
     for call in calls.values():
         for turn in range(_ROTATED):
             call(turn)
@@ -142,7 +143,7 @@ def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> di
     events: dict[str, list] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, call in calls.items():
-            flush.zero_()
+            flush.sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call(turn)
@@ -283,3 +284,48 @@ def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int],
         return launch.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
 
     return {"part: gate GEMM": project, "part: pack": pack, "part: sparse": rest}
+
+
+@torch.no_grad()
+def kernel_versions(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29, *, seed: int = 0) -> list[dict]:
+    """Rows of kind "kernel": every version of every portable kernel on one workload, bf16, on this GPU.
+
+    Each version is first compared with the newest one, which `ffn` has checked against float64.
+    """
+    dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cuda", seed=seed)
+    sparse = SparseFFN.from_module(dense)
+    check(dense, sparse, inputs[0])
+    gates = [linear(x, sparse.gate.weight) for x in inputs]
+    packs = [launch.pack(g, TILE, WORDS) for g in gates]
+    none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
+
+    def pack(version):
+        return lambda turn: launch.pack(gates[turn % _ROTATED], TILE, WORDS, version)
+
+    def down(version):
+        return lambda turn: launch.down(packs[turn % _ROTATED], gates[turn % _ROTATED], none, down_t, None, d_ff, TILE, version)
+
+    def gated(version):
+        def call(turn):
+            i = turn % _ROTATED
+            return launch.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
+
+        return call
+
+    families = {"pack": (pack, 4), "down": (down, 2), "gated": (gated, 3)}
+    calls = {f"{name}_v{v}": make(v) for name, (make, newest) in families.items() for v in range(1, newest + 1)}
+    for name, (make, newest) in families.items():
+        if name == "pack":
+            continue  # words past a count are unwritten, so packed tensors are compared by the tests, not here
+        best = make(newest)(0).float()
+        for v in range(1, newest):
+            if (off := float((make(v)(0).float() - best).norm() / best.norm())) > 0.01:
+                raise WrongResult(f"{name}_v{v} differs from v{newest} by {off:.3g} of its norm: nothing was timed")
+    shared = {"kind": "kernel", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": tokens,
+              "d_model": d_model, "d_ff": d_ff, "nnz": nnz, "workload": "independent, lognormal"}  # fmt: skip
+    rows = []
+    for path, values in time_cuda(calls).items():
+        median, spread = quartiles(values)
+        rows.append({**shared, "path": path, "ms": median, "spread": spread, "dense_ms": None, "x_dense": None,
+                     "samples": [round(v, 6) for v in values]})  # fmt: skip
+    return rows

@@ -38,6 +38,7 @@ def portable() -> Record:
         rows += bench.ffn(16384, 2048, 5632, nnz, workload_kind="uniform").rows
     for tokens in (1, 8, 64, 256, 1024, 4096):
         rows += bench.ffn(tokens, 2048, 5632, 29, compiled=True).rows
+    rows += bench.kernel_versions()
     return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
 
 
