@@ -51,6 +51,7 @@ def tidy(notebook) -> None:
         if cell.cell_type != "code":
             continue
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+        merge_streams(cell)
         for output in cell.outputs:
             if FIGURE in output.get("data", {}) and "image/png" not in output.data:
                 raise RuntimeError(f"no picture of the figure in this cell:\n{cell.source}")
@@ -64,6 +65,18 @@ def tidy(notebook) -> None:
     if machine is None or not STAMP.search(first.source):
         raise RuntimeError("the set-up cell names no machine, or the first cell has no '**Stored figures:**' line")
     first.source = STAMP.sub(lambda line: f"{line[1]} {machine[1]}", first.source)
+
+
+def merge_streams(cell) -> None:
+    """Join pieces of one stream that follow each other: where a flush fell is chance."""
+    merged = []
+    for output in cell.outputs:
+        last = merged[-1] if merged else None
+        if last and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            merged.append(output)
+    cell.outputs = merged
 
 
 def main(names: list[str]) -> None:

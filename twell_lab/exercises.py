@@ -36,14 +36,14 @@ def check(name: str, answer: Callable) -> None:
 
 def _same(got, want, asked: str) -> None:
     if got is None:
-        raise NotYet(f"{asked} gave None; write the body of the function first.")
+        raise NotYet("the function gives None back; write its body first.")
     if got != want:
         raise NotYet(f"{asked} should be {want:,}; yours gave {got!r}.")
 
 
 def _close(got, exact: Tensor, asked: str, tolerance: float = 1e-4) -> None:
     if got is None:
-        raise NotYet(f"{asked} gave None; write the body of the function first.")
+        raise NotYet("the function gives None back; write its body first.")
     if not isinstance(got, Tensor) or got.shape != exact.shape:
         shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
@@ -126,7 +126,7 @@ def _pack_tile(answer) -> str:
         got = answer(gate, words)
         asked = f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})"
         if got is None:
-            raise NotYet(f"{asked} gave None; write the body of the function first.")
+            raise NotYet("the function gives None back; write its body first.")
         if list(got) != want:
             raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
