@@ -29,6 +29,7 @@ from .train import TOUR, TrainConfig, TrainResult, train
 WITHOUT, WITH = "without L1", "with L1"
 FORMAT = 1  # of notes["tour"]; a page drawn by another version would misread it
 _PAGE_BYTES = 8 * 2**20
+_PACKED_TOKENS = 8192  # enough for shares to three digits, and seconds on a CPU
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run(options: Options) -> tuple[records.Record, Path, Path | None]:
     firing = profile(sparse.model, windows.split(32))
 
     say(3, "packing its activations and checking that they come back")
-    packing, tile = pack_layers(sparse, windows)
+    packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
 
     say(4, "timing sparse against dense")
     rows = time_layers(sparse, windows, options) + time_llm_layer(sparse, options)
@@ -130,6 +131,11 @@ def held_out(text: Text, config: TrainConfig) -> Tensor:
     return spread_windows(text.split()[1].data, config.eval_windows, config.context)[:, :-1]
 
 
+def spread(windows: Tensor, tokens: int) -> Tensor:
+    """Some of the windows [n, context], evenly spread, that hold `tokens` tokens or a little more; or all."""
+    return windows[:: max(1, windows.numel() // tokens)]
+
+
 def firing_notes(firing: FiringProfile) -> dict:
     """A profile as plain data: one dict a layer, the neurons' frequencies to six digits."""
     layers = []
@@ -189,7 +195,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: Options) -> list[
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = (1, 8, 64, 1024, 8192) if on_gpu else (1, 8, 64)
     # Tokens are drawn at random: the first ones of a window fire far more than the others.
-    few = windows[:: max(1, windows.numel() // (2 * sizes[-1]))]
+    few = spread(windows, 2 * sizes[-1])
     drawn = torch.randperm(few.numel(), generator=torch.Generator().manual_seed(0))
     rows = []
     names = layer_names([layer.name for layer in found])
