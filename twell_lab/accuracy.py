@@ -17,8 +17,9 @@ def worst_row(y: Tensor, dense: Tensor, exact: Tensor) -> tuple[float, int]:
     be exactly what it is converted to y's dtype (NaN for NaN, the same infinity), otherwise the ratio is inf.
     A row that overflows y's dtype only is judged the same way.
     """
-    if y.shape != exact.shape:
-        raise ValueError(f"result has shape {list(y.shape)}, the exact one {list(exact.shape)}")
+    if not y.shape == dense.shape == exact.shape:
+        shapes = f"{list(y.shape)}, the dense one {list(dense.shape)}, the exact one {list(exact.shape)}"
+        raise ValueError(f"the result has shape {shapes}; one shape for all is accepted")
     if y.numel() == 0:
         return 0.0, -1
     expected = exact.to(y.dtype)
