@@ -1,20 +1,27 @@
-// A dense row of D_MODEL values, spread over the registers of the WARPS warps that work on one token: 16 bytes a
-// lane and chunk, neighbouring lanes holding neighbouring columns. D_MODEL (a multiple of VECTOR) and WARPS come
-// from the command line, so that every array below is indexed by constants and stays in registers.
+// A dense row of D_MODEL values, spread over the registers of WARPS warps: 16 bytes a lane and chunk, neighbouring lanes
+// holding neighbouring columns. D_MODEL (a multiple of VECTOR) and WARPS come from the command line, so that every
+// array below is indexed by constants and stays in registers.
+//
+// TEAMS teams of WARPS warps may share one token, each taking every TEAMS-th of its kept values: with few tokens that is
+// what keeps the GPU busy. One team is the default.
 #pragma once
 #include "twell.cuh"
 
+#ifndef TEAMS
+#define TEAMS 1
+#endif
 #define LANES (WARP * WARPS)
+#define CHUNKS ((D_MODEL + LANES * VECTOR - 1) / (LANES * VECTOR))
+static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
+
 // Blocks of one token each. 512 threads on a multiprocessor leave each 128 registers, which measures best on an
 // H100; where that would spill, 448 threads leave 144.
-#if defined(VALUE_FP32) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800)
+#if TEAMS == 1 && (defined(VALUE_FP32) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800))
 #define RESIDENT_THREADS 448
 #else
 #define RESIDENT_THREADS 512
 #endif
-#define ONE_TOKEN_BLOCK __launch_bounds__(LANES, RESIDENT_THREADS / LANES)
-#define CHUNKS ((D_MODEL + LANES * VECTOR - 1) / (LANES * VECTOR))
-static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
+#define ONE_TOKEN_BLOCK __launch_bounds__(LANES * TEAMS, RESIDENT_THREADS / (LANES * TEAMS))
 
 struct RowVectors {
     Vector v[CHUNKS];
@@ -23,8 +30,10 @@ struct RowSums {
     sum_t f[CHUNKS * VECTOR];
 };
 
-// First column of this thread's chunk k; threadIdx.x runs over the token's lanes.
-__device__ __forceinline__ int chunk_column(int k) { return (k * LANES + threadIdx.x) * VECTOR; }
+__device__ __forceinline__ int team() { return TEAMS == 1 ? 0 : threadIdx.x / LANES; }
+
+// First column of this thread's chunk k.
+__device__ __forceinline__ int chunk_column(int k) { return (k * LANES + threadIdx.x % LANES) * VECTOR; }
 
 __device__ __forceinline__ RowVectors load_row(const value_t* row) {
     RowVectors r;
@@ -78,6 +87,27 @@ __device__ __forceinline__ void store_row(value_t* row, const RowSums& sum) {
         if (chunk_column(k) < D_MODEL)  // written once, read by somebody else: stream past the caches
             __stcs((uint4*)(row + chunk_column(k)), Vector::of_floats(f).raw);
     }
+}
+
+// Adds the teams' sums up, team by team so that the order is fixed, and stores the row. All of the block calls it.
+__device__ __forceinline__ void store_teams_row(value_t* row, RowSums& sum) {
+#if TEAMS > 1
+    __shared__ sum_t total[CHUNKS * VECTOR][LANES];
+    for (int t = 1; t < TEAMS; ++t) {
+        if (team() == t) {
+#pragma unroll
+            for (int i = 0; i < CHUNKS * VECTOR; ++i) {
+                sum_t& cell = total[i][threadIdx.x % LANES];
+                cell = t == 1 ? sum.f[i] : cell + sum.f[i];
+            }
+        }
+        __syncthreads();
+    }
+    if (team() != 0) return;
+#pragma unroll
+    for (int i = 0; i < CHUNKS * VECTOR; ++i) sum.f[i] += total[i][threadIdx.x % LANES];
+#endif
+    store_row(row, sum);
 }
 
 __device__ __forceinline__ bool has_nonfinite(const RowVectors& row) {

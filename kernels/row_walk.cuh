@@ -18,6 +18,12 @@ struct Entries {
     int column;  // within the matrix
 };
 
+// The lanes that are left after the first n of them.
+__device__ __forceinline__ unsigned drop(unsigned lanes, int n) {
+    for (int i = 0; i < n; ++i) lanes &= lanes - 1;
+    return lanes;
+}
+
 // Everything that describes one packed matrix, as the kernels get it.
 struct Packed {
     const word_t* words_of;       // [rows][tiles][words]

@@ -8,6 +8,7 @@
 //   down_v1  one block a token and 2048 columns of y, one thread a column at a time, scalar loads. Any d_model.
 //   down_v2  one warp a token (WARPS of them where a row would not fit in one warp's registers), 16-byte
 //            loads, the sums in fp32 registers from the first value to the last.
+//   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 
@@ -39,24 +40,30 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
     for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
 }
 
+#if TEAMS == 1
+#define DOWN_REGISTER_KERNEL down_v2
+#else
+#define DOWN_REGISTER_KERNEL down_v3
+#endif
+
 extern "C" __global__ void ONE_TOKEN_BLOCK
-down_v2(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
-        const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
-        const value_t* __restrict__ tail_value, const value_t* __restrict__ down_t,
-        const value_t* __restrict__ bias, value_t* __restrict__ y,
-        int d_model, int columns, int tile, int words) {
+DOWN_REGISTER_KERNEL(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
+                     const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
+                     const value_t* __restrict__ tail_value, const value_t* __restrict__ down_t,
+                     const value_t* __restrict__ bias, value_t* __restrict__ y,
+                     int d_model, int columns, int tile, int words) {
     const int row = blockIdx.x;
-    RowSums sum = start_row(bias);
+    RowSums sum = start_row(team() == 0 ? bias : nullptr);
 
     const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};
     RowWalk walk(m, row);
     Entries e;
     while (walk.next(e)) {
-        for (unsigned left = e.lanes; left; left &= left - 1) {
+        for (unsigned left = drop(e.lanes, team()); left; left = drop(left, TEAMS)) {
             const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
             const int column = __shfl_sync(ALL_LANES, e.column, __ffs(left) - 1);
             add_scaled(sum, value, load_row(down_t + (long long)column * D_MODEL));
         }
     }
-    store_row(y + (long long)row * D_MODEL, sum);
+    store_teams_row(y + (long long)row * D_MODEL, sum);
 }

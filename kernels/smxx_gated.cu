@@ -12,6 +12,7 @@
 //             stay in registers, 16-byte loads, the dot product is summed by shuffles. No barriers for WARPS = 1.
 //   gated_v3  the same, with the row of down_t fetched before the dot product is known: both rows of a kept
 //             value are under way together, so their latencies overlap.
+//   gated_v4  v3 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 
@@ -71,17 +72,17 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
     for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
 }
 
-// The sum over all lanes of the token. With several warps they meet at one barrier a call: two sets of parts
-// take turns, so a warp that runs ahead writes the set that nobody is reading.
-__device__ __forceinline__ sum_t token_sum(sum_t v, int& turn) {
+// The sum over the lanes of the team. With several warps they meet at one barrier a call: two sets of parts take
+// turns, so a warp that runs ahead writes the set that nobody is reading.
+__device__ __forceinline__ sum_t team_sum(sum_t v, int& turn) {
     v = warp_sum(v);
 #if WARPS > 1
-    __shared__ sum_t part[2][WARPS];
-    if (threadIdx.x % WARP == 0) part[turn][threadIdx.x / WARP] = v;
+    __shared__ sum_t part[2][TEAMS][WARPS];
+    if (threadIdx.x % WARP == 0) part[turn][team()][threadIdx.x % LANES / WARP] = v;
     __syncthreads();
     v = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) v += part[turn][w];
+    for (int w = 0; w < WARPS; ++w) v += part[turn][team()][w];
     turn ^= 1;
 #endif
     return v;
@@ -96,7 +97,7 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
     const RowVectors in = load_row(x + (long long)row * D_MODEL);
     RowWalk walk(m, row);
     bool nonfinite = has_nonfinite(in);
-#if WARPS > 1
+#if WARPS * TEAMS > 1
     nonfinite = __syncthreads_or(nonfinite);
 #else
     nonfinite = __any_sync(ALL_LANES, nonfinite);
@@ -105,26 +106,31 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
         RowSums spoilt;
 #pragma unroll
         for (int i = 0; i < CHUNKS * VECTOR; ++i) spoilt.f[i] = nanf("");
-        return store_row(y + (long long)row * D_MODEL, spoilt);
+        if (team() == 0) store_row(y + (long long)row * D_MODEL, spoilt);
+        return;
     }
 
-    RowSums sum = start_row(down_bias);
+    RowSums sum = start_row(team() == 0 ? down_bias : nullptr);
     int turn = 0;
     Entries e;
     while (walk.next(e)) {
-        for (unsigned left = e.lanes; left; left &= left - 1) {
-            const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
-            const int column = __shfl_sync(ALL_LANES, e.column, __ffs(left) - 1);
+        unsigned left = drop(e.lanes, team());
+        // As many steps for every team, also for one that has run out: they meet at barriers.
+        for (int steps = (__popc(e.lanes) + TEAMS - 1) / TEAMS; steps; --steps, left = drop(left, TEAMS)) {
+            const bool mine = TEAMS == 1 || left;
+            const int source = __ffs(mine ? left : e.lanes) - 1;
+            const float value = __shfl_sync(ALL_LANES, e.value, source);
+            const int column = __shfl_sync(ALL_LANES, e.column, source);
             const long long start = (long long)column * D_MODEL;
             const RowVectors u = load_row(up + start);
             RowVectors w;
             if (BOTH_ROWS_AT_ONCE) w = load_row(down_t + start);
-            const sum_t dot = token_sum(dot_part(in, u), turn) + (up_bias ? to_float(up_bias[column]) : 0.0f);
+            const sum_t dot = team_sum(dot_part(in, u), turn) + (up_bias ? to_float(up_bias[column]) : 0.0f);
             if (!BOTH_ROWS_AT_ONCE) w = load_row(down_t + start);
-            add_scaled(sum, value * dot, w);
+            if (mine) add_scaled(sum, value * dot, w);
         }
     }
-    store_row(y + (long long)row * D_MODEL, sum);
+    store_teams_row(y + (long long)row * D_MODEL, sum);
 }
 
 #define GATED_KERNEL(NAME, BOTH)                                                                                \
@@ -139,5 +145,9 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
         gated_row<BOTH>(x, m, up, down_t, up_bias, down_bias, y, blockIdx.x);                                   \
     }
 
+#if TEAMS == 1
 GATED_KERNEL(gated_v2, false)
 GATED_KERNEL(gated_v3, true)
+#else
+GATED_KERNEL(gated_v4, true)
+#endif

@@ -312,7 +312,7 @@ def kernel_versions(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, 
 
         return call
 
-    families = {"pack": (pack, 4), "down": (down, 2), "gated": (gated, 3)}
+    families = {"pack": (pack, 4), "down": (down, 3), "gated": (gated, 4)}
     calls = {f"{name}_v{v}": make(v) for name, (make, newest) in families.items() for v in range(1, newest + 1)}
     for name, (make, newest) in families.items():
         if name == "pack":

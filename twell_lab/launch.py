@@ -18,6 +18,8 @@ from .errors import DeviceError, InputError, StackError
 _DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
 _CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
 _MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
+_TEAMS = 8  # teams that share a token when there are few
+_FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
 _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
 _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
 _loaded: dict[tuple, int] = {}
@@ -78,6 +80,7 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are left as they were."""
     from .formats import word_dtype
 
+    gate = gate.contiguous()
     rows, columns = gate.shape
     vector = 16 // gate.element_size()
     tiles = -(-columns // tile)
@@ -96,46 +99,62 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     return packed
 
 
-def specialisation(dtype: torch.dtype, d_model: int) -> tuple | None:
-    """The macros of the register kernels for this width, or None where only the v1 kernels take it."""
+def specialisation(dtype: torch.dtype, d_model: int, teams: int = 1) -> tuple | None:
+    """The macros of the register kernels for this width, or None where only the v1 kernels take it.
+
+    teams: how many teams of warps share a token, at most; fewer where a block would grow beyond 512 threads.
+    """
     vector = 16 // dtype.itemsize
     if d_model % vector:
         return None
     warps = -(-d_model // (32 * vector * _CHUNKS_A_LANE))
     if warps > _MOST_WARPS:
         return None
-    return ((_DEFINE[dtype], True), ("D_MODEL", d_model), ("WARPS", warps))
+    teams = min(teams, _MOST_WARPS // warps)
+    shared = (("TEAMS", teams),) if teams > 1 else ()
+    return ((_DEFINE[dtype], True), ("D_MODEL", d_model), ("WARPS", warps), *shared)
 
 
 def down(packed, gate, tail, down_t, bias, columns: int, tile: int, version: int | None = None) -> Tensor:
     """packed [rows, tiles, words] x down_t [columns, d_model] + bias -> y [rows, d_model]."""
     y = torch.empty(packed.shape[0], down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
-    tensors = (packed, gate, *tail, down_t, bias, y)
-    return _token_kernel("down", 2, tensors, (gate, down_t, bias), y, packed.shape[2], columns, tile, version)
+    tensors = (packed, gate, *tail, down_t, bias)
+    return _token_kernel("down", 2, tensors, (down_t, bias), y, packed.shape[2], columns, tile, version)
 
 
 def gated(x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, version: int | None = None) -> Tensor:
     """x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model]."""
-    y = torch.empty_like(x)
-    tensors = (x, packed, gate, *tail, up, down_t, up_bias, down_bias, y)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tensors = (x, packed, gate, *tail, up, down_t, up_bias, down_bias)
     vectors = (x, up, down_t, down_bias)
     return _token_kernel("gated", 3, tensors, vectors, y, packed.shape[2], up.shape[0], tile, version)
 
 
-def _token_kernel(name, newest, tensors, vectors, y, words, columns, tile, version) -> Tensor:
-    """Launch a kernel that makes one row of y from one packed row; `vectors` are read 16 bytes at a time."""
+def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version) -> Tensor:
+    """Launch a kernel that makes one row of y from one packed row.
+
+    many: the version for many tokens; the one after it is for few. vectors: what is read 16 bytes at a time.
+    """
     rows, d_model = y.shape
     if rows == 0:
         return y
-    defines = specialisation(y.dtype, d_model) if _aligned(*vectors) else None
-    version = version or (newest if defines else 1)
+    tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
+    if version is None:
+        few = rows <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count
+        version = many + few
+    defines = specialisation(y.dtype, d_model, _TEAMS if version == many + 1 else 1) if _aligned(*vectors) else None
+    if defines is None:
+        version = 1
+    elif version == many + 1 and "TEAMS" not in dict(defines):
+        version = many  # so wide a row that one team fills the block
     if version == 1:
         defines, block, grid = _any_width(y.dtype), (128, 1), (rows, -(-d_model // _SLAB))
     else:
-        block, grid = (32 * dict(defines)["WARPS"], 1), (rows, 1)
+        sizes = dict(defines)
+        block, grid = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1), (rows, 1)
     kernel = _kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, y.device)
     sizes = map(ctypes.c_int, (d_model, columns, tile, words))
-    _launch(kernel, grid, block, y.device, (*map(_pointer, tensors), *sizes))
+    _launch(kernel, grid, block, y.device, (*map(_pointer, tensors), _pointer(y), *sizes))
     return y
 
 
@@ -153,8 +172,8 @@ def prebuild(folder, architectures, dtypes, d_models) -> list[str]:
     for arch in architectures:
         for dtype in dtypes:
             made.append(jit.compile("smxx_pack.cu", arch, {_DEFINE[dtype]: True}, cache_in=folder).name)
-            widths = {specialisation(dtype, d) or _any_width(dtype) for d in d_models} | {_any_width(dtype)}
-            for defines in sorted(widths, key=str):
+            widths = {specialisation(dtype, d, teams) for d in d_models for teams in (1, _TEAMS)} - {None}
+            for defines in sorted(widths | {_any_width(dtype)}, key=str):
                 for file in ("smxx_down.cu", "smxx_gated.cu"):
                     made.append(jit.compile(file, arch, dict(defines), cache_in=folder).name)
     if lost := [name for name in made if not (folder / f"{name}.cubin").is_file()]:
