@@ -35,7 +35,9 @@ def provenance() -> str:
     """On what and when figures are made, as one line: processor or GPU, versions, the day."""
     here = machine.describe()
     gpu = machine.gpu()
-    what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores, {gpu or 'no GPU'}"
+    threads = torch.get_num_threads()
+    used = "" if threads == here["cores"] else f" ({threads} used)"
+    what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores{used}, {gpu or 'no GPU'}"
     packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := _version(name)))
     return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
 

@@ -1,0 +1,90 @@
+"""The first cell's helper, and the script that stores outputs."""
+
+import importlib.util
+from pathlib import Path
+
+import plotly.io as pio
+import pytest
+import torch
+
+from twell_lab import notebook
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+FIGURE, PICTURE = "application/vnd.plotly.v1+json", "image/png"
+
+
+@pytest.fixture(autouse=True)
+def _same_renderer_afterwards(monkeypatch):
+    before = pio.renderers.default
+    monkeypatch.delenv(notebook.STORING, raising=False)
+    monkeypatch.delenv("PLOTLY_RENDERER", raising=False)
+    yield
+    pio.renderers.default = before
+
+
+def test_setup_names_the_machine_and_returns_the_device(capsys):
+    device = notebook.setup(seed=3)
+    assert device == ("cuda" if torch.cuda.is_available() else "cpu")
+    line = capsys.readouterr().out
+    assert line.startswith("This machine: ") and f"torch {torch.__version__}" in line and line.count("\n") == 1
+    first = torch.rand(1)
+    notebook.setup(seed=3)
+    assert torch.equal(torch.rand(1), first)
+
+
+def test_dtype_on_a_cpu():
+    assert notebook.dtype_for("cpu") == torch.float32
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("plotly_mimetype+notebook", "plotly_mimetype"), ("colab", "colab"), ("vscode", "vscode")])
+def test_a_host_keeps_its_renderer_and_no_script_is_written_into_a_notebook(before, after):
+    pio.renderers.default = before
+    assert notebook.use_renderer() == after == pio.renderers.default
+
+
+def test_a_chosen_renderer_stays(monkeypatch):
+    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype+notebook")
+    pio.renderers.default = "plotly_mimetype+notebook"
+    assert notebook.use_renderer() == "plotly_mimetype+notebook"
+
+
+def test_storing_adds_pictures(monkeypatch):
+    monkeypatch.setenv(notebook.STORING, "1")
+    assert notebook.use_renderer() == "plotly_mimetype+png"
+
+
+@pytest.fixture
+def store():
+    spec = importlib.util.spec_from_file_location("store", FOLDER / "store.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stored(*outputs, first="- **Stored figures:** not made yet"):
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+    setup = new_output("stream", name="stdout", text="This machine: a toaster; 2026-01-01\n")
+    cells = [new_markdown_cell(first), new_code_cell("setup()", outputs=[setup]),
+             new_code_cell("work()", outputs=[new_output(kind, **fields) for kind, fields in outputs])]
+    return new_notebook(cells=cells, metadata={"widgets": {}, "kernelspec": {"name": "mine", "display_name": "Mine"}})
+
+
+def test_storing_stamps_the_first_cell_and_drops_widgets(store):
+    notebook = stored(
+        ("stream", {"name": "stdout", "text": "a"}), ("stream", {"name": "stdout", "text": "b\n"}),
+        ("display_data", {"data": {store.WIDGET: {"model_id": "1"}, "text/plain": "VBox()"}}),
+        ("display_data", {"data": {FIGURE: {}, PICTURE: "", "text/plain": "Figure({...})"}}))
+    store.tidy(notebook)
+    assert notebook.cells[0].source == "- **Stored figures:** a toaster; 2026-01-01"
+    assert "widgets" not in notebook.metadata and notebook.metadata.kernelspec.name == "python3"
+    text, figure = notebook.cells[2].outputs
+    assert text.text == "ab\n" and set(figure.data) == {FIGURE, PICTURE}
+
+
+@pytest.mark.parametrize("notebook", [
+    stored(("display_data", {"data": {FIGURE: {}}})), stored(first="# No line to stamp")])
+def test_what_cannot_be_stored_is_refused(store, notebook):
+    with pytest.raises(RuntimeError):
+        store.tidy(notebook)
