@@ -17,7 +17,7 @@ from torch.nn.functional import embedding_bag, linear
 from . import bench
 from .errors import InputError
 from .formats import CSR, ELL
-from .records import Record, is_cpu, load_all
+from .records import Record, flat_rows, is_cpu, load_all
 
 Samples = dict[str, list[float]]
 
@@ -186,6 +186,33 @@ def recorded(kind: str) -> list[dict]:
                 if row.get("kind") == kind and not is_cpu(row["device"])]
         newest |= {device: [row for row in here if row["device"] == device] for device in {r["device"] for r in here}}
     return [row for rows in newest.values() for row in rows]
+
+
+def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
+    """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz. May be empty."""
+    return [row for row in flat_rows(load_all())
+            if row["kind"] == "ffn_forward" and row["path"] == "twell" and not is_cpu(row["device"])
+            and (row["d_model"], row["d_ff"]) == (d_model, d_ff) and 0.8 * nnz < row["nnz"] < 1.25 * nnz
+            and "lognormal" in (row["workload"] or "")]
+
+
+def recorded_sentences(rows: list[dict]) -> str:
+    """Where each path of recorded densities beats dense, in words, device by device."""
+    lines = [f"Recorded on {device}, {day}: {break_even_sentence(mine, path)}"
+             for device, day in dict.fromkeys((row["device"], row["date"][:10]) for row in rows)
+             for mine in [[row for row in rows if row["device"] == device]]
+             for path in dict.fromkeys(row["path"] for row in mine)]
+    return "\n".join(lines) or "No GPU's densities are recorded in this checkout, so none are shown."
+
+
+def zeros_sentence(rows: list[dict]) -> str:
+    """How much faster a recorded dense product was on zeros, in words; rows: recorded("matmul_data")."""
+    lines = []
+    for device in dict.fromkeys(row["device"] for row in rows):
+        mine = {row["workload"]: row for row in rows if row["device"] == device}
+        lines.append(f"Recorded on {device}, {mine['zeros']['date'][:10]}: "
+                     + compare({name: row["samples"] for name, row in mine.items()}, "zeros", "random"))
+    return "\n".join(lines) or "No GPU's times on zeros are recorded in this checkout."
 
 
 def _default() -> tuple[str, torch.dtype]:
