@@ -25,8 +25,11 @@ _ENTRY_COST = 6.0
 _TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, down_t: Tensor, up_bias=None, down_bias=None) -> Tensor:
-    """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU."""
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tensor, up_bias, down_bias) -> Tensor:
+    """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU.
+
+    down may be None where only its transpose is at hand.
+    """
     keep = reference.fires(gate)
     token, neuron = keep.nonzero(as_tuple=True)
     if _pays(gate, token.numel()):
@@ -35,17 +38,17 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, down_t: Tensor, up_
         y = sums(x, value, token, neuron, up, down_t, up_bias, down_bias)
     else:
         hidden = torch.where(keep, gate * linear(x, up, up_bias), torch.zeros_like(gate))
-        y = linear(hidden, down, down_bias)
+        y = linear(hidden, _as_stored(down, down_t), down_bias)
     if not x.isfinite().all():
         y[reference.spoilt(x, keep)] = torch.nan
     return y
 
 
-def plain(gate: Tensor, down: Tensor, down_t: Tensor, bias=None) -> Tensor:
-    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU."""
+def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias) -> Tensor:
+    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down: see gated."""
     token, neuron = reference.fires(gate).nonzero(as_tuple=True)
     if not _pays(gate, token.numel()):
-        return linear(reference.relu(gate), down, bias)
+        return linear(reference.relu(gate), _as_stored(down, down_t), bias)
     value, tokens = gate[token, neuron], gate.shape[0]
     if gate.dtype != torch.float32:
         return _sum_short(value, token, neuron, down_t, tokens, bias)
@@ -53,6 +56,11 @@ def plain(gate: Tensor, down: Tensor, down_t: Tensor, bias=None) -> Tensor:
     for t, n, v in _chunks(token, neuron, value):
         _add_wide(y, v.double(), t, down_t[n])
     return y.float()
+
+
+def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
+    """down as the dense layer stores it: over a transposed view the GEMM would sum in another order."""
+    return down_t.t().contiguous() if down is None else down
 
 
 def _pays(gate: Tensor, entries: int) -> bool:

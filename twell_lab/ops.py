@@ -257,14 +257,14 @@ def _pack_cpu(gate, tile, words):
 def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
     with torch.autocast("cpu", enabled=False):  # the packed values have their dtype, and so has the result
-        return cpu.plain(gate, down_t.t(), down_t, bias)
+        return cpu.plain(gate, None, down_t, bias)
 
 
 @torch.library.impl(_library, "packed_gated", "CPU")
 def _packed_gated_cpu(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
     with torch.autocast("cpu", enabled=False):
-        return cpu.gated(x, gate, up, down_t.t(), down_t, up_bias, down_bias)
+        return cpu.gated(x, gate, up, None, down_t, up_bias, down_bias)
 
 
 def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
