@@ -37,7 +37,18 @@ class Cubin:
     log: str
 
 
+def let_cupy_start() -> None:
+    """CuPy makes a cache folder of its own when it is imported and fails where it cannot: name it one that can be."""
+    if "CUPY_CACHE_DIR" in os.environ:
+        return
+    try:
+        Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        os.environ["CUPY_CACHE_DIR"] = str(paths.cache_dir() or tempfile.gettempdir())
+
+
 def _nvrtc():
+    let_cupy_start()
     try:
         from cupy.cuda import nvrtc
 

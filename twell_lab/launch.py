@@ -41,6 +41,7 @@ def _load(file: str, name: str, defines: tuple, device: torch.device) -> int:
     from .machine import check_stack
 
     check_stack()
+    jit.let_cupy_start()
     try:
         from cupy.cuda.function import Module
     except ImportError as error:
