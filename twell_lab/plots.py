@@ -103,8 +103,8 @@ def neuron_frequency(profile, layer: int = 0) -> go.Figure:
     figure.update_xaxes(title_text="neuron, most used first", range=[0, len(values) * 1.01])
     if len(alive) < len(values):
         figure.add_vrect(x0=len(alive), x1=len(values), fillcolor=FAINT, line_width=0, layer="below")
-        figure.add_annotation(x=(len(alive) + len(values)) / 2, y=0.5, yref="paper", showarrow=False,
-                              text=f"{len(values) - len(alive)} of {len(values)}<br>never fire")
+        figure.add_annotation(text=f"{len(values) - len(alive)} of {len(values)}<br>never fire", align="right",
+                              x=len(values), xanchor="right", y=0.97, yref="paper", showarrow=False)
     name = layer_names([_get(each, "name") for each in layers])[layer]
     return _styled(figure, f"How often each neuron fires: {name}")
 
