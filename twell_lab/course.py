@@ -164,14 +164,15 @@ def density_record() -> Record:
     where = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
              "dtype": str(dtype).removeprefix("torch."), "tokens": rows, "d_model": width, "d_ff": columns}
     table = against_density(columns, width, rows, DENSITIES, device, dtype, seconds=3.0)
-    measured = [{"kind": DENSITY, **where, "workload": "scattered", **row} for row in table]
+    measured = [{"kind": DENSITY, **where, "workload": "scattered", **row,
+                 "samples": [round(value, 6) for value in row["samples"]]} for row in table]
     b = scattered(columns, width, width, dtype=dtype, device=device)
     full, empty = (scattered(rows, columns, count, dtype=dtype, device=device) for count in (columns, 0))
     times = clock({"random": lambda: full @ b, "zeros": lambda: empty @ b}, device, 3.0)
     for workload, samples in times.items():
         middle, spread = bench.quartiles(samples)
         measured.append({"kind": "matmul_data", **where, "workload": workload, "path": "dense", "ms": middle,
-                         "spread": spread, "samples": samples})
+                         "spread": spread, "samples": [round(value, 6) for value in samples]})
     return Record.new("density", "sparse formats against a dense product across densities, through torch", measured)
 
 

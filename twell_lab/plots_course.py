@@ -37,7 +37,8 @@ def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -
         error_x={"array": high, "arrayminus": low, "color": plots.INK, "thickness": 1, "width": 4},
         hovertemplate="%{y}: %{x:.3g} ms<extra></extra>"))
     for name, end in zip(names, reach, strict=True):
-        ratio = f"  ({middle[base] / middle[name]:.3g}x)" if base and name != base else ""
+        times = middle[base] / middle[name] if base else 1.0
+        ratio = f"  ({times:{',.0f' if times >= 100 else '.3g'}}x)" if base and name != base else ""
         figure.add_annotation(x=end, y=name, text=f"{_ms(middle[name])}{ratio}", showarrow=False, xanchor="left",
                               xshift=8)
     figure.update_xaxes(title_text="milliseconds (median; whiskers hold the middle half)", rangemode="tozero",
@@ -84,12 +85,12 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
                 hovertemplate="%{x:.2g}% stored: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)")
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
     # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
-    figure.add_annotation(x=1, xref="paper", y=0, xanchor="right", yanchor="bottom", showarrow=False,
+    figure.add_annotation(x=0, xref="paper", y=0, xanchor="left", yanchor="bottom", showarrow=False,
                           text="the dense product", font={"size": 11})
     shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
     ticks = [share for i, share in enumerate(shares) if not i or share / shares[i - 1] > 1.3]
     figure.update_xaxes(title_text="density: values that are not zero, %", type="log", tickvals=ticks,
-                        ticktext=[f"{share:.2g}" for share in ticks])
+                        ticktext=[f"{float(f'{share:.1g}'):g}" for share in ticks])
     marks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
     figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
                         ticktext=[f"{mark:g}x" for mark in marks])
