@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, WORDS, check_geometry
+from .reference import fires
 
 FORMAT = "twell-lab firing profile"
 VERSION = 1
@@ -208,18 +209,18 @@ class _Counter:
                        "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64)}
 
     def add(self, x: Tensor, gate: Tensor) -> None:
-        fires = ~(gate.reshape(-1, self.d_ff) <= 0)
-        counted = fires.new_ones(len(fires)) if self.mask is None else _flat_mask(self.mask, fires)
-        fires &= counted[:, None]
+        firing = fires(gate.reshape(-1, self.d_ff))
+        counted = firing.new_ones(len(firing)) if self.mask is None else _flat_mask(self.mask, firing)
+        firing &= counted[:, None]
         counted = counted.long()
         tiles = -(-self.d_ff // self.tile)
-        in_tile = F.pad(fires, (0, tiles * self.tile - self.d_ff)).view(-1, tiles, self.tile).sum(-1)
+        in_tile = F.pad(firing, (0, tiles * self.tile - self.d_ff)).view(-1, tiles, self.tile).sum(-1)
         self.counts = {name: count.to(gate.device) for name, count in self.counts.items()}
         self.counts["tokens"] += counted.sum()
         self.counts["overflowing"] += (in_tile >= self.words).any(-1).sum()
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
-        self.counts["nnz_histogram"].scatter_add_(0, fires.sum(-1), counted)
-        self.counts["neuron_counts"] += fires.sum(0)
+        self.counts["nnz_histogram"].scatter_add_(0, firing.sum(-1), counted)
+        self.counts["neuron_counts"] += firing.sum(0)
         self.counts["tile_histogram"].scatter_add_(0, in_tile.flatten(), counted.repeat_interleave(tiles))
 
     def result(self) -> LayerProfile:

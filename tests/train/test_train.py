@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from twell_lab.errors import DeviceError, InputError, TextError, TwellError
+from twell_lab.ffn import sparsify
 from twell_lab.model import LanguageModel
 from twell_lab.text import Text, random_windows, standard_library
 from twell_lab.train import (
@@ -130,6 +131,13 @@ def test_hooks_come_off_after_an_exception():
         with hidden_activations(model):
             raise RuntimeError("on purpose")
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_swapped_layers_have_no_activations_to_penalise():
+    model = sparsify(initial_model(TINY))
+    with pytest.raises(InputError, match=r"layers\.0\.mlp, layers\.1\.mlp: a SparseFFN"):
+        with hidden_activations(model):
+            pass
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
