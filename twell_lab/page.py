@@ -189,10 +189,10 @@ def about_packing(packing: dict) -> str:
 
 def see_tile(tile: dict) -> str:
     name = layer_names([tile["layer"]])[0]
+    used, words = len(tile["words"]), tile["slots"] + 1
     text = f"One tile of {name}: {tile['count']} of {tile['width']} values are not zero, so "
     if tile["tail"]:
-        return text + f"all {tile['slots'] + 1} words are taken and {tile['tail']} values are in the tail."
-    used, words = len(tile["words"]), tile["slots"] + 1
+        return text + f"all {words} words are taken and {len(tile['tail'])} values are in the tail."
     return text + f"{used} of its {words} words are used; the others are never read."
 
 

@@ -47,19 +47,25 @@ def share(value: float) -> str:
 def tile_of(twell, row: int, tile: int) -> dict:
     """One tile of one row of a formats.TwELL as plain data, which packed_tile draws and JSON can hold.
 
-    {row, tile, width (columns in this tile), count (kept values), dtype, slots, tail (values that did not
-    fit), words (the stored words that are used, as whole numbers, the count first)}.
+    {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
+    are used, as whole numbers, the count first), tail (what did not fit, written as such words too)}.
     """
+    from .formats import join_words  # here: the other functions of this module do without torch
+
     rows, tiles, words = twell.packed.shape
     for name, value, end in (("row", row, rows), ("tile", tile, tiles)):
         if not 0 <= value < end:
             raise InputError(f"{name} is {value!r}; this TwELL has {name}s 0 to {end - 1}")
     stored = twell.packed[row, tile].tolist()
-    count, bits = stored[0], 8 * twell.packed.element_size()
-    return {"row": row, "tile": tile, "width": min(twell.tile, twell.shape[1] - tile * twell.tile),
-            "count": count, "dtype": str(twell.dtype).removeprefix("torch."), "slots": words - 1,
-            "tail": max(0, count - words + 1),
-            "words": [word % 2**bits for word in stored[:min(count, words - 1) + 1]]}
+    first, width = tile * twell.tile, min(twell.tile, twell.shape[1] - tile * twell.tile)
+    mine = slice(*twell.tail_pointer[row:row + 2].tolist())
+    column, value = twell.tail_column[mine] - first, twell.tail_value[mine]
+    here = (column >= 0) & (column < width)
+    tail = join_words(value[here], column[here]).tolist()
+    bits = 8 * twell.packed.element_size()
+    return {"row": row, "tile": tile, "width": width, "count": stored[0], "slots": words - 1,
+            "dtype": str(twell.dtype).removeprefix("torch."), "tail": [word % 2**bits for word in tail],
+            "words": [word % 2**bits for word in stored[:min(stored[0], words - 1) + 1]]}
 
 
 def decode(word: int, dtype: str) -> tuple[float, int]:

@@ -103,8 +103,9 @@ def neuron_frequency(profile, layer: int = 0) -> go.Figure:
     figure.update_xaxes(title_text="neuron, most used first", range=[0, len(values) * 1.01])
     if len(alive) < len(values):
         figure.add_vrect(x0=len(alive), x1=len(values), fillcolor=FAINT, line_width=0, layer="below")
-        figure.add_annotation(text=f"{len(values) - len(alive)} of {len(values)}<br>never fire", align="right",
-                              x=len(values), xanchor="right", y=0.97, yref="paper", showarrow=False)
+        figure.add_annotation(text=f"{len(values) - len(alive)} of {len(values)}<br>never fire",
+                              align="right", x=len(values), xanchor="right", y=0.97, yref="paper",
+                              showarrow=False)
     name = layer_names([_get(each, "name") for each in layers])[layer]
     return _styled(figure, f"How often each neuron fires: {name}")
 
@@ -121,9 +122,10 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
     lines = -(-(at["slots"] + 1) // each)
     columns = [[line * across + i for i in range(across)] for line in range(down)]
     cells = [[0.0 if column < at["width"] else None for column in line] for line in columns]
-    for value, column in entries:
+    everything = entries + [decode(word, at["dtype"]) for word in at["tail"]]
+    for value, column in everything:
         cells[column // across][column % across] = value
-    top = max([value for value, _ in entries if math.isfinite(value)], default=1.0)
+    top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
     colours = {"colorscale": [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]], "zmin": 0, "zmax": top,
                "showscale": False, "xgap": 2, "ygap": 2}
     above, gap, below = 26 * down, 46, 44 * lines
@@ -153,7 +155,7 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, autorange="reversed")
     figure.update_annotations(font_size=13, x=0, xanchor="left")
-    rest = f"; {at['tail']} more live in the tail" if at["tail"] else ""
+    rest = f"; {len(at['tail'])} more live in the tail" if at["tail"] else ""
     return _styled(figure, f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}",
                    height=110 + above + gap + below).update_layout(margin_b=20)
 

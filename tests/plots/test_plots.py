@@ -105,10 +105,10 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
         at = json.loads(json.dumps(plain.tile_of(packed, 1, tile)))
         part = gate[1, 32 * tile:32 * (tile + 1)]
         kept = part.clamp(min=0).nonzero()[:, 0].tolist()
-        assert at["count"] == len(kept) and at["tail"] == max(0, len(kept) - words + 1)
-        assert at["width"] == len(part)
-        assert [plain.decode(word, at["dtype"]) for word in at["words"][1:]] \
-            == [(part[column].item(), column) for column in kept[:words - 1]]
+        assert at["count"] == at["words"][0] == len(kept) and at["width"] == len(part)
+        assert len(at["words"]) == min(len(kept), words - 1) + 1
+        assert [plain.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] \
+            == [(part[column].item(), column) for column in kept]
 
 
 def test_the_packed_tile_draws_values_where_they_were():
@@ -124,7 +124,9 @@ def test_the_packed_tile_draws_values_where_they_were():
 
 def test_an_overflowing_tile_says_so():
     packed = formats.TwELL.from_gate(torch.ones(1, 64, dtype=torch.bfloat16), tile=64, words=32)
-    assert "33 more live in the tail" in plots.packed_tile(packed).layout.title.text
+    figure = plots.packed_tile(packed)
+    assert "33 more live in the tail" in figure.layout.title.text
+    assert sum(map(sum, figure.data[0].z)) == 64
 
 
 def test_a_tile_that_holds_infinity_and_nan_is_drawn():
