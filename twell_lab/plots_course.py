@@ -134,8 +134,8 @@ def move_threshold(figure: go.Figure, sweep: dict, index: int) -> None:
     kept = [low >= row["threshold"] for low in edges[:-1]]
     figure.data[0].marker.color = [plots.BLUE if on else plots.FAINT for on in kept]
     figure.data[2].x, figure.data[2].y = [100 * row["weights"]], [100 * row["error"]]
-    figure.layout.title.text = (f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} neurons fire, "
-                                f"{row['weights']:.0%} of the weights read, output off by {row['error']:.1%}")
+    figure.layout.title.text = (f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} fire, "
+                                f"{row['weights']:.0%} of the weights read, error {row['error']:.1%}")
 
 
 def _ms(value: float) -> str:

@@ -47,6 +47,6 @@ def test_densities_are_sorted_named_and_dense_is_the_line_at_one():
 def test_a_threshold_that_was_not_measured_is_refused():
     sweep = {"d_ff": 4, "tokens": 1, "edges": [0.0, 1.0], "counts": [2.0],
              "rows": [{"threshold": 0.0, "nnz": 2.0, "density": 0.5, "error": 0.0, "weights": 0.6}]}
-    assert plots_course.threshold(sweep).layout.title.text.startswith("Threshold 0.00: 2 of 4 neurons fire")
+    assert plots_course.threshold(sweep).layout.title.text.startswith("Threshold 0.00: 2 of 4 fire")
     with pytest.raises(InputError, match="0 to 0"):
         plots_course.threshold(sweep, 1)

@@ -56,6 +56,7 @@ def test_a_threshold_that_is_not_offered_is_refused(explorer):
 
 def test_colab_gets_a_plain_figure_and_jupyter_a_live_one(sweep, monkeypatch):
     pytest.importorskip("anywidget")
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
     assert isinstance(widgets.threshold_explorer(sweep).figure, go.FigureWidget)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     explorer = widgets.threshold_explorer(sweep)
