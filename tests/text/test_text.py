@@ -127,6 +127,13 @@ def test_a_python_without_its_source_says_so(monkeypatch, tmp_path):
         text.standard_library()
 
 
+def test_paths_are_ordered_as_sort_orders_them(tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in ("a/b", "a-c", "a0", "a.d"):  # "-" and "." come before "/", digits after it
+        (tmp_path / name).write_text(name + "\n")
+    assert content(text.read(tmp_path)) == b"a-c\na.d\na/b\na0\n"
+
+
 # Splitting
 
 

@@ -87,11 +87,11 @@ def test_the_l1_gradient_is_that_of_the_written_out_formula(gated):
 
 def test_the_loss_of_the_history_is_cross_entropy_plus_l1_times_the_penalty(some_text):
     """The first row against the model before training, on the first windows of the same order."""
-    config = tiny(l1=0.37, text=some_text, steps=1)
+    config = tiny(l1=0.37, text=some_text, steps=1, seed=3)
     row = train(config, progress=False).history[0]
     model = initial_model(config)
     training, _ = some_text.split()
-    windows = random_windows(training.data, 2, 16, torch.Generator().manual_seed(0))
+    windows = random_windows(training.data, 2, 16, torch.Generator().manual_seed(3))
     with hidden_activations(model) as hidden:
         scores = model(windows[:, :-1])
     chosen = scores.log_softmax(-1).gather(-1, windows[:, 1:, None])
@@ -165,7 +165,8 @@ def test_the_same_seed_gives_the_same_curve_bit_for_bit(some_text):
     assert first == second
     for one, other in zip(result.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert curve(seed=1)[0] != first
+    one, other = initial_model(tiny(seed=0)), initial_model(tiny(seed=1))
+    assert not torch.equal(one.head.weight, other.head.weight)
     torch.manual_seed(1)
     assert torch.equal(torch.random.get_rng_state(), state)  # train left the reader's generator alone
 
