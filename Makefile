@@ -71,6 +71,8 @@ $(READY): pyproject.toml constraints/$(STACK).txt
 tour: setup
 	@$(BIN)/twell-lab tour $(TOUR_ARGS)
 
+# Threads that wait in OpenMP spin by default, which on a busy machine keeps the others from working.
+test: export OMP_WAIT_POLICY ?= PASSIVE
 test: setup
 	@start=$$(date +%s); \
 	if $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
