@@ -13,6 +13,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 COMPARED = {
     "00-start-here.ipynb": 7,
     "01-why-gpus-ignore-zeros.ipynb": 8,
+    "02-train-with-l1.ipynb": 8,
+    "03-pack-it.ipynb": 12,
 }
 MARK = "# NBVAL_CHECK_OUTPUT"
 WIDGET = "application/vnd.jupyter.widget-view+json"
