@@ -1,7 +1,7 @@
 """What the notebook on L1 training computes, as plain functions: data in, data out, nothing drawn.
 
-SMALL is the model of the notebooks that train: small enough for a two-core machine to train five of them within
-a minute, wide enough (d_ff 512) to show who fires.
+SMALL is the model of the notebooks that train: small enough for a two-core machine to train five of them
+within a minute, wide enough (d_ff 512) to show who fires.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .errors import InputError
 from .profile import LayerProfile, activations
 from .reference import fires
 from .text import Text, load, spread_windows
-from .train import TrainConfig, TrainResult, hidden_activations, l1_penalty
+from .train import TrainConfig, TrainResult, l1_penalty
 
-SMALL = TrainConfig(steps=200, batch=8, context=64, d_model=96, layers=3, heads=3, d_ff=512, lr=6e-3, warmup=20,
-                    eval_every=50, eval_windows=64)
+SMALL = TrainConfig(steps=160, batch=8, context=64, d_model=96, layers=3, heads=3, d_ff=512, lr=1e-2,
+                    warmup=20, eval_every=40, eval_windows=64)
 
 
 def some_text(size: int = 2_000_000, path=None) -> Text:
-    """About the first `size` bytes of a text (None: Python's standard library source), whole files where possible."""
+    """About the first `size` bytes of a text (None: Python's standard library source), in whole files."""
     if not isinstance(size, int) or size < 2:
         raise InputError(f"size is {size!r}; 2 bytes or more are accepted")
     whole = load(path)
@@ -50,11 +50,11 @@ def table(runs: dict[str, TrainResult]) -> str:
 def verdicts(runs: dict[str, TrainResult], base: str, again: str) -> list[str]:
     """What these runs can say of L1 and the loss, one sentence a run.
 
-    again: the run that differs from `base` in its seed alone. What the seed moves is the smallest difference that
-    means anything, so a smaller one is called that.
+    again: the run that differs from `base` in its seed alone. What the seed moves is the smallest difference
+    that means anything, so a smaller one is called that.
     """
     noise = abs(runs[again].validation_bits_per_byte - runs[base].validation_bits_per_byte)
-    lines = [f"Another seed moves the loss by {noise:.3f} bits per byte: no smaller difference means anything."]
+    lines = [f"Another seed moves the loss by {noise:.3f} bits per byte: no smaller change means anything."]
     for name, run in runs.items():
         if name in (base, again):
             continue
@@ -64,25 +64,24 @@ def verdicts(runs: dict[str, TrainResult], base: str, again: str) -> list[str]:
             says = f"{change:+.3f} bits: within what the seed does"
         else:
             says = f"{change:+.3f} bits: {'worse' if change > 0 else 'better'} than {base}, in this short run"
-        lines.append(f"{name}: {fewer:.0f}x fewer neurons fire; {says}.")
+        lines.append(f"{name}: {fewer:.1f}x fewer neurons fire; {says}.")
     return lines
 
 
 # ---- the penalty, taken apart ----
 
 
-def pull(run: TrainResult, windows: Tensor) -> tuple[float, float]:
-    """(smallest, largest) |d (L1 term) / d h| over the neurons that fire, times tokens times layers, over l1.
+def pull(hidden: list[Tensor], l1: float = 1.0) -> tuple[float, float]:
+    """(smallest, largest) slope of the L1 term in |h| where h is not 0, in units of l1 / (layers * tokens).
 
-    windows: int64 [batch, context + 1]. The sum over neurons has the same slope everywhere: both are 1.
+    hidden: one tensor [..., d_ff] a layer. Only what the term does to each h itself is measured, not what one
+    layer's h does to the next layer's. |h| has the same slope everywhere, so both are 1.
     """
-    if not run.config.l1:
-        raise InputError("l1 is 0; a run with a penalty is accepted")
-    with torch.enable_grad(), hidden_activations(run.model) as hidden:
-        run.model(windows[:, :-1])
-        slopes = torch.autograd.grad(run.config.l1 * l1_penalty(hidden), hidden)
-    scale = hidden[0][..., 0].numel() * len(hidden) / run.config.l1
-    felt = torch.cat([slope[h != 0].abs() for slope, h in zip(slopes, hidden, strict=True)]) * scale
+    leaves = [h.detach().requires_grad_() for h in hidden]
+    with torch.enable_grad():
+        slopes = torch.autograd.grad(l1 * l1_penalty(leaves), leaves)
+    scale = len(hidden) * hidden[0][..., 0].numel() / l1
+    felt = torch.cat([slope[h != 0].abs() for slope, h in zip(slopes, leaves, strict=True)]) * scale
     return felt.min().item(), felt.max().item()
 
 
@@ -90,7 +89,10 @@ def pull(run: TrainResult, windows: Tensor) -> tuple[float, float]:
 
 
 def firing_share(counts: Tensor, share: float = 0.8) -> float:
-    """The smallest part of the neurons that does `share` of the firing. counts: [d_ff], how often each fired."""
+    """The smallest part of the neurons that does `share` of the firing.
+
+    counts: [d_ff], how often each fired.
+    """
     if not 0 < share <= 1:
         raise InputError(f"share is {share!r}; above 0, up to 1 is accepted")
     most_first = counts.double().sort(descending=True).values
@@ -103,7 +105,7 @@ def firing_share(counts: Tensor, share: float = 0.8) -> float:
 
 
 def dead_seen_in(fired: Tensor, parts: int = 6) -> list[tuple[int, int]]:
-    """(tokens, neurons silent in all of them), for a growing number of tokens: the first n, then twice as many...
+    """(tokens, neurons silent in all of them), for ever more tokens: the first n, then twice as many...
 
     fired: bool [tokens, d_ff].
     """
@@ -125,7 +127,8 @@ def first_token_sentence(curves: list[Tensor], names: list[str]) -> str:
         later = curve[len(curve) // 2 :].mean().item()
         ratio = curve[0].item() / later if later else math.inf
         word = "more than" if ratio > 1.05 else "fewer than" if ratio < 0.95 else "about as many as"
-        lines.append(f"{name}: the first token wakes {curve[0]:.1f} neurons, {word} a later one ({later:.1f}).")
+        wakes = f"{name}: the first token wakes {curve[0]:.1f} neurons"
+        lines.append(f"{wakes}, {word} a later one ({later:.1f}).")
     return "\n".join(lines)
 
 

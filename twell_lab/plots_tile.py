@@ -15,7 +15,8 @@ ACROSS = 32  # columns of a tile on one line
 EACH = 16  # words, or values of the tail, on one line
 TAIL_LINES = 4  # of the tail, drawn at most
 SORTS = {SILENT: "#F2F2F2", BELOW: "#DCD3E4", IN_WORDS: "#8CC4E8", IN_TAIL: "#F2B36B"}
-SORT_NAMES = {SILENT: "silent", BELOW: "positive, below the threshold", IN_WORDS: "in a word", IN_TAIL: "in the tail"}
+SORT_NAMES = {SILENT: "silent", BELOW: "positive, below the threshold", IN_WORDS: "in a word",
+              IN_TAIL: "in the tail"}
 
 
 def matrix(x, title: str) -> go.Figure:
@@ -36,7 +37,7 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
     sizes: format -> bytes of the whole matrix, "dense" among them; values: how many are kept in all rows.
     """
     if "dense" not in sizes or rows < 1:
-        raise InputError(f"sizes has {list(sizes)} for {rows} rows; \"dense\" and at least one row are needed")
+        raise InputError(f"sizes has {list(sizes)} for {rows} rows; 'dense' and at least one row are needed")
     each = [size / rows for size in sizes.values()]
     figure = go.Figure(go.Bar(
         x=list(sizes), y=each, marker_color=[plots.GREY if name == "dense" else plots.BLUE for name in sizes],
@@ -85,10 +86,12 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     if fitting:
         best = min(fitting, key=lambda row: row["bytes"])
         for axis in ("", "2"):
-            figure.add_scatter(x=[f"{best['tile']}"], y=[f"{best['words']}"], mode="markers", showlegend=False,
-                               marker={"symbol": "square-open", "size": 46, "color": plots.RED, "line": {"width": 2}},
-                               hoverinfo="skip", xaxis=f"x{axis}", yaxis=f"y{axis}")
-    title = f"Tile and words: the red frame has the fewest bytes with at most {overflow:.0%} of rows overflowing"
+            figure.add_scatter(
+                x=[f"{best['tile']}"], y=[f"{best['words']}"], mode="markers", showlegend=False,
+                marker={"symbol": "square-open", "size": 46, "color": plots.RED, "line": {"width": 2}},
+                hoverinfo="skip",
+                xaxis=f"x{axis}", yaxis=f"y{axis}")
+    title = f"Tile and words (red: fewest bytes with at most {overflow:.0%} of rows overflowing)"
     figure = plots._styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
     return figure.update_annotations(font_size=12)
 
@@ -98,8 +101,9 @@ def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
     figure = go.Figure()
     for colour, (name, values) in zip((plots.RED, plots.BLUE), errors.items(), strict=False):
         worst_first = sorted((100 * float(value) for value in values), reverse=True)
-        figure.add_scatter(x=list(range(1, len(worst_first) + 1)), y=worst_first, name=name, mode="lines+markers",
-                           marker={"size": 5}, line={"color": colour}, hovertemplate="row %{x}: %{y:.2f}%")
+        figure.add_scatter(x=list(range(1, len(worst_first) + 1)), y=worst_first, name=name,
+                           mode="lines+markers", marker={"size": 5}, line={"color": colour},
+                           hovertemplate="row %{x}: %{y:.2f}%")
     figure.update_xaxes(title_text="row, worst first")
     figure.update_yaxes(title_text="error of the row, %", rangemode="tozero")
     return plots._styled(figure, title, height=360)
@@ -108,8 +112,8 @@ def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
 def tile_view(view: dict) -> go.Figure:
     """One row under one geometry: its tiles, one tile's columns, that tile's words, and the tile's tail.
 
-    view: what `course_tile.view` returned. Traces: 0 and 1 the row's tiles (in words, in the tail), 2 the columns,
-    3 the words, 4 the tail.
+    view: what `course_tile.view` returned. Traces: 0 and 1 the row's tiles (in words, in the tail), 2 the
+    columns, 3 the words, 4 the tail.
     """
     down = -(-view["width"] // ACROSS)
     word_lines = -(-(view["slots"] + 1) // EACH)
@@ -162,20 +166,23 @@ def _captions(view: dict) -> list[str]:
     tiles = f"{len(view['counts'])} tile{'s' * (len(view['counts']) > 1)}"
     return [f"the row's {tiles} of {view['tile']}: values kept (dotted: the {view['slots']} slots)",
             f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept "
-            f"(<span style='color:#2E86C1'>blue</span>: in a word, <span style='color:#C77700'>orange</span>: tail)",
+            "(<span style='color:#2E86C1'>blue</span>: in a word, "
+            "<span style='color:#C77700'>orange</span>: tail)",
             f"the {words} words of {of}: the count, then column and value; {unused} unused", tail]
 
 
 def _tiles(figure: go.Figure, view: dict) -> None:
     numbers = list(range(len(view["counts"])))
     edge = [plots.INK if number == view["part"] else "rgba(0,0,0,0)" for number in numbers]
+    readable = 0.12 * max(max(view["counts"]), view["slots"])  # a number needs a bar of some height
+    few = len(numbers) <= 16
     for name, heights, colour in (
         ("in words", [min(count, view["slots"]) for count in view["counts"]], SORTS[IN_WORDS]),
         ("in the tail", [max(0, count - view["slots"]) for count in view["counts"]], SORTS[IN_TAIL]),
     ):
         figure.add_bar(x=numbers, y=heights, name=name, showlegend=False, row=1, col=1,
                        marker={"color": colour, "line": {"color": edge, "width": 2}},
-                       text=[f"{height}" if height and len(numbers) <= 16 else "" for height in heights],
+                       text=[f"{height}" if few and height >= readable else "" for height in heights],
                        textposition="inside", textangle=0, insidetextanchor="middle", constraintext="none",
                        textfont={"size": 11},
                        hovertemplate=f"tile %{{x}}: %{{y}} {name}<extra></extra>")
@@ -205,7 +212,8 @@ def _words(figure: go.Figure, view: dict, lines: int) -> None:
         elif number < len(view["stored"]):
             value, column = view["entries"][number - 1]
             cells[line][place], texts[line][place] = IN_WORDS, f"{column}<br>{_value(value)}"
-            hover[line][place] = f"word {number}: 0x{view['stored'][number]:08x} = column {column}, value {value:.4g}"
+            hover[line][place] = (f"word {number}: 0x{view['stored'][number]:08x} = column {column}, "
+                                  f"value {value:.4g}")
     _cells(figure, cells, hover, texts, 3)
 
 
@@ -225,9 +233,9 @@ def _cells(figure: go.Figure, cells: list, hover: list, texts: list | None, row:
     steps = [step for sort, colour in SORTS.items()
              for step in ([sort / (last + 1), colour], [(sort + 1) / (last + 1), colour])]
     extra = {} if texts is None else {"text": texts, "texttemplate": "%{text}", "textfont": {"size": 10}}
-    figure.add_heatmap(z=cells, customdata=hover, zmin=-0.5, zmax=last + 0.5, colorscale=steps, showscale=False,
-                       xgap=2, ygap=2, hoverongaps=False, hovertemplate="%{customdata}<extra></extra>", row=row,
-                       col=1, **extra)
+    figure.add_heatmap(z=cells, customdata=hover, zmin=-0.5, zmax=last + 0.5, colorscale=steps,
+                       showscale=False, xgap=2, ygap=2, hoverongaps=False,
+                       hovertemplate="%{customdata}<extra></extra>", row=row, col=1, **extra)
     figure.update_yaxes(autorange="reversed", row=row, col=1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -26,25 +28,28 @@ def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
 def density_against_loss(runs: dict[str, object], again: str | None = None) -> go.Figure:
     """Loss over density, one point a run; the band is as wide as what another seed alone moves the loss.
 
-    runs: label -> TrainResult, or its summary(); the first is the one to compare with. again: the label of the
-    run that differs from the first in its seed alone.
+    runs: label -> TrainResult, or its summary(); the first is the one to compare with. again: the label of
+    the run that differs from the first in its seed alone.
     """
     names = list(_some(runs))
     shares = [100 * plots._get(run, "mean_nnz") / _width(run) for run in runs.values()]
+    shares = [max(share, 1e-3) for share in shares]  # where nothing fires, there is still a place on the axis
     losses = [plots._get(run, "validation_bits_per_byte") for run in runs.values()]
     figure = go.Figure(go.Scatter(
-        x=shares, y=losses, mode="markers+text", text=names, textposition="top center", cliponaxis=False,
-        marker={"size": 13, "color": [plots.GREY if name in (names[0], again) else plots.BLUE for name in names]},
-        showlegend=False, hovertemplate="%{text}: %{x:.2g}% fire, %{y:.3f} bits per byte<extra></extra>"))
+        x=shares, y=losses, mode="markers+text", text=[f" {name}" for name in names],
+        textposition="middle right", cliponaxis=False, showlegend=False,
+        marker={"size": 13, "color": [plots.GREY if name in (names[0], again) else plots.BLUE
+                                      for name in names]},
+        hovertemplate="%{text}: %{x:.2g}% fire, %{y:.3f} bits per byte<extra></extra>"))
     spread = 0.0
     if again is not None:
         spread = abs(losses[names.index(again)] - losses[0])
         figure.add_hrect(y0=losses[0] - spread, y1=losses[0] + spread, fillcolor=plots.FAINT, line_width=0,
                          layer="below", annotation_text="within what another seed does",
-                         annotation_position="bottom left", annotation_font_size=11)
+                         annotation_position="top right", annotation_font_size=11)
     reach = max(max(losses) - min(losses), spread, 0.01)
     figure.update_xaxes(title_text="neurons firing for a token, % (log scale)", type="log", tickformat="~g",
-                        autorange="reversed", dtick="D2")
+                        range=[math.log10(1.3 * max(shares)), math.log10(min(shares) / 2.5)], dtick="D2")
     figure.update_yaxes(title_text="held-out text, bits per byte (lower is better)",
                         range=[min(losses + [losses[0] - spread]) - 0.15 * reach, max(losses) + 0.3 * reach])
     return plots._styled(figure, "Fewer neurons against the loss: one short run each")
@@ -59,10 +64,11 @@ def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) ->
     for colour, (label, values) in zip(plots.COLOURS, _some(curves).items(), strict=False):
         values = [float(value) for value in values][:first]
         figure.add_scatter(x=list(range(len(values))), y=values, name=label, mode="lines+markers",
-                           marker={"size": 5}, line={"color": colour}, hovertemplate="position %{x}: %{y:.1f} neurons")
+                           marker={"size": 5}, line={"color": colour},
+                           hovertemplate="position %{x}: %{y:.1f} neurons")
     figure.update_xaxes(title_text="position in the window (0: nothing stands before it)")
     figure.update_yaxes(title_text="neurons firing, mean over windows", **_log(figure))
-    return plots._styled(figure, "Who fires where: the first tokens are not like the others")
+    return plots._styled(figure, "Who fires where in a window")
 
 
 def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
@@ -74,13 +80,16 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
                            subplot_titles=["neurons firing, while training", "and at the end, by layer"])
     for label, run in _some(runs).items():
         history = plots._get(run, "history")
-        figure.add_scatter(x=[row["step"] for row in history], y=[row["nnz"] for row in history], mode="lines",
-                           name=label, showlegend=False, row=1, col=1, hovertemplate=f"{label}, step %{{x}}: %{{y:.1f}}")
-    figure.add_bar(x=[], y=[], showlegend=False, marker_color=plots.BLUE, row=1, col=2, textposition="outside",
-                   cliponaxis=False, hovertemplate="%{x}: %{y:.1f} neurons<extra></extra>")
+        figure.add_scatter(x=[row["step"] for row in history], y=[row["nnz"] for row in history],
+                           mode="lines", name=label, showlegend=False, row=1, col=1,
+                           hovertemplate=f"{label}, step %{{x}}: %{{y:.1f}}")
+    figure.add_bar(x=[], y=[], showlegend=False, marker_color=plots.BLUE, row=1, col=2,
+                   textposition="outside", cliponaxis=False,
+                   hovertemplate="%{x}: %{y:.1f} neurons<extra></extra>")
     most = max(share * _width(run) for run in runs.values() for share in plots._get(run, "density"))
     figure.update_xaxes(title_text="step", row=1, col=1)
-    figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero",
+                        row=1, col=1)
     figure.update_yaxes(range=[0, 1.15 * most], row=1, col=2)
     figure = plots._styled(figure, "", height=390).update_layout(margin_t=90)
     figure.update_annotations(font_size=12)
@@ -116,7 +125,7 @@ def _width(run) -> int:
 
 
 def _log(figure: go.Figure) -> dict:
-    """A log axis where every value can stand on one, a linear axis from zero otherwise (silent layers exist)."""
+    """A log axis where every value can stand on one; otherwise, with silent layers, a linear one."""
     values = [value for trace in figure.data for value in trace.y]
     if min(values) > 0:
         return {"type": "log", "tickformat": "~g", "dtick": "D2" if max(values) < 200 * min(values) else 1}

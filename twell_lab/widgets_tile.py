@@ -13,29 +13,32 @@ TILES = (32, 64, 128, 256, 512)
 
 
 class TileExplorer(ipywidgets.VBox):
-    """Sliders for tile, words, threshold, row and which tile of the row, above the drawn row (plots_tile.tile_view).
+    """Sliders for row, tile, words and threshold, above the row that they draw (plots_tile.tile_view).
 
     gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.tile`, `.words`, `.threshold`, `.row`,
-    `.part`) that code can set; `.figure` is what is drawn, `.view` the plain data behind it. Where two sliders
-    do not go together (more words than columns, a tile beyond the row's last), the other one is brought along.
+    `.part`) that code can set; `.figure` is what is drawn, `.view` the plain data behind it. Where two
+    sliders do not go together (more words than columns, a tile beyond the row's last), the other one is
+    brought along.
     """
 
     def __init__(self, gate: Tensor, *, tile: int = TILE, words: int = WORDS, threshold: float = 0.0,
                  row: int = 0, part: int = 0) -> None:
         if not isinstance(gate, Tensor) or gate.dim() != 2 or 0 in gate.shape:
             shape = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
-            raise InputError(f"gate is {shape}; a tensor [rows, d_ff] with at least one row and column is accepted")
+            raise InputError(f"gate is {shape}; a tensor [rows, d_ff], neither of them 0, is accepted")
         self.gate = gate.detach().cpu()
         self.view = course_tile.view(self.gate, row, part, tile, words, threshold)  # checks them all
         finite = self.gate[self.gate.isfinite()].float()
         most = max(float(finite.max()) if finite.numel() else 0.0, threshold, 0.01)
         wide = {"style": {"description_width": "82px"}, "layout": {"width": "420px", "max_width": "100%"}}
-        self.tile = ipywidgets.SelectionSlider(options=sorted({*TILES, tile}), value=tile, description="tile", **wide)
+        self.tile = ipywidgets.SelectionSlider(options=sorted({*TILES, tile}), value=tile, description="tile",
+                                               **wide)
         self.words = ipywidgets.IntSlider(min=2, max=tile + 1, value=words, description="words", **wide)
-        self.threshold = ipywidgets.FloatSlider(min=0.0, max=most, step=most / 100, value=threshold, description="threshold",
-                                                readout_format=".3f", **wide)
+        self.threshold = ipywidgets.FloatSlider(min=0.0, max=most, step=most / 100, value=threshold,
+                                                description="threshold", readout_format=".3f", **wide)
         self.row = ipywidgets.IntSlider(min=0, max=len(gate) - 1, value=row, description="row", **wide)
-        self.part = ipywidgets.IntSlider(min=0, max=len(self.view["counts"]) - 1, value=part, description="which tile", **wide)
+        self.part = ipywidgets.IntSlider(min=0, max=len(self.view["counts"]) - 1, value=part,
+                                         description="which tile", **wide)
         self._still = False
         self.figure = live_figure(plots_tile.tile_view(self.view))
         self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
@@ -54,8 +57,8 @@ class TileExplorer(ipywidgets.VBox):
             self.part.max = -(-self.gate.shape[1] // self.tile.value) - 1
         finally:
             self._still = False
-        self.view = course_tile.view(self.gate, self.row.value, self.part.value, self.tile.value, self.words.value,
-                                     self.threshold.value)
+        self.view = course_tile.view(self.gate, self.row.value, self.part.value, self.tile.value,
+                                     self.words.value, self.threshold.value)
         if self._canvas is None:
             with self.figure.batch_update():
                 plots_tile.move_tile_view(self.figure, self.view)

@@ -8,5 +8,6 @@ from .widgets import Explorer
 
 def run_explorer(runs: dict[str, object]) -> Explorer:
     """Pick one of several training runs. runs: label -> TrainResult, or its summary()."""
-    return Explorer(plots_train.picked_run(runs), lambda figure, index: plots_train.pick_run(figure, runs, index),
+    return Explorer(plots_train.picked_run(runs),
+                    lambda figure, index: plots_train.pick_run(figure, runs, index),
                     [(label, label) for label in runs], "run")

@@ -10,6 +10,7 @@ import torch
 import twell_lab
 from twell_lab import exercises
 from twell_lab.course import without_multiplying
+from twell_lab.formats import TwELL
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 CALL = re.compile(r'exercises\.check\("(\w+)", (\w+)\)')
@@ -49,6 +50,12 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     assert verdict(capsys).startswith(exercises.RIGHT)
 
 
+def pack_tile(gate: torch.Tensor, words: int) -> list[int]:
+    """The words of one tile that are used, as whole numbers."""
+    count, *stored = TwELL.from_gate(gate[None], len(gate), words).packed[0, 0].tolist()
+    return [count, *(word % 2**32 for word in stored[:count])]
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -58,6 +65,24 @@ WRONG = {
     ],
     "csr_bytes": [lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)],
     "csr_times_dense": [without_multiplying, lambda csr, b: None, lambda csr, b: csr.to_dense() @ b + 1e-2],
+    "formula_l1": [
+        lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden),  # the other convention
+        lambda hidden, l1: l1 * sum(h.mean() for h in hidden) / len(hidden),
+    ],
+    "firing_share": [
+        lambda counts, share: share,
+        lambda counts, share: (int((counts.cumsum(0) >= share * counts.sum()).int().argmax()) + 1) / len(counts),
+    ],
+    "pack_tile": [
+        lambda gate, words: [],
+        lambda gate, words: TwELL.from_gate(gate[None].nan_to_num(0.0), len(gate), words).packed[0, 0].tolist(),
+        lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_tile(gate, words)[1:],
+        lambda gate, words: pack_tile(gate, len(gate) + 1),  # as if there were always slots enough
+    ],
+    "fewest_words": [
+        lambda counts, share: int(counts.max()) + 1,
+        lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows
+    ],
 }
 
 
