@@ -52,6 +52,13 @@ def cpu() -> Record:
     return Record.new("cpu", "the CPU path beside torch's dense layer", rows, {"threads": torch.get_num_threads()})
 
 
+def matmul_density() -> Record:
+    """Dense, COO, CSR and ELL products against density, and dense on zeros: what notebook 01 sets beside its own."""
+    from .course import density_record
+
+    return density_record()
+
+
 def gpu_tests() -> Record:
     """Run tests/gpu, then its reduced set under each compute-sanitizer tool; a report, not a timing.
 
@@ -105,4 +112,4 @@ def _need_gpu() -> None:
         raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
 
 
-RECORDINGS = {"portable": portable, "cpu": cpu, "gpu-tests": gpu_tests}
+RECORDINGS = {"portable": portable, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests}
