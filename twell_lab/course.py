@@ -65,7 +65,8 @@ def compare(samples: Samples, name: str, base: str) -> str:
     sentence = f"{name}: {ms(new)} against {ms(old)} for {base}"
     # Half a distance between quartiles either side of the median is where the middle half of the samples lies.
     if abs(new - old) <= (new_spread + old_spread) / 2 or 0.95 <= old / new <= 1.05:
-        return f"{sentence}, no clear difference."
+        busy = new_spread > new / 2 or old_spread > old / 2
+        return f"{sentence}, no clear difference{': the samples spread as on a busy machine' * busy}."
     return f"{sentence}, {old / new:.1f}x as fast." if new < old else f"{sentence}, {new / old:.1f}x as slow."
 
 
