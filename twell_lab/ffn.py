@@ -126,12 +126,10 @@ class SparseFFN(nn.Module):
             if name:
                 setattr(self, name, getattr(source, name))
         self.train(source.training)
-        weight = self.down.weight
-        with torch.inference_mode(False):  # what a later forward outside inference mode may write to
-            down_t = weight.new_empty(weight.shape[1], weight.shape[0])
-            self._stamp = torch.empty(2, dtype=torch.int64)  # no buffer: it must stay on the CPU
-        self.register_buffer("down_t", down_t, persistent=False)
-        self._forget(weight)
+        with torch.inference_mode(False):  # a later forward outside inference mode writes to it
+            self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
+        self.register_buffer("down_t", None, persistent=False)
+        self._renew(self.down.weight)
 
     @classmethod
     def from_module(cls, module: nn.Module, *, tile: int = TILE, words: int = WORDS) -> SparseFFN:
@@ -164,8 +162,9 @@ class SparseFFN(nn.Module):
         """x: [..., d_model] -> [..., d_model]."""
         gate, up, down = self.gate, self.up, self.down
         down_weight = down.weight  # read once: where it is parametrized, each reading makes a new tensor
-        if self._seen[0] is not down_weight:  # another tensor may lie where the last one lay, at the same version
-            self._forget(down_weight)
+        # The stamp alone would take another tensor for the last one if it lies where that one lay.
+        if self._seen[0] is not down_weight or not self._fits(down_weight):
+            self._renew(down_weight)
         ops.refresh_transposed(down_weight, self.down_t, self._stamp)
         weights = [up.weight, down_weight] if gate is None else [gate.weight, up.weight, down_weight]
         biases = [up.bias, down.bias] if gate is None else [gate.bias, up.bias, down.bias]
@@ -176,18 +175,26 @@ class SparseFFN(nn.Module):
         d_ff, d_model = self.up.weight.shape
         return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}"
 
-    def _forget(self, weight: Tensor) -> None:
-        """Have the next forward rebuild down_t from `weight`."""
+    def _fits(self, weight: Tensor) -> bool:
+        """Whether down_t is a place for the transpose of `weight`."""
+        t = self.down_t
+        return t is not None and t.dtype == weight.dtype and t.device == weight.device and t.t().shape == weight.shape
+
+    def _renew(self, weight: Tensor) -> None:
+        """Have the next refresh make down_t from `weight`, whatever it was made from before."""
+        if not self._fits(weight):
+            with torch.inference_mode(False):
+                self.down_t = weight.new_empty(weight.shape[1], weight.shape[0])
         self._stamp.fill_(-1)
         # In a list, so that it is no parameter of this module. Anything but a parameter is made anew each time.
         self._seen = [weight if isinstance(weight, nn.Parameter) else None]
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.down_t.is_inference():
+        if self.down_t.is_inference():  # moved inside inference mode: nothing outside could write to it
             with torch.inference_mode(False):
                 self.down_t = torch.empty_like(self.down_t)
-        self._forget(self.down.weight)
+        self._stamp.fill_(-1)
         return self
 
 
@@ -226,13 +233,15 @@ def densify(model: nn.Module) -> nn.Module:
             for projection in (source.fc1, source.fc2):
                 vars(projection).pop("forward", None)
             (source.activation_fn,) = sparse._activation
+            if isinstance(source.activation_fn, nn.Module):
+                source.activation_fn.train(sparse.training)
     return model
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """Put `new` in every seat of the model that holds `old`; the model itself may be that seat."""
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children() skips a child's second seat
             if child is old:
                 setattr(parent, name, new)
     return new if model is old else model

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import cpu, launch, reference
 from .errors import InputError
@@ -164,7 +165,8 @@ def plain_ffn(
 def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> None:
     """Make `transposed` [columns, rows] equal weight^T again if `weight` has changed since the last call.
 
-    stamp: int64 [2] on the CPU; where the weight lies in memory and torch's version counter of it, as last seen.
+    stamp: int64 [3] on the CPU; where the weight lies in memory, torch's version counter of it, and the optimizer
+    steps taken in this process, as last seen; -1 at first. A change in place of `weight.data` raises none of them.
     While a CUDA graph is captured, a weight that is being trained is copied whatever the stamp says: it may
     change between replays, and this check will not run then.
     """
@@ -316,12 +318,23 @@ def _plain_ffn_cuda(x, up, down, down_t, up_bias, down_bias, tile, words):
     return launch.down(launch.pack(g, tile, words), g, _NO_TAIL, down_t, down_bias, g.shape[1], tile)
 
 
+_steps = 0  # a fused optimizer changes weights without raising their version, so its steps are counted
+
+
+def _count_step(*_):
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 @torch.library.impl(_library, "refresh_transposed", "CUDA")
 @torch.library.impl(_library, "refresh_transposed", "CPU")
 def _refresh_transposed(weight, transposed, stamp, changing):
     # An inference tensor has no version counter; inference mode itself is the only place that may change it.
     version = -1 if weight.is_inference() else weight._version
-    seen = (weight.data_ptr(), version)
+    seen = (weight.data_ptr(), version, _steps)
     unseen = changing and weight.is_cuda and torch.cuda.is_current_stream_capturing()
     if tuple(stamp.tolist()) != seen or unseen:
         transposed.copy_(weight.t())

@@ -136,14 +136,14 @@ def test_opcheck_of_the_packing(dtype, tokens, draw):
 
 
 def test_opcheck_of_the_refreshed_transpose():
-    stamp = torch.full((2,), -1, dtype=torch.int64)
+    stamp = torch.full((3,), -1, dtype=torch.int64)
     for changing in (False, True):
         opcheck(torch.ops.twell_lab.refresh_transposed.default, (torch.randn(3, 5), torch.randn(5, 3), stamp, changing))
 
 
 def test_a_refreshed_transpose_follows_version_and_place():
     weight, down_t = torch.randn(3, 5), torch.full((5, 3), torch.nan)
-    stamp = torch.full((2,), -1, dtype=torch.int64)
+    stamp = torch.full((3,), -1, dtype=torch.int64)
     ops.refresh_transposed(weight, down_t, stamp)
     assert torch.equal(down_t, weight.t())
     down_t[0, 0] = 7
