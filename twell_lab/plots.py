@@ -51,7 +51,7 @@ def training_curves(results: Mapping[str, object]) -> go.Figure:
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="bits per byte", row=1, col=1)
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero", row=1, col=2)
-    return _styled(figure, "Training: loss (dots: validation text) and firing", height=380)
+    return styled(figure, "Training: loss (dots: validation text) and firing", height=380)
 
 
 def firing_by_layer(profile, without=None) -> go.Figure:
@@ -83,7 +83,7 @@ def firing_by_layer(profile, without=None) -> go.Figure:
                    showlegend=without is not None, hovertemplate="%{y:.2f}%<extra></extra>")
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero")
     figure.update_xaxes(title_text="feed-forward layer")
-    return _styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
+    return styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
 
 
 def neuron_frequency(profile, layer: int = 0) -> go.Figure:
@@ -107,7 +107,7 @@ def neuron_frequency(profile, layer: int = 0) -> go.Figure:
                               align="right", x=len(values), xanchor="right", y=0.97, yref="paper",
                               showarrow=False)
     name = layer_names([_get(each, "name") for each in layers])[layer]
-    return _styled(figure, f"How often each neuron fires: {name}")
+    return styled(figure, f"How often each neuron fires: {name}")
 
 
 def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
@@ -156,7 +156,7 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
     figure.update_yaxes(visible=False, autorange="reversed")
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     rest = f"; {len(at['tail'])} more live in the tail" if at["tail"] else ""
-    return _styled(figure, f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}",
+    return styled(figure, f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}",
                    height=110 + above + gap + below).update_layout(margin_b=20)
 
 
@@ -189,7 +189,7 @@ def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "
     figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
                         ticktext=[f"{mark:g}x" for mark in marks])
     lines = len(figure.data)
-    figure = _styled(figure, "Sparse feed-forward layer against torch's dense one", height=360 + 22 * lines)
+    figure = styled(figure, "Sparse feed-forward layer against torch's dense one", height=360 + 22 * lines)
     return figure.update_layout(legend={"orientation": "v", "yanchor": "top", "y": -0.2, "x": 0},
                                 margin_b=60 + 22 * lines)
 
@@ -208,13 +208,13 @@ def formats_bytes(table: list[dict]) -> go.Figure:
                        hovertemplate=f"{kind}, %{{x}}: %{{y:,.0f}} bytes a token<extra></extra>")
     figure.update_yaxes(title_text="bytes a token", rangemode="tozero", tickformat=",d")
     figure.update_xaxes(title_text="feed-forward layer")
-    return _styled(figure, "The same activations in four formats")
+    return styled(figure, "The same activations in four formats")
 
 
 # ---- parts -----------------------------------------------------------------------------------------------
 
 
-def _styled(figure: go.Figure, title: str, height: int = 400) -> go.Figure:
+def styled(figure: go.Figure, title: str, height: int = 400) -> go.Figure:
     figure.update_layout(template="plotly_white", height=height, bargap=0.25, hoverlabel={"namelength": -1},
                          title={"text": title, "x": 0, "xref": "paper", "font": {"size": 15}},
                          font={"family": "system-ui, sans-serif", "size": 12, "color": INK},

@@ -54,7 +54,7 @@ def cpu() -> Record:
 
 def matmul_density() -> Record:
     """Dense, COO, CSR and ELL products against density, and dense on zeros: what notebook 01 sets beside its own."""
-    from .course import density_record
+    from .course.measure import density_record
 
     return density_record()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import twell_lab
-from twell_lab import exercises
-from twell_lab.course import without_multiplying
+from twell_lab.course import exercises
+from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"

@@ -7,7 +7,7 @@ import plotly.io as pio
 import pytest
 import torch
 
-from twell_lab import notebook
+from twell_lab.course import notebook
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 FIGURE, PICTURE = "application/vnd.plotly.v1+json", "image/png"

@@ -16,9 +16,11 @@ MOST_LINES = 450
 # Written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|opt/(wheel[s]|pyp[i]))\b/?")
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
-OUTER_ROOMS = {"__init__", "__main__", "plots", "widgets", "page", "tour", "cli", "notebook"}
-OUTER_ROOMS |= {f"{kind}_{part}" for kind in ("plots", "widgets") for part in ("course", "tile", "train")}
-OUTER_MODULES = {f"twell_lab.{room}" for room in OUTER_ROOMS - {"__init__", "__main__"}}
+OUTER_ROOMS = {"__init__", "__main__", "plots", "page", "tour", "cli"}
+OUTER_ROOMS |= {"widgets", "notebook", *(f"{kind}_{part}" for kind in ("plots", "widgets")
+                                         for part in ("measure", "packing", "training"))}  # in course/
+OUTER_MODULES = {f"twell_lab.{place}{room}" for room in OUTER_ROOMS - {"__init__", "__main__"}
+                 for place in ("", "course.")}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
 
 

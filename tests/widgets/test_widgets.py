@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from twell_lab import course, widgets
+from twell_lab.course import measure, widgets
 from twell_lab.errors import InputError
 from twell_lab.model import GatedFeedForward
 
@@ -17,7 +17,7 @@ THRESHOLDS = [0.0, 0.25, 0.5, 0.75, 1.0]
 @pytest.fixture(scope="module")
 def sweep():
     torch.manual_seed(0)
-    return course.threshold_sweep(GatedFeedForward(32, 64), torch.randn(20, 32), THRESHOLDS)
+    return measure.threshold_sweep(GatedFeedForward(32, 64), torch.randn(20, 32), THRESHOLDS)
 
 
 @pytest.fixture(params=["in place", "drawn anew"])
@@ -80,6 +80,6 @@ def test_no_choices_is_refused():
 
 
 def test_without_ipywidgets_a_sentence_says_what_to_install():
-    hide = "import sys; sys.modules['ipywidgets'] = None; from twell_lab import widgets"
+    hide = "import sys; sys.modules['ipywidgets'] = None; from twell_lab.course import widgets"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
     assert done.returncode and "StackError: widgets need ipywidgets" in done.stderr

@@ -7,8 +7,8 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from . import plots
-from .errors import InputError
+from .. import plots
+from ..errors import InputError
 
 
 def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
@@ -22,7 +22,7 @@ def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
                            hovertemplate="%{x}: %{y:.1f} neurons")
     figure.update_xaxes(title_text="feed-forward layer", range=[-0.2, len(density) - 0.8])
     figure.update_yaxes(title_text=f"neurons firing for a token, of {width}", **_log(figure))
-    return plots._styled(figure, "Who fires, layer by layer (held-out text)")
+    return plots.styled(figure, "Who fires, layer by layer (held-out text)")
 
 
 def density_against_loss(runs: dict[str, object], again: str | None = None) -> go.Figure:
@@ -52,7 +52,7 @@ def density_against_loss(runs: dict[str, object], again: str | None = None) -> g
                         range=[math.log10(1.3 * max(shares)), math.log10(min(shares) / 2.5)], dtick="D2")
     figure.update_yaxes(title_text="held-out text, bits per byte (lower is better)",
                         range=[min(losses + [losses[0] - spread]) - 0.15 * reach, max(losses) + 0.3 * reach])
-    return plots._styled(figure, "Fewer neurons against the loss: one short run each")
+    return plots.styled(figure, "Fewer neurons against the loss: one short run each")
 
 
 def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) -> go.Figure:
@@ -68,7 +68,7 @@ def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) ->
                            hovertemplate="position %{x}: %{y:.1f} neurons")
     figure.update_xaxes(title_text="position in the window (0: nothing stands before it)")
     figure.update_yaxes(title_text="neurons firing, mean over windows", **_log(figure))
-    return plots._styled(figure, "Who fires where in a window")
+    return plots.styled(figure, "Who fires where in a window")
 
 
 def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
@@ -91,7 +91,7 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
     figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero",
                         row=1, col=1)
     figure.update_yaxes(range=[0, 1.15 * most], row=1, col=2)
-    figure = plots._styled(figure, "", height=390).update_layout(margin_t=90)
+    figure = plots.styled(figure, "", height=390).update_layout(margin_t=90)
     figure.update_annotations(font_size=12)
     pick_run(figure, runs, index)
     return figure

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twell_lab import widgets, widgets_train
+from twell_lab.course import widgets, widgets_training
 from twell_lab.errors import InputError
 
 RUNS = {
@@ -15,7 +15,7 @@ RUNS = {
 @pytest.mark.parametrize("colab", [False, True])
 def test_the_figure_follows_the_slider(colab, monkeypatch):
     monkeypatch.setattr(widgets, "on_colab", lambda: colab)
-    explorer = widgets_train.run_explorer(RUNS)
+    explorer = widgets_training.run_explorer(RUNS)
     for index in (2, 0, 1):
         name = list(RUNS)[index]
         explorer.slider.value = name
@@ -26,4 +26,4 @@ def test_the_figure_follows_the_slider(colab, monkeypatch):
 
 def test_no_runs_are_refused():
     with pytest.raises(InputError):
-        widgets_train.run_explorer({})
+        widgets_training.run_explorer({})

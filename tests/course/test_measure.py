@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab import course, records
+from twell_lab import records
+from twell_lab.course import measure
 from twell_lab.errors import InputError
 from twell_lab.formats import CSR, ELL
 from twell_lab.model import GatedFeedForward
@@ -18,38 +19,38 @@ from twell_lab.model import GatedFeedForward
 @given(rows=st.integers(1, 20), columns=st.integers(1, 40), share=st.floats(0, 1))
 def test_scattered_has_exactly_the_asked_number_in_every_row(rows, columns, share):
     per_row = round(share * columns)
-    a = course.scattered(rows, columns, per_row, dtype=torch.bfloat16)
+    a = measure.scattered(rows, columns, per_row, dtype=torch.bfloat16)
     assert a.shape == (rows, columns) and a.dtype == torch.bfloat16
     assert ((a != 0).sum(1) == per_row).all()
 
 
 def test_scattered_refuses_more_than_there_is_room_for():
     with pytest.raises(InputError, match="per_row is 5; 0 to 4"):
-        course.scattered(2, 4, 5)
+        measure.scattered(2, 4, 5)
 
 
 @pytest.mark.parametrize("per_row", [0, 1, 7, 50])
 def test_every_way_of_multiplying_agrees_with_float64(per_row):
-    a, b = course.scattered(12, 50, per_row), torch.randn(50, 30)
+    a, b = measure.scattered(12, 50, per_row), torch.randn(50, 30)
     a[3] = 0  # rows of different lengths: ELL pads this one
     exact = a.double() @ b.double()
-    ways = course.multipliers(a, b)
+    ways = measure.multipliers(a, b)
     assert set(ways) == {"dense", "COO", "CSR", "ELL"}
     for name, call in ways.items():
         assert torch.allclose(call().double(), exact, atol=1e-4), name
 
 
 def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():
-    a, b = course.scattered(9, 20, 6), torch.randn(20, 7)
+    a, b = measure.scattered(9, 20, 6), torch.randn(20, 7)
     ones = (a != 0).float()
-    assert torch.equal(course.without_multiplying(CSR.from_dense(ones), torch.ones(20, 7)), ones @ torch.ones(20, 7))
-    wrong = course.without_multiplying(CSR.from_dense(a), b)
-    assert wrong.shape == (9, 7) and course.relative_error(wrong, a @ b) > 0.3
-    assert torch.equal(wrong, course.without_multiplying(CSR.from_dense(a), torch.full((20, 7), torch.nan)))
+    assert torch.equal(measure.without_multiplying(CSR.from_dense(ones), torch.ones(20, 7)), ones @ torch.ones(20, 7))
+    wrong = measure.without_multiplying(CSR.from_dense(a), b)
+    assert wrong.shape == (9, 7) and measure.relative_error(wrong, a @ b) > 0.3
+    assert torch.equal(wrong, measure.without_multiplying(CSR.from_dense(a), torch.full((20, 7), torch.nan)))
 
 
 def test_ell_without_any_value_gives_zeros():
-    assert torch.equal(course.ell_matmul(ELL.from_dense(torch.zeros(3, 5)), torch.randn(5, 2)), torch.zeros(3, 2))
+    assert torch.equal(measure.ell_matmul(ELL.from_dense(torch.zeros(3, 5)), torch.randn(5, 2)), torch.zeros(3, 2))
 
 
 def table(**speeds) -> list[dict]:
@@ -59,10 +60,10 @@ def table(**speeds) -> list[dict]:
 
 
 def test_break_even_lies_between_the_points_around_it():
-    crossing = course.break_even(table(CSR=(10.0, 2.0, 0.5)), "CSR")
+    crossing = measure.break_even(table(CSR=(10.0, 2.0, 0.5)), "CSR")
     assert math.isclose(crossing, 0.01 * math.sqrt(10))  # 2x and 1/2x: halfway on both logarithmic axes
-    assert course.break_even(table(CSR=(0.9, 0.5, 0.1)), "CSR") is None
-    assert course.break_even(table(CSR=(9.0, 5.0, 1.1)), "CSR") == math.inf
+    assert measure.break_even(table(CSR=(0.9, 0.5, 0.1)), "CSR") is None
+    assert measure.break_even(table(CSR=(9.0, 5.0, 1.1)), "CSR") == math.inf
 
 
 @pytest.mark.parametrize(("speeds", "words"), [
@@ -70,11 +71,11 @@ def test_break_even_lies_between_the_points_around_it():
     ((9.0, 5.0, 1.1), "faster than dense up to 10%"),
 ])
 def test_the_sentence_follows_the_numbers(speeds, words):
-    assert words in course.break_even_sentence(table(CSR=speeds), "CSR")
+    assert words in measure.break_even_sentence(table(CSR=speeds), "CSR")
 
 
 def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
-    assert "no such kernel" in course.break_even_sentence(table(CSR=(1, 1, 1)), "COO")
+    assert "no such kernel" in measure.break_even_sentence(table(CSR=(1, 1, 1)), "COO")
 
 
 @pytest.mark.parametrize(("new", "old", "words"), [
@@ -83,11 +84,11 @@ def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
     ([4.0] * 3, [4.1] * 3, "no clear difference."),
 ])
 def test_compare_says_what_the_samples_say(new, old, words):
-    assert words in course.compare({"a": new, "b": old}, "a", "b")
+    assert words in measure.compare({"a": new, "b": old}, "a", "b")
 
 
 def test_density_table_holds_every_path_at_every_density():
-    rows = course.against_density(40, 16, 12, [0.1, 0.5], "cpu", torch.float32, seconds=0.0)
+    rows = measure.against_density(40, 16, 12, [0.1, 0.5], "cpu", torch.float32, seconds=0.0)
     assert {(row["path"], row["nnz"]) for row in rows} == {
         (path, nnz) for path in ("dense", "COO", "CSR", "ELL", "CSR + conversion") for nnz in (4, 20)}
     assert all(row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"]) for row in rows)
@@ -95,40 +96,40 @@ def test_density_table_holds_every_path_at_every_density():
 
 
 def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(course, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
-    monkeypatch.setattr(course, "DENSITIES", [0.1, 0.5])
-    monkeypatch.setattr(course, "clock", lambda calls, *_: {name: [1.0, 2.0, 3.0] for name in calls})
-    record = course.density_record()
+    monkeypatch.setattr(measure, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
+    monkeypatch.setattr(measure, "DENSITIES", [0.1, 0.5])
+    monkeypatch.setattr(measure, "clock", lambda calls, *_: {name: [1.0, 2.0, 3.0] for name in calls})
+    record = measure.density_record()
     again = records.load(record.save(tmp_path))
     for row in again.rows:
         row["device"] = "Some GPU"
     older = records.Record(**{**vars(again), "date": "2020-01-01T00:00:00Z"})
-    monkeypatch.setattr(course, "load_all", lambda: [older, again])
-    rows = course.recorded(course.DENSITY)
+    monkeypatch.setattr(measure, "load_all", lambda: [older, again])
+    rows = measure.recorded(measure.DENSITY)
     assert {row["date"] for row in rows} == {again.date} and len(rows) == 10
-    sentences = course.recorded_sentences([row for row in rows if row["path"] in ("CSR", "ELL")])
+    sentences = measure.recorded_sentences([row for row in rows if row["path"] in ("CSR", "ELL")])
     assert sentences.count("Recorded on Some GPU") == 2
-    assert "Recorded on Some GPU" in course.zeros_sentence(course.recorded("matmul_data"))
+    assert "Recorded on Some GPU" in measure.zeros_sentence(measure.recorded("matmul_data"))
 
 
 def test_without_records_the_sentences_say_so(monkeypatch):
-    monkeypatch.setattr(course, "load_all", lambda: [])
-    assert course.recorded(course.DENSITY) == [] == course.recorded_layers(2048, 5632, 29)
-    assert "No GPU's" in course.recorded_sentences([]) and "No GPU's" in course.zeros_sentence([])
+    monkeypatch.setattr(measure, "load_all", lambda: [])
+    assert measure.recorded(measure.DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
+    assert "No GPU's" in measure.recorded_sentences([]) and "No GPU's" in measure.zeros_sentence([])
 
 
 def test_prune_keeps_the_largest():
     weight = torch.tensor([[3.0, -1.0], [0.5, -4.0]])
-    assert torch.equal(course.prune(weight, 0.5), torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
-    assert torch.equal(course.prune(weight, 0.0), weight)
+    assert torch.equal(measure.prune(weight, 0.5), torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
+    assert torch.equal(measure.prune(weight, 0.0), weight)
     with pytest.raises(InputError, match="share is 1"):
-        course.prune(weight, 1)
+        measure.prune(weight, 1)
 
 
 def test_pruned_weights_err_and_skipped_neurons_do_not():
     torch.manual_seed(0)
-    hidden, down = course.scattered(1, 200, 4), torch.randn(30, 200)
-    rows, samples = course.weights_or_activations(hidden, down, [0.5, 0.9], "cpu", seconds=0.0)
+    hidden, down = measure.scattered(1, 200, 4), torch.randn(30, 200)
+    rows, samples = measure.weights_or_activations(hidden, down, [0.5, 0.9], "cpu", seconds=0.0)
     assert [row["path"] for row in rows] == list(samples)
     dense, half, most, skipped = rows
     assert dense["bytes"] == 4 * 30 * 200 and skipped["bytes"] == 4 * 30 * 4 and skipped["zeros"] == 0.98
@@ -136,7 +137,7 @@ def test_pruned_weights_err_and_skipped_neurons_do_not():
 
 
 def test_the_queue_returns_before_its_work_is_done_and_waits_when_asked():
-    queue, log = course.Queue("cpu"), []
+    queue, log = measure.Queue("cpu"), []
     gate = threading.Event()
     queue.launch(lambda: (gate.wait(5), log.append("done")))
     assert log == []
@@ -146,12 +147,12 @@ def test_the_queue_returns_before_its_work_is_done_and_waits_when_asked():
 
 
 def test_the_stop_watch_separates_asking_from_doing():
-    asked, done = course.stop_watch(lambda: time.sleep(0.05), course.Queue("cpu"))
+    asked, done = measure.stop_watch(lambda: time.sleep(0.05), measure.Queue("cpu"))
     assert asked < 40 < 50 <= done
 
 
 def test_an_error_in_the_queue_is_not_lost():
-    queue = course.Queue("cpu")
+    queue = measure.Queue("cpu")
     queue.launch(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         queue.synchronize()
@@ -160,7 +161,7 @@ def test_an_error_in_the_queue_is_not_lost():
 def test_threshold_sweep_counts_what_it_says():
     torch.manual_seed(1)
     layer, x = GatedFeedForward(24, 48), torch.randn(10, 24)
-    sweep = course.threshold_sweep(layer, x, [0.0, 0.3, 9.0])
+    sweep = measure.threshold_sweep(layer, x, [0.0, 0.3, 9.0])
     with torch.no_grad():
         gate = layer.gate_proj.double()(x.double())
     first, second, last = sweep["rows"]

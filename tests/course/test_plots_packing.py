@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab import course_tile, plots_tile
+from twell_lab.course import packing, plots_packing
 from twell_lab.errors import InputError
 
 
@@ -13,45 +13,45 @@ def gate(columns: int = 300) -> torch.Tensor:
 
 
 def test_matrix_marks_what_is_not_zero():
-    figure = plots_tile.matrix(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), "a title")
+    figure = plots_packing.matrix(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), "a title")
     assert [list(line) for line in figure.data[0].z] == [[0, 1], [1, 0]]
 
 
 def test_bytes_are_a_row_each_and_dense_is_grey():
-    figure = plots_tile.format_bytes({"dense": 400, "CSR": 100}, rows=4, values=10)
+    figure = plots_packing.format_bytes({"dense": 400, "CSR": 100}, rows=4, values=10)
     assert list(figure.data[0].y) == [100, 25] and figure.data[0].text[1].endswith("25%")
     assert figure.layout.shapes[0].y0 == 5  # ten values of two bytes, over four rows
     with pytest.raises(InputError, match="'dense'"):
-        plots_tile.format_bytes({"CSR": 100}, rows=4, values=10)
+        plots_packing.format_bytes({"CSR": 100}, rows=4, values=10)
 
 
 def test_geometries_are_a_grid_with_the_best_one_framed():
-    table = course_tile.geometries(gate(), [8, 64], [9, 33])
-    figure = plots_tile.geometries(table, overflow=0.0)
+    table = packing.geometries(gate(), [8, 64], [9, 33])
+    figure = plots_packing.geometries(table, overflow=0.0)
     cost, overflow, *frames = figure.data
     assert list(cost.x) == ["8", "64"] and list(cost.y) == ["9", "33"]
     assert cost.text[1][0] is None and cost.z[1][0] is None  # 33 words for a tile of 8 do not exist
     assert overflow.text[0][0] == "0%"
-    best = course_tile.smallest(table, 0.0)
+    best = packing.smallest(table, 0.0)
     assert [(list(frame.x), list(frame.y)) for frame in frames] == 2 * [([f"{best['tile']}"], [f"{best['words']}"])]
 
 
 def test_geometries_without_a_fitting_one_have_no_frame():
     row = {"tile": 64, "words": 2, "bytes": 8.0, "slots_used": 1.0, "overflow": 1.0, "tail": 9.0}
-    assert len(plots_tile.geometries([row]).data) == 2
+    assert len(plots_packing.geometries([row]).data) == 2
     with pytest.raises(InputError):
-        plots_tile.geometries([])
+        plots_packing.geometries([])
 
 
 def test_errors_are_sorted_and_in_percent():
-    figure = plots_tile.error_by_row({"toy": [0.0, 0.5, 0.25]}, "a title")
+    figure = plots_packing.error_by_row({"toy": [0.0, 0.5, 0.25]}, "a title")
     assert list(figure.data[0].y) == [50, 25, 0]
 
 
 @pytest.mark.parametrize(("columns", "tile", "words"), [(300, 256, 32), (1, 1, 2), (40, 64, 65), (600, 8, 2)])
 def test_tile_view_draws_every_column_word_and_value(columns, tile, words):
-    view = course_tile.view(gate(columns), row=1, tile=tile, words=words)
-    figure = plots_tile.tile_view(view)
+    view = packing.view(gate(columns), row=1, tile=tile, words=words)
+    figure = plots_packing.tile_view(view)
     _, _, cells, stored, tail = figure.data
     assert sum(cell is not None for line in cells.z for cell in line) == view["width"]
     assert sum(cell is not None for line in stored.z for cell in line) == words
@@ -62,10 +62,10 @@ def test_tile_view_draws_every_column_word_and_value(columns, tile, words):
 
 
 def test_moving_leaves_nothing_of_the_view_before():
-    before, after = (course_tile.view(gate(), row=row, tile=tile, words=words, threshold=threshold)
+    before, after = (packing.view(gate(), row=row, tile=tile, words=words, threshold=threshold)
                      for row, tile, words, threshold in ((0, 8, 3, 0.4), (2, 256, 40, 0.0)))
-    figure = plots_tile.tile_view(before)
-    plots_tile.move_tile_view(figure, after)
-    fresh = plots_tile.tile_view(after)
+    figure = plots_packing.tile_view(before)
+    plots_packing.move_tile_view(figure, after)
+    fresh = plots_packing.tile_view(after)
     assert [trace.to_plotly_json() for trace in figure.data] == [trace.to_plotly_json() for trace in fresh.data]
     assert figure.layout == fresh.layout

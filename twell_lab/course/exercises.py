@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import reference
-from .course_train import firing_share
-from .formats import CSR, TwELL
+from .. import reference
+from .training import firing_share
+from ..formats import CSR, TwELL
 
 RIGHT = "Right"
 

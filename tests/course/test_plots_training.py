@@ -2,7 +2,8 @@
 
 import pytest
 
-from twell_lab import plots, plots_train
+from twell_lab import plots
+from twell_lab.course import plots_training
 from twell_lab.errors import InputError
 
 
@@ -15,37 +16,37 @@ RUNS = {"no L1": run(0.5, 3.0), "seed": run(0.5, 3.1), "L1": run(0.02, 2.9)}
 
 
 def test_nnz_by_layer_is_in_neurons_on_a_log_axis():
-    figure = plots_train.nnz_by_layer(RUNS)
+    figure = plots_training.nnz_by_layer(RUNS)
     assert [list(trace.y) for trace in figure.data] == [[50, 50], [50, 50], [2, 2]]
     assert figure.layout.yaxis.type == "log"
 
 
 def test_a_silent_layer_makes_the_axis_linear():
-    figure = plots_train.nnz_by_layer({"L1": run(0.0, 3.0)})
+    figure = plots_training.nnz_by_layer({"L1": run(0.0, 3.0)})
     assert figure.layout.yaxis.type is None and list(figure.data[0].y) == [0, 0]
 
 
 def test_the_band_is_as_wide_as_what_the_seed_does():
-    figure = plots_train.density_against_loss(RUNS, again="seed")
+    figure = plots_training.density_against_loss(RUNS, again="seed")
     assert list(figure.data[0].x) == [50, 50, 2] and list(figure.data[0].y) == [3.0, 3.1, 2.9]
     band = figure.layout.shapes[0]
     assert (band.y0, band.y1) == (pytest.approx(2.9), pytest.approx(3.1))
     assert list(figure.data[0].marker.color) == [plots.GREY, plots.GREY, plots.BLUE]
-    assert not plots_train.density_against_loss(RUNS).layout.shapes
+    assert not plots_training.density_against_loss(RUNS).layout.shapes
 
 
 def test_a_run_in_which_nothing_fires_still_has_a_point():
-    figure = plots_train.density_against_loss({"no L1": run(0.5, 3.0), "L1": run(0.0, 3.2)})
+    figure = plots_training.density_against_loss({"no L1": run(0.5, 3.0), "L1": run(0.0, 3.2)})
     assert min(figure.data[0].x) > 0
 
 
 def test_positions_are_cut_where_asked():
-    figure = plots_train.nnz_by_position({"layer 0": [9.0, 3.0, 2.0], "layer 1": [1.0, 1.0, 1.0]}, first=2)
+    figure = plots_training.nnz_by_position({"layer 0": [9.0, 3.0, 2.0], "layer 1": [1.0, 1.0, 1.0]}, first=2)
     assert [list(trace.y) for trace in figure.data] == [[9, 3], [1, 1]]
 
 
 def test_the_picked_run_stands_out():
-    figure = plots_train.picked_run(RUNS, index=2)
+    figure = plots_training.picked_run(RUNS, index=2)
     assert figure.layout.title.text == "L1: 2.0 of 100 neurons fire, 2.900 bits per byte"
     assert [trace.line.color == plots.BLUE for trace in figure.data[:3]] == [False, False, True]
     assert list(figure.data[3].y) == [2, 2]
@@ -53,8 +54,8 @@ def test_the_picked_run_stands_out():
 
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(InputError, match="0 to 2"):
-        plots_train.picked_run(RUNS, index=3)
-    for draw in (plots_train.nnz_by_layer, plots_train.density_against_loss, plots_train.nnz_by_position,
-                 plots_train.picked_run):
+        plots_training.picked_run(RUNS, index=3)
+    for draw in (plots_training.nnz_by_layer, plots_training.density_against_loss, plots_training.nnz_by_position,
+                 plots_training.picked_run):
         with pytest.raises(InputError, match="nothing to draw"):
             draw({})

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
-from . import bench
-from .errors import InputError
-from .formats import CSR, ELL
-from .records import Record, flat_rows, is_cpu, load_all
+from .. import bench
+from ..errors import InputError
+from ..formats import CSR, ELL
+from ..records import Record, flat_rows, is_cpu, load_all
 
 Samples = dict[str, list[float]]
 

@@ -7,9 +7,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from . import plots
-from .course_tile import BELOW, IN_TAIL, IN_WORDS, SILENT
-from .errors import InputError
+from .. import plots
+from .packing import BELOW, IN_TAIL, IN_WORDS, SILENT
+from ..errors import InputError
 
 ACROSS = 32  # columns of a tile on one line
 EACH = 16  # words, or values of the tail, on one line
@@ -28,7 +28,7 @@ def matrix(x, title: str) -> go.Figure:
                                   hovertemplate="row %{y}, column %{x}<extra></extra>"))
     figure.update_xaxes(title_text="neuron", showgrid=False)
     figure.update_yaxes(title_text="token", autorange="reversed", showgrid=False)
-    return plots._styled(figure, title, height=340)
+    return plots.styled(figure, title, height=340)
 
 
 def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int = 2) -> go.Figure:
@@ -48,14 +48,14 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
                      annotation={"text": f"the values<br>alone: {floor:,.0f}", "x": 1, "xanchor": "left",
                                  "yanchor": "middle", "align": "left", "font": {"color": plots.RED}})
     figure.update_yaxes(title_text="bytes a row", range=[0, 1.18 * max(each)], tickformat=",d")
-    return plots._styled(figure, "The same rows in each format (share of dense below the bytes)",
+    return plots.styled(figure, "The same rows in each format (share of dense below the bytes)",
                          height=380).update_layout(margin_r=90)
 
 
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     """Bytes a row and overflowing rows for each tile (across) and number of words (down).
 
-    table: rows of `course_tile.geometries`; pairs where more than `overflow` of the rows overflow are marked.
+    table: rows of `packing.geometries`; pairs where more than `overflow` of the rows overflow are marked.
     """
     if not table:
         raise InputError("the table is empty; at least one tile and number of words are accepted")
@@ -92,7 +92,7 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
                 hoverinfo="skip",
                 xaxis=f"x{axis}", yaxis=f"y{axis}")
     title = f"Tile and words (red: fewest bytes with at most {overflow:.0%} of rows overflowing)"
-    figure = plots._styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
+    figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
     return figure.update_annotations(font_size=12)
 
 
@@ -106,13 +106,13 @@ def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
                            hovertemplate="row %{x}: %{y:.2f}%")
     figure.update_xaxes(title_text="row, worst first")
     figure.update_yaxes(title_text="error of the row, %", rangemode="tozero")
-    return plots._styled(figure, title, height=360)
+    return plots.styled(figure, title, height=360)
 
 
 def tile_view(view: dict) -> go.Figure:
     """One row under one geometry: its tiles, one tile's columns, that tile's words, and the tile's tail.
 
-    view: what `course_tile.view` returned. Traces: 0 and 1 the row's tiles (in words, in the tail), 2 the
+    view: what `packing.view` returned. Traces: 0 and 1 the row's tiles (in words, in the tail), 2 the
     columns, 3 the words, 4 the tail.
     """
     down = -(-view["width"] // ACROSS)
@@ -132,7 +132,7 @@ def tile_view(view: dict) -> go.Figure:
     figure.update_xaxes(visible=True, showgrid=False, dtick=max(1, len(view["counts"]) // 16), row=1, col=1)
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     figure.add_hline(y=view["slots"], line={"color": plots.INK, "width": 1, "dash": "dot"}, row=1, col=1)
-    figure = plots._styled(figure, _title(view), height=whole + 120)
+    figure = plots.styled(figure, _title(view), height=whole + 120)
     return figure.update_layout(bargap=0.15, barmode="stack", margin={"t": 96, "b": 24, "l": 30})
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import plotly.graph_objects as go
 
-from . import plots_course
-from .errors import InputError, StackError
+from . import plots_measure
+from ..errors import InputError, StackError
 from .notebook import on_colab
 
 try:
@@ -71,8 +71,8 @@ class Explorer(ipywidgets.VBox):
 def threshold_explorer(sweep: dict) -> Explorer:
     """Move a threshold on the gate and see who still fires, the weights read and the error made.
 
-    sweep: what `course.threshold_sweep` returned. The slider's values are its thresholds.
+    sweep: what `measure.threshold_sweep` returned. The slider's values are its thresholds.
     """
     choices = [(f"{row['threshold']:.2f}", row["threshold"]) for row in sweep["rows"]]
-    return Explorer(plots_course.threshold(sweep), lambda figure, index: plots_course.move_threshold(figure, sweep, index),
+    return Explorer(plots_measure.threshold(sweep), lambda figure, index: plots_measure.move_threshold(figure, sweep, index),
                     choices, "threshold on the gate")

@@ -1,6 +1,6 @@
 """What the notebook on packing computes, as plain functions: data in, data out, nothing drawn.
 
-`view` describes one row under one geometry as plain data; `plots_tile` draws it and `widgets_tile` moves it.
+`view` describes one row under one geometry as plain data; `plots_packing` draws it and `widgets_packing` moves it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import InputError
-from .formats import COO, CSR, ELL, TILE, WORDS, Hybrid, TwELL, check_geometry
-from .plain import decode, tile_of
+from ..errors import InputError
+from ..formats import COO, CSR, ELL, TILE, WORDS, Hybrid, TwELL, check_geometry
+from ..plain import decode, tile_of
 
 # How the sorts of columns in a tile are numbered in a view.
 SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)

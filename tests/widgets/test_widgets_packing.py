@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab import widgets, widgets_tile
+from twell_lab.course import widgets, widgets_packing
 from twell_lab.errors import InputError
 from twell_lab.formats import TwELL
-from twell_lab.widgets_tile import TileExplorer
+from twell_lab.course.widgets_packing import TileExplorer
 
 
 def gate(rows: int = 6, columns: int = 300, dtype=torch.bfloat16) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_any_sequence_of_moves_is_drawn_as_packed(data):
         slider = data.draw(st.sampled_from(("row", "part", "tile", "words", "threshold")))
         widget = getattr(explorer, slider)
         if slider == "tile":
-            widget.value = data.draw(st.sampled_from(widgets_tile.TILES))
+            widget.value = data.draw(st.sampled_from(widgets_packing.TILES))
         elif slider == "threshold":
             widget.value = data.draw(st.floats(0, widget.max))
         else:

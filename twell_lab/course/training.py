@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError
-from .profile import LayerProfile, activations
-from .reference import fires
-from .text import Text, load, spread_windows
-from .train import TrainConfig, TrainResult, l1_penalty
+from ..errors import InputError
+from ..profile import LayerProfile, activations
+from ..reference import fires
+from ..text import Text, load, spread_windows
+from ..train import TrainConfig, TrainResult, l1_penalty
 
 SMALL = TrainConfig(steps=160, batch=8, context=64, d_model=96, layers=3, heads=3, d_ff=512, lr=1e-2,
                     warmup=20, eval_every=40, eval_windows=64)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import course_tile, plots_tile
-from .errors import InputError
-from .formats import TILE, WORDS
+from . import packing, plots_packing
+from ..errors import InputError
+from ..formats import TILE, WORDS
 from .widgets import display, ipywidgets, live_figure
 
 TILES = (32, 64, 128, 256, 512)
 
 
 class TileExplorer(ipywidgets.VBox):
-    """Sliders for row, tile, words and threshold, above the row that they draw (plots_tile.tile_view).
+    """Sliders for row, tile, words and threshold, above the row that they draw (plots_packing.tile_view).
 
     gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.tile`, `.words`, `.threshold`, `.row`,
     `.part`) that code can set; `.figure` is what is drawn, `.view` the plain data behind it. Where two
@@ -27,7 +27,7 @@ class TileExplorer(ipywidgets.VBox):
             shape = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
             raise InputError(f"gate is {shape}; a tensor [rows, d_ff], neither of them 0, is accepted")
         self.gate = gate.detach().cpu()
-        self.view = course_tile.view(self.gate, row, part, tile, words, threshold)  # checks them all
+        self.view = packing.view(self.gate, row, part, tile, words, threshold)  # checks them all
         finite = self.gate[self.gate.isfinite()].float()
         most = max(float(finite.max()) if finite.numel() else 0.0, threshold, 0.01)
         wide = {"style": {"description_width": "82px"}, "layout": {"width": "420px", "max_width": "100%"}}
@@ -40,7 +40,7 @@ class TileExplorer(ipywidgets.VBox):
         self.part = ipywidgets.IntSlider(min=0, max=len(self.view["counts"]) - 1, value=part,
                                          description="which tile", **wide)
         self._still = False
-        self.figure = live_figure(plots_tile.tile_view(self.view))
+        self.figure = live_figure(plots_packing.tile_view(self.view))
         self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
         super().__init__([self.row, self.part, self.tile, self.words, self.threshold,
                           self.figure if self._canvas is None else self._canvas])
@@ -57,13 +57,13 @@ class TileExplorer(ipywidgets.VBox):
             self.part.max = -(-self.gate.shape[1] // self.tile.value) - 1
         finally:
             self._still = False
-        self.view = course_tile.view(self.gate, self.row.value, self.part.value, self.tile.value,
+        self.view = packing.view(self.gate, self.row.value, self.part.value, self.tile.value,
                                      self.words.value, self.threshold.value)
         if self._canvas is None:
             with self.figure.batch_update():
-                plots_tile.move_tile_view(self.figure, self.view)
+                plots_packing.move_tile_view(self.figure, self.view)
         else:
-            plots_tile.move_tile_view(self.figure, self.view)
+            plots_packing.move_tile_view(self.figure, self.view)
             self._show()
 
     def _show(self) -> None:

@@ -7,9 +7,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from . import plots
-from .bench import quartiles
-from .errors import InputError
+from .. import plots
+from ..bench import quartiles
+from ..errors import InputError
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE,
          "ELL": plots.BLUE}
@@ -44,7 +44,7 @@ def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -
     figure.update_xaxes(title_text="milliseconds (median; whiskers hold the middle half)", rangemode="tozero",
                         range=[0, 1.28 * max(reach)])
     figure.update_yaxes(autorange="reversed", automargin=True)
-    return plots._styled(figure, title, height=150 + 44 * len(names))
+    return plots.styled(figure, title, height=150 + 44 * len(names))
 
 
 def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
@@ -60,13 +60,13 @@ def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, autorange="reversed")
     title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (red)"
-    return plots._styled(figure, title, height=80 + 6 * down).update_layout(margin={"t": 46, "b": 14, "l": 14})
+    return plots.styled(figure, title, height=80 + 6 * down).update_layout(margin={"t": 46, "b": 14, "l": 14})
 
 
 def against_density(table: list[dict], title: str, recorded: list[dict] | None = None) -> go.Figure:
     """How many times as fast as dense each format is, over the density of the matrix.
 
-    table: rows of `course.against_density`; recorded: rows of `course.recorded`, drawn dotted and named by device
+    table: rows of `measure.against_density`; recorded: rows of `measure.recorded`, drawn dotted and named by device
     and day.
     """
     figure = go.Figure()
@@ -95,14 +95,14 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
     figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
                         ticktext=[f"{mark:g}x" for mark in marks])
     lines = -(-len(figure.data) // 2)
-    figure = plots._styled(figure, title, height=400 + 20 * lines)
+    figure = plots.styled(figure, title, height=400 + 20 * lines)
     return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin_b=70 + 20 * lines)
 
 
 def threshold(sweep: dict, index: int = 0) -> go.Figure:
     """What a threshold on the gate does: the gate values it keeps, and the error against the weights read.
 
-    sweep: what `course.threshold_sweep` returned; index: which of its rows to mark.
+    sweep: what `measure.threshold_sweep` returned; index: which of its rows to mark.
     """
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.14,
                            subplot_titles=["gate values above zero; the kept ones blue",
@@ -119,7 +119,7 @@ def threshold(sweep: dict, index: int = 0) -> go.Figure:
     figure.update_yaxes(title_text=f"how many, over {sweep['tokens']} tokens", row=1, col=1)
     figure.update_xaxes(title_text="weights read for a token, % of the layer's", row=1, col=2)
     figure.update_yaxes(title_text="error of the output, %", rangemode="tozero", row=1, col=2)
-    figure = plots._styled(figure, "", height=400).update_layout(bargap=0.05, margin_t=90)
+    figure = plots.styled(figure, "", height=400).update_layout(bargap=0.05, margin_t=90)
     figure.update_annotations(font_size=12)
     move_threshold(figure, sweep, index)
     return figure

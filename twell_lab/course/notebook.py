@@ -13,7 +13,7 @@ from importlib import metadata
 
 import torch
 
-from . import machine
+from .. import machine
 
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import plots_train
+from . import plots_training
 from .widgets import Explorer
 
 
 def run_explorer(runs: dict[str, object]) -> Explorer:
     """Pick one of several training runs. runs: label -> TrainResult, or its summary()."""
-    return Explorer(plots_train.picked_run(runs),
-                    lambda figure, index: plots_train.pick_run(figure, runs, index),
+    return Explorer(plots_training.picked_run(runs),
+                    lambda figure, index: plots_training.pick_run(figure, runs, index),
                     [(label, label) for label in runs], "run")
