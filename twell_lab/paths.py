@@ -39,13 +39,15 @@ def cache_dir() -> Path | None:
     """
     named = os.environ.get("TWELL_LAB_CACHE")
     if named:
-        candidates = [Path(named)]
+        candidates = [lambda: Path(named)]
     else:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         owner = getattr(os, "getuid", lambda: "user")()
-        candidates = [Path(base) / "twell-lab", Path(tempfile.gettempdir()) / f"twell-lab-{owner}"]
-    for folder in candidates:
+        # gettempdir() raises where there is no temporary folder either.
+        candidates = [lambda: Path(base) / "twell-lab", lambda: Path(tempfile.gettempdir()) / f"twell-lab-{owner}"]
+    for candidate in candidates:
         try:
+            folder = candidate()
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=folder):
                 return folder
