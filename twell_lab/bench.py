@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from . import accuracy, launch, reference
-from .errors import InputError, TwellError
+from .errors import DeviceError, InputError, TwellError
 from .ffn import SparseFFN, feed_forwards
-from .formats import TILE, WORDS
+from .formats import TILE, VALUE_DTYPES, WORDS
 from .model import GatedFeedForward
 from .records import Record
 
@@ -58,8 +58,11 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
     The first component of every input is a constant, and the gate's weights for it set each neuron's threshold:
     the rest of the product is standard normal, so neurons fire independently, at their own rate, through a real GEMM.
     """
-    if min(tokens, d_model, d_ff) < 1 or d_model < 8:
-        raise InputError(f"tokens {tokens}, d_model {d_model}, d_ff {d_ff}; positive sizes, d_model from 8, are accepted")
+    for name, size, least in (("tokens", tokens, 1), ("d_model", d_model, 8), ("d_ff", d_ff, 1)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+            raise InputError(f"{name} is {size!r}; a whole number from {least} up is accepted")
+    if dtype not in VALUE_DTYPES:
+        raise InputError(f"dtype is {dtype}; bfloat16, float16 and float32 are accepted")
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
@@ -86,18 +89,24 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
 def check(dense: nn.Module, sparse: SparseFFN, x: Tensor, rows: int = 64) -> float:
     """Compare sparse with float64 on `rows` rows spread over x; returns the worst ratio to what is allowed.
 
-    Raises WrongResult, naming the row, if the promise of twell_lab.accuracy is broken.
+    Raises WrongResult, naming the row, if the promise of twell_lab.accuracy is broken; and if the dense module is not
+    the layer that the sparse one's weights make, since its error is what the promise allows for.
     """
     picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
     y, reached = sparse(x)[picked], dense(x)[picked]
     wide = lambda t: None if t is None else t.double()  # noqa: E731
     up, down, few = sparse.up, sparse.down, x[picked].double()
+    # The rounding of this first GEMM, torch's own in either layer, decides who fires: the exact sums start from it.
+    first = up if sparse.gate is None else sparse.gate
+    pattern = linear(x, first.weight, first.bias)[picked].double()
     if sparse.gate is None:
-        exact = reference.plain_ffn(few, *map(wide, (up.weight, down.weight, up.bias, down.bias)))
+        exact = linear(reference.relu(pattern), wide(down.weight), wide(down.bias))
     else:
-        # The gate's own rounding decides which neurons fire; the exact sums start from the gate that torch computed.
-        gate = linear(x, sparse.gate.weight, sparse.gate.bias)[picked].double()
-        exact = reference.gated(few, gate, *map(wide, (up.weight, down.weight, up.bias, down.bias)))
+        exact = reference.gated(few, pattern, *map(wide, (up.weight, down.weight, up.bias, down.bias)))
+    finite = exact.isfinite() & reached.isfinite()
+    off = torch.where(finite, reached - exact, 0).norm() / torch.where(finite, exact, 0).norm().clamp(min=1e-30)
+    if off > 0.05:  # 16-bit values make a few thousandths
+        raise WrongResult(f"the dense {type(dense).__name__} is off by {float(off):.3g} of its norm: nothing was timed")
     ratio, row = accuracy.worst_row(y, reached, exact)
     if not ratio <= 1.0:
         raise WrongResult(f"row {int(picked[row])} is off by {ratio:.3g} times what is allowed: nothing was timed")
@@ -197,10 +206,23 @@ def ffn(
     dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer.
     seconds: how long to measure on a CPU. Returns a Record with a row for each path.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
     return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, seconds=seconds)
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    """The device called `name`, by default a GPU where there is one; DeviceError where it is not there."""
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    try:
+        found = torch.device(there[-1] if name is None else name)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError):  # torch without CUDA asserts
+        found = None
+    if found is None or found.type not in there:
+        raise DeviceError(f"device is {str(name)!r}; accepted here: {', '.join(there)}")
+    return found
 
 
 def layer(
@@ -217,6 +239,8 @@ def layer(
 def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float) -> Record:
     x = inputs[0]
     (found,) = feed_forwards(dense)[:1]
+    if found.module is not dense:
+        raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
     sparse = SparseFFN.from_module(found.module)
     worst = max(check(dense, sparse, each) for each in inputs)
     pattern = found.pattern

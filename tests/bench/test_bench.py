@@ -1,0 +1,327 @@
+"""The benchmark: the workload fires as it says, a wrong result is never timed, and the rows hold what is promised."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from twell_lab import bench, records
+from twell_lab.errors import DeviceError, InputError
+from twell_lab.ffn import SparseFFN
+from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig, PlainFeedForward
+
+TINY = dict(d_model=32, d_ff=64, nnz=4, device="cpu", seconds=0)
+
+
+# ---- firing rates ----
+
+
+@pytest.mark.parametrize("d_ff", [32, 100, 5632])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.005, 0.1, 0.5, 0.6])
+@pytest.mark.parametrize("kind", ["lognormal", "uniform"])
+def test_rates_sum_to_the_mean_nnz(d_ff, share, kind):
+    rates = bench.firing_rates(d_ff, share * d_ff, kind)
+    assert rates.shape == (d_ff,) and rates.dtype == torch.float64
+    assert rates.sum().item() == pytest.approx(share * d_ff, rel=1e-3, abs=1e-12)
+    assert rates.min() >= 0 and rates.max() <= 0.95
+    if kind == "uniform":
+        assert rates.unique().numel() == 1
+    elif share:
+        assert (rates == 0).sum() == round(0.3 * d_ff)
+
+
+def test_lognormal_rates_have_the_spread_they_say():
+    rates = bench.firing_rates(20_000, 20)  # so few that none is clamped
+    spread = rates[rates > 0].log().std().item()
+    assert spread == pytest.approx(1.5, abs=0.05)  # five standard errors
+
+
+def test_rates_follow_the_seed():
+    assert torch.equal(bench.firing_rates(100, 5), bench.firing_rates(100, 5, seed=0))
+    assert not torch.equal(bench.firing_rates(100, 5), bench.firing_rates(100, 5, seed=1))
+
+
+@pytest.mark.parametrize("nnz", [-1, 60.1, 100, math.nan, math.inf])
+def test_a_mean_that_cannot_be_drawn(nnz):
+    with pytest.raises(InputError, match=f"nnz is {nnz}; 0 to 60"):
+        bench.firing_rates(100, nnz)
+
+
+def test_an_unknown_kind_of_workload():
+    with pytest.raises(InputError, match="workload is 'zipf'; 'lognormal' and 'uniform'"):
+        bench.firing_rates(100, 5, "zipf")
+
+
+# ---- the workload ----
+
+
+@pytest.mark.parametrize("kind", ["lognormal", "uniform"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_workload_fires_as_it_says(kind, dtype):
+    tokens, d_model, d_ff, nnz = 600, 1024, 512, 25
+    layer, inputs = bench.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cpu")
+    assert len(inputs) >= 2 and all(x.shape == (tokens, d_model) and x.dtype == dtype for x in inputs)
+    assert not torch.equal(inputs[0], inputs[1])
+    assert layer.gate_proj.weight.dtype == dtype and not any(p.requires_grad for p in layer.parameters())
+    fired = torch.stack([layer.gate_proj(x) > 0 for x in inputs]).double().flatten(0, 1)
+    rates = bench.firing_rates(d_ff, nnz, kind)
+    # Rows of the gate differ in length by 1/sqrt(2 d_model), which moves each neuron's rate by some 10%.
+    assert fired.sum(1).mean().item() == pytest.approx(nnz, rel=0.06)
+    assert not fired[:, rates == 0].any()
+    often = rates > 0.02
+    off = (fired.mean(0) - rates)[often] / (rates * (1 - rates) / len(fired)).sqrt()[often]
+    assert off.abs().median() < 4 and ((fired.mean(0) - rates)[often] / rates[often]).abs().max() < 0.6
+    # Independent neurons: the variances of single neurons add up to that of the count.
+    single = fired.mean(0) * (1 - fired.mean(0))
+    assert 0.8 < (fired.sum(1).var() / single.sum()).item() < 1.25
+
+
+def test_no_neuron_fires_where_none_should():
+    layer, (x, *_) = bench.workload(50, 64, 100, 0, "lognormal", torch.float32, "cpu")
+    assert not (layer.gate_proj(x) > 0).any()
+
+
+def test_a_workload_is_its_seed():
+    one, other, third = (bench.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
+    for a, b, c in zip([*one[0].parameters(), *one[1]], [*other[0].parameters(), *other[1]],
+                       [*third[0].parameters(), *third[1]], strict=True):
+        assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("tokens", 0), ("tokens", -3), ("tokens", 1.5), ("tokens", "8"), ("tokens", None), ("tokens", True),
+    ("d_model", 0), ("d_model", 7), ("d_model", 64.0), ("d_ff", 0), ("d_ff", -1),
+])
+def test_wrong_sizes_are_named(name, value):
+    with pytest.raises(InputError, match=f"{name} is {value!r}"):
+        bench.ffn(**{"tokens": 1, **TINY, name: value})
+
+
+def test_other_values_that_are_refused(monkeypatch):
+    for changed, told in (
+        (dict(dtype=torch.float64), "dtype is torch.float64"),
+        (dict(dtype=torch.int8), "dtype is torch.int8"),
+        (dict(nnz=64), "nnz is 64"),
+        (dict(workload_kind="zipf"), "workload is 'zipf'"),
+    ):
+        with pytest.raises(InputError, match=told):
+            bench.ffn(1, **{**TINY, **changed})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1", "gpu", "meta", 3.5):
+        with pytest.raises(DeviceError, match=f"device is '{device}'; accepted here: cpu$"):
+            bench.ffn(1, **{**TINY, "device": device})
+
+
+# ---- checking ----
+
+
+class OffBy(SparseFFN):
+    """A sparse layer whose row `row` is off, by a function of that row."""
+
+    row, error = 0, None
+
+    def forward(self, x):
+        y = super().forward(x).clone()
+        y[self.row] = self.error(y[self.row])
+        return y
+
+
+def pair(kind=GatedFeedForward, tokens=20, dtype=torch.float32, bias=False):
+    torch.manual_seed(0)
+    dense = kind(32, 64).requires_grad_(False)
+    if bias:
+        for projection in (m for m in dense.children() if isinstance(m, nn.Linear)):
+            projection.bias = nn.Parameter(torch.randn(projection.out_features), requires_grad=False)
+    dense = dense.to(dtype)
+    return dense, OffBy.from_module(dense), torch.randn(tokens, 32).to(dtype)
+
+
+@pytest.mark.parametrize("kind", [GatedFeedForward, PlainFeedForward])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_right_result_passes(kind, dtype, bias):
+    dense, _, x = pair(kind, dtype=dtype, bias=bias)
+    assert 0 <= bench.check(dense, SparseFFN.from_module(dense), x) <= 1.0
+    assert bench.check(dense, SparseFFN.from_module(dense), x[:1]) <= 1.0
+
+
+ERRORS = {
+    "a little": lambda row: row + 0.02 * row.abs().amax(),
+    "one value": lambda row: row + 0.1 * row.abs().amax() * (torch.arange(row.numel()) == 5),
+    "NaN": lambda row: row * math.nan,
+    "infinite": lambda row: row + math.inf,
+    "missing": torch.zeros_like,
+    "negated": torch.neg,
+}
+
+
+@pytest.mark.parametrize("kind", [GatedFeedForward, PlainFeedForward])
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_wrong_row_is_found_and_named(kind, error):
+    dense, broken, x = pair(kind)
+    for broken.row in (0, 13, 19):
+        broken.error = ERRORS[error]
+        with pytest.raises(bench.WrongResult, match=f"row {broken.row} is off by .* nothing was timed"):
+            bench.check(dense, broken, x)
+
+
+def test_a_dense_layer_that_is_another_one_is_found():
+    # Its error, measured from the sparse layer's weights, would excuse anything.
+    dense, _, x = pair()
+    with pytest.raises(bench.WrongResult, match="the dense GatedFeedForward is off by"):
+        bench.check(GatedFeedForward(32, 64).requires_grad_(False), SparseFFN.from_module(dense), x)
+
+    class Normalised(GatedFeedForward):
+        def forward(self, x):
+            return nn.functional.normalize(super().forward(x))
+
+    dense.__class__ = Normalised
+    with pytest.raises(bench.WrongResult, match="the dense Normalised is off by"):
+        bench.layer(dense, x, seconds=0)
+
+
+def test_of_many_rows_the_first_and_last_are_looked_at():
+    dense, broken, x = pair(tokens=1000)
+    broken.error = torch.neg
+    for broken.row in (0, 999):
+        with pytest.raises(bench.WrongResult, match=f"row {broken.row} "):
+            bench.check(dense, broken, x)
+    assert bench.check(dense, broken, x, rows=1) <= 1.0  # the last row is none of the one asked for
+
+
+@pytest.mark.parametrize("run", [
+    lambda: bench.ffn(4, **TINY),
+    lambda: bench.layer(pair()[0], pair()[2]),
+], ids=["ffn", "layer"])
+def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
+    monkeypatch.setattr(bench, "SparseFFN", OffBy)
+    monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
+    monkeypatch.setattr(bench, "time_cpu", lambda *_: pytest.fail("a wrong result was timed"))
+    with pytest.raises(bench.WrongResult):
+        run()
+
+
+# ---- clocks ----
+
+
+@pytest.mark.parametrize("samples, median, spread", [
+    ([3.0], 3.0, 0.0), ([1.0, 2.0], 1.5, 0.5), ([5.0, 1.0, 3.0, 2.0, 4.0], 3.0, 2.0), ([1.0] * 9 + [100.0], 1.0, 0.0),
+])
+def test_quartiles_by_hand(samples, median, spread):
+    assert bench.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only moves when told to: tick(seconds)."""
+    class Clock:
+        now = 0.0
+
+        def tick(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_calls_take_turns_and_every_sample_is_returned(clock):
+    made = []
+
+    def call(name, seconds):
+        return lambda turn: (made.append((name, turn)), clock.tick(seconds))
+
+    samples = bench.time_cpu({"a": call("a", 0.002), "b": call("b", 0.001)}, seconds=0.03)
+    warm, timed = made[:4], made[4:]
+    assert sorted(warm) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert timed == [(name, turn) for turn in range(10) for name in "ab"]
+    assert samples["a"] == pytest.approx([2.0] * 10) and samples["b"] == pytest.approx([1.0] * 10)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 1e-9])
+def test_at_least_five_rounds(clock, seconds):
+    turns = itertools.count()
+    samples = bench.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
+    assert len(samples["only"]) == 5
+
+
+# ---- records ----
+
+
+def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
+    assert record.name == "ffn" and [row["path"] for row in record.rows] == paths
+    for row in record.rows:
+        assert (row["kind"], row["device"], row["dtype"]) == ("ffn_forward", "CPU", dtype)
+        assert (row["tokens"], row["d_model"], row["d_ff"]) == (tokens, d_model, d_ff)
+        assert len(row["samples"]) >= 5 and min(row["samples"]) > 0
+        assert (row["ms"], row["spread"]) == pytest.approx(bench.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
+        assert row["dense_ms"] == record.rows[0]["ms"]
+        assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
+        assert 0 <= row["error_over_allowed"] <= 1.0
+    assert record.rows[0]["path"] == "dense eager" and record.rows[0]["x_dense"] == 1.0
+    flat = records.flat_rows([record])
+    assert len(flat) == len(paths)
+    for row in flat:
+        assert set(row) == set(records.FLAT_KEYS)
+        assert not {key for key, value in row.items() if value is None} - {"commit"}
+        assert row["stale"] is False
+    json.dumps(flat, allow_nan=False)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_record_of_a_drawn_layer(tokens, dtype, tmp_path):
+    record = bench.ffn(tokens, dtype=dtype, **TINY)
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    assert_complete(record, tokens, 32, 64, name, ["dense eager", "twell"])
+    assert record.rows[0]["workload"] == "independent, lognormal"
+    again = records.load(record.save(tmp_path))
+    assert again.rows == record.rows
+    assert bench.ffn(tokens, workload_kind="uniform", **TINY).rows[0]["workload"] == "independent, uniform"
+
+
+def test_the_recorded_nnz_is_what_fired():
+    record = bench.ffn(500, 64, 128, 9, device="cpu", seconds=0)
+    layer, inputs = bench.workload(500, 64, 128, 9, "lognormal", torch.float32, "cpu")
+    fired = sum((layer.gate_proj(x) > 0).sum(1).double().mean().item() for x in inputs) / len(inputs)
+    assert record.rows[0]["nnz"] == pytest.approx(fired, abs=0.006)
+    assert record.rows[0]["nnz"] != 9
+
+
+def test_the_compiled_dense_layer_beside_them(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    record = bench.ffn(2, compiled=True, **TINY)
+    assert_complete(record, 2, 32, 64, "float32", ["dense eager", "twell", "dense compiled"])
+
+
+@pytest.mark.parametrize("kind", [GatedFeedForward, PlainFeedForward])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_record_of_a_real_layer(kind, bias):
+    dense, _, x = pair(kind, bias=bias)
+    record = bench.layer(dense, x, label="layer 3", seconds=0)
+    assert_complete(record, 20, 32, 64, "float32", ["dense eager", "twell"])
+    assert record.rows[0]["workload"] == "layer 3"
+    first = dense.gate_proj if kind is GatedFeedForward else dense.up_proj
+    assert record.rows[0]["nnz"] == pytest.approx((first(x) > 0).sum(1).double().mean().item(), abs=0.006)
+    assert type(dense) is kind and not any(isinstance(m, SparseFFN) for m in dense.modules())
+
+
+def test_what_is_no_layer_or_no_input():
+    dense, sparse, x = pair()
+    for wrong, told in ((x[0], r"x is \[32\]"), (x[:0], r"x is \[0, 32\]"), (x[None], r"x is \[1, 20, 32\]"),
+                        ([1.0], "x is list"), (None, "x is NoneType")):
+        with pytest.raises(InputError, match=told):
+            bench.layer(dense, wrong, seconds=0)
+    for wrong_input in (x.double(), x[:, :-1]):
+        with pytest.raises(InputError, match="x is torch.float64|has shape"):
+            bench.layer(dense, wrong_input, seconds=0)
+    with pytest.raises(InputError, match="no ReLU feed-forward layer in Linear"):
+        bench.layer(nn.Linear(32, 32), x, seconds=0)
+    model = LanguageModel(ModelConfig(d_model=32, layers=2, heads=2, d_ff=64, context=8))
+    with pytest.raises(InputError, match=r"LanguageModel holds a feed-forward layer, layers\.0\.mlp"):
+        bench.layer(model, x, seconds=0)
+    with pytest.raises(InputError, match="OffBy is no feed-forward layer"):
+        bench.layer(sparse, x, seconds=0)
