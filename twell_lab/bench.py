@@ -1,8 +1,8 @@
 """Timing the sparse layer beside the dense one: check first, then time, medians with spread.
 
-On a GPU: device events around one call, inputs rotated, the L2 cache emptied before each call; for few
-tokens also CUDA-graph replays, which leave out the gaps between launches. On a CPU: wall time. Dense and sparse
-calls alternate, so that whatever else the machine does falls on both.
+On a GPU: device events around one call, inputs rotated, the L2 cache emptied before each call; for few tokens also
+CUDA-graph replays, which leave out the gaps between launches. On a CPU: wall time, with the weights as warm as repeated
+calls leave them, and cold. Dense and sparse calls take turns, so that whatever else the machine does falls on both.
 """
 
 from __future__ import annotations
@@ -123,18 +123,28 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
     return middle, high - low
 
 
-def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds a call, for each named call in turn, until `seconds` are used (at least 5 rounds)."""
+def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False) -> dict[str, list[float]]:
+    """Milliseconds a call, for the named calls in turn, until `seconds` are used (at least 10 calls each).
+
+    A turn is a block of five calls, one after the other: a layer that is used again and again, whose weights stay
+    in the cache as far as they fit. cold: a turn is one call, after 128 MiB of something else were read: a layer as it
+    is met inside a large model, where it has to come from memory in full.
+    """
+    other = torch.zeros(2**25) if cold else None
+    block = 1 if cold else 5
     for call in calls.values():
         call(0), call(1)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < 5 or time.perf_counter() < end:
+    while turn < 10 or time.perf_counter() < end:
         for name, call in calls.items():
-            start = time.perf_counter()
-            call(turn)
-            samples[name].append(1e3 * (time.perf_counter() - start))
-        turn += 1
+            if cold:
+                other.sum()
+            for i in range(block):
+                start = time.perf_counter()
+                call(turn + i)
+                samples[name].append(1e3 * (time.perf_counter() - start))
+        turn += block
     return samples
 
 
@@ -265,7 +275,8 @@ def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bo
         torch._dynamo.reset()
         calls["dense compiled"] = over_inputs(torch.compile(dense))
     if not x.is_cuda:
-        samples = time_cpu(calls, seconds)
+        samples = time_cpu(calls, seconds / 2)
+        samples |= {f"{name} (cold)": each for name, each in time_cpu(calls, seconds / 2, cold=True).items()}
     else:
         with torch.cuda.device(x.device):
             samples = time_cuda({**calls, **_parts(sparse, inputs)})
@@ -275,7 +286,8 @@ def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bo
             memory = {name: peak_bytes(call) for name, call in calls.items()}
     rows = []
     for path, values in samples.items():
-        base = "dense eager (graph)" if path.endswith("(graph)") else "dense eager"
+        how = path.partition(" (")[2]
+        base = f"dense eager ({how}" if how else "dense eager"
         median, spread = quartiles(values)
         dense_ms = quartiles(samples[base])[0]
         row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense_ms, "x_dense": dense_ms / median}

@@ -30,32 +30,41 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tens
 
     down may be None where only its transpose is at hand.
     """
-    keep = reference.fires(gate)
-    token, neuron = keep.nonzero(as_tuple=True)
+    token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
-        value = gate[token, neuron]
         sums = _gated_wide if x.dtype == torch.float32 else _gated_short
         y = sums(x, value, token, neuron, up, down_t, up_bias, down_bias)
     else:
-        hidden = torch.where(keep, gate * linear(x, up, up_bias), torch.zeros_like(gate))
+        hidden = torch.where(reference.fires(gate), gate * linear(x, up, up_bias), torch.zeros_like(gate))
         y = linear(hidden, _as_stored(down, down_t), down_bias)
-    if not x.isfinite().all():
-        y[reference.spoilt(x, keep)] = torch.nan
+    # A row of x that is not finite makes every gate value so: one column tells whether to look closer.
+    if not gate[:, 0].isfinite().all():
+        y[reference.spoilt(x, reference.fires(gate))] = torch.nan
     return y
 
 
 def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias) -> Tensor:
     """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down: see gated."""
-    token, neuron = reference.fires(gate).nonzero(as_tuple=True)
+    token, neuron, value = _entries(gate)
     if not _pays(gate, token.numel()):
         return linear(reference.relu(gate), _as_stored(down, down_t), bias)
-    value, tokens = gate[token, neuron], gate.shape[0]
+    tokens = gate.shape[0]
     if gate.dtype != torch.float32:
         return _sum_short(value, token, neuron, down_t, tokens, bias)
     y = _start_wide(tokens, down_t, bias)
     for t, n, v in _chunks(token, neuron, value):
-        _add_wide(y, v.double(), t, down_t[n])
+        _add_wide(y, v.double(), t, down_t.index_select(0, n))
     return y.float()
+
+
+def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, neuron, value) of what fires, tokens ascending. relu leaves NaN as it is, and NaN is not zero.
+
+    With one token every operation here costs more to start than to do, so there are as few as can be.
+    """
+    fired = torch.relu(gate)
+    token, neuron = fired.nonzero(as_tuple=True)
+    return token, neuron, fired[0].index_select(0, neuron) if gate.shape[0] == 1 else fired[token, neuron]
 
 
 def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
@@ -77,16 +86,21 @@ def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tens
     y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
     for t, n, v in _chunks(token, neuron, value):
         bias = None if up_bias is None else up_bias[n].double()
-        _add_wide(y, v * _dots(x, up[n].double(), bias, t), t, down_t[n])
+        _add_wide(y, v * _dots(x, up.index_select(0, n).double(), bias, t), t, down_t.index_select(0, n))
     return y.float()
 
 
 def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
     """16-bit values: torch's own GEMM and embedding_bag sum them in float32, biases included."""
-    hidden = torch.empty_like(value)
-    for t, n, v, out in _chunks(token, neuron, value, hidden):
-        torch.mul(v, _dots(x, up[n], None if up_bias is None else up_bias[n], t), out=out)
+    hidden = [v * _dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t)
+              for t, n, v in _chunks(token, neuron, value)]  # fmt: skip
+    hidden = hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
     return _sum_short(hidden, token, neuron, down_t, x.shape[0], down_bias)
+
+
+def _span(token: Tensor, tokens: int) -> tuple[int, int]:
+    """The first and last of some ascending tokens, of `tokens` in all."""
+    return (0, 0) if tokens == 1 else (int(token[0]), int(token[-1]))
 
 
 def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor:
@@ -95,7 +109,7 @@ def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor
     A small GEMM of the tokens concerned with all the rows computes some products nobody asked for; that is cheaper
     than gathering x, and sums in a wider type, which an elementwise product in 16 bits would not.
     """
-    first, last = int(token[0]), int(token[-1])
+    first, last = _span(token, x.shape[0])
     dots = linear(x[first : last + 1], rows, bias)
     return dots[0] if first == last else dots[token - first, torch.arange(token.numel())]
 
@@ -108,7 +122,7 @@ def _start_wide(tokens: int, down_t: Tensor, bias: Tensor | None) -> Tensor:
 
 def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
     """y[token] += hidden * rows, in y's dtype."""
-    first, last = int(token[0]), int(token[-1])
+    first, last = _span(token, y.shape[0])
     if first == last:
         y[first] += hidden @ rows.to(y.dtype)
         return
@@ -122,7 +136,7 @@ def _sum_short(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:
     if hidden.numel() == 0:
         y = down_t.new_zeros(tokens, down_t.shape[1])
         return y if bias is None else y + bias
-    first = torch.searchsorted(token, torch.arange(tokens))
+    first = torch.zeros(1, dtype=torch.int64) if tokens == 1 else torch.searchsorted(token, torch.arange(tokens))
     if bias is not None:
         # The bias joins the sum as a neuron that fires with 1 on every token, ahead of the token's entries:
         # added to a sum that is already rounded, it could cancel all but the rounding.

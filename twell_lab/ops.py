@@ -171,7 +171,9 @@ def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> Non
     change between replays, and this check will not run then.
     """
     changing = weight.requires_grad and torch.is_grad_enabled()
-    torch.ops.twell_lab.refresh_transposed(weight.detach(), transposed, stamp, changing)
+    # Mostly this only looks: the dispatcher would cost more than that.
+    refresh = torch.ops.twell_lab.refresh_transposed if torch.compiler.is_compiling() else _refresh_transposed
+    refresh(weight.detach(), transposed, stamp, changing)
 
 
 # ---- checks ----

@@ -234,31 +234,39 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
     def call(name, seconds):
         return lambda turn: (made.append((name, turn)), clock.tick(seconds))
 
-    samples = bench.time_cpu({"a": call("a", 0.002), "b": call("b", 0.001)}, seconds=0.03)
+    calls = {"a": call("a", 0.002), "b": call("b", 0.001)}
+    samples = bench.time_cpu(calls, seconds=0.15)
     warm, timed = made[:4], made[4:]
     assert sorted(warm) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert timed == [(name, turn) for turn in range(10) for name in "ab"]
+    assert timed == [(name, turn + i) for turn in range(0, 50, 5) for name in "ab" for i in range(5)]
+    assert samples["a"] == pytest.approx([2.0] * 50) and samples["b"] == pytest.approx([1.0] * 50)
+
+    made.clear()
+    samples = bench.time_cpu(calls, seconds=0.03, cold=True)
+    assert made[4:] == [(name, turn) for turn in range(10) for name in "ab"]
     assert samples["a"] == pytest.approx([2.0] * 10) and samples["b"] == pytest.approx([1.0] * 10)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 1e-9])
-def test_at_least_five_rounds(clock, seconds):
+def test_at_least_ten_calls(clock, seconds):
     turns = itertools.count()
     samples = bench.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
-    assert len(samples["only"]) == 5
+    assert len(samples["only"]) == 10
 
 
 # ---- records ----
 
 
 def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
+    paths = [*paths, *(f"{path} (cold)" for path in paths)]
     assert record.name == "ffn" and [row["path"] for row in record.rows] == paths
+    dense_ms = {row["path"]: row["ms"] for row in record.rows}
     for row in record.rows:
         assert (row["kind"], row["device"], row["dtype"]) == ("ffn_forward", "CPU", dtype)
         assert (row["tokens"], row["d_model"], row["d_ff"]) == (tokens, d_model, d_ff)
         assert len(row["samples"]) >= 5 and min(row["samples"]) > 0
         assert (row["ms"], row["spread"]) == pytest.approx(bench.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
-        assert row["dense_ms"] == record.rows[0]["ms"]
+        assert row["dense_ms"] == dense_ms["dense eager (cold)" if row["path"].endswith("(cold)") else "dense eager"]
         assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
         assert 0 <= row["error_over_allowed"] <= 1.0
     assert record.rows[0]["path"] == "dense eager" and record.rows[0]["x_dense"] == 1.0

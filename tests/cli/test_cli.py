@@ -176,7 +176,8 @@ def test_bench_prints_rows_and_saves_records(capsys, tmp_path):
              "--seconds", "0.01", "--device", "cpu", "--dtype", "float32"]
     rows = json.loads(ask(capsys, *small, "--json"))
     assert {(row["tokens"], row["path"]) for row in rows} \
-        == {(tokens, path) for tokens in (1, 2) for path in ("dense eager", "twell")}
+        == {(tokens, path) for tokens in (1, 2) for name in ("dense eager", "twell")
+            for path in (name, f"{name} (cold)")}
     shown = ask(capsys, *small, "--out", str(tmp_path))
     assert shown.count("bench: saved ") == 2 and len(records.load_all(tmp_path)) == 2
 
