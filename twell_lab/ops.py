@@ -171,9 +171,11 @@ def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> Non
     change between replays, and this check will not run then.
     """
     changing = weight.requires_grad and torch.is_grad_enabled()
-    # Mostly this only looks: the dispatcher would cost more than that.
-    refresh = torch.ops.twell_lab.refresh_transposed if torch.compiler.is_compiling() else _refresh_transposed
-    refresh(weight.detach(), transposed, stamp, changing)
+    weight = weight.detach()
+    # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
+    dispatched = torch.compiler.is_compiling() or type(weight) is not Tensor
+    refresh = torch.ops.twell_lab.refresh_transposed if dispatched else _refresh_transposed
+    refresh(weight, transposed, stamp, changing)
 
 
 # ---- checks ----

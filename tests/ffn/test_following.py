@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
@@ -324,6 +325,13 @@ def test_a_compiled_layer_follows(change, dense, x):
     for gradient, p in zip(found, dense.parameters(), strict=True):
         torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item())
     torch._dynamo.reset()
+
+
+def test_fake_tensors_pass_through(dense):
+    with FakeTensorMode():
+        sparse = SparseFFN.from_module(type(dense)(D_MODEL, D_FF))
+        y = sparse(torch.randn(3, D_MODEL))
+    assert y.shape == (3, D_MODEL) and y.dtype == torch.float32
 
 
 def test_checkpointed(dense, x):

@@ -193,6 +193,21 @@ def test_rows_of_x_that_are_not_finite_follow_the_dense_layer(path, gated, dtype
 
 
 @pytest.mark.parametrize("bad", BAD_ROWS)
+@pytest.mark.parametrize("firing", [0, 1, 40])
+def test_rows_of_x_that_are_not_finite_beside_a_packed_gate(path, dtype, bad, firing, draw):
+    # The packed gate is finite and says nothing of x: with one neuron firing, or none, or all of them.
+    layer = draw(4, 12, 40, dtype=dtype)
+    gate = layer.pattern()
+    gate[1:3] = -1
+    gate[1:3, 40 - firing :] = 1
+    layer.x[1, 3:5] = layer.x[2, -2:] = torch.tensor(BAD_ROWS[bad], dtype=dtype)
+    y = ops.packed_gated(layer.x, ops.pack(gate), layer.up, layer.down)
+    dense = linear(torch.relu(gate) * linear(layer.x, layer.up), layer.down)
+    assert torch.equal(y.isnan(), dense.isnan()) and torch.equal(y.isinf(), dense.isinf())
+    assert torch.equal(y[1:3][y[1:3].isinf()], dense[1:3][dense[1:3].isinf()]) and y[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
 def test_a_bad_row_in_which_every_neuron_fires(path, dtype, bad, draw):
     layer = draw(3, 12, 30, dtype=dtype, biases="g")
     layer.x[1, 3:5] = torch.tensor(BAD_ROWS[bad], dtype=dtype)
