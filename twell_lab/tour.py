@@ -103,7 +103,7 @@ def summary(record: records.Record) -> str:
                                   "dead": "dead neurons"})
     timed = [row for row in record.rows if row["x_dense"] is not None]
     second = records.table(
-        [{**row, "layer": row.get("label", "LLM size")} for row in timed if row["path"] != "dense eager"],
+        [{**row, "layer": row.get("label", "LLM size")} for row in timed if not row["path"].startswith("dense eager")],
         {"layer": "layer", "tokens": "tokens", "dtype": "dtype", "path": "path", "nnz": "mean nnz",
          "ms": "ms", "dense_ms": "dense ms", "x_dense": "x dense"})
     text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
