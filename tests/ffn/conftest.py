@@ -48,6 +48,15 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Such small tensors gain nothing from a second thread, and on a busy machine they wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def over_the_entries(monkeypatch):
     """Small layers would take the dense path, which never looks at down_t."""

@@ -82,6 +82,15 @@ def taking(path: str):
     return mock.patch.object(cpu, "_pays", lambda gate, entries: path == "entries")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Such small tensors gain nothing from a second thread, and on a busy machine they wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def draw():
     return Layer.draw

@@ -328,11 +328,13 @@ def test_no_argument_is_written_to(path, gated, draw):
 
 
 def test_the_same_bits_twice(path, gated, dtype, draw):
+    torch.set_num_threads(2)
     layer = draw(37, 40, 500, gated=gated, dtype=dtype, biases="gud", fires=0.1)
     first = layer.sparse()
     for _ in range(3):
         torch.empty(10_000).fill_(nan)  # what is not written to must not be read
         assert same_bits(layer.sparse(), first)
+    torch.set_num_threads(1)
 
 
 def test_tile_and_words_change_nothing_but_the_packing(path, gated, draw):
