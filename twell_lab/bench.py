@@ -124,19 +124,20 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
 
 
 def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False) -> dict[str, list[float]]:
-    """Milliseconds a call, for the named calls in turn, until `seconds` are used (at least 10 calls each).
+    """Milliseconds a call, for the named calls in turn, until `seconds` are used (at least two turns, cold
+    ten).
 
-    A turn is a block of five calls, one after the other: a layer that is used again and again, whose weights stay
+    A turn is a block of twenty calls, one after the other: a layer that is used again and again, whose weights stay
     in the cache as far as they fit. cold: a turn is one call, after 128 MiB of something else were read: a layer as it
     is met inside a large model, where it has to come from memory in full.
     """
     other = torch.zeros(2**25) if cold else None
-    block = 1 if cold else 5
+    block, least = (1, 10) if cold else (20, 40)
     for call in calls.values():
         call(0), call(1)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < 10 or time.perf_counter() < end:
+    while turn < least or time.perf_counter() < end:
         for name, call in calls.items():
             if cold:
                 other.sum()

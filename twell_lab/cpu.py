@@ -85,6 +85,11 @@ def _chunks(*lists: Tensor):
 
 def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
     """float32 values, float64 sums."""
+    if x.shape[0] == 1:
+        hidden = torch.mv(up.index_select(0, neuron).double(), x[0].double())
+        hidden = value * (hidden if up_bias is None else hidden + up_bias[neuron])
+        y = hidden @ down_t.index_select(0, neuron).double()
+        return (y if down_bias is None else y + down_bias).float()[None]
     y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
     for t, n, v in _chunks(token, neuron, value):
         bias = None if up_bias is None else up_bias[n].double()

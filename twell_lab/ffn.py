@@ -158,6 +158,14 @@ class SparseFFN(nn.Module):
         """Memory held beyond the dense layer's parameters: the transposed down projection."""
         return self.down_t.numel() * self.down_t.element_size()
 
+    def refresh(self) -> None:
+        """Have the next forward copy `down` anew.
+
+        Only for what torch itself does not notice: a change in place of `down.weight.data`, such as
+        `p.data += delta`, raises no version. Optimizers, `load_state_dict` and `p.add_` under no_grad are followed.
+        """
+        self._stamp.fill_(-1)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
         gate, up, down = self.gate, self.up, self.down
@@ -194,7 +202,7 @@ class SparseFFN(nn.Module):
         if self.down_t.is_inference():  # moved inside inference mode: nothing outside could write to it
             with torch.inference_mode(False):
                 self.down_t = torch.empty_like(self.down_t)
-        self._stamp.fill_(-1)
+        self.refresh()
         return self
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import linear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -135,7 +136,8 @@ def gated_ffn(
     down_t = _transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weights = (gate.contiguous(), up.contiguous(), down, down_t)
-    y = torch.ops.twell_lab.gated_ffn(rows, *weights, gate_bias, up_bias, down_bias, tile, words)
+    tensors = (rows, *weights, gate_bias, up_bias, down_bias)
+    y = _pick("gated_ffn", tensors, _gated_ffn_cpu, _gated_ffn_cuda)(*tensors, tile, words)
     return y.view(x.shape)
 
 
@@ -158,7 +160,8 @@ def plain_ffn(
     _check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
     down_t = _transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y = torch.ops.twell_lab.plain_ffn(rows, up.contiguous(), down, down_t, up_bias, down_bias, tile, words)
+    tensors = (rows, up.contiguous(), down, down_t, up_bias, down_bias)
+    y = _pick("plain_ffn", tensors, _plain_ffn_cpu, _plain_ffn_cuda)(*tensors, tile, words)
     return y.view(x.shape)
 
 
@@ -176,6 +179,19 @@ def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> Non
     dispatched = torch.compiler.is_compiling() or type(weight) is not Tensor
     refresh = torch.ops.twell_lab.refresh_transposed if dispatched else _refresh_transposed
     refresh(weight, transposed, stamp, changing)
+
+
+def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
+    """The operator, or, where nothing but its kernel would see the call, the kernel itself.
+
+    torch's dispatcher and autograd cost more host time than a launch; they are needed while compiling or tracing, for
+    tensor subclasses, and for gradients.
+    """
+    grad = torch.is_grad_enabled()
+    seen = torch.compiler.is_compiling() or any(
+        t is not None and (type(t) not in (Tensor, Parameter) or (grad and t.requires_grad)) for t in tensors
+    )
+    return getattr(torch.ops.twell_lab, name) if seen else on_cuda if tensors[0].is_cuda else on_cpu
 
 
 # ---- checks ----

@@ -235,11 +235,11 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
         return lambda turn: (made.append((name, turn)), clock.tick(seconds))
 
     calls = {"a": call("a", 0.002), "b": call("b", 0.001)}
-    samples = bench.time_cpu(calls, seconds=0.15)
+    samples = bench.time_cpu(calls, seconds=0.6)
     warm, timed = made[:4], made[4:]
     assert sorted(warm) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert timed == [(name, turn + i) for turn in range(0, 50, 5) for name in "ab" for i in range(5)]
-    assert samples["a"] == pytest.approx([2.0] * 50) and samples["b"] == pytest.approx([1.0] * 50)
+    assert timed == [(name, turn + i) for turn in range(0, 200, 20) for name in "ab" for i in range(20)]
+    assert samples["a"] == pytest.approx([2.0] * 200) and samples["b"] == pytest.approx([1.0] * 200)
 
     made.clear()
     samples = bench.time_cpu(calls, seconds=0.03, cold=True)
@@ -248,10 +248,10 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 1e-9])
-def test_at_least_ten_calls(clock, seconds):
+def test_at_least_two_turns(clock, seconds):
     turns = itertools.count()
     samples = bench.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
-    assert len(samples["only"]) == 10
+    assert len(samples["only"]) == 40
 
 
 # ---- records ----

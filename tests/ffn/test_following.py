@@ -365,3 +365,14 @@ def test_weights_changed_inside_inference_mode(dense, x):
     replace_parameter(dense)
     assert_follows(sparse, dense, x)
     assert sparse(x).requires_grad
+
+
+def test_a_change_of_data_in_place_is_followed_after_refresh():
+    """torch raises no version for it, so this is the one change that has to be told."""
+    layer = GatedFeedForward(16, 32).requires_grad_(False)
+    sparse = SparseFFN.from_module(layer)
+    x = torch.randn(3, 16)
+    sparse(x)
+    layer.down_proj.weight.data.mul_(2)
+    sparse.refresh()
+    assert torch.allclose(sparse(x), layer(x), rtol=1e-4, atol=1e-6)
