@@ -24,9 +24,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    # torch's CPU threads spin while they wait. A shorter spin costs nothing on a free machine; on a busy one the long
-    # one slows training tenfold. Read when torch is first imported, which the commands below do.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         status = options.run(options)
         sys.stdout.flush()
