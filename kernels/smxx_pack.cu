@@ -6,13 +6,13 @@
 // Versions, with their time for 16,384 x 5,632 bf16, mean nnz 29, on an H100 SXM (2026-11-21, cold L2)
 //   pack_v1  0.411 ms  one thread a tile. Each thread walks its 256 columns alone, so neighbouring threads read
 //                      addresses 512 bytes apart and every load touches a sector of its own.
-//   pack_v2  0.203 ms  one warp a tile: 32 neighbouring columns at a time, a ballot gives each kept value its slot.
+//   pack_v2  0.204 ms  one warp a tile: 32 neighbouring columns at a time, a ballot gives each kept value its slot.
 //                      Reads are contiguous (64 bytes a warp for bf16). Any shape, any alignment.
 //   pack_v3  0.099 ms  16-byte loads: a lane holds 8 (fp32: 4) neighbouring columns, so a bf16 tile is one load a
 //                      lane; a prefix sum over the lanes' counts gives the slots. Needs columns and tile to be
 //                      multiples of the vector. Predicted 0.07; the writes, a few bytes in each of 360,000 sectors,
 //                      cost more than their bytes.
-//   pack_v4  0.095 ms  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under
+//   pack_v4  0.096 ms  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under
 //                      way. Predicted 0.07: bytes under way were not the limit.
 #include "twell.cuh"
 
