@@ -62,7 +62,7 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
         if isinstance(size, bool) or not isinstance(size, int) or size < least:
             raise InputError(f"{name} is {size!r}; a whole number from {least} up is accepted")
     if dtype not in VALUE_DTYPES:
-        raise InputError(f"dtype is {dtype}; bfloat16, float16 and float32 are accepted")
+        raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
@@ -70,7 +70,8 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
     constant = d_model**0.5
     rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
     threshold = -torch.special.ndtri(rates).to(device, torch.float32)
-    gate = normal(d_ff, d_model) / (d_model - 1) ** 0.5
+    gate = normal(d_ff, d_model)
+    gate /= gate[:, 1:].norm(dim=1, keepdim=True)  # exactly standard, or a narrow layer would miss its rates
     gate[:, 0] = -threshold.clamp(max=12.0) / constant
     layer.gate_proj.weight.data = gate
     layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5

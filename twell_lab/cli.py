@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -30,6 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
         return status or 0
     except TwellError as error:
         print(f"twell-lab: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for a CPU allocation that fails, only this wording.
+        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate|alloc_cpu", str(error)):
+            raise
+        print("twell-lab: this does not fit into memory; smaller sizes are accepted", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\ntwell-lab: interrupted; to run it again: {_again(arguments)}", file=sys.stderr)
@@ -67,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", _doctor, "Say what this machine has, what will run where, and what is missing.")
 
     tour = command("tour", _tour, "Train with and without L1, profile, pack, time, and write a page.")
-    tour.add_argument("--text", metavar="PATH", help="a file or folder to train on, instead of the source of "
+    tour.add_argument("--text", type=_given, metavar="PATH", help="a file or folder to train on, instead of the source of "
                                                      "Python's standard library")
     tour.add_argument("--out", metavar="DIR", type=Path, default=Path("build/tour"),
                       help="where index.html and tour.json go (default: %(default)s)")
@@ -79,14 +86,14 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "Train a small ReLU language model, with an L1 penalty if asked for.")
     _add_fields(train)
-    train.add_argument("--text", metavar="PATH", help="a file or folder (default: Python's standard library)")
+    train.add_argument("--text", type=_given, metavar="PATH", help="a file or folder (default: Python's standard library)")
     train.add_argument("--plain", action="store_true", help="plain feed-forward layers instead of gated ones")
     train.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
     train.add_argument("--out", metavar="DIR", type=Path, help="save the model here, for twell-lab profile")
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
-    profile.add_argument("--text", metavar="PATH", help="a file or folder (default: the held-out part of the "
+    profile.add_argument("--text", type=_given, metavar="PATH", help="a file or folder (default: the held-out part of the "
                                                         "source of Python's standard library)")
     profile.add_argument("--windows", type=_positive, default=256, metavar="N",
                          help="how many windows (default: %(default)s)")
@@ -105,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--workload", choices=["lognormal", "uniform"], default="lognormal",
                        help="how neurons share the firing (default: %(default)s)")
     bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
-    bench.add_argument("--seconds", type=float, default=2.0, metavar="S",
+    bench.add_argument("--seconds", type=_seconds, default=2.0, metavar="S",
                        help="how long to measure each size on a CPU (default: %(default)s)")
     bench.add_argument("--out", metavar="DIR", type=Path, help="save the records here")
 
@@ -143,8 +150,24 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
                             help=what)
 
 
+def _given(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; a file or folder is accepted")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0 and up to 3600")
+    return value
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
     return value
@@ -314,6 +337,8 @@ def _records(options) -> int:
         else:
             print(f"records: {sentence}")
         return 0 if holds else 1
+    if options.folder is not None and not options.folder.is_dir():
+        raise InputError(f"--folder is {options.folder}; an existing folder of records is accepted")
     rows = records.flat_rows(records.load_all(options.folder))
     if options.json:
         _print_json(rows)

@@ -123,7 +123,8 @@ def gated_ffn(
 
     x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one
     (SparseFFN does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases.
-    Under torch.autocast everything is cast first, as torch.nn.functional.linear does.
+    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Weights must be finite: what lies
+    in a silent neuron's rows is not read, so a NaN there is not passed on as the dense layer would.
     Method: arXiv 2603.23198, section 3.
     """
     _check_tensor("x", x)
@@ -249,9 +250,11 @@ def _check_bias(name: str, bias: Tensor | None, length: int) -> None:
 def _check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias) -> None:
     if min(d_model, d_ff) < 1:
         raise InputError(f"d_model is {d_model} and d_ff {d_ff}; at least 1 of each is accepted")
+    if up.dim() == 2 and up.shape[1] != d_model:
+        raise InputError(f"x has rows of {d_model} values, up has shape {list(up.shape)}: {up.shape[1]} are accepted")
+    _check_shape("up", up, (d_ff, d_model))
     if gate is not None:
         _check_shape("gate", gate, (d_ff, d_model))
-    _check_shape("up", up, (d_ff, d_model))
     _check_shape("down", down, (d_model, d_ff))
     _check_bias("gate_bias", gate_bias, d_ff)
     _check_bias("up_bias", up_bias, d_ff)

@@ -134,8 +134,27 @@ def test_records_are_flat_rows(capsys, folder):
 
 
 def test_no_records_are_an_empty_list(capsys, tmp_path):
-    assert json.loads(ask(capsys, "records", "--json", "--folder", str(tmp_path / "none"))) == []
-    assert "none" in ask(capsys, "records", "--folder", str(tmp_path / "none"))
+    assert json.loads(ask(capsys, "records", "--json", "--folder", str(tmp_path))) == []
+    assert "none" in ask(capsys, "records", "--folder", str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_named(capsys, tmp_path):
+    assert cli.main(["records", "--folder", str(tmp_path / "mistyped")]) == 2
+    assert "mistyped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--seconds", "inf"], ["bench", "--seconds", "-1"],
+                                       ["bench", "--seconds", "soon"], ["bench", "--tokens", "x"],
+                                       ["tour", "--text", ""]])
+def test_values_that_are_refused_before_anything_runs(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2 and "accepted" in capsys.readouterr().err.replace("is not a", "accepted")
+
+
+def test_what_does_not_fit_into_memory_is_one_line(capsys):
+    assert cli.main(["bench", "--tokens", "99999999999", "--d-model", "64", "--d-ff", "64", "--nnz", "4"]) == 2
+    assert "memory" in capsys.readouterr().err
 
 
 def test_verify_answers_by_its_status(capsys, folder):
