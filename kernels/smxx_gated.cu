@@ -15,9 +15,9 @@
 //   gated_v4  for few tokens: TEAMS teams share the kept values of one token and add up at the end. At 1 / 8 / 64 / 256
 //             tokens 14 / 17 / 17 / 25 us instead of v3's 32 / 44 / 37 / 33. At 16,384 it is slower (0.977 ms): the GPU
 //             is full without it.
-// Tried with v3 at WARPS = 1 and eight chunks a lane: 0.593 ms. 231 registers a thread leave 9 warps on a multiprocessor;
-// two warps a token at 128 registers leave 16. Four warps a token: 0.541 ms, eight: 0.812 ms, for the barriers.
-// Capping the registers of the one-warp version at 168 spilled: 1.02 ms.
+// Tried, in an exploring run of which no record was kept (leads rather than evidence): v3 at WARPS = 1 and eight chunks a
+// lane, 0.593 ms; its 231 registers a thread leave 9 warps on a multiprocessor, two warps a token at 128 leave 16. Four
+// warps a token: 0.541 ms, eight: 0.812 ms. The one-warp version capped at 168 registers spilled: 1.02 ms.
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 

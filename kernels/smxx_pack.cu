@@ -10,11 +10,11 @@
 //                      Reads are contiguous (64 bytes a warp for bf16). Any shape, any alignment.
 //   pack_v3  0.099 ms  16-byte loads: a lane holds 8 (fp32: 4) neighbouring columns, so a bf16 tile is one load a
 //                      lane; a prefix sum over the lanes' counts gives the slots. Needs columns and tile to be
-//                      multiples of the vector. Predicted 0.07; the writes, a few bytes in each of 360,000 sectors,
-//                      cost more than their bytes.
+//                      multiples of the vector. Predicted 0.07. The rest may be the writes, a few bytes in each of
+//                      360,000 sectors: not confirmed with counters.
 //   pack_v4  0.096 ms  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under
 //                      way. Predicted 0.07: bytes under way were not the limit. At 1 / 8 / 64 / 256 tokens it takes
-//                      6.8 / 6.9 / 7.1 / 7.6 us and v3 5.6 / 5.9 / 6.3 / 6.2: it leaves the GPU fewer blocks.
+//                      6.8 / 6.9 / 7.1 / 7.6 us and v3 5.6 / 5.9 / 6.3 / 6.2.
 #include "twell.cuh"
 
 // Where tile `item` of the matrix begins; tiles are numbered row by row.

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .errors import InputError
 
-FORMAT_VERSION = 1
 TILE, WORDS = 256, 32
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The word that holds one (value, column) pair, and the integer type of the value's bits.
