@@ -1,0 +1,169 @@
+"""What is counted, against counts made by hand and against a model of the kernels."""
+
+import math
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulator import modelled
+from twell_lab import paths
+from twell_lab.errors import InputError
+from twell_lab.simulator import counts as counting
+from twell_lab.simulator.counts import Counts, Gpu, H100, Traffic, predicted_time
+
+
+def gate(rows: int = 2, columns: int = 1024, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal((rows, columns)) - 2
+    return modelled.rounded(values)
+
+
+def counted(block: modelled.Block) -> Counts:
+    raw = block.raw()
+    return Counts.of(raw["sites"], raw["footprint"], block.lines, block.arrays, block.threads)
+
+
+def test_one_thread_a_tile_touches_a_sector_with_every_lane():
+    counts = counted(modelled.pack_v1(gate(rows=8), 256, 32))  # 32 tiles: one warp
+    reads = counts.global_reads
+    assert reads == Traffic(requests=256, accesses=8192, bytes=16384, sectors=8192, lines=8192)
+    assert reads.coalescing == 2 / 32 and counts.threads == 32
+    assert counts.unique_bytes("gate") == counts.unique_bytes("gate", "read") == 16384
+    assert counts.unique_bytes("gate", "written") == 0
+
+
+def test_one_warp_a_tile_reads_whole_sectors():
+    counts = counted(modelled.pack_v2(gate(rows=8), 256, 32))
+    assert counts.global_reads == Traffic(requests=256, accesses=8192, bytes=16384, sectors=512, lines=256)
+    assert counts.global_reads.coalescing == 1 and counts.collectives == 256
+    kept = int((gate(rows=8) > 0).sum())
+    assert counts.global_writes.accesses == kept + 32 and counts.global_writes.bytes == 4 * (kept + 32)
+
+
+def test_shared_memory_barriers_and_atomics():
+    counts = counted(modelled.block_sum(np.arange(64.0)))
+    assert counts.shared_writes == Traffic(requests=2, accesses=64, bytes=256, wavefronts=2, ideal_wavefronts=2)
+    assert counts.shared_reads.requests == 4 and counts.shared_reads.bank_conflicts == 0
+    assert counts.barriers == 4 and counts.atomics.accesses == 64 and counts.atomics.sectors == 64
+    assert math.isnan(counts.shared_reads.coalescing)
+
+
+def test_bank_conflicts_are_the_passes_beyond_the_ideal():
+    site = np.zeros(1, modelled.SITES)
+    site[0]["kind"], site[0]["space"], site[0]["requests"] = modelled.READ, 2, 3
+    site[0]["wavefronts"], site[0]["ideal_wavefronts"] = 96, 3
+    assert Counts.of(site, np.zeros(0, modelled.FOOTPRINT), {}, [], 32).shared_reads.bank_conflicts == 93
+
+
+def test_lines_of_the_kernel_and_of_its_helpers():
+    counts = counted(modelled.block_sum(np.arange(64.0)))
+    inner = {(line.file, line.number): line for line in counts.by_line()}
+    assert list(inner) == sorted(inner) and inner["helpers.cuh", 9].shared_reads.requests == 4
+    assert inner["helpers.cuh", 9].function == "load" and ("sum.cu", 5) not in inner
+    outer = {(line.file, line.number): line for line in counts.by_line("kernel")}
+    assert outer["sum.cu", 5].shared_reads.requests == 4 and ("helpers.cuh", 9) not in outer
+    assert outer["sum.cu", 5].text.startswith("for (int i") and outer["sum.cu", 4].barriers == 2
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 99), st.sampled_from(["innermost", "kernel"]), st.sampled_from(["pack_v1", "pack_v2", "block_sum"]))
+def test_the_lines_add_up_to_the_totals(seed, where, kernel):
+    block = modelled.block_sum(np.arange(64.0) + seed) if kernel == "block_sum" else getattr(modelled, kernel)(gate(seed=seed), 256, 8)
+    counts = counted(block)
+    lines = counts.by_line(where)
+    for name, total in counts.traffic.items():
+        assert sum((getattr(line, name) for line in lines), Traffic()) == total
+    for name in ("collectives", "barriers", "divergent_branches"):
+        assert sum(getattr(line, name) for line in lines) == getattr(counts, name)
+
+
+def test_divergent_branches():
+    values = np.full((1, 512), -1.0, np.float32)
+    values[0, 3] = 1.0  # one of the two threads keeps its fourth value: one branch where they part
+    assert counted(modelled.pack_v1(values, 256, 32)).divergent_branches == 1
+    assert counted(modelled.pack_v1(np.abs(values), 256, 32)).divergent_branches == 0
+
+
+def test_a_larger_launch_is_predicted_from_a_small_one():
+    """All work of packing is linear in the rows, so the scaled counts are those of the larger launch."""
+    rows = np.repeat(gate(rows=2), 4, axis=0)
+    small, large = (counted(modelled.pack_v2(each, 256, 32)) for each in (rows[:2], rows[[0, 1, 0, 1, 0, 1]]))
+    grown = small.scaled(3)
+    assert (grown.traffic, grown.collectives, grown.threads) == (large.traffic, large.collectives, large.threads)
+    assert grown.footprints == large.footprints
+
+
+def test_weights_do_not_grow_with_the_rows():
+    counts = counted(modelled.block_sum(np.arange(64.0)))
+    assert counts.scaled(100).unique_bytes("x") == 100 * 256
+    assert counts.scaled(100, same_size=["x"]).unique_bytes("x") == 256
+    assert counts.scaled(100, same_size=["x"]).global_reads.bytes == 100 * 256
+
+
+def test_the_prediction_is_the_slowest_part():
+    sites = np.zeros(2, modelled.SITES)
+    for site, space in zip(sites, (1, 2), strict=True):
+        site["kind"], site["space"], site["requests"] = modelled.READ, space, 1
+    sites[0]["sectors"], sites[0]["lines"], sites[1]["wavefronts"] = 100, 25, 15
+    footprint = np.array([(0, 30, 20)], modelled.FOOTPRINT)
+    array = modelled.Array("x", "global", np.dtype("f4"), (512,), None)
+    counts = Counts.of(sites, footprint, {}, [array], 32)
+    gpu = Gpu("toy", multiprocessors=2, clock_hz=10.0, memory_bytes_per_s=100.0, l2_bytes_per_s=400.0, source="made up")
+    predicted = predicted_time(counts, gpu)
+    assert predicted.bounds == {"device memory": 16.0, "L2 cache": 8.0, "L1 cache": 2.0}
+    assert (predicted.seconds, predicted.limit) == (16.0, "device memory")
+    assert "16000" in str(predicted) and str(predicted).index("device") < str(predicted).index("<-")
+
+
+def test_packing_is_predicted_as_the_kernel_header_says():
+    """smxx_pack.cu: 16,384 x 5,632 values are 0.065 ms of device memory; one thread a tile is limited elsewhere."""
+    values = gate(rows=4, columns=5632)
+    full = 16384 / 4
+    v1, v2 = (predicted_time(counted(kernel(values, 256, 32)).scaled(full)) for kernel in (modelled.pack_v1, modelled.pack_v2))
+    for each in (v1, v2):
+        assert 0.0615e-3 < each.bounds["device memory"] < 0.10e-3  # the gate alone, and a sector for every word
+    assert v2.limit == "device memory" and v1.limit != "device memory"
+    assert v1.seconds > 4 * v2.seconds
+
+
+def test_the_reachable_rates_are_below_the_datasheet():
+    sheet = json.loads((paths.data_dir() / "gpus.json").read_text())
+    listed = {gpu["name"]: gpu for gpu in sheet["gpus"]}
+    assert H100.memory_bytes_per_s < 1e9 * listed[H100.name]["bandwidth_gb_s"]
+
+
+def test_the_table_is_aligned_and_complete():
+    counts = counted(modelled.block_sum(np.arange(64.0)))
+    shown = str(counts)
+    for block in shown.split("\n\n")[:-1]:
+        head, *rows = block.splitlines()
+        assert rows and all(len(row) <= len(head) for row in rows)
+    for word in ("global reads", "shared writes", "atomics", "bank conflicts", "different bytes", "64 threads"):
+        assert word in shown
+    assert "global writes" not in shown  # there were none
+    assert "<pre>" in counts._repr_html_() and "<script" not in counts._repr_html_()
+
+
+def test_as_plain_data():
+    counts = counted(modelled.pack_v2(gate(), 256, 32))
+    plain = json.loads(json.dumps(counts.to_dict()))
+    assert plain["global_reads"]["sectors"] == counts.global_reads.sectors
+    assert plain["footprints"]["gate"]["read_sectors"] * 32 == counts.unique_bytes("gate")
+    assert sum(line["global_writes"]["bytes"] for line in plain["by_line"]) == counts.global_writes.bytes
+
+
+def test_what_is_refused():
+    counts = counted(modelled.block_sum(np.arange(64.0)))
+    for call, named in ((lambda: counts.by_line("outer"), "'outer'"), (lambda: counts.unique_bytes("gate"), "'gate'.*x, y"),
+                        (lambda: counts.unique_bytes("x", "all"), "'all'"), (lambda: counts.scaled(0), "0"),
+                        (lambda: counts.scaled(2, ["up"]), "up")):
+        with pytest.raises(InputError, match=named):
+            call()
+
+
+def test_a_launch_that_touched_nothing():
+    counts = Counts.of(np.zeros(0, modelled.SITES), np.zeros(0, modelled.FOOTPRINT), {}, [], 0)
+    assert counts.by_line() == [] and predicted_time(counts).seconds == 0 and "0 threads" in str(counts)
+    assert counting.table(["a"], []) == "a"

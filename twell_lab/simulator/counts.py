@@ -1,0 +1,312 @@
+"""What a launch read and wrote, counted by the simulator: in all, line by line, and the time that would take.
+
+The counts are those of the source as it is written. A GPU's compiler may keep in registers what is counted
+here as a second read, and its caches serve most repeated reads; the predictions say which bound they use.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import numpy as np
+
+from ..errors import InputError
+
+SECTOR = 32  # bytes: the smallest piece that moves between the caches and the device memory
+READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER = range(6)  # kinds of a site
+GLOBAL, SHARED = 1, 2  # spaces of a site
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Accesses of one sort. A request is one instruction of one warp, however many of its lanes take part.
+
+    requests; accesses: lanes; bytes: what the lanes asked for. sectors of 32 bytes and lines of 128, each
+    summed over the requests (global memory). wavefronts: passes over the 32 banks, and ideal_wavefronts:
+    how few they could be (shared memory).
+    """
+
+    requests: int = 0
+    accesses: int = 0
+    bytes: int = 0
+    sectors: int = 0
+    lines: int = 0
+    wavefronts: int = 0
+    ideal_wavefronts: int = 0
+
+    @property
+    def coalescing(self) -> float:
+        """Bytes asked for, as a share of the bytes of the sectors they lie in; nan without sectors.
+
+        Above 1 where several lanes of a request ask for the same bytes.
+        """
+        return self.bytes / (SECTOR * self.sectors) if self.sectors else math.nan
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Passes over the banks beyond those that the bytes alone would take."""
+        return self.wavefronts - self.ideal_wavefronts
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Traffic)))
+
+    def scaled(self, factor: float) -> Traffic:
+        return Traffic(*(round(getattr(self, f.name) * factor) for f in fields(Traffic)))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Every sort of count. collectives: warps at a shuffle, vote or ballot; barriers: warps at a block barrier.
+
+    divergent_branches: how often the lanes of a warp went different ways.
+    """
+
+    global_reads: Traffic = Traffic()
+    global_writes: Traffic = Traffic()
+    shared_reads: Traffic = Traffic()
+    shared_writes: Traffic = Traffic()
+    atomics: Traffic = Traffic()
+    collectives: int = 0
+    barriers: int = 0
+    divergent_branches: int = 0
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """The five sorts of accesses by name."""
+        return {name: getattr(self, name) for name in _SORTS}
+
+
+_SORTS = ("global_reads", "global_writes", "shared_reads", "shared_writes", "atomics")
+_NUMBERS = ("collectives", "barriers", "divergent_branches")
+
+
+@dataclass(frozen=True)
+class LineCounts(Tally):
+    """The counts of one source line. file: its name without the folder; function: where the line stands."""
+
+    file: str = ""
+    number: int = 0
+    text: str = ""
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The different 32-byte sectors of one array that a launch read and wrote. bytes: the array's size, or None."""
+
+    read_sectors: int = 0
+    written_sectors: int = 0
+    bytes: int | None = None
+
+    def scaled(self, factor: float, same_size: bool) -> Footprint:
+        most = math.ceil(self.bytes / SECTOR) if same_size and self.bytes is not None else math.inf
+        size = self.bytes if same_size or self.bytes is None else round(self.bytes * factor)
+        return Footprint(*(min(round(n * factor), most) for n in (self.read_sectors, self.written_sectors)), size)
+
+
+@dataclass(frozen=True)
+class Counts(Tally):
+    """The counts of one launch. threads: of the whole grid; footprints: array name -> Footprint."""
+
+    threads: int = 0
+    footprints: Mapping[str, Footprint] = field(default_factory=dict)
+    sites: np.ndarray = field(default=None, repr=False, compare=False)
+    lines: Mapping[int, object] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Iterable, threads: int) -> Counts:
+        """From what the runtime recorded.
+
+        sites: one row a place in the code (fields path, depth, kind, space and the counts), summed over the
+        grid; footprint: rows (array, read_sectors, written_sectors), array an index into `arrays`; lines:
+        the pc of each path entry -> an object with file, number, text and function.
+        """
+        arrays = list(arrays)
+        touched = {arrays[row["array"]].name: Footprint(int(row["read_sectors"]), int(row["written_sectors"]),
+                                                        _size(arrays[row["array"]]))
+                   for row in footprint if row["array"] >= 0}
+        return cls(**_tally(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
+
+    def by_line(self, where: str = "innermost") -> list[LineCounts]:
+        """The counts of each source line that has any, by file and line.
+
+        where: "innermost" counts an access where it is made, which may be a helper's line; "kernel" counts it
+        on the line of the kernel that led there.
+        """
+        if where not in ("innermost", "kernel"):
+            raise InputError(f"where is {where!r}; 'innermost' and 'kernel' are accepted")
+        groups: dict[tuple[str, int], list[int]] = {}
+        for row, site in enumerate(self.sites):
+            if site["depth"] > 0:
+                line = self._line(site, where)
+                groups.setdefault((line.file, line.number), []).append(row)
+        found = []
+        for (file, number), rows in sorted(groups.items()):
+            line, tally = self._line(self.sites[rows[0]], where), _tally(self.sites[rows])
+            if any(tally[name] != getattr(_NOTHING, name) for name in tally):
+                found.append(LineCounts(**tally, file=file, number=number, text=line.text, function=line.function))
+        return found
+
+    def _line(self, site, where: str):
+        return self.lines[int(site["path"][0 if where == "kernel" else site["depth"] - 1])]
+
+    def unique_bytes(self, array: str, way: str = "both") -> int:
+        """Bytes of the different sectors of an array: those "read", those "written", or the sum of "both"."""
+        if array not in self.footprints:
+            raise InputError(f"array is {array!r}; this launch touched {', '.join(self.footprints) or 'none'}")
+        if way not in ("read", "written", "both"):
+            raise InputError(f"way is {way!r}; 'read', 'written' and 'both' are accepted")
+        at = self.footprints[array]
+        return SECTOR * ((way != "written") * at.read_sectors + (way != "read") * at.written_sectors)
+
+    def scaled(self, factor: float, same_size: Iterable[str] = ()) -> Counts:
+        """The counts of a launch `factor` times as large, where the work grows with the rows, as in all kernels here.
+
+        same_size: arrays that do not grow with the rows, such as the weights; no more of them can be touched
+        than there is. The counts by line are those of the small launch still.
+        """
+        if not factor > 0:
+            raise InputError(f"factor is {factor!r}; a number above 0 is accepted")
+        same_size = set(same_size)
+        if unknown := same_size - set(self.footprints):
+            raise InputError(f"same_size names {sorted(unknown)}; this launch touched {', '.join(self.footprints)}")
+        grown = {name: sort.scaled(factor) for name, sort in self.traffic.items()}
+        grown |= {name: round(getattr(self, name) * factor) for name in _NUMBERS}
+        touched = {name: at.scaled(factor, name in same_size) for name, at in self.footprints.items()}
+        return replace(self, **grown, threads=round(self.threads * factor), footprints=touched)
+
+    def to_dict(self) -> dict:
+        """The totals, the footprints and the counts by line as plain data, for a record."""
+        totals = {name: asdict(sort) for name, sort in self.traffic.items()}
+        totals |= {name: getattr(self, name) for name in _NUMBERS}
+        return totals | {"threads": self.threads,
+                         "footprints": {name: asdict(at) for name, at in self.footprints.items()},
+                         "by_line": [asdict(line) for line in self.by_line()] if self.sites is not None else []}
+
+    def __str__(self) -> str:
+        tables = []
+        for space, columns in (("global", ("requests", "accesses", "bytes", "sectors", "lines", "coalescing")),
+                               ("shared", ("requests", "accesses", "bytes", "wavefronts", "bank_conflicts"))):
+            rows = [[name.replace("_", " "), *(_shown(getattr(sort, column)) for column in columns)]
+                    for name, sort in self.traffic.items() if sort.requests
+                    and (name.startswith(space) or (name == "atomics" and space == "global"))]
+            if rows:
+                tables.append(table(["", *(column.replace("_", " ") for column in columns)], rows))
+        if self.footprints:
+            rows = [[name, _shown(self.unique_bytes(name, "read")), _shown(self.unique_bytes(name, "written"))]
+                    for name in self.footprints]
+            tables.append(table(["array", "different bytes read", "written"], rows))
+        tables.append(f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
+                      f"{self.barriers:,}; divergent branches {self.divergent_branches:,}")
+        return "\n\n".join(tables)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+_NOTHING = Tally()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak."""
+
+    name: str
+    multiprocessors: int
+    clock_hz: float
+    memory_bytes_per_s: float
+    l2_bytes_per_s: float
+    source: str
+
+
+H100 = Gpu("H100 SXM", 132, 1.755e9, 3.0e12, 7.4e12,
+           source="memory and L2 rates as in the headers of smxx_pack.cu and smxx_gated.cu; 1.755 GHz is the "
+                  "clock assumed under load")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The least time each part of a GPU would need, in seconds by name; the slowest of them is the prediction.
+
+    Nothing here knows of instructions, latencies or the cost of starting: a kernel is rarely faster and often slower.
+    """
+
+    gpu: Gpu
+    bounds: Mapping[str, float]
+
+    @property
+    def limit(self) -> str:
+        """The name of the slowest part."""
+        return max(self.bounds, key=self.bounds.__getitem__)
+
+    @property
+    def seconds(self) -> float:
+        return self.bounds[self.limit]
+
+    def __str__(self) -> str:
+        rows = [[name, f"{1e3 * seconds:.4f} ms", "<- the limit" if name == self.limit and seconds else ""]
+                for name, seconds in self.bounds.items()]
+        return table([self.gpu.name, "at least", ""], rows)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
+    """How long the parts of `gpu` would need for these counts, each alone and at its full rate.
+
+    "device memory": every different sector once, read and written, at the memory's rate. "L2 cache": the
+    sectors of every request, at the L2's rate. "L1 cache": every 128-byte line of every request takes its
+    multiprocessor a cycle to look up, every pass over the banks of shared memory another one.
+    """
+    unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
+    moved = sum(sort.sectors for sort in counts.traffic.values())
+    looked_up = sum(sort.lines + sort.wavefronts for sort in counts.traffic.values())
+    return Prediction(gpu, {"device memory": SECTOR * unique / gpu.memory_bytes_per_s,
+                            "L2 cache": SECTOR * moved / gpu.l2_bytes_per_s,
+                            "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz)})
+
+
+# ---- parts ----
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table as plain text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
+                       for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+             for row in (head, *rows)]
+    return "\n".join(lines)
+
+
+def _tally(sites: np.ndarray) -> dict:
+    """The fields of a Tally, summed over these sites."""
+
+    def traffic(*masks) -> Traffic:
+        chosen = sites[np.logical_and.reduce(masks)]
+        return Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
+
+    kind, space = sites["kind"], sites["space"]
+    return {"global_reads": traffic(kind == READ, space == GLOBAL),
+            "global_writes": traffic(kind == WRITE, space == GLOBAL),
+            "shared_reads": traffic(kind == READ, space == SHARED),
+            "shared_writes": traffic(kind == WRITE, space == SHARED),
+            "atomics": traffic(kind == ATOMIC),
+            "collectives": int(sites["requests"][kind == WARP].sum()),
+            "barriers": int(sites["requests"][kind == BARRIER].sum()),
+            "divergent_branches": int(sites["divergent"][kind == BRANCH].sum())}
+
+
+def _size(array) -> int | None:
+    """The bytes of an array, from its shape and dtype ("bfloat16" is one that numpy lacks)."""
+    item = 2 if isinstance(array.dtype, str) and array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
+    return math.prod(array.shape) * item
+
+
+def _shown(value: float) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.0%}"
+    return f"{value:,}"

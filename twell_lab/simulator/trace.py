@@ -1,0 +1,337 @@
+"""The steps of one block, as the simulator recorded them, and the contents of every array after any of them.
+
+A step is one instruction of one warp. Warps take turns in the simulator at barriers and where their lanes
+exchange something; a GPU may order the steps of different warps otherwise wherever nothing makes them wait.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import InputError
+from ..plain import decode
+
+KINDS = {0: "read", 1: "write", 2: "atomic", 4: "warp", 5: "barrier", 6: "watch"}
+SPACES = {0: None, 1: "global", 2: "shared"}
+MEMORY = ("read", "write", "atomic")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction of one warp; the tuples have an entry for each lane that takes part.
+
+    kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier" or "watch". line: where it
+    stands, path: the calls that lead there from the kernel, outermost first (both: file, number, text,
+    function). array: the name of the array, None where there is none or the lanes use different ones;
+    arrays: one name a lane. space: "global", "shared" or None. threads: numbers within the block. elements:
+    index of the first element a lane touches, in the flat array (None outside every array); count: how many
+    neighbours it touches (0: a part of one). values: what was read or, after a write or an atomic, is there:
+    numbers, or a tuple of `count` of them; the result of a collective; the watched value. name: what is watched.
+    """
+
+    index: int
+    warp: int
+    kind: str
+    line: object
+    path: tuple
+    array: str | None
+    arrays: tuple
+    space: str | None
+    threads: tuple[int, ...]
+    elements: tuple[int | None, ...]
+    count: int
+    values: tuple
+    name: str | None
+
+    def describe(self) -> str:
+        """One sentence: "warp 0, smxx_pack.cu:58: 3 lanes write packed[33..35]"."""
+        where = f"warp {self.warp}, {self.line.file}:{self.line.number}: " if self.line else f"warp {self.warp}: "
+        lanes, one = len(self.threads), len(self.threads) == 1
+        who = f"thread {self.threads[0]}" if one else f"{lanes} lanes"
+        if self.kind == "watch":
+            return f"{where}{self.name} is {_span(self.values)} in {who}"
+        if self.kind == "barrier":
+            return f"{where}{who} {'waits' if one else 'wait'} at the barrier"
+        if self.kind == "warp":
+            return f"{where}{who} {'takes' if one else 'take'} part in {self.operation}"
+        verb = {"read": "read", "write": "write", "atomic": "update"}[self.kind] + "s" * one
+        if self.array is None:
+            named = sorted({name for name in self.arrays if name})
+            return f"{where}{who} {verb} {' and '.join(named) or 'memory outside the arrays'}"
+        return f"{where}{who} {verb} {self.array}{self.touched}{f' = {_number(self.values[0])}' if one else ''}"
+
+    @property
+    def touched(self) -> str:
+        """Which elements, in short: "[33..35]", "[0, 256, .., 7936]"."""
+        return f"[{_elements(self.covered)}]"
+
+    @property
+    def covered(self) -> tuple[int, ...]:
+        """Every element that the lanes touch, ascending, each once."""
+        return tuple(sorted({first + i for first in self.elements if first is not None
+                             for i in range(max(1, self.count))}))
+
+    @property
+    def operation(self) -> str:
+        """What a collective is called in the source, such as "__ballot_sync"."""
+        for line in reversed(self.path):
+            if found := re.search(r"__\w*sync\w*", line.text):
+                return found[0]
+        return "a warp operation"
+
+
+@dataclass(frozen=True)
+class LastTouch:
+    """Who touched each element of an array last: flat int arrays, -1 where nobody did. wrote: by a write or an atomic."""
+
+    thread: np.ndarray
+    step: np.ndarray
+    wrote: np.ndarray
+
+
+class State(Mapping):
+    """The arrays after a step: name -> masked array in the array's shape, bfloat16 as float32.
+
+    What is masked was never written: shared memory before its first write. Global arrays begin as at the
+    start of the launch; what other blocks write is not in them.
+    """
+
+    def __init__(self, trace: Trace, step: int) -> None:
+        self.step, self._trace = step, trace
+
+    def __getitem__(self, name: str) -> np.ma.MaskedArray:
+        return self._trace._contents(self._trace._number(name), self.step)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trace.arrays)
+
+    def __len__(self) -> int:
+        return len(self._trace.arrays)
+
+    @cached_property
+    def watched(self) -> dict[str, dict[int, float]]:
+        """Watch name -> thread -> the value it had last."""
+        found: dict[str, dict[int, float]] = {}
+        for step in self._trace.steps[:self.step + 1]:
+            if step.kind == "watch":
+                found.setdefault(step.name, {}).update(zip(step.threads, step.values, strict=True))
+        return found
+
+    def last(self, array: str) -> LastTouch:
+        """Who touched each element of this array last."""
+        size = int(np.prod(self._trace.arrays[array].shape, dtype=np.int64))
+        thread, at = np.full(size, -1), np.full(size, -1)
+        wrote = np.zeros(size, bool)
+        for step in self._trace.touching(array):
+            if step.index > self.step:
+                break
+            for lane, first, name in zip(step.threads, step.elements, step.arrays, strict=True):
+                if name == array:
+                    cells = slice(first, first + max(1, step.count))
+                    thread[cells], at[cells], wrote[cells] = lane, step.index, step.kind != "read"
+        return LastTouch(thread, at, wrote)
+
+
+class Trace(Sequence):
+    """The steps of one block: trace[3], len(trace), or `.steps`.
+
+    arrays: name -> what it is (name, space, dtype, shape, before). block_shape: threads in x, y and z.
+    barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
+    truncated: whether steps past the recorder's limit are missing.
+    """
+
+    def __init__(self, steps: list[Step], arrays: dict, block_shape: tuple, changes: list, truncated: bool) -> None:
+        self.steps, self.arrays, self.block_shape, self.truncated = steps, arrays, block_shape, truncated
+        self._changes = changes  # one an array: which byte each write set to what, and in which step
+
+    @classmethod
+    def of(cls, steps: np.ndarray, lanes: np.ndarray, lines: Mapping, arrays: Iterable, names: Sequence[str],
+           block_shape: tuple[int, ...], truncated: bool = False) -> Trace:
+        """From what the runtime recorded.
+
+        steps: rows (warp, kind, space, size, path, depth, first, lanes, name) in order; the lanes of a row are
+        lanes[first:first + lanes] (thread, array, offset, value); lines: pc -> file, number, text, function;
+        names: of the watches, which `name` counts.
+        """
+        arrays = list(arrays)
+        owner = np.repeat(np.arange(len(steps)), steps["lanes"])
+        flat = lanes[np.concatenate([np.arange(row["first"], row["first"] + row["lanes"]) for row in steps])
+                     if len(steps) else np.zeros(0, int)]
+        values = _values(steps, owner, flat, arrays)
+        made, end = [], 0
+        for index, row in enumerate(steps):
+            mine, end = slice(end, end + int(row["lanes"])), end + int(row["lanes"])
+            made.append(_step(index, row, flat[mine], values[mine], lines, arrays, names))
+        changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
+        return cls(made, {array.name: array for array in arrays}, tuple(block_shape), changes, truncated)
+
+    def __getitem__(self, index):
+        return self.steps[index]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def barriers(self) -> list[int]:
+        meetings: dict[int, int] = {}  # how many barriers a warp has come to -> the last step that did
+        passed: dict[int, int] = {}
+        for step in self.steps:
+            if step.kind == "barrier":
+                warps = {thread // 32 for thread in step.threads}  # one step may hold the whole block
+                for warp in warps:
+                    passed[warp] = passed.get(warp, 0) + 1
+                meetings[passed[min(warps)]] = step.index
+        return sorted(set(meetings.values()))
+
+    def at(self, step: int) -> State:
+        """The state after this step; -1: before the first."""
+        if not -1 <= step < len(self.steps):
+            raise InputError(f"step is {step!r}; this trace has steps 0 to {len(self.steps) - 1}, and -1 before them")
+        return State(self, step)
+
+    def touching(self, array: str) -> list[Step]:
+        """The steps that read or write this array."""
+        self._number(array)
+        return self._touching.get(array, [])
+
+    def writes(self, array: str) -> dict[int, tuple[int, ...]]:
+        """Element -> the threads that wrote or atomically updated it, ascending."""
+        return self._who(array, ("write", "atomic"))
+
+    def reads(self, array: str) -> dict[int, tuple[int, ...]]:
+        """Element -> the threads that read or atomically updated it, ascending."""
+        return self._who(array, ("read", "atomic"))
+
+    def _who(self, array: str, kinds: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+        found: dict[int, set[int]] = {}
+        for step in self.touching(array):
+            if step.kind in kinds:
+                for thread, first, name in zip(step.threads, step.elements, step.arrays, strict=True):
+                    for element in range(first, first + max(1, step.count)) if name == array else ():
+                        found.setdefault(element, set()).add(thread)
+        return {element: tuple(sorted(threads)) for element, threads in sorted(found.items())}
+
+    @cached_property
+    def _touching(self) -> dict[str, list[Step]]:
+        found: dict[str, list[Step]] = {}
+        for step in self.steps:
+            for name in set(step.arrays) - {None}:
+                found.setdefault(name, []).append(step)
+        return found
+
+    def _number(self, array: str) -> int:
+        if array not in self.arrays:
+            raise InputError(f"array is {array!r}; this trace has {', '.join(self.arrays) or 'none'}")
+        return list(self.arrays).index(array)
+
+    def _contents(self, number: int, step: int) -> np.ma.MaskedArray:
+        array = list(self.arrays.values())[number]
+        size = int(np.prod(array.shape, dtype=np.int64)) * _itemsize(array)
+        known = np.full(size, array.before is not None)
+        content = np.zeros(size, np.uint8) if array.before is None else np.array(array.before, np.uint8)[:size]
+        places, bytes_, when = self._changes[number]
+        done = np.searchsorted(when, step, side="right")
+        content[places[:done]] = bytes_[:done]  # where a byte is written twice, the later one stays
+        known[places[:done]] = True
+        missing = ~known.reshape(-1, _itemsize(array)).all(1)
+        return np.ma.MaskedArray(_decoded(content, array.dtype), mask=missing).reshape(array.shape)
+
+
+def word_text(word: int, dtype: str = "bfloat16") -> str:
+    """A TwELL word as "column: value", for the dtype of its values; signed and unsigned words alike."""
+    value, column = decode(int(word) % 2 ** (64 if dtype == "float32" else 32), dtype)
+    return f"{column}: {value:.3g}"
+
+
+# ---- decoding ----
+
+
+def _step(index: int, row, lanes: np.ndarray, values: list, lines: Mapping, arrays: list, names: Sequence[str]) -> Step:
+    kind = KINDS[int(row["kind"])]
+    path = tuple(lines[int(pc)] for pc in row["path"][:row["depth"]])
+    owners = [arrays[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
+    items = [_itemsize(array) if array is not None else 0 for array in owners]
+    elements = tuple(offset // item if item else None
+                     for offset, item in zip(lanes["offset"].tolist(), items, strict=True))
+    named = tuple(array.name if array is not None else None for array in owners)
+    item = next(filter(None, items), 0)
+    return Step(index=index, warp=int(row["warp"]), kind=kind, line=path[-1] if path else None, path=path,
+                array=named[0] if len(set(named)) == 1 else None, arrays=named, space=SPACES[int(row["space"])],
+                threads=tuple(lanes["thread"].tolist()), elements=elements,
+                count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
+                values=tuple(values), name=names[int(row["name"])] if kind == "watch" else None)
+
+
+def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: list) -> list:
+    """The value of each lane as numbers, decoded together where they are of one sort."""
+    found: list = [None] * len(lanes)
+    sorts = np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1) if len(lanes) else np.zeros((0, 3), int)
+    for kind, size, number in np.unique(sorts, axis=0):
+        rows = np.flatnonzero((sorts == (kind, size, number)).all(1))
+        word = KINDS[int(kind)]
+        if word == "watch":
+            size, dtype = 8, "<f8"
+        elif word not in MEMORY:
+            size, dtype = 8, "<i8"
+        elif number < 0 or size % _itemsize(arrays[number]):
+            dtype = f"<u{size}" if size in (1, 2, 4, 8) else "u1"
+        else:
+            dtype = arrays[number].dtype
+        decoded = _decoded(np.ascontiguousarray(lanes["value"][rows][:, :size]).reshape(-1), dtype).reshape(len(rows), -1)
+        for row, value in zip(rows.tolist(), decoded.tolist(), strict=True):
+            found[row] = value[0] if len(value) == 1 else tuple(value)
+    return found
+
+
+def _changes(number: int, steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray) -> tuple:
+    """(place, byte, step) of every byte that the steps wrote to one array, in their order."""
+    chosen = np.flatnonzero(np.isin(steps["kind"][owner], (1, 2)) & (lanes["array"] == number))
+    sizes = steps["size"][owner[chosen]]
+    within = np.arange(lanes["value"].shape[1])[None] < sizes[:, None]
+    places = lanes["offset"][chosen][:, None] + np.arange(within.shape[1])
+    return places[within], lanes["value"][chosen][within], np.repeat(owner[chosen], sizes)
+
+
+def _itemsize(array) -> int:
+    return 2 if _is_bfloat16(array.dtype) else np.dtype(array.dtype).itemsize
+
+
+def _is_bfloat16(dtype) -> bool:
+    return isinstance(dtype, str) and dtype == "bfloat16"
+
+
+def _decoded(bytes_: np.ndarray, dtype) -> np.ndarray:
+    if _is_bfloat16(dtype):  # the upper half of a float
+        return (bytes_.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return bytes_.view(np.dtype(dtype))
+
+
+# ---- words ----
+
+
+def _number(value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_number, value))})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _span(values: tuple) -> str:
+    least, most = min(values), max(values)
+    return _number(least) if least == most else f"{_number(least)}..{_number(most)}"
+
+
+def _elements(elements: Sequence[int]) -> str:
+    """[33, 34, 35] -> "33..35"; a few runs are listed, of many the first two and the last."""
+    runs: list[list[int]] = []
+    for element in elements:
+        if runs and element == runs[-1][1] + 1:
+            runs[-1][1] = element
+        else:
+            runs.append([element, element])
+    texts = [f"{first}..{last}" if last > first else f"{first}" for first, last in runs]
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "..", texts[-1]])
