@@ -1,0 +1,379 @@
+"""Reads the text of CUDA sources: watches, what the preprocessed text declares, and what no CPU can run.
+
+Nothing here starts a compiler; toolchain.py does and hands over the preprocessed text.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from os.path import normpath
+
+from ..errors import InputError
+from .faults import Unsupported
+
+# Bytes of the types whose names are the end of a typedef chain. "int" is left out of a name wherever another
+# word says the size or the sign.
+SIZES = {"bool": 1, "char": 1, "signed char": 1, "unsigned char": 1, "short": 2, "unsigned short": 2, "int": 4,
+         "unsigned": 4, "long": 8, "unsigned long": 8, "long long": 8, "unsigned long long": 8, "float": 4,
+         "double": 8, "__half": 2, "__nv_bfloat16": 2, "__half2": 4, "__nv_bfloat162": 4}  # fmt: skip
+SIZES |= {f"{name}{n}": SIZES[of] * n for n in (1, 2, 3, 4) for name, of in (
+    ("char", "char"), ("uchar", "char"), ("short", "short"), ("ushort", "short"), ("int", "int"), ("uint", "int"),
+    ("longlong", "long long"), ("ulonglong", "long long"), ("float", "float"), ("double", "double"))}  # fmt: skip
+
+_COMMENT_OR_STRING = re.compile(
+    r'R"([^\s()\\]{0,16})\((?:.|\n)*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\''
+    r"|//(?:\\\n|[^\n])*|/\*(?:.|\n)*?\*/"
+)
+_MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
+_ATTRIBUTE = re.compile(r"\b(?:__attribute__|alignas|__align__|__launch_bounds__)\s*\(")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers."""
+
+    type: str
+    name: str
+    pointer: bool
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A kernel's name and its parameters in order."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class SharedDeclaration:
+    """A __shared__ variable as the source declares it.
+
+    function: the name of the function it stands in, "" outside all. type: typedefs resolved. shape: () for a
+    single value, None where the launch sets the size; an extent that depends on more than integers is -1.
+    """
+
+    name: str
+    function: str
+    type: str
+    shape: tuple[int, ...] | None
+    file: str
+    line: int
+
+
+def code_only(text: str, strings: bool = True) -> str:
+    """`text` with comments (and, unless `strings`, what is between quotes) as blanks: every position stays."""
+
+    def blank(match: re.Match) -> str:
+        found = match[0]
+        if found[0] != "/":
+            return found if strings else found[0] + re.sub(r"[^\n]", " ", found[1:-1]) + found[-1]
+        return re.sub(r"[^\n]", " ", found)
+
+    return _COMMENT_OR_STRING.sub(blank, text)
+
+
+# ---- watches
+
+
+def with_watches(sources: Mapping[str, str], values: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The sources with `sim_watch(i, (expression));` at the end of the lines that `values` names, and the expressions.
+
+    A key of `values` is "file:58", "file:some text of the line" or, for the first file, "58". Lines keep their
+    numbers. Raises InputError for a line that is not there, is not the only one with that text, or cannot be
+    followed by a statement.
+    """
+    lines = {file: text.split("\n") for file, text in sources.items()}
+    code = {file: code_only(text, strings=False).split("\n") for file, text in sources.items()}
+    names: list[str] = []
+    added: dict[tuple[str, int], str] = {}
+    for place, expression in values.items():
+        file, number = _place(str(place), lines, code)
+        _check_watch(place, code[file], number, expression)
+        added[file, number] = added.get((file, number), "") + f" sim_watch({len(names)}, ({expression.strip()}));"
+        names.append(expression.strip())
+    for (file, number), text in added.items():
+        end = len(code[file][number - 1].rstrip())  # before a comment
+        line = lines[file][number - 1]
+        lines[file][number - 1] = line[:end] + text + line[end:]
+    return {file: "\n".join(found) for file, found in lines.items()}, tuple(names)
+
+
+def _place(place: str, lines: Mapping[str, list[str]], code: Mapping[str, list[str]]) -> tuple[str, int]:
+    """File and line number, from 1, of "file:line", "file:text" or "line"."""
+    file, colon, rest = place.partition(":")
+    if file.strip() in lines and colon:
+        file, wanted = file.strip(), rest.strip()
+    elif colon and re.fullmatch(r"[^\s()]*\.(?:cu|cuh|h|hpp)", file.strip()):
+        raise InputError(f"{place!r} names {file.strip()!r}; the sources are {', '.join(lines)}")
+    else:
+        file, wanted = next(iter(lines)), place.strip()
+    if re.fullmatch(r"\d+", wanted):
+        number = int(wanted)
+        if not 1 <= number <= len(lines[file]):
+            raise InputError(f"{place!r}: {file} has lines 1 to {len(lines[file])}")
+        return file, number
+    squeezed = " ".join(wanted.split())
+    found = [n for n, line in enumerate(lines[file], 1) if squeezed in " ".join(line.split())] if squeezed else []
+    if len(found) > 1:  # a comment may mention the code
+        found = [n for n in found if squeezed in " ".join(code[file][n - 1].split())] or found
+    if len(found) != 1:
+        where = f"lines {', '.join(map(str, found[:8]))} have" if found else "no line has"
+        raise InputError(f"{place!r}: {where} this text in {file}; a watch needs one line")
+    return file, found[0]
+
+
+def _check_watch(place: str, code: list[str], number: int, expression: str) -> None:
+    line = code[number - 1].rstrip()
+    if not line.endswith((";", "{")):
+        raise InputError(
+            f"{place!r}: line {number} ends in {line[-1:] or 'nothing'!r}; a watch is put after a line "
+            "that ends in ; or {"
+        )
+    after = " ".join(code[number : number + 20]).split()
+    if after and re.match(r"else\b", after[0]):
+        raise InputError(f"{place!r}: an else follows line {number}; watch a line after it, or use braces")
+    text = expression.strip() if isinstance(expression, str) else ""
+    if not text or "\n" in text or code_only(text) != text or code_only(text, strings=False).rstrip().endswith(";"):
+        raise InputError(f"{place!r}: {expression!r} is no expression; accepted is one like `count` or `sum[2] / 3`")
+
+
+# ---- the preprocessed text
+
+
+class OwnText:
+    """What the preprocessor left of one's own files, without those of the system and the simulator.
+
+    text: the lines, without comments; code: with strings blanked as well; everything: the whole output.
+    """
+
+    def __init__(self, preprocessed: str, files: Collection[str]):
+        kept: list[str] = []
+        self._where: list[tuple[str, int]] = []
+        file, number = "", 0
+        for line in preprocessed.split("\n"):
+            if marker := _MARKER.match(line):
+                file, number = normpath(re.sub(r"\\(.)", r"\1", marker[2])), int(marker[1])
+                continue
+            if file in files:
+                kept.append("" if line.lstrip().startswith("#") else line)
+                self._where.append((file, number))
+            number += 1
+        self.everything = preprocessed
+        self.text = code_only("\n".join(kept))
+        self.code = code_only(self.text, strings=False)
+        for attribute in reversed(list(_ATTRIBUTE.finditer(self.code))):
+            end = closing(self.code, attribute.end() - 1) + 1
+            gone = re.sub(r"[^\n]", " ", self.code[attribute.start() : end])
+            self.code = self.code[: attribute.start()] + gone + self.code[end:]
+        self._starts = [0, *accumulate(len(line) + 1 for line in kept)]
+
+    def at(self, position: int) -> tuple[str, int]:
+        """File and line of a position in `text` or `code`."""
+        return self._where[bisect_right(self._starts, position) - 1]
+
+
+def closing(code: str, opening: int) -> int:
+    """Position of the bracket that closes the one at `opening`; the end of the text where none does."""
+    pairs = {"(": ")", "{": "}", "[": "]", "<": ">"}
+    first, last, depth = code[opening], pairs[code[opening]], 0
+    for position in range(opening, len(code)):
+        depth += (code[position] == first) - (code[position] == last)
+        if depth == 0:
+            return position
+    return len(code)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the commas that stand in no bracket."""
+    parts, depth, start = [], 0, 0
+    for position, c in enumerate(text):
+        depth += (c in "(<[{") - (c in ")>]}")
+        if c == "," and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    return [part for part in (*parts, text[start:]) if part.strip()]
+
+
+class Types:
+    """Resolves simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
+
+    def __init__(self, own: OwnText):
+        self._texts = (own.code, own.everything)
+
+    def resolve(self, spelled: str) -> str:
+        """The type at the end of the chain, without qualifiers; `*` at the end of a pointer's."""
+        seen: set[str] = set()
+        name = _canonical(spelled)
+        while name not in SIZES and name not in seen and re.fullmatch(r"[\w:]+(?: \*)*", name):
+            seen.add(name)
+            word, star, _ = name.partition(" *")
+            name = _canonical((self._meaning(word) or word) + ("*" if star else ""))
+        return name
+
+    def _meaning(self, word: str) -> str | None:
+        word = re.escape(word.removeprefix("std::").removeprefix("::"))
+        pattern = rf"\btypedef\s+([\w\s:]+?[\s*]+){word}\s*;|\busing\s+{word}\s*=\s*([\w\s:*]+);"
+        return next((m[1] or m[2] for text in self._texts if (m := re.search(pattern, text))), None)
+
+    def integer(self, expression: str, depth: int = 0) -> int:
+        """The value of integer arithmetic in C++; -1 where it needs more than integers, casts, sizeof and constants."""
+        plain = re.sub(r"\(\s*(?:(?:unsigned|signed|int|long|short|size_t|std::size_t)\s*)+\)", "", expression)
+        plain = re.sub(r"\bsizeof\s*\(([^()]*)\)", lambda m: str(SIZES.get(self.resolve(m[1]), "?")), plain)
+        plain = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", plain).replace("/", "//").replace("'", "")
+        try:
+            value = self._value(ast.parse(plain.strip(), mode="eval").body, depth)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return -1
+        return value if 0 <= value < 2**40 else -1
+
+    def _value(self, node: ast.expr, depth: int) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = self._value(node.left, depth), self._value(node.right, depth)
+            if not (abs(left) < 2**64 and abs(right) < 2**64) or (isinstance(node.op, ast.LShift) and right > 63):
+                raise ValueError(right)
+            return _OPERATORS[type(node.op)](left, right)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            value = self._value(node.operand, depth)
+            return -value if isinstance(node.op, ast.USub) else value
+        if isinstance(node, ast.Name) and depth < 8:
+            pattern = rf"\bconst(?:expr)?\s+[\w\s]*\b{node.id}\s*=\s*([^;,]+)[;,]"
+            if len(found := set(re.findall(pattern, self._texts[0]))) == 1:
+                return self.integer(found.pop(), depth + 1)
+        raise ValueError("no integer")
+
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+              ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+              ast.BitAnd: operator.and_, ast.BitOr: operator.or_}  # fmt: skip
+
+
+def _canonical(spelled: str) -> str:
+    words = re.findall(r"[\w:]+|\*|<.*>|&", spelled)
+    stars = " *" if "*" in words else ""
+    dropped = ("const", "volatile", "__restrict__", "__restrict", "*", "struct", "typename", "__grid_constant__")
+    words = [w for w in words if w not in dropped]
+    if words and set(words) <= {"unsigned", "signed", "int", "long", "short", "char"}:
+        sign = ["unsigned"] if "unsigned" in words else ["signed"] if "signed" in words and "char" in words else []
+        sizes = sorted(w for w in words if w in ("long", "short", "char"))
+        words = sign + (sizes or ([] if sign else ["int"]))
+    return " ".join(words).replace(" <", "<") + stars
+
+
+# ---- what it declares
+
+
+def kernels(own: OwnText) -> dict[str, Signature]:
+    """The __global__ functions that are defined. Templates are left out: nothing says for which arguments to compile."""
+    found, types = {}, Types(own)
+    for m in re.finditer(r"\bSIM_GLOBAL\b", own.code):
+        start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
+        opening = own.code.find("(", m.end())
+        name = re.search(r"(\w+)\s*$", own.code[m.end() : max(opening, m.end())])
+        if opening < 0 or not name or re.search(r"\btemplate\b", own.code[start : m.start()]):
+            continue
+        end = closing(own.code, opening)
+        if own.code[end + 1 :].lstrip()[:1] == "{":
+            parts = [p for p in _split(own.code[opening + 1 : end]) if p.strip() != "void"]
+            found[name[1]] = Signature(name[1], tuple(_parameter(part, types) for part in parts))
+    return found
+
+
+def _parameter(text: str, types: Types) -> Parameter:
+    text = re.sub(r"\b(?:const|volatile|__restrict__|__restrict)\b", " ", text.partition("=")[0])
+    array = "[" in text
+    words = text.partition("[")[0].replace("*", " * ").replace("&", " & ").split()
+    named = len(words) > 1 and re.fullmatch(r"\w+", words[-1]) and words[-1] not in SIZES and words[-1] != "long"
+    kind = types.resolve(" ".join(words[:-1] if named else words))
+    return Parameter(kind.removesuffix(" *"), words[-1] if named else "", array or kind.endswith(" *"))
+
+
+def shared(own: OwnText) -> tuple[SharedDeclaration, ...]:
+    """The __shared__ variables, in the order of the text."""
+    found, types, functions = [], Types(own), list(_functions(own.code))
+    for m in re.finditer(r"\bSIM_SHARED\b", own.code):
+        start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
+        end = own.code.find(";", m.end())
+        statement = re.sub(r"\b(?:SIM_SHARED|extern|static|inline|volatile|const)\b", " ", own.code[start:end])
+        function = next((name for first, last, name in functions if first < m.start() < last), "")
+        kind = None
+        for part in _split(statement):
+            d = re.fullmatch(r"\s*(.*?[\s*&>])??(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:=.*)?", part, re.S)
+            if not d:
+                continue
+            kind = types.resolve(d[1]) if d[1] and d[1].strip() else kind
+            extents = re.findall(r"\[([^\]]*)\]", d[3])
+            shape = None if extents and not extents[0].strip() else tuple(map(types.integer, extents))
+            found.append(SharedDeclaration(d[2], function, kind or "char", shape, *own.at(m.start())))
+    return tuple(found)
+
+
+def _functions(code: str) -> Iterator[tuple[int, int, str]]:
+    """(first position, last position, name) of the outermost blocks that follow something with parentheses."""
+    stack, last = [], 0
+    for m in re.finditer(r"[{};]", code):
+        if m[0] == "{":
+            stack.append((m.start(), code[last : m.start()]))
+        elif m[0] == "}" and stack:
+            start, header = stack.pop()
+            inside = any("(" in outer for _, outer in stack)
+            if (name := re.search(r"(\w+)\s*\(", header)) and not inside:
+                yield start, m.start(), name[1]
+        last = m.end()
+
+
+# ---- what no CPU can run
+
+_PTX = (
+    (r"wgmma[\w.:]*", "a tensor-core instruction of a group of warps"),
+    (r"(?:cp\.(?:reduce\.)?async\.bulk|tensormap|prefetch\.tensormap)[\w.:]*", "work for the tensor memory accelerator"),
+    (r"tcgen05[\w.:]*", "a tensor-core instruction of Blackwell"),
+    (r"w?mma\.[\w.:]*", "a tensor-core instruction: a warp multiplies small matrices together"),
+    (r"(?:ld|st|mov)matrix[\w.:]*", "a matrix moved between shared memory and the registers of a warp"),
+    (r"cp\.async[\w.:]*", "a copy to shared memory in the background"),
+    (r"mbarrier[\w.:]*", "a barrier in shared memory that the hardware counts down"),
+)
+_NAMES = (
+    (r"<<<", "kernels are launched from Python here; keep only kernels and device functions in the file"),
+    (r"\b__cluster_dims__", "blocks of a cluster read each other's shared memory"),
+    (r"\bCUtensorMap\b", "tensor maps are for the tensor memory accelerator"),
+    (r"\bcooperative_groups\b", "cooperative groups are not simulated; __syncthreads and the _sync functions are"),
+    (r"\bnvcuda\b", "tensor cores (wmma) are not simulated"),
+    (r"\bcuda::(?:barrier|pipeline|ptx|memcpy_async|atomic\w*|std)\b", "the CUDA C++ library is not simulated"),
+    (r"\b__pipeline_\w+", "a copy to shared memory in the background"),
+    (r"\b(?:tex|surf)[123]D\w*(?=\s*[<(])|\bcuda(?:Texture|Surface)Object_t\b", "textures are not simulated"),
+)
+CUDA_HEADER = re.compile(
+    r"mma\.h|cuda\.h|cuda(?:Typedefs|_fp8|_fp6|_fp4|_pipeline\w*|_awbarrier\w*|_texture_types)\.h|cooperative_groups\S*"
+    r"|(?:cuda|cub|thrust|cutlass|cute|nv)/\S+|cu(?:rand|blas|dnn|fft|sparse|solver)\w*\.h"
+)
+
+
+def refuse(own: OwnText) -> None:
+    """Raises Unsupported for the first thing that needs a GPU's own hardware or library, with its line."""
+    found = []
+    for pattern, why in _NAMES:
+        found += [(m.start(), m[0], why) for m in re.finditer(pattern, own.code)]
+    for m in re.finditer(r"\b(?:__asm__|__asm|asm)\b[^;{}(]*\(", own.code):
+        body = own.text[m.end() : closing(own.code, m.end() - 1)]
+        ptx = " ".join(re.findall(r'"((?:\\.|[^"\\])*)"', body.partition(":")[0] if '"' not in body else body))
+        for pattern, why in _PTX:
+            if hit := re.search(rf"(?<![\w.]){pattern}", ptx):
+                found.append((m.start(), hit[0], why))
+                break
+        else:
+            first = re.search(r"(?<![\w.@%])[a-z]\w*(?:[.:]+\w+)*", re.sub(r"\\[nt]", " ", ptx))
+            if ptx.strip():  # an empty one only keeps the compiler from moving code
+                found.append((m.start(), first[0] if first else "asm", "inline PTX is for the GPU only"))
+    if found:
+        position, name, why = min(found)
+        file, line = own.at(position)
+        raise Unsupported(f"{file}:{line}: {name} cannot run in the simulator: {why}")

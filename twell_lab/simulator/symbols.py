@@ -1,0 +1,168 @@
+"""Reads a built library: where its __shared__ variables lie, and which source line an address belongs to."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from os.path import basename, normpath
+from pathlib import Path
+
+from ..errors import StackError
+from .source import SIZES, SharedDeclaration
+
+Tool = Callable[..., str | None]  # names -> the path of the first program that is there
+
+
+@dataclass(frozen=True)
+class Line:
+    """A source line. file: its name; number: from 1; text: without the blanks around it; function: what it stands in."""
+
+    file: str
+    number: int
+    text: str
+    function: str
+
+
+@dataclass(frozen=True)
+class SharedVariable:
+    """A __shared__ variable of a library. offset, size: bytes, from the start of the thread-local block.
+
+    function: what it is declared in, "" for none. type: typedefs resolved ("char" where the declaration was not
+    found). shape: of its elements; a dynamic array's is as much as there can be.
+    """
+
+    name: str
+    function: str
+    offset: int
+    size: int
+    type: str
+    shape: tuple[int, ...]
+    dynamic: bool = False
+
+
+UNKNOWN = Line("?", 0, "", "?")
+
+
+def _output(command: list, text: str = "") -> str:
+    done = subprocess.run(list(map(str, command)), input=text, capture_output=True, encoding="utf-8", errors="replace")
+    return done.stdout
+
+
+# ---- shared variables
+
+
+def find_shared(tool: Tool, library: Path, declared: Iterable[SharedDeclaration]) -> tuple[SharedVariable, ...]:
+    """The thread-local symbols of `library`, joined with what the source declares; in the order of their offsets."""
+    readelf, filt = tool("readelf", "llvm-readelf"), tool("c++filt", "llvm-cxxfilt")
+    if not readelf or not filt:
+        raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
+    symbols = {}
+    for line in _output([readelf, "--wide", "--symbols", library]).splitlines():
+        f = line.split()  # number, value, size, type, binding, visibility, section, name
+        if len(f) == 8 and f[3] == "TLS" and f[6] != "UND" and not re.match(r"_ZGV|_ZT[HW]|sim_", f[7]):
+            symbols[f[7]] = (int(f[1], 16), int(f[2], 0))
+    plain = _output([filt], "".join(f"{name}\n" for name in symbols)).splitlines()
+    found = []
+    declared = list(declared)
+    for name, (offset, size) in zip(plain, symbols.values(), strict=True):
+        function, _, last = _at_last_colons(name)
+        last = last.partition("[")[0]  # clang's discriminators and abi tags
+        if last.startswith("sim_") or function.startswith("sim_"):
+            continue
+        found.append(_variable(last, short_name(function), offset, size, declared))
+    return tuple(sorted(found, key=lambda v: v.offset))
+
+
+def _variable(name: str, function: str, offset: int, size: int, declared: list[SharedDeclaration]) -> SharedVariable:
+    last = re.sub(r"<.*", "", function).rpartition("::")[2]
+    same = [d for d in declared if d.name == name]
+    same = [d for d in same if d.function == last] or same
+    fitting = [d for d in same if d.shape and _bytes(d) == size] or same
+    if not fitting:
+        return SharedVariable(name, function, offset, size, "char", (size,))
+    d = fitting[0]
+    item = SIZES.get(d.type, 8 if d.type.endswith(" *") else 0)
+    if d.shape is None:
+        item = item if item and size % item == 0 else 1
+        return SharedVariable(name, "" if not function else function, offset, size, d.type, (size // item,), True)
+    known = math.prod(n for n in d.shape if n >= 0)
+    if d.shape.count(-1) == 1 and item and known and size % (item * known) == 0:
+        return SharedVariable(
+            name, function, offset, size, d.type, tuple(size // (item * known) if n < 0 else n for n in d.shape)
+        )
+    if -1 not in d.shape and (not item or item * known == size):
+        return SharedVariable(name, function, offset, size, d.type, d.shape)
+    flat = (size // item,) if item and size % item == 0 else (size,)
+    return SharedVariable(name, function, offset, size, d.type, flat)
+
+
+def _bytes(d: SharedDeclaration) -> int:
+    return math.prod(d.shape or (0,)) * SIZES.get(d.type, 0)
+
+
+# ---- lines
+
+
+def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[str, str]) -> dict[int, Line]:
+    """The line of each return address of `library`: of the call, one byte before it. One call of addr2line for all."""
+    program = tool("addr2line", "llvm-addr2line", "llvm-symbolizer")
+    if not program:
+        raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
+    style = ["--output-style=GNU"] if "symbolizer" in basename(program) else []
+    pcs = list(pcs)
+    asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
+    texts = {name: text.split("\n") for name, text in sources.items()}
+    found: list[list[Line]] = []
+    function = None
+    for line in _output([program, *style, "-a", "-f", "-i", "-C", "-e", library], asked).splitlines():
+        if re.fullmatch(r"0x[0-9a-f]+", line):
+            found.append([])
+            function = None
+        elif function is None:
+            function = line or None
+        else:
+            found[-1].append(_line(line, function, texts))
+            function = None
+    if len(found) != len(pcs):
+        return dict.fromkeys(pcs, UNKNOWN)
+    # Of functions compiled into one another, the innermost that is the user's.
+    return {pc: next((x for x in frames if x.text), (*frames, UNKNOWN)[0]) for pc, frames in zip(pcs, found, strict=True)}
+
+
+def _line(place: str, function: str, texts: Mapping[str, list[str]]) -> Line:
+    m = re.fullmatch(r"(.*?):(\d+)(?::\d+)?(?: \(discriminator \d+\))?", place)
+    if not m or m[1] == "??" or m[2] == "0":
+        return UNKNOWN
+    name, number = normpath(m[1]), int(m[2])
+    lines = texts.get(name, ())
+    text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return Line(basename(name), number, text, short_name(function))
+
+
+def short_name(function: str) -> str:
+    """A demangled function without its result and its parameters: "void f<4>(int, float*)" -> "f<4>"."""
+    name = function.replace("(anonymous namespace)::", "").replace("operator()", "operator\0").replace("decltype(auto)", "")
+    depth, start = 0, 0
+    for position, c in enumerate(name):
+        depth += (c in "<{") - (c in ">}")
+        if depth == 0 and c == " ":
+            start = position + 1
+        if depth == 0 and c == "(" and position > start:
+            name = name[start:position]
+            break
+    else:
+        name = name[start:]
+    return name.replace("\0", "()")
+
+
+def _at_last_colons(name: str) -> tuple[str, str, str]:
+    """What stands before and after the last `::` that is outside of brackets."""
+    depth = 0
+    for position in range(len(name) - 1, 0, -1):
+        depth += (name[position] in ")>") - (name[position] in "(<")
+        if depth == 0 and name[position - 1 : position + 1] == "::":
+            return name[: position - 1], "::", name[position + 1 :]
+    return "", "", name

@@ -1,0 +1,416 @@
+"""From a .cu file to a library for this computer: the C++ compiler, the cache of what it built, and the way back
+from addresses to source lines.
+
+A built library is cached under the file's name, the kind of build and a digest of everything that went into it:
+the sources, the macros, the flags, the compiler's path and version, the simulator's C++ and the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache, lru_cache
+from os.path import normpath
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from .. import paths
+from ..errors import CompileError, InputError, StackError
+from . import source
+from .faults import Unsupported
+from .source import OwnText, Parameter, SharedDeclaration, Signature, with_watches
+from .symbols import Line, SharedVariable, find_lines, find_shared
+
+__all__ = ["Built", "Compiler", "Line", "Listing", "Parameter", "SharedDeclaration", "SharedVariable", "Signature",
+           "available", "build", "compiler", "listing", "refuse", "sources", "with_watches"]  # fmt: skip
+
+CUDA = Path(__file__).parent / "cuda"
+KINDS = {
+    "fast": ["-O2"],
+    "watched": ["-O0", "-fsanitize=thread", "-finstrument-functions", "-fsanitize-coverage=trace-pc", "-DSIM_WATCHED"],
+    "address": ["-O1", "-fsanitize=address"],
+}
+MOST_SHARED = 232_448  # bytes of dynamic shared memory that a block may ask for at most (sm_90)
+_NEEDS = (
+    "the simulator needs a C++17 compiler: `apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora) "
+    "or `conda install -c conda-forge gxx`"
+)
+_UNIT = "sim_unit.cpp"  # the generated file that includes the .cu
+_MOST_LINES = 20  # of a compiler's messages
+
+
+# ---- the compiler
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """path: what is run; name: "g++" or "clang++"; version: the first line of what it says of itself."""
+
+    path: str
+    name: str
+    version: str
+
+
+def compiler() -> Compiler:
+    """The one that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works.
+
+    Raises StackError, with what to install, where there is none and on a machine the simulator does not run on.
+    """
+    return _compiler(os.environ.get("TWELL_LAB_CXX", ""), os.environ.get("PATH", ""))
+
+
+@cache
+def _compiler(named: str, path: str) -> Compiler:
+    if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
+        raise StackError(
+            "the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); "
+            f"this is {platform.system()} on {platform.machine()}"
+        )
+    for candidate in [named] if named else ["c++", "g++", "clang++"]:
+        if (found := shutil.which(candidate, path=path or None)) and (works := _try(found)):
+            return works
+    raise StackError(f"TWELL_LAB_CXX is {named!r}, which is no compiler that works here; {_NEEDS}" if named else _NEEDS)
+
+
+def _try(path: str) -> Compiler | None:
+    """What the compiler says of itself, or None where it cannot compile a watched function."""
+    try:
+        version = _run([path, "--version"]).stdout.partition("\n")[0]
+        found = Compiler(path, "clang++" if "clang" in version else "g++", version)
+        program = "#include <utility>\n#include <math.h>\n"
+        checked = [path, *_flags(found, "watched", {}), "-fsyntax-only", "-x", "c++", "-"]
+        return found if _run(checked, text=program).returncode == 0 else None
+    except OSError:
+        return None
+
+
+def available() -> bool:
+    """Whether compiler() finds one."""
+    try:
+        return bool(compiler())
+    except StackError:
+        return False
+
+
+def _run(command: list, folder: Path | None = None, text: str = "") -> subprocess.CompletedProcess:
+    environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
+    return subprocess.run(
+        [str(part) for part in command], cwd=folder, env=environment, input=text, capture_output=True, encoding="utf-8",
+        errors="replace",
+    )  # fmt: skip
+
+
+def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
+    flags = ["-std=c++17", "-fPIC", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer"]
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        flags.append("-fcf-protection=none")
+    # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
+    flags += ["-fno-gnu-unique", "-fmax-errors=5"] if cxx.name == "g++" else ["-ferror-limit=5"]
+    return [*flags, *KINDS[kind], *(f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items()))]
+
+
+# ---- the sources
+
+
+def sources(file: str | Path, folder: str | Path | None = None) -> dict[str, str]:
+    """The file and, recursively, every header that it includes with quotes: name -> text, the file first.
+
+    file: a name in `folder` (kernels/ unless given) or the path of one's own. Headers are looked up beside what
+    includes them, then in the file's own folder, then in `folder`; a name is a path from the file's folder.
+    Raises CompileError for a file that is missing or no text.
+    """
+    common = Path(folder) if folder is not None else paths.kernels_dir()
+    path = Path(file)
+    if isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file():
+        path = common / path
+    elif not path.is_file() and not path.is_absolute():
+        path = common / path
+    found: dict[str, str] = {}
+    _collect(path.name, path, path.parent, common, found)
+    return found
+
+
+def _collect(name: str, path: Path, own: Path, common: Path, found: dict[str, str]) -> None:
+    try:
+        found[name] = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise CompileError(f"{name} in {path.parent} cannot be read: {reason}") from error
+    for header in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', source.code_only(found[name]), re.M):
+        beside = normpath(PurePosixPath(name).parent / header)
+        places = [(beside, own / beside), (normpath(header), own / header), (normpath(header), common / header)]
+        if any(known in found for known, _ in places[:2]):
+            continue
+        if hit := next((place for place in places if place[1].is_file()), None):
+            _collect(*hit, own, common, found)
+        elif not (CUDA / header).is_file() and not source.CUDA_HEADER.fullmatch(header):
+            raise CompileError(f'{name} includes "{header}", which is neither in {own} nor in {common}')
+
+
+def _write(texts: Mapping[str, str], folder: Path) -> Path:
+    """Writes the sources below `folder`; the folder to compile in, so deep that names with ../ stay inside."""
+    inside = folder.resolve() / "in" / "a" / "b" / "c"
+    for name, text in texts.items():
+        path = Path(normpath(inside / name))
+        if not path.is_relative_to(folder.resolve()):
+            raise CompileError(f"{name} lies too far from the file that includes it; put a copy beside it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    inside.mkdir(parents=True, exist_ok=True)
+    return inside
+
+
+# ---- what the preprocessor says
+
+
+class Listing(NamedTuple):
+    """kernels: by name; shared: every __shared__ variable (several functions may have one of the same name)."""
+
+    kernels: dict[str, Signature]
+    shared: tuple[SharedDeclaration, ...]
+
+
+def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
+    """The kernels and the shared variables that `entry` has with these macros. Raises CompileError; Unsupported as `refuse`."""
+    own = _own_text(sources, entry, defines)
+    source.refuse(own)
+    return Listing(source.kernels(own), source.shared(own))
+
+
+def refuse(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> None:
+    """Raises Unsupported for the first thing in the active code that only a GPU can do, with file and line."""
+    source.refuse(_own_text(sources, entry, defines))
+
+
+def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
+    if entry not in sources:
+        raise InputError(f"{entry!r} is none of the sources: {', '.join(sources)}")
+    return _preprocessed(tuple(sources.items()), entry, tuple(sorted(defines.items())), compiler(), CUDA)
+
+
+@lru_cache(maxsize=4)
+def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda: Path) -> OwnText:
+    with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
+        inside = _write(dict(texts), Path(temporary))
+        flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
+        done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
+        if done.returncode:
+            raise _complaint(entry, done.stderr, Path(temporary), inside)
+    return OwnText(done.stdout, dict(texts))
+
+
+def _includes(cuda: Path) -> list:
+    cuda = cuda.resolve()
+    return ["-iquote", ".", "-I", cuda, "-include", cuda / "cuda_on_cpu.h"]
+
+
+# ---- what the compiler says
+
+
+def _complaint(entry: str, messages: str, temporary: Path, inside: Path) -> CompileError | Unsupported:
+    """The exception for a compiler's messages, without the folders that nobody else knows."""
+    for folder, short in ((inside, ""), (temporary.resolve(), ""), (CUDA.resolve(), "simulator/")):
+        messages = messages.replace(f"{folder}/", short)
+    messages = re.sub(r"^(?:In file included from|\s+from) (?:\./)?" + re.escape(_UNIT) + r".*\n", "", messages, flags=re.M)
+    messages = re.sub(r"(?m)(^|\s)\./", r"\1", messages)
+    header = re.search(r"^(\S.*?:\d+):\d+: fatal error: '?([^':\n]+)'?(?:: No such file| file not found)", messages, re.M)
+    if header and source.CUDA_HEADER.fullmatch(header[2]):
+        return Unsupported(f"{header[1]}: <{header[2]}> cannot run in the simulator: the header is CUDA's own")
+    unknown = re.search(
+        r"^(\S.*?:\d+):\d+: error: (?:use of undeclared identifier|unknown type name|there are no arguments to|"
+        r"no member named)? ?'(__\w+)'(?: was not declared| does not name| that depend|[;\n])", messages, re.M
+    )  # fmt: skip
+    if unknown:
+        return Unsupported(f"{unknown[1]}: {unknown[2]} is not known to the simulator")
+    lines = [line for line in messages.strip().split("\n") if line.strip()]
+    start = next((i for i, line in enumerate(lines) if re.search(r"error|undefined", line)), 0)
+    start = max((i + 1 for i in range(start) if not re.match(r"In file|\s+from|.*: In ", lines[i])), default=0)
+    lines = lines[start:]
+    more = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
+    return CompileError("\n".join([f"{entry} does not compile for the simulator", *lines[:_MOST_LINES], *more]))
+
+
+# ---- building
+
+
+@dataclass(frozen=True)
+class Built:
+    """A library of one file's kernels. path: the .so; kernels: by name; shared: where its arrays lie.
+
+    dynamic: the names of the arrays whose size the launch sets. lines() finds source lines in `sources`.
+    """
+
+    path: Path
+    kind: str
+    sources: dict[str, str]
+    kernels: dict[str, Signature]
+    shared: tuple[SharedVariable, ...]
+    dynamic: tuple[str, ...]
+    compiler: Compiler
+    _lines: dict[int, Line] = field(default_factory=dict, repr=False, compare=False)
+
+    def lines(self, pcs: Iterable[int]) -> dict[int, Line]:
+        """The line of each return address, counted from where the library is loaded; Line("?", 0, "", "?") if unknown."""
+        pcs = [int(pc) for pc in pcs]
+        if new := sorted(set(pcs) - self._lines.keys()):
+            self._lines.update(find_lines(_tool, self.path, new, self.sources))
+        return {pc: self._lines[pc] for pc in pcs}
+
+
+def build(
+    sources: Mapping[str, str],
+    entry: str,
+    defines: Mapping[str, object] = {},
+    kind: str = "fast",
+    *,
+    cache_in: Path | None = None,
+) -> Built:
+    """Compiles `entry`, or reads it from the cache (`cache_in`, or the user's).
+
+    kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
+    Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
+    compiler. A cache that cannot be written costs a warning and the time to compile again in the next process.
+    """
+    if kind not in KINDS:
+        raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
+    cxx = compiler()
+    wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
+    name = f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}"
+    folder = _writable(cache_in or paths.cache_dir())
+    if known := _read_cached(folder, name):
+        return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
+
+    own = _own_text(sources, entry, defines)
+    source.refuse(own)
+    found, declared = source.kernels(own), source.shared(own)
+    dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
+    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+        inside = _write(sources, Path(temporary))
+        exports = "".join(f"SIM_EXPORT({kernel})\n" for kernel in found)
+        (inside / _UNIT).write_text(f'#include "{entry}"\n{exports}', encoding="utf-8")
+        (inside / "sim_dynamic.cpp").write_text("".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+        objects = [inside / "sim_unit.o", inside / "sim_dynamic.o"]
+        here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
+        for flags, unit, made in (
+            ([*_flags(cxx, kind, defines), *_includes(CUDA)], _UNIT, objects[0]),
+            (_flags(cxx, "fast", {}), "sim_dynamic.cpp", objects[1]),
+        ):
+            _compile([cxx.path, *flags, *here, "-c", unit, "-o", made.name], entry, Path(temporary), inside)
+        objects += _runtime(cxx, folder)
+        link = ["-fsanitize=address"] if kind == "address" else ["-Wl,--no-undefined"]
+        link += ["-shared", "-pthread", "-Wl,-Bsymbolic", *objects, "-ldl", "-o", f"{name}.so"]
+        _compile([cxx.path, *link], entry, Path(temporary), inside)
+        shared = find_shared(_tool, inside / f"{name}.so", declared)
+        content = (inside / f"{name}.so").read_bytes()
+        about = {
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "kernels": [asdict(signature) for signature in found.values()],
+            "shared": [asdict(variable) for variable in shared],
+            "dynamic": dynamic,
+        }
+        (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
+        for suffix in (".so", ".json"):  # each appears whole; a pair of two processes' is seen by its digest
+            os.replace(inside / f"{name}{suffix}", folder / f"{name}{suffix}")
+    return Built(folder / f"{name}.so", kind, dict(sources), found, shared, dynamic, cxx)
+
+
+_DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
+
+
+def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
+    done = _run(command, inside)
+    if done.returncode:
+        raise _complaint(entry, done.stderr or done.stdout, temporary, inside)
+
+
+def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
+    """The objects of the simulator's own C++, which watches and is not watched: compiled once for a compiler."""
+    made = []
+    for unit in sorted(CUDA.glob("*.cpp")):
+        flags = _flags(cxx, "fast", {})
+        path = folder / f"simulator-{unit.stem}-{_digest(cxx, flags)}.o"
+        made.append(path)
+        if path.is_file():
+            continue
+        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+            here = ["-I", CUDA.resolve(), f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
+            command = [cxx.path, *flags, *here, "-c", unit.resolve(), "-o", "object.o"]
+            _compile(command, unit.name, Path(temporary), Path(temporary))
+            os.replace(Path(temporary) / "object.o", path)
+    return made
+
+
+# ---- the cache
+
+
+def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (cxx.path, cxx.version, platform.machine(), *parts):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(CUDA.iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _read_cached(folder: Path, name: str) -> tuple | None:
+    """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
+    try:
+        about = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        if about["sha256"] != hashlib.sha256((folder / f"{name}.so").read_bytes()).hexdigest():
+            return None
+        signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
+        shared = tuple(SharedVariable(**{**s, "shape": tuple(s["shape"])}) for s in about["shared"])
+        return {s.name: s for s in signatures}, shared, tuple(about["dynamic"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _writable(folder: Path | None) -> Path:
+    """`folder`, or, with a warning, one that lasts as long as this process where nothing can be written there."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder.resolve()
+        reason = "no cache folder can be written"
+    except OSError as error:
+        reason = f"simulator cache not written ({error.strerror})"
+    warnings.warn(f"{reason}: kernels are compiled anew in each process", stacklevel=3)
+    return Path(_session().name).resolve()
+
+
+def _temporary() -> str | None:
+    """Where temporary folders go: the system's place, or the cache where there is none."""
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        folder = paths.cache_dir()
+        if folder is None:
+            raise StackError("no folder can be written: TWELL_LAB_CACHE can name one") from None
+        return str(folder)
+
+
+@cache
+def _session() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(dir=_temporary(), prefix="twell-lab-")
+
+
+@cache
+def _tool(*names: str) -> str | None:
+    """The path of the first of these programs that is there, the compiler's own before those on PATH."""
+    for name in names:
+        told = _run([compiler().path, f"-print-prog-name={name}"]).stdout.strip()
+        if found := shutil.which(told or name) or shutil.which(name):
+            return found
+    return None
