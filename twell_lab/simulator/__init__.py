@@ -1,1 +1,18 @@
-"""The CUDA kernels compiled for the CPU: run, checked, counted and stepped through without a GPU."""
+"""The CUDA kernels compiled for the CPU: run, checked, counted and stepped through without a GPU.
+
+    program = simulator.compile("smxx_pack.cu", {"VALUE_BF16": True})
+    run = program.launch("pack_v2", grid, block, (gate, packed, rows, columns, tile, words), watch="counts")
+    print(run.counts)
+
+The `.cu` is the one that the GPU gets. A C++ compiler (g++ or clang++, Linux, x86-64 or arm64) is needed: `available()`.
+"""
+
+from . import faults
+from .counts import H100, Counts, Gpu, predicted_time
+from .faults import Fault, Unsupported
+from .program import Program, Run, compile, watching
+from .toolchain import available, compiler
+from .trace import Trace
+
+__all__ = ["available", "compile", "compiler", "Counts", "Fault", "faults", "Gpu", "H100", "predicted_time", "Program",
+           "Run", "Trace", "Unsupported", "watching"]  # fmt: skip

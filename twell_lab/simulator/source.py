@@ -31,6 +31,7 @@ _COMMENT_OR_STRING = re.compile(
     r"|//(?:\\\n|[^\n])*|/\*(?:.|\n)*?\*/"
 )
 _MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
+_TYPEDEF = re.compile(r"\btypedef\s+([\w\s:]+?[\s*]+)(\w+)\s*;|\busing\s+(\w+)\s*=\s*([\w\s:*]+);")
 _ATTRIBUTE = re.compile(r"\b(?:__attribute__|alignas|__align__|__launch_bounds__)\s*\(")
 
 
@@ -205,7 +206,11 @@ class Types:
     """Resolves simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
 
     def __init__(self, own: OwnText):
-        self._texts = (own.code, own.everything)
+        self._code = own.code
+        self._meaning: dict[str, str] = {}
+        for text in (own.code, own.everything):  # one's own come first
+            for m in _TYPEDEF.finditer(text):
+                self._meaning.setdefault(m[2] or m[3], m[1] or m[4])
 
     def resolve(self, spelled: str) -> str:
         """The type at the end of the chain, without qualifiers; `*` at the end of a pointer's."""
@@ -214,13 +219,9 @@ class Types:
         while name not in SIZES and name not in seen and re.fullmatch(r"[\w:]+(?: \*)*", name):
             seen.add(name)
             word, star, _ = name.partition(" *")
-            name = _canonical((self._meaning(word) or word) + ("*" if star else ""))
+            word = word.removeprefix("::").removeprefix("std::")
+            name = _canonical(self._meaning.get(word, word) + ("*" if star else ""))
         return name
-
-    def _meaning(self, word: str) -> str | None:
-        word = re.escape(word.removeprefix("std::").removeprefix("::"))
-        pattern = rf"\btypedef\s+([\w\s:]+?[\s*]+){word}\s*;|\busing\s+{word}\s*=\s*([\w\s:*]+);"
-        return next((m[1] or m[2] for text in self._texts if (m := re.search(pattern, text))), None)
 
     def integer(self, expression: str, depth: int = 0) -> int:
         """The value of integer arithmetic in C++; -1 where it needs more than integers, casts, sizeof and constants."""
@@ -246,7 +247,7 @@ class Types:
             return -value if isinstance(node.op, ast.USub) else value
         if isinstance(node, ast.Name) and depth < 8:
             pattern = rf"\bconst(?:expr)?\s+[\w\s]*\b{node.id}\s*=\s*([^;,]+)[;,]"
-            if len(found := set(re.findall(pattern, self._texts[0]))) == 1:
+            if len(found := set(re.findall(pattern, self._code))) == 1:
                 return self.integer(found.pop(), depth + 1)
         raise ValueError("no integer")
 
@@ -272,7 +273,7 @@ def _canonical(spelled: str) -> str:
 
 
 def kernels(own: OwnText) -> dict[str, Signature]:
-    """The __global__ functions that are defined. Templates are left out: nothing says for which arguments to compile."""
+    """The __global__ functions that are defined, except templates: nothing says for which arguments to compile them."""
     found, types = {}, Types(own)
     for m in re.finditer(r"\bSIM_GLOBAL\b", own.code):
         start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
@@ -363,8 +364,9 @@ def refuse(own: OwnText) -> None:
     for pattern, why in _NAMES:
         found += [(m.start(), m[0], why) for m in re.finditer(pattern, own.code)]
     for m in re.finditer(r"\b(?:__asm__|__asm|asm)\b[^;{}(]*\(", own.code):
-        body = own.text[m.end() : closing(own.code, m.end() - 1)]
-        ptx = " ".join(re.findall(r'"((?:\\.|[^"\\])*)"', body.partition(":")[0] if '"' not in body else body))
+        end = closing(own.code, m.end() - 1)
+        colon = own.code.find(":", m.end(), end)  # what follows it are operands
+        ptx = " ".join(re.findall(r'"((?:\\.|[^"\\])*)"', own.text[m.end() : colon if colon > 0 else end]))
         for pattern, why in _PTX:
             if hit := re.search(rf"(?<![\w.]){pattern}", ptx):
                 found.append((m.start(), hit[0], why))

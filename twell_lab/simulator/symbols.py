@@ -18,7 +18,7 @@ Tool = Callable[..., str | None]  # names -> the path of the first program that 
 
 @dataclass(frozen=True)
 class Line:
-    """A source line. file: its name; number: from 1; text: without the blanks around it; function: what it stands in."""
+    """A source line. file: its name; number: from 1; text: without blanks around it; function: what it stands in."""
 
     file: str
     number: int
@@ -87,7 +87,7 @@ def _variable(name: str, function: str, offset: int, size: int, declared: list[S
     item = SIZES.get(d.type, 8 if d.type.endswith(" *") else 0)
     if d.shape is None:
         item = item if item and size % item == 0 else 1
-        return SharedVariable(name, "" if not function else function, offset, size, d.type, (size // item,), True)
+        return SharedVariable(name, function, offset, size, d.type, (size // item,), True)
     known = math.prod(n for n in d.shape if n >= 0)
     if d.shape.count(-1) == 1 and item and known and size % (item * known) == 0:
         return SharedVariable(
@@ -129,7 +129,8 @@ def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[s
     if len(found) != len(pcs):
         return dict.fromkeys(pcs, UNKNOWN)
     # Of functions compiled into one another, the innermost that is the user's.
-    return {pc: next((x for x in frames if x.text), (*frames, UNKNOWN)[0]) for pc, frames in zip(pcs, found, strict=True)}
+    chosen = (next((x for x in frames if x.text), (*frames, UNKNOWN)[0]) for frames in found)
+    return dict(zip(pcs, chosen, strict=True))
 
 
 def _line(place: str, function: str, texts: Mapping[str, list[str]]) -> Line:
@@ -144,7 +145,7 @@ def _line(place: str, function: str, texts: Mapping[str, list[str]]) -> Line:
 
 def short_name(function: str) -> str:
     """A demangled function without its result and its parameters: "void f<4>(int, float*)" -> "f<4>"."""
-    name = function.replace("(anonymous namespace)::", "").replace("operator()", "operator\0").replace("decltype(auto)", "")
+    name = function.replace("(anonymous namespace)::", "").replace("operator()", "operator\0")
     depth, start = 0, 0
     for position, c in enumerate(name):
         depth += (c in "<{") - (c in ">}")

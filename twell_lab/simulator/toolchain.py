@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from os.path import normpath
@@ -27,7 +28,7 @@ from typing import NamedTuple
 from .. import paths
 from ..errors import CompileError, InputError, StackError
 from . import source
-from .faults import Unsupported
+from .complaint import UNIT, complaint
 from .source import OwnText, Parameter, SharedDeclaration, Signature, with_watches
 from .symbols import Line, SharedVariable, find_lines, find_shared
 
@@ -45,8 +46,6 @@ _NEEDS = (
     "the simulator needs a C++17 compiler: `apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora) "
     "or `conda install -c conda-forge gxx`"
 )
-_UNIT = "sim_unit.cpp"  # the generated file that includes the .cu
-_MOST_LINES = 20  # of a compiler's messages
 
 
 # ---- the compiler
@@ -147,12 +146,11 @@ def _collect(name: str, path: Path, own: Path, common: Path, found: dict[str, st
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise CompileError(f"{name} in {path.parent} cannot be read: {reason}") from error
     for header in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', source.code_only(found[name]), re.M):
-        beside = normpath(PurePosixPath(name).parent / header)
-        places = [(beside, own / beside), (normpath(header), own / header), (normpath(header), common / header)]
-        if any(known in found for known, _ in places[:2]):
-            continue
+        beside, plain = normpath(PurePosixPath(name).parent / header), normpath(header)
+        places = [(known, folder / known) for folder in (own, common) for known in (beside, plain)]
         if hit := next((place for place in places if place[1].is_file()), None):
-            _collect(*hit, own, common, found)
+            if hit[0] not in found:
+                _collect(*hit, own, common, found)
         elif not (CUDA / header).is_file() and not source.CUDA_HEADER.fullmatch(header):
             raise CompileError(f'{name} includes "{header}", which is neither in {own} nor in {common}')
 
@@ -181,7 +179,7 @@ class Listing(NamedTuple):
 
 
 def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
-    """The kernels and the shared variables that `entry` has with these macros. Raises CompileError; Unsupported as `refuse`."""
+    """The kernels and shared variables of `entry` with these macros. Raises CompileError; Unsupported as `refuse`."""
     own = _own_text(sources, entry, defines)
     source.refuse(own)
     return Listing(source.kernels(own), source.shared(own))
@@ -205,39 +203,18 @@ def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda:
         flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
         done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
         if done.returncode:
-            raise _complaint(entry, done.stderr, Path(temporary), inside)
+            raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
     return OwnText(done.stdout, dict(texts))
+
+
+def _hidden(temporary: Path, inside: Path) -> dict[str, str]:
+    """Folders that mean nothing to the user, and what the compiler's messages say instead."""
+    return {f"{inside}/": "", f"{temporary.resolve()}/": "", f"{CUDA.resolve()}/": "simulator/"}
 
 
 def _includes(cuda: Path) -> list:
     cuda = cuda.resolve()
     return ["-iquote", ".", "-I", cuda, "-include", cuda / "cuda_on_cpu.h"]
-
-
-# ---- what the compiler says
-
-
-def _complaint(entry: str, messages: str, temporary: Path, inside: Path) -> CompileError | Unsupported:
-    """The exception for a compiler's messages, without the folders that nobody else knows."""
-    for folder, short in ((inside, ""), (temporary.resolve(), ""), (CUDA.resolve(), "simulator/")):
-        messages = messages.replace(f"{folder}/", short)
-    messages = re.sub(r"^(?:In file included from|\s+from) (?:\./)?" + re.escape(_UNIT) + r".*\n", "", messages, flags=re.M)
-    messages = re.sub(r"(?m)(^|\s)\./", r"\1", messages)
-    header = re.search(r"^(\S.*?:\d+):\d+: fatal error: '?([^':\n]+)'?(?:: No such file| file not found)", messages, re.M)
-    if header and source.CUDA_HEADER.fullmatch(header[2]):
-        return Unsupported(f"{header[1]}: <{header[2]}> cannot run in the simulator: the header is CUDA's own")
-    unknown = re.search(
-        r"^(\S.*?:\d+):\d+: error: (?:use of undeclared identifier|unknown type name|there are no arguments to|"
-        r"no member named)? ?'(__\w+)'(?: was not declared| does not name| that depend|[;\n])", messages, re.M
-    )  # fmt: skip
-    if unknown:
-        return Unsupported(f"{unknown[1]}: {unknown[2]} is not known to the simulator")
-    lines = [line for line in messages.strip().split("\n") if line.strip()]
-    start = next((i for i, line in enumerate(lines) if re.search(r"error|undefined", line)), 0)
-    start = max((i + 1 for i in range(start) if not re.match(r"In file|\s+from|.*: In ", lines[i])), default=0)
-    lines = lines[start:]
-    more = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
-    return CompileError("\n".join([f"{entry} does not compile for the simulator", *lines[:_MOST_LINES], *more]))
 
 
 # ---- building
@@ -297,12 +274,12 @@ def build(
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
         inside = _write(sources, Path(temporary))
         exports = "".join(f"SIM_EXPORT({kernel})\n" for kernel in found)
-        (inside / _UNIT).write_text(f'#include "{entry}"\n{exports}', encoding="utf-8")
+        (inside / UNIT).write_text(f'#include "{entry}"\n{exports}', encoding="utf-8")
         (inside / "sim_dynamic.cpp").write_text("".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
         objects = [inside / "sim_unit.o", inside / "sim_dynamic.o"]
         here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
         for flags, unit, made in (
-            ([*_flags(cxx, kind, defines), *_includes(CUDA)], _UNIT, objects[0]),
+            ([*_flags(cxx, kind, defines), *_includes(CUDA)], UNIT, objects[0]),
             (_flags(cxx, "fast", {}), "sim_dynamic.cpp", objects[1]),
         ):
             _compile([cxx.path, *flags, *here, "-c", unit, "-o", made.name], entry, Path(temporary), inside)
@@ -311,16 +288,14 @@ def build(
         link += ["-shared", "-pthread", "-Wl,-Bsymbolic", *objects, "-ldl", "-o", f"{name}.so"]
         _compile([cxx.path, *link], entry, Path(temporary), inside)
         shared = find_shared(_tool, inside / f"{name}.so", declared)
-        content = (inside / f"{name}.so").read_bytes()
         about = {
-            "sha256": hashlib.sha256(content).hexdigest(),
+            "sha256": _sha256(inside / f"{name}.so"),
             "kernels": [asdict(signature) for signature in found.values()],
             "shared": [asdict(variable) for variable in shared],
             "dynamic": dynamic,
         }
         (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
-        for suffix in (".so", ".json"):  # each appears whole; a pair of two processes' is seen by its digest
-            os.replace(inside / f"{name}{suffix}", folder / f"{name}{suffix}")
+        _move(inside, folder, f"{name}.so", f"{name}.json")
     return Built(folder / f"{name}.so", kind, dict(sources), found, shared, dynamic, cxx)
 
 
@@ -330,24 +305,27 @@ _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
     done = _run(command, inside)
     if done.returncode:
-        raise _complaint(entry, done.stderr or done.stdout, temporary, inside)
+        raise complaint(entry, done.stderr or done.stdout, _hidden(temporary, inside))
 
 
 def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
     """The objects of the simulator's own C++, which watches and is not watched: compiled once for a compiler."""
-    made = []
-    for unit in sorted(CUDA.glob("*.cpp")):
-        flags = _flags(cxx, "fast", {})
-        path = folder / f"simulator-{unit.stem}-{_digest(cxx, flags)}.o"
-        made.append(path)
-        if path.is_file():
-            continue
-        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
-            here = ["-I", CUDA.resolve(), f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
-            command = [cxx.path, *flags, *here, "-c", unit.resolve(), "-o", "object.o"]
-            _compile(command, unit.name, Path(temporary), Path(temporary))
-            os.replace(Path(temporary) / "object.o", path)
-    return made
+    flags = _flags(cxx, "fast", {})
+    digest = _digest(cxx, flags)
+
+    def compiled(unit: Path) -> Path:
+        name = f"simulator-{unit.stem}-{digest}"
+        if not _is_whole(folder / f"{name}.o", _text(folder / f"{name}.sha256")):
+            with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+                here, cuda = Path(temporary), CUDA.resolve()
+                command = [cxx.path, *flags, "-I", cuda, f"-ffile-prefix-map={cuda}=simulator", "-c", cuda / unit.name]
+                _compile([*command, "-o", f"{name}.o"], unit.name, here, here)
+                (here / f"{name}.sha256").write_text(_sha256(here / f"{name}.o"))
+                _move(here, folder, f"{name}.o", f"{name}.sha256")
+        return folder / f"{name}.o"
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(compiled, sorted(CUDA.glob("*.cpp"))))
 
 
 # ---- the cache
@@ -363,16 +341,40 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
     return digest.hexdigest()[:20]
 
 
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _is_whole(path: Path, digest: str) -> bool:
+    try:
+        return bool(digest) and _sha256(path) == digest
+    except OSError:
+        return False
+
+
+def _move(start: Path, folder: Path, *names: str) -> None:
+    """Each file appears whole; a pair of two processes that does not belong together is seen by its digest."""
+    for name in names:
+        os.replace(start / name, folder / name)
+
+
 def _read_cached(folder: Path, name: str) -> tuple | None:
     """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
     try:
-        about = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        if about["sha256"] != hashlib.sha256((folder / f"{name}.so").read_bytes()).hexdigest():
+        about = json.loads(_text(folder / f"{name}.json"))
+        if not _is_whole(folder / f"{name}.so", about["sha256"]):
             return None
         signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
         shared = tuple(SharedVariable(**{**s, "shape": tuple(s["shape"])}) for s in about["shared"])
         return {s.name: s for s in signatures}, shared, tuple(about["dynamic"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -58,7 +58,8 @@ class Step:
         if self.kind == "barrier":
             return f"{where}{who} {'waits' if one else 'wait'} at the barrier"
         if self.kind == "warp":
-            return f"{where}{who} {'takes' if one else 'take'} part in {self.operation}"
+            result = f", all get {self.values[0]} (0x{self.values[0] % 2**32:x})" if len(set(self.values)) == 1 and not one else ""
+            return f"{where}{who} {'takes' if one else 'take'} part in {self.operation}{result}"
         verb = {"read": "read", "write": "write", "atomic": "update"}[self.kind] + "s" * one
         if self.array is None:
             named = sorted({name for name in self.arrays if name})
@@ -87,11 +88,15 @@ class Step:
 
 @dataclass(frozen=True)
 class LastTouch:
-    """Who touched each element of an array last: flat int arrays, -1 where nobody did. wrote: by a write or an atomic."""
+    """Who touched each element of an array last: flat arrays of thread and step, -1 where nobody did.
+
+    wrote: whether that was a write or an atomic; written: whether there has been one at all.
+    """
 
     thread: np.ndarray
     step: np.ndarray
     wrote: np.ndarray
+    written: np.ndarray
 
 
 class State(Mapping):
@@ -117,24 +122,22 @@ class State(Mapping):
     def watched(self) -> dict[str, dict[int, float]]:
         """Watch name -> thread -> the value it had last."""
         found: dict[str, dict[int, float]] = {}
-        for step in self._trace.steps[:self.step + 1]:
-            if step.kind == "watch":
+        for step in self._trace._watches:
+            if step.index <= self.step:
                 found.setdefault(step.name, {}).update(zip(step.threads, step.values, strict=True))
         return found
 
     def last(self, array: str) -> LastTouch:
         """Who touched each element of this array last."""
+        self._trace._number(array)
         size = int(np.prod(self._trace.arrays[array].shape, dtype=np.int64))
-        thread, at = np.full(size, -1), np.full(size, -1)
-        wrote = np.zeros(size, bool)
-        for step in self._trace.touching(array):
-            if step.index > self.step:
-                break
-            for lane, first, name in zip(step.threads, step.elements, step.arrays, strict=True):
-                if name == array:
-                    cells = slice(first, first + max(1, step.count))
-                    thread[cells], at[cells], wrote[cells] = lane, step.index, step.kind != "read"
-        return LastTouch(thread, at, wrote)
+        thread, at, wrote, written = np.full(size, -1), np.full(size, -1), np.zeros(size, bool), np.zeros(size, bool)
+        places, threads, steps, writes = self._trace._touches[array]
+        done = np.searchsorted(steps, self.step, side="right")
+        places, writes = places[:done], writes[:done]
+        thread[places], at[places], wrote[places] = threads[:done], steps[:done], writes
+        written[places[writes]] = True
+        return LastTouch(thread, at, wrote, written)
 
 
 class Trace(Sequence):
@@ -215,6 +218,22 @@ class Trace(Sequence):
                     for element in range(first, first + max(1, step.count)) if name == array else ():
                         found.setdefault(element, set()).add(thread)
         return {element: tuple(sorted(threads)) for element, threads in sorted(found.items())}
+
+    @cached_property
+    def _watches(self) -> list[Step]:
+        return [step for step in self.steps if step.kind == "watch"]
+
+    @cached_property
+    def _touches(self) -> dict[str, tuple]:
+        """(element, thread, step, whether written) of every access to each array, in order, as flat arrays."""
+        found = {}
+        for name in self.arrays:
+            rows = [(first + i, thread, step.index, step.kind != "read") for step in self.touching(name)
+                    for thread, first, array in zip(step.threads, step.elements, step.arrays, strict=True)
+                    if array == name for i in range(max(1, step.count))]
+            columns = np.array(rows, np.int64).reshape(-1, 4).T
+            found[name] = (*columns[:3], columns[3].astype(bool))
+        return found
 
     @cached_property
     def _touching(self) -> dict[str, list[Step]]:

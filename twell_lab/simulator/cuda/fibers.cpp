@@ -1,0 +1,109 @@
+// Threads of a block as fibers: a stack each, and a switch that saves what the calling convention says must survive.
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <new>
+
+#include "runtime.h"
+
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl sim_switch
+.hidden sim_switch
+.type sim_switch, @function
+sim_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size sim_switch, . - sim_switch
+)");
+constexpr int SAVED_WORDS = 7, RETURN_WORD = 6;
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl sim_switch
+.hidden sim_switch
+.type sim_switch, %function
+sim_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+.size sim_switch, . - sim_switch
+)");
+constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
+#else
+#error "the simulator switches fibers on x86-64 and arm64 only"
+#endif
+
+void thread_done(Thread&);
+
+static void begin() {
+    Thread& me = *self();
+    me.worker->launch->call(me.worker->launch->arguments);
+    thread_done(me);
+}
+
+// Stacks for as many threads as a block can have; memory is only used where it is touched. A page below each is
+// closed, so that running out of stack stops the program instead of damaging the neighbour.
+void make_fibers(Worker& w) {
+    const size_t bytes = SIM_STACK * (MOST_THREADS + 1);
+    void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (region == MAP_FAILED) throw std::bad_alloc();
+    w.stacks = (char*)(((uintptr_t)region + SIM_STACK - 1) & ~(SIM_STACK - 1));
+    w.threads = new Thread[MOST_THREADS]();
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (int i = 0; i < MOST_THREADS; ++i) mprotect(w.stacks + i * SIM_STACK, page, PROT_NONE);
+}
+
+// The thread's next switch enters the kernel from the top.
+void aim_at_start(Thread& t) {
+    char* top = t.worker->stacks + (t.number + 1) * SIM_STACK;
+    *(SimThread**)(top - 8) = &t;
+    void** words = (void**)(top - 64) - SAVED_WORDS;
+#if defined(__x86_64__)
+    words -= (uintptr_t)(words + SAVED_WORDS) % 16 == 0 ? 1 : 0;  // a called function finds its stack 8 past 16
+#else
+    words = (void**)((uintptr_t)words & ~(uintptr_t)15);
+#endif
+    memset(words, 0, SAVED_WORDS * sizeof *words);
+    words[RETURN_WORD] = (void*)&begin;
+    t.sp = words;
+}

@@ -1,0 +1,207 @@
+// The C interface: deals the blocks of a grid out to workers, one a core, and gathers what they found.
+#include <dlfcn.h>
+#include <link.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "runtime.h"
+
+std::atomic<int> sim_running{0};
+uint64_t sim_module_base = 0, sim_module_end = 0;
+
+double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// ---- this library's thread-local block: where the kernel's __shared__ arrays are ----
+
+struct Module { uint64_t base, end; size_t tls_id; };
+
+static int find_module(dl_phdr_info* info, size_t, void* out) {
+    const uint64_t here = (uint64_t)&find_module;
+    bool ours = false;
+    uint64_t end = 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const ElfW(Phdr)& p = info->dlpi_phdr[i];
+        const uint64_t begin = info->dlpi_addr + p.p_vaddr;
+        if (p.p_type != PT_LOAD) continue;
+        ours |= here >= begin && here < begin + p.p_memsz;
+        end = std::max(end, begin + p.p_memsz);
+    }
+    if (ours) *(Module*)out = {(uint64_t)info->dlpi_addr, end, info->dlpi_tls_modid};
+    return ours;
+}
+
+struct TlsIndex { unsigned long module, offset; };
+extern "C" void* __tls_get_addr(TlsIndex*);
+
+static char* thread_local_block() {
+    Module m{};
+    dl_iterate_phdr(find_module, &m);
+    sim_module_base = m.base, sim_module_end = m.end;
+    if (!m.tls_id) return nullptr;
+    TlsIndex index{m.tls_id, 0};
+    return (char*)__tls_get_addr(&index);
+}
+
+// ---- workers are kept from launch to launch: making their stacks costs more than a small launch ----
+
+static std::mutex idle_lock;
+static std::vector<Worker*> idle;
+
+static Worker* take_worker() {
+    {
+        std::lock_guard<std::mutex> hold(idle_lock);
+        if (!idle.empty()) {
+            Worker* w = idle.back();
+            idle.pop_back();
+            return w;
+        }
+    }
+    Worker* w = new Worker();
+    make_fibers(*w);
+    return w;
+}
+
+static void prepare(Worker& w, const SimLaunch& l, GlobalShadow* global, double deadline) {
+    w.launch = &l;
+    w.fault_found = false;
+    w.fault = SimFault{};
+    w.deadline = deadline;
+    w.global = global;
+    w.truncated = false;
+    w.steps.clear(), w.lanes.clear(), w.sites.clear();
+    w.read_bits.assign((size_t)l.n_buffers, {}), w.written_bits.assign((size_t)l.n_buffers, {});
+    if (l.watch & COUNTS)
+        for (int i = 0; i < l.n_buffers; ++i) {
+            const size_t words = (size_t)(l.buffers[i].bytes / 32 + 2) / 64 + 1;
+            w.read_bits[(size_t)i].resize(words), w.written_bits[(size_t)i].resize(words);
+        }
+}
+
+static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& first_fault, int64_t blocks) {
+    const SimLaunch& l = *w.launch;
+    w.shared_begin = thread_local_block();
+    if (l.watch) w.shared.assign((size_t)l.thread_local_bytes, SharedByte{});
+    for (;;) {
+        const int64_t block = next.fetch_add(1);
+        if (block >= blocks || block > first_fault.load()) return;
+        // Nothing of the block before may be left: a NaN, in whatever floating type.
+        for (int i = 0; i < l.n_shared; ++i) memset(w.shared_begin + l.shared[i].offset, 0xff, (size_t)l.shared[i].bytes);
+        run_block(w, block);
+        if (w.fault_found) {
+            int64_t seen = first_fault.load();
+            while (block < seen && !first_fault.compare_exchange_weak(seen, block)) {}
+            return;
+        }
+    }
+}
+
+// ---- the report ----
+
+template <class T>
+static T* copy_out(const std::vector<T>& v) {
+    T* out = (T*)malloc(v.size() * sizeof(T) + 1);
+    if (!v.empty()) memcpy(out, v.data(), v.size() * sizeof(T));
+    return out;
+}
+
+struct PathLess {
+    bool operator()(const SimSite& a, const SimSite& b) const {
+        if (a.kind != b.kind) return a.kind < b.kind;
+        if (a.space != b.space) return a.space < b.space;
+        if (a.depth != b.depth) return a.depth < b.depth;
+        return memcmp(a.pc, b.pc, sizeof a.pc) < 0;
+    }
+};
+
+static void add(Totals& to, const Totals& t) {
+    to.requests += t.requests, to.accesses += t.accesses, to.bytes += t.bytes, to.sectors += t.sectors, to.lines += t.lines;
+    to.wavefronts += t.wavefronts, to.ideal_wavefronts += t.ideal_wavefronts, to.divergent += t.divergent;
+}
+
+static void gather_counts(SimReport& report, const SimLaunch& l, const std::vector<Worker*>& workers) {
+    std::map<SimSite, Totals, PathLess> merged;
+    for (Worker* w : workers)
+        for (uint32_t i = 1; i < w->sites.all.size(); ++i) {
+            const Site& s = w->sites.all[i];
+            for (int space = NOWHERE; space <= SHARED; ++space) {
+                const Totals& t = space == SHARED ? s.shared : s.global;
+                const bool memory = s.kind == READ || s.kind == WRITE || s.kind == ATOMIC;
+                if (!t.requests || memory == (space == NOWHERE)) continue;
+                if (!memory && space != NOWHERE) continue;
+                const SimPath path = w->sites.path(i);
+                SimSite key{};
+                memcpy(key.pc, path.pc, sizeof key.pc);
+                key.depth = path.depth, key.kind = s.kind, key.space = space;
+                add(merged[key], t);
+            }
+        }
+    std::vector<SimSite> sites;
+    for (auto& [key, totals] : merged) sites.push_back(key), sites.back().totals = totals;
+    std::vector<SimFootprint> footprint;
+    for (int i = 0; i < l.n_buffers; ++i) {
+        int64_t n[2] = {0, 0};
+        for (size_t word = 0; word < workers[0]->read_bits[(size_t)i].size(); ++word) {
+            uint64_t read = 0, written = 0;
+            for (Worker* w : workers) read |= w->read_bits[(size_t)i][word], written |= w->written_bits[(size_t)i][word];
+            n[0] += __builtin_popcountll(read), n[1] += __builtin_popcountll(written);
+        }
+        footprint.push_back({i, n[0], n[1]});
+    }
+    report.sites = copy_out(sites), report.n_sites = (int64_t)sites.size();
+    report.footprint = copy_out(footprint), report.n_footprint = (int64_t)footprint.size();
+}
+
+extern "C" SimReport* sim_launch(const SimLaunch* launch) {
+    const SimLaunch& l = *launch;
+    const int64_t blocks = (int64_t)l.grid[0] * l.grid[1] * l.grid[2];
+    std::atomic<int64_t> next{0}, first_fault{INT64_MAX};
+    std::vector<GlobalShadow> global((size_t)l.n_buffers);
+    for (int i = 0; i < l.n_buffers; ++i)  // calloc: memory is only used for what is written
+        global[(size_t)i].bytes = l.watch ? (GlobalByte*)calloc((size_t)l.buffers[i].bytes + 1, sizeof(GlobalByte)) : nullptr;
+    const double deadline = now() + l.seconds;
+    std::vector<Worker*> workers;
+    for (uint32_t i = 0; i < l.workers && i < blocks; ++i) workers.push_back(take_worker());
+    for (Worker* w : workers) prepare(*w, l, global.data(), deadline);
+
+    ++sim_running;
+    std::vector<std::thread> others;
+    for (size_t i = 1; i < workers.size(); ++i)
+        others.emplace_back([&, i] { work(*workers[i], next, first_fault, blocks); });
+    work(*workers[0], next, first_fault, blocks);
+    for (std::thread& t : others) t.join();
+    --sim_running;
+
+    SimReport* report = (SimReport*)calloc(1, sizeof(SimReport));
+    for (Worker* w : workers) {
+        if (w->fault_found && w->fault.block == first_fault.load()) {
+            report->fault = w->fault;
+            report->fault.waiting = copy_out(w->fault_waiting);
+            report->fault.n_waiting = (int64_t)w->fault_waiting.size();
+            w->fault_waiting.clear();
+        }
+        if (!w->steps.empty()) {
+            report->steps = copy_out(w->steps), report->n_steps = (int64_t)w->steps.size();
+            report->lanes = copy_out(w->lanes), report->n_lanes = (int64_t)w->lanes.size();
+            report->truncated = w->truncated;
+        }
+    }
+    if (l.watch & COUNTS) gather_counts(*report, l, workers);
+    for (GlobalShadow& g : global) free(g.bytes);
+    std::lock_guard<std::mutex> hold(idle_lock);
+    idle.insert(idle.end(), workers.begin(), workers.end());
+    return report;
+}
+
+extern "C" void sim_free(SimReport* r) {
+    free(r->fault.waiting), free(r->sites), free(r->footprint), free(r->steps), free(r->lanes), free(r);
+}

@@ -1,0 +1,184 @@
+// Inside of the simulator: what the .cpp files of this folder share. Kernels see cuda_on_cpu.h only.
+//
+// A block's threads are fibers on one core. A fiber runs until it meets a barrier or a warp-wide operation that
+// others still have to reach; then the next lane of its warp goes on. Blocks are dealt out to the cores' workers.
+// A kernel's __shared__ arrays are thread_local, so each worker has a set of its own.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include <atomic>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda_types.h"
+#include "sim_thread.h"
+
+enum Watch { FAULTS = 1, COUNTS = 2 };
+enum Kind { READ, WRITE, ATOMIC, BRANCH, WARP_WIDE, BARRIER, WATCH };
+enum Space { NOWHERE, GLOBAL, SHARED };
+enum FaultKind {
+    NO_FAULT, OUT_OF_BOUNDS, MISALIGNED, MISMATCHED_BARRIER, SHARED_RACE, GLOBAL_RACE, UNINITIALISED, BAD_LANE, BAD_MASK,
+    ASSERTION, TOO_LONG
+};
+constexpr int MOST_FRAMES = 12, MOST_CALLS = 64, LANES_A_WARP = 32, MOST_THREADS = 1024;
+constexpr uint32_t NO_SITE = 0xffffffffu, NO_THREAD = 0xffffu;
+
+// ---- what Python hands over and gets back (program.py mirrors these structures) ----
+
+struct SimBuffer { uint64_t begin, bytes; };            // one array argument
+struct SimShared { uint64_t offset, bytes; };           // one __shared__ array, by its place in the thread-local block
+struct SimLaunch {
+    void (*call)(void**);
+    void** arguments;
+    uint32_t grid[3], block[3];
+    uint32_t workers, watch;
+    int64_t trace_block, trace_limit;  // the block whose steps are kept (-1: none), and how many
+    double seconds;                    // limit for the whole launch
+    const SimBuffer* buffers;
+    const SimShared* shared;
+    int32_t n_buffers, n_shared;
+    uint64_t thread_local_bytes;
+};
+struct SimPath { uint64_t pc[MOST_FRAMES]; int32_t depth, pad; };  // outermost call first
+struct SimWaiting { int32_t thread, kind; SimPath path; };
+struct SimFault {
+    int32_t kind, thread, other_thread, size, is_write, other_is_write;
+    int64_t block, other_block;
+    uint64_t address, lane_or_mask;
+    int64_t shared_offset;  // of the address in the thread-local block, or -1
+    const char* text;
+    SimPath path, other_path;
+    SimWaiting* waiting;
+    int64_t n_waiting;
+};
+struct Totals { int64_t requests, accesses, bytes, sectors, lines, wavefronts, ideal_wavefronts, divergent; };
+struct SimSite { uint64_t pc[MOST_FRAMES]; int32_t depth, kind, space, pad; Totals totals; };
+struct SimFootprint { int64_t array, read_sectors, written_sectors; };
+struct SimStep { int32_t warp, kind, space, size; SimPath path; int64_t first; int32_t lanes, name; };
+struct SimLane { int32_t thread, array; int64_t offset; uint8_t value[16]; };
+struct SimReport {
+    SimFault fault;
+    SimSite* sites; int64_t n_sites;
+    SimFootprint* footprint; int64_t n_footprint;
+    SimStep* steps; int64_t n_steps;
+    SimLane* lanes; int64_t n_lanes;
+    int32_t truncated, pad;
+};
+
+// ---- the code's places: a tree of calls, so that two lanes' places can be compared in program order ----
+
+struct Site {
+    uint64_t pc;
+    uint32_t parent, last_child;
+    int32_t depth, kind;
+    Totals global, shared;
+};
+struct Sites {
+    std::vector<Site> all;
+    std::unordered_map<uint64_t, uint32_t> children;
+    Sites() { clear(); }
+    void clear() { all.assign(1, Site{0, NO_SITE, NO_SITE, 0, 0, {}, {}}), children.clear(); }
+    uint32_t child(uint32_t parent, uint64_t pc) {
+        const uint32_t last = all[parent].last_child;
+        if (last != NO_SITE && all[last].pc == pc) return last;
+        return all[parent].last_child = find(parent, pc);
+    }
+    bool before(uint32_t a, uint32_t b) const;  // does a come first in the program?
+    SimPath path(uint32_t site) const;
+private:
+    uint32_t find(uint32_t parent, uint64_t pc);
+};
+
+struct Event {  // one lane's part of a warp instruction
+    uint64_t address;
+    uint32_t site;
+    uint8_t kind, space;
+    uint16_t size;
+    uint8_t value[16];
+};
+struct Access { uint32_t thread, epoch, clock, site; };  // who touched a byte of shared memory, and when
+struct SharedByte { uint32_t block_serial; bool atomic; Access write, read, other_read; };
+struct GlobalByte { uint32_t block, thread, epoch, clock, site; };  // who wrote a byte of an array; block 0: nobody yet
+
+struct GlobalShadow { GlobalByte* bytes; std::atomic<bool> written; };
+
+struct Warp;
+struct Worker;
+
+struct Thread : SimThread {
+    void* sp;
+    Worker* worker;
+    Warp* warp;
+    int number, lane;
+    bool waiting, done;
+    // What it waits with, or got.
+    int wait_kind, parameter, width;
+    uint32_t mask;
+    uint64_t given, got, wait_pc;
+    // Watched builds only.
+    uint32_t site;             // the function it is in, as a place in the tree of calls
+    bool in_kernel;
+    int depth;                 // calls below the kernel, and the stack frame of each
+    void* frames[MOST_CALLS];
+    uint32_t clock, seen[LANES_A_WARP];  // __syncwarp steps: own, and the last known of each lane
+    std::vector<Event> log;
+    int64_t unread_write;      // index in log of a write whose value is still to be looked up, or -1
+};
+
+struct Warp {
+    Thread* lane[LANES_A_WARP];
+    uint32_t runnable, waiting, at_barrier, alive;
+    int number;
+};
+
+struct Worker {
+    const SimLaunch* launch;
+    int64_t block;  // linear number in the grid
+    uint32_t block_serial, epoch;
+    void* main_sp;
+    char* stacks = nullptr;
+    Thread* threads = nullptr;
+    std::vector<Warp> warps;
+    int alive, at_barrier;
+    bool fault_found;
+    SimFault fault;
+    std::vector<SimWaiting> fault_waiting;
+    double deadline;
+    uint64_t ticks;
+    // Watched builds only.
+    char* shared_begin;
+    std::vector<SharedByte> shared;
+    GlobalShadow* global;  // one for each buffer, common to all workers
+    Sites sites;
+    std::vector<std::vector<uint64_t>> read_bits, written_bits;  // one bit a sector, for each buffer
+    std::vector<SimStep> steps;
+    std::vector<SimLane> lanes;
+    bool truncated;
+    bool counting() const { return launch->watch & COUNTS || block == launch->trace_block; }
+    bool tracing() const { return block == launch->trace_block; }
+};
+
+inline Thread* self() { return static_cast<Thread*>(sim_thread()); }
+
+// fibers.cpp
+extern "C" void sim_switch(void** save, void* load);
+void make_fibers(Worker&);
+void aim_at_start(Thread&);
+
+// block.cpp
+void run_block(Worker&, int64_t block);
+[[noreturn]] void stop(Thread&, SimFault);
+
+// launch.cpp
+double now();
+extern std::atomic<int> sim_running;
+extern uint64_t sim_module_base, sim_module_end;
+
+// watch.cpp: hooks into watched builds, called by block.cpp
+void watch_collective(Thread&, int kind, uint64_t pc);
+void watch_syncwarp(Warp&, uint32_t lanes);
+SimFault fault_of(Thread&, int kind, uint64_t pc);
+// count.cpp
+void count_warp(Worker&, Warp&);
+void resolve_write(Thread&);

@@ -1,0 +1,271 @@
+// Sees every access of a watched build. The compiler was asked for thread-sanitizer instrumentation, which calls
+// __tsan_read4(address) and its kin; here they are ours. They check bounds, alignment, initialisation and order, and keep
+// a log for count.cpp.
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime.h"
+
+#define HOOK extern "C" __attribute__((visibility("hidden"), noinline))
+#define HERE (uint64_t) __builtin_return_address(0)
+
+bool Sites::before(uint32_t a, uint32_t b) const {
+    if (a == b) return false;
+    while (all[a].depth > all[b].depth) {
+        a = all[a].parent;
+        if (a == b) return true;  // a lies inside the call b: it comes before what follows b
+    }
+    while (all[b].depth > all[a].depth) {
+        b = all[b].parent;
+        if (a == b) return false;
+    }
+    while (all[a].parent != all[b].parent) a = all[a].parent, b = all[b].parent;
+    return all[a].pc < all[b].pc;
+}
+
+uint32_t Sites::find(uint32_t parent, uint64_t pc) {
+    const uint64_t key = pc * 0x9e3779b97f4a7c15u ^ ((uint64_t)parent << 32 | parent);
+    uint32_t at = NO_SITE;
+    for (uint64_t probe = key;; ++probe) {
+        auto found = children.find(probe);
+        if (found == children.end()) {
+            at = (uint32_t)all.size();
+            all.push_back(Site{pc, parent, NO_SITE, all[parent].depth + 1, BRANCH, {}, {}});
+            children.emplace(probe, at);
+            return at;
+        }
+        if (all[found->second].pc == pc && all[found->second].parent == parent) return found->second;
+    }
+}
+
+// Module-relative program counters, outermost call first; calls deeper than MOST_FRAMES lose their outermost frames.
+SimPath Sites::path(uint32_t site) const {
+    SimPath p{};
+    uint32_t chain[MOST_FRAMES];
+    for (; site != 0 && site != NO_SITE && p.depth < MOST_FRAMES; site = all[site].parent) chain[p.depth++] = site;
+    for (int i = 0; i < p.depth; ++i) p.pc[i] = all[chain[p.depth - 1 - i]].pc - sim_module_base;
+    return p;
+}
+
+SimFault fault_of(Thread& me, int kind, uint64_t pc) {
+    SimFault f{};
+    f.kind = kind, f.thread = me.number, f.block = me.worker->block;
+    if (pc) f.path = me.worker->sites.path(me.worker->sites.child(me.site, pc));
+    return f;
+}
+
+// ---- order: what a barrier or __syncwarp has put behind ----
+
+void watch_syncwarp(Warp& w, uint32_t lanes) {
+    uint32_t known[LANES_A_WARP] = {};
+    for (uint32_t left = lanes; left; left &= left - 1) {
+        Thread& t = *w.lane[__builtin_ctz(left)];
+        t.seen[t.lane] = t.clock++;
+        for (int i = 0; i < LANES_A_WARP; ++i) known[i] = known[i] > t.seen[i] ? known[i] : t.seen[i];
+    }
+    for (uint32_t left = lanes; left; left &= left - 1) memcpy(w.lane[__builtin_ctz(left)]->seen, known, sizeof known);
+}
+
+static bool ordered(const Thread& me, uint32_t thread, uint32_t epoch, uint32_t clock) {
+    if (thread == (uint32_t)me.number || epoch < me.worker->epoch) return true;
+    const bool same_warp = thread / LANES_A_WARP == (uint32_t)me.number / LANES_A_WARP;
+    return same_warp && me.seen[thread % LANES_A_WARP] >= clock;
+}
+
+static bool races(const Thread& me, const Access& a) {
+    return a.thread != NO_THREAD && !ordered(me, a.thread, a.epoch, a.clock);
+}
+
+[[noreturn]] static void stop_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc,
+                                 int64_t other_block = -1, int other = -1, bool other_writes = false, uint32_t other_site = 0) {
+    SimFault f = fault_of(me, kind, pc);
+    f.address = address, f.size = (int)size, f.is_write = how != READ;
+    const uint64_t in_shared = address - (uint64_t)me.worker->shared_begin;
+    f.shared_offset = in_shared < me.worker->launch->thread_local_bytes ? (int64_t)in_shared : -1;
+    f.other_block = other_block, f.other_thread = other, f.other_is_write = other_writes;
+    if (other >= 0) f.other_path = me.worker->sites.path(other_site);
+    stop(me, f);
+}
+
+static void check_shared(Thread& me, uint64_t address, uint32_t size, int how, uint64_t pc) {
+    Worker& w = *me.worker;
+    const uint32_t site = w.sites.child(me.site, pc);
+    const Access now_here = {(uint32_t)me.number, w.epoch, me.clock, site};
+    const Access nobody = {NO_THREAD, 0, 0, 0};
+    for (uint32_t i = 0; i < size; ++i) {
+        SharedByte& b = w.shared[address - (uint64_t)w.shared_begin + i];
+        if (b.block_serial != w.block_serial) b = {w.block_serial, false, nobody, nobody, nobody};
+        if (how == READ && b.write.thread == NO_THREAD) stop_at(me, UNINITIALISED, address, size, how, pc);
+        const Access* against[3] = {&b.write, &b.read, &b.other_read};
+        if (how != ATOMIC || !b.atomic)
+            for (int k = 0; k < (how == READ ? 1 : 3); ++k)
+                if (races(me, *against[k]))
+                    stop_at(me, SHARED_RACE, address, size, how, pc, w.block, (int)against[k]->thread, k == 0, against[k]->site);
+        if (how != READ) {
+            b.write = now_here, b.read = b.other_read = nobody, b.atomic = how == ATOMIC;
+        } else if (b.read.thread == NO_THREAD || b.read.thread == now_here.thread) {
+            b.read = now_here;
+        } else {
+            b.other_read = now_here;
+        }
+    }
+}
+
+static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t address, uint32_t size, int how, uint64_t pc) {
+    Worker& w = *me.worker;
+    GlobalByte* bytes = w.global[buffer].bytes;
+    std::atomic<bool>& touched = w.global[buffer].written;
+    if (how == ATOMIC || (how == READ && !touched.load(std::memory_order_relaxed))) return;
+    if (how == WRITE) touched.store(true, std::memory_order_relaxed);
+    const uint32_t mine = (uint32_t)w.block + 1, site = w.sites.child(me.site, pc);
+    for (uint32_t i = 0; i < size; ++i) {
+        GlobalByte& g = bytes[offset + i];
+        const uint32_t seen = __atomic_load_n(&g.block, __ATOMIC_RELAXED);
+        if (seen && (seen != mine || !ordered(me, g.thread, g.epoch, g.clock)))
+            stop_at(me, GLOBAL_RACE, address, size, how, pc, (int64_t)seen - 1, (int)g.thread, true, g.site);
+        if (how != WRITE) continue;
+        g.thread = (uint32_t)me.number, g.epoch = w.epoch, g.clock = me.clock, g.site = site;
+        __atomic_store_n(&g.block, mine, __ATOMIC_RELAXED);
+    }
+}
+
+// ---- accesses ----
+
+static void tick(Thread& me, uint64_t pc) {
+    if ((++me.worker->ticks & 0xffff) == 0 && now() > me.worker->deadline) stop(me, fault_of(me, TOO_LONG, pc));
+}
+
+static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int space, uint64_t pc) {
+    if (me.unread_write >= 0) resolve_write(me);
+    Event e{address, me.worker->sites.child(me.site, pc), (uint8_t)kind, (uint8_t)space, (uint16_t)size, {}};
+    if (me.worker->tracing()) {
+        if (kind == READ) memcpy(e.value, (const void*)address, size < 16 ? size : 16);
+        if (kind == WRITE || kind == ATOMIC) me.unread_write = (int64_t)me.log.size();
+    }
+    me.log.push_back(e);
+}
+
+static void access(const void* pointer, uint32_t size, int how, bool aligned, uint64_t pc) {
+    if (!sim_running.load(std::memory_order_relaxed)) return;
+    const uint64_t address = (uint64_t)pointer, stack = (uint64_t)__builtin_frame_address(0) & ~(SIM_STACK - 1);
+    if ((address & ~(SIM_STACK - 1)) == stack) return;  // a local variable: a register of the GPU
+    Thread& me = *self();
+    if (!me.in_kernel) return;
+    Worker& w = *me.worker;
+    const SimLaunch& l = *w.launch;
+
+    int space = NOWHERE;
+    const uint64_t in_shared = address - (uint64_t)w.shared_begin;
+    if (in_shared < l.thread_local_bytes) {
+        for (int i = 0; i < l.n_shared && space == NOWHERE; ++i)
+            if (in_shared - l.shared[i].offset < l.shared[i].bytes && in_shared + size <= l.shared[i].offset + l.shared[i].bytes)
+                space = SHARED;
+    } else {
+        for (int i = 0; i < l.n_buffers && space == NOWHERE; ++i) {
+            const uint64_t offset = address - l.buffers[i].begin;
+            if (offset >= l.buffers[i].bytes || offset + size > l.buffers[i].bytes) continue;
+            space = GLOBAL;
+            if (aligned && address % size) stop_at(me, MISALIGNED, address, size, how, pc);
+            check_global(me, i, offset, address, size, how, pc);
+        }
+        // The program's own constants and __device__ variables.
+        if (space == NOWHERE && address >= sim_module_base && address < sim_module_end) space = GLOBAL;
+    }
+    if (space == NOWHERE) stop_at(me, OUT_OF_BOUNDS, address, size, how, pc);
+    if (aligned && address % size) stop_at(me, MISALIGNED, address, size, how, pc);
+    if (space == SHARED) check_shared(me, address, size, how, pc);
+    if (w.counting()) log_event(me, address, size, how, space, pc);
+}
+
+#define SIZED(BYTES)                                                                                                   \
+    HOOK void __tsan_read##BYTES(void* p) { access(p, BYTES, READ, true, HERE); }                                      \
+    HOOK void __tsan_write##BYTES(void* p) { access(p, BYTES, WRITE, true, HERE); }                                    \
+    HOOK void __tsan_volatile_read##BYTES(void* p) { access(p, BYTES, READ, true, HERE); }                             \
+    HOOK void __tsan_volatile_write##BYTES(void* p) { access(p, BYTES, WRITE, true, HERE); }                           \
+    HOOK void __tsan_unaligned_read##BYTES(void* p) { access(p, BYTES, READ, false, HERE); }                           \
+    HOOK void __tsan_unaligned_write##BYTES(void* p) { access(p, BYTES, WRITE, false, HERE); }                         \
+    HOOK void __tsan_unaligned_volatile_read##BYTES(void* p) { access(p, BYTES, READ, false, HERE); }                  \
+    HOOK void __tsan_unaligned_volatile_write##BYTES(void* p) { access(p, BYTES, WRITE, false, HERE); }                \
+    HOOK void __tsan_read_write##BYTES(void* p) {                                                                      \
+        access(p, BYTES, READ, true, HERE);                                                                            \
+        access(p, BYTES, WRITE, true, HERE);                                                                           \
+    }
+SIZED(1) SIZED(2) SIZED(4) SIZED(8) SIZED(16)
+HOOK void __tsan_read_range(void* p, uint64_t n) { access(p, (uint32_t)n, READ, false, HERE); }
+HOOK void __tsan_write_range(void* p, uint64_t n) { access(p, (uint32_t)n, WRITE, false, HERE); }
+HOOK void __tsan_vptr_read(void*) {}
+HOOK void __tsan_vptr_update(void*, void*) {}
+HOOK void __tsan_func_entry(void*) {}
+HOOK void __tsan_func_exit() {}
+HOOK void __tsan_init() {}
+HOOK void* __tsan_memcpy(void* to, const void* from, uint64_t n) {
+    access(from, (uint32_t)n, READ, false, HERE);
+    access(to, (uint32_t)n, WRITE, false, HERE);
+    return memcpy(to, from, n);
+}
+HOOK void* __tsan_memset(void* to, int value, uint64_t n) {
+    access(to, (uint32_t)n, WRITE, false, HERE);
+    return memset(to, value, n);
+}
+
+// ---- the tree of calls, basic blocks, and what the header reports by itself ----
+
+// The frame of the function that called the hook. A function's first and last blocks run before it is entered and
+// after it was left, as far as these hooks go; its frame tells that they are not its caller's.
+#define CALLER_FRAME (*(void**)__builtin_frame_address(0))
+
+HOOK void __cyg_profile_func_enter(void*, void* call) {
+    if (!sim_running.load(std::memory_order_relaxed)) return;
+    Thread& me = *self();
+    if (!me.in_kernel) {  // the kernel itself: the root
+        me.in_kernel = true, me.depth = 0;
+    } else {
+        if (++me.depth == MOST_CALLS) stop(me, fault_of(me, TOO_LONG, (uint64_t)call));
+        me.site = me.worker->sites.child(me.site, (uint64_t)call);
+    }
+    me.frames[me.depth] = CALLER_FRAME;
+}
+
+HOOK void __cyg_profile_func_exit(void*, void*) {
+    if (!sim_running.load(std::memory_order_relaxed)) return;
+    Thread& me = *self();
+    if (me.site == 0) me.in_kernel = false;
+    else me.site = me.worker->sites.all[me.site].parent, --me.depth;
+}
+
+HOOK void __sanitizer_cov_trace_pc() {
+    if (!sim_running.load(std::memory_order_relaxed)) return;
+    Thread& me = *self();
+    if (!me.in_kernel) return;
+    tick(me, HERE);
+    if (me.worker->counting() && me.frames[me.depth] == CALLER_FRAME) log_event(me, 0, 0, BRANCH, NOWHERE, HERE);
+}
+
+void watch_collective(Thread& me, int kind, uint64_t pc) {
+    log_event(me, 0, 8, kind, NOWHERE, pc);
+    memcpy(me.log.back().value, &me.got, 8);
+}
+
+extern "C" __attribute__((noinline)) void sim_atomic(const void* p, int bytes) {
+    if (self()->worker->launch->watch) access(p, (uint32_t)bytes, ATOMIC, true, HERE);
+}
+
+extern "C" __attribute__((noinline)) void sim_watch_value(int name, double value) {
+    Thread& me = *self();
+    if (!me.worker->counting()) return;
+    log_event(me, (uint64_t)name, 8, WATCH, NOWHERE, HERE);
+    memcpy(me.log.back().value, &value, 8);
+}
+
+extern "C" __attribute__((noinline)) void sim_assertion(const char* text) {
+    Thread& me = *self();
+    SimFault f = fault_of(me, ASSERTION, HERE);
+    f.text = text;
+    stop(me, f);
+}
+
+// What a watched build asks for its indices: copies, since the lines that read them are watched themselves.
+extern "C" SimIndex sim_thread_index() { return self()->thread_index; }
+extern "C" SimIndex sim_block_index() { return self()->block_index; }
+extern "C" dim3 sim_block_size() { return self()->block_size; }
+extern "C" dim3 sim_grid_size() { return self()->grid_size; }

@@ -1,0 +1,63 @@
+"""What a kernel can do wrong, as exceptions that say what happened, where, and by which threads."""
+
+from __future__ import annotations
+
+from ..errors import TwellError
+
+
+class Unsupported(TwellError, RuntimeError):
+    """The source uses something that only a GPU has; the message names it and where it stands."""
+
+
+class Fault(TwellError, RuntimeError):
+    """A kernel did something undefined. The launch was stopped there, and no array was changed.
+
+    kernel, block (its number in the grid), thread (its number in the block); line: where it stands (file, number,
+    text, function), None if the compiler kept no trace of it; path: the calls that lead there from the kernel, outermost
+    first. Faults between two threads also have other_thread, other_block and other_line.
+    """
+
+    def __init__(self, message: str, **facts) -> None:
+        super().__init__(message)
+        self.kernel, self.block, self.thread = facts["kernel"], facts["block"], facts["thread"]
+        self.path = facts["path"]
+        self.line = self.path[-1] if self.path else None
+        self.array, self.element = facts.get("array"), facts.get("element")
+        self.other_thread, self.other_block = facts.get("other_thread"), facts.get("other_block")
+        self.other_line = facts.get("other_line")
+
+
+class OutOfBounds(Fault):
+    """An access that lies in no array that the kernel was given, nor in its shared memory."""
+
+
+class Misaligned(Fault):
+    """An access of 2, 4, 8 or 16 bytes at an address that is no multiple of it; a GPU refuses it."""
+
+
+class MismatchedBarrier(Fault):
+    """Threads wait for each other at different places: on a GPU the kernel would hang, or the wrong ones would meet."""
+
+
+class SharedRace(Fault):
+    """Two threads use the same bytes of shared memory, at least one writes, and no barrier lies between them."""
+
+
+class GlobalRace(Fault):
+    """Two threads use the same bytes of an array, at least one writes, and nothing puts one before the other."""
+
+
+class UninitialisedRead(Fault):
+    """A read of shared memory that no thread of the block has written."""
+
+
+class WarpFault(Fault):
+    """A warp-wide operation with a mask that leaves the caller out, or a shuffle from a lane that takes no part."""
+
+
+class AssertionFault(Fault):
+    """An assert() or __trap() of the kernel."""
+
+
+class TooLong(Fault):
+    """The launch took longer than it was allowed; most often a loop that never ends."""

@@ -1,0 +1,410 @@
+"""A kernel file built for the CPU, and launches of its kernels on torch tensors or NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import InputError
+from . import report as raw
+from . import toolchain
+from .counts import Counts
+from .report import ArrayInfo
+from .trace import Trace
+
+WATCHES = (None, "faults", "counts")
+_GAP = 16 << 20  # unused addresses between two arrays of a watched launch, so that no overrun reaches the next
+_ALIGNED = 512  # where a GPU's allocator begins an array: which sectors and lines an access touches depends on it
+_MOST_THREADS = 1024
+_OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch. seconds: how long it took here, which says nothing about a GPU. counts and trace: None unless asked for."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    seconds: float
+    counts: Counts | None = None
+    trace: Trace | None = None
+
+
+@dataclass
+class _Array:
+    """One array argument: its memory, and what to call it."""
+
+    name: str
+    address: int
+    nbytes: int
+    dtype: object  # np.dtype or "bfloat16"
+    itemsize: int
+    shape: tuple[int, ...]
+    owner: object
+    past_aligned: int  # bytes from the start of the memory it is a part of
+    moved: int = 0  # where a watched launch has its copy
+
+    @property
+    def words(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
+    """The kernels of a file of kernels/ (a name), or of one's own (a path), for launching on the CPU.
+
+    Headers are looked for beside the file, then in kernels/. defines: macros (True: defined without a value). Nothing
+    is compiled yet; `launch` does it, once for fast and once for watched runs, and keeps the result by content.
+    Raises StackError without a C++ compiler, CompileError for a source it refuses, Unsupported for one that uses what
+    only a GPU has.
+    """
+    return Program(file, dict(defines))
+
+
+class Program:
+    """What `compile` returns. `.kernels`: name -> Signature of each kernel of the file."""
+
+    def __init__(self, file: str | Path, defines: dict[str, object]) -> None:
+        self.file, self.defines = Path(file).name, defines
+        self.sources = toolchain.sources(file)
+        self.kernels = toolchain.listing(self.sources, self.file, defines).kernels
+
+    def _built(self, kind: str, sources: Mapping[str, str]) -> _Library:
+        return _library(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        arguments: Sequence,
+        *,
+        watch: str | None = "faults",
+        trace: int | None = None,
+        values: Mapping[str, str] | None = None,
+        shared_bytes: int = 0,
+        steps: int = 100_000,
+        seconds: float = 120.0,
+        cores: int | None = None,
+    ) -> Run:
+        """Run `kernel` for every thread of grid x block; arrays are changed in place, as on a GPU.
+
+        arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
+        watch: None runs optimised code and finds nothing but threads that wait for each other in vain; "faults" checks
+        every access and raises a Fault, leaving the arrays as they were; "counts" also counts them (Run.counts).
+        trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
+        beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
+        an `extern __shared__` array. seconds: limit. cores: how many blocks run at a time; all cores by default.
+        """
+        grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
+        if block[0] * block[1] * block[2] > _MOST_THREADS:
+            raise InputError(f"block is {block}, {block[0] * block[1] * block[2]} threads; at most 1024 are accepted")
+        if kernel not in self.kernels:
+            raise InputError(f"{self.file} has no kernel {kernel!r}; it has {', '.join(self.kernels)}")
+        if watch not in WATCHES:
+            raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
+        blocks = grid[0] * grid[1] * grid[2]
+        if trace is not None and not 0 <= trace < blocks:
+            raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
+        sources, names = toolchain.with_watches(self.sources, dict(values or {}))
+        watched = watch is not None or trace is not None
+        library = self._built("watched" if watched else "fast", sources)
+        call = _Call(library, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
+        flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
+        options = {"watch": flags, "trace": -1 if trace is None else trace, "steps": steps, "seconds": seconds}
+        workers = cores or len(os.sched_getaffinity(0))
+        if not watched:
+            return call.run(workers, names, **options)
+        with call.arrays_apart():
+            try:
+                return call.run(workers, names, **options)
+            except raw.faults.Fault:
+                # Which of several faults is met first depends on the cores; one core always meets the same.
+                call.reset_arrays()
+                return call.run(1, names, **options)
+
+
+class _Library:
+    """A loaded shared library with one build of a file."""
+
+    def __init__(self, built) -> None:
+        self.built = built
+        self.handle = ctypes.CDLL(str(built.path))
+        self.handle.sim_launch.restype = ctypes.POINTER(raw.Report)
+        self.handle.sim_launch.argtypes = [ctypes.POINTER(raw.Launch)]
+        self.handle.sim_free.argtypes = [ctypes.POINTER(raw.Report)]
+
+    def sizes(self, kernel: str) -> list[int]:
+        table = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
+        return list(iter(lambda it=iter(table): next(it), 0))
+
+
+_building = threading.Lock()
+
+
+@lru_cache(maxsize=512)
+def _library(kind: str, file: str, sources: tuple, defines: tuple) -> _Library:
+    with _building:
+        return _Library(toolchain.build(dict(sources), file, dict(defines), kind))
+
+
+class _Call:
+    """One launch: arguments as the C++ side takes them, and what comes back."""
+
+    def __init__(self, library, kernel, grid, block, signature, arguments, shared_bytes) -> None:
+        self.library, self.kernel, self.grid, self.block = library, kernel, grid, block
+        if not 0 <= shared_bytes <= toolchain.MOST_SHARED:
+            raise InputError(f"shared_bytes is {shared_bytes}; 0 to {toolchain.MOST_SHARED} is accepted")
+        self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in library.built.shared]
+        sizes = library.sizes(kernel)
+        if len(arguments) != len(sizes):
+            names = ", ".join(p.name for p in signature.parameters)
+            raise InputError(f"{kernel} takes {len(sizes)} arguments ({names}); {len(arguments)} were given")
+        self.arrays: list[_Array] = []
+        self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
+        self.copy: np.ndarray | None = None
+        self.groups: list[tuple[int, int, int]] = []  # address, bytes and the copy's offset of memory that is copied as one
+
+    def _value(self, parameter, given, size: int):
+        if parameter.pointer:
+            if given is None:
+                return ctypes.c_void_p(0)
+            self.arrays.append(_array(self.kernel, parameter.name, given))
+            return self.arrays[-1]
+        return _number(self.kernel, parameter, given, size)
+
+    # Watched launches work on copies that lie far apart: an access past the end of one array is never one into another.
+
+    @contextmanager
+    def arrays_apart(self) -> Iterator[None]:
+        at = _GAP
+        starts = {a.address: a.past_aligned for a in self.arrays}
+        for begin, end in _merged((a.address, a.address + a.nbytes) for a in self.arrays if a.nbytes):
+            at = -(-at // _ALIGNED) * _ALIGNED + starts[begin]
+            self.groups.append((begin, end - begin, at))
+            at += end - begin + _GAP
+        self.copy = np.empty(at + _ALIGNED, np.uint8)
+        base = -self.copy.ctypes.data % _ALIGNED
+        self.groups = [(address, nbytes, offset + base) for address, nbytes, offset in self.groups]
+        self.reset_arrays()
+        for a in self.arrays:
+            for address, nbytes, offset in self.groups:
+                if address <= a.address < address + nbytes:
+                    a.moved = self.copy.ctypes.data + offset + a.address - address
+            a.moved = a.moved or self.copy.ctypes.data + _GAP // 2  # an empty array: no access is inside
+        yield
+        for address, nbytes, offset in self.groups:
+            changed, original = self.copy[offset : offset + nbytes], _bytes_at(address, nbytes)
+            if not np.array_equal(changed, original):
+                original[:] = changed
+
+    def reset_arrays(self) -> None:
+        for address, nbytes, offset in self.groups:
+            self.copy[offset : offset + nbytes] = _bytes_at(address, nbytes)
+
+    def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:
+        library = self.library
+        place = (lambda a: a.moved) if self.copy is not None else (lambda a: a.address)
+        values = [ctypes.c_void_p(place(v)) if isinstance(v, _Array) else v for v in self.values]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        buffers = (raw.Buffer * len(self.arrays))(*((place(a), a.nbytes) for a in self.arrays))
+        shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
+        before = [bytes(_bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
+        launch = raw.Launch(
+            ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
+            ctypes.addressof(addresses), self.grid, self.block, workers, watch, trace, steps, seconds,
+            ctypes.addressof(buffers), ctypes.addressof(shared), len(buffers), len(shared),
+            max((s.offset + s.size for s in library.built.shared), default=0),
+        )  # fmt: skip
+        start = time.perf_counter()
+        report = library.handle.sim_launch(ctypes.byref(launch))
+        took = time.perf_counter() - start
+        try:
+            return self._result(report.contents, took, names, watch, trace, before)
+        finally:
+            library.handle.sim_free(report)
+
+    def _result(self, report, took, names, watch, trace, before) -> Run:
+        if report.fault.kind:
+            raise self._describer().exception(report.fault)
+        counts = steps = None
+        if watch & raw.WATCH_COUNTS:
+            sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
+            footprint = raw.table(report, "footprint", raw.FOOTPRINT)
+            threads = self.grid[0] * self.grid[1] * self.grid[2] * self.block[0] * self.block[1] * self.block[2]
+            counts = Counts.of(sites, footprint, lines, self._infos(None), threads)
+        if trace >= 0:
+            table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
+            steps = Trace.of(table, raw.table(report, "lanes", raw.LANES), lines, self._infos(before), names, self.block,
+                             truncated=bool(report.truncated))
+        return Run(self.kernel, self.grid, self.block, took, counts, steps)
+
+    def _resolved(self, rows: np.ndarray):
+        """The rows with the simulator's own headers taken off the ends of their paths, and pc -> Line."""
+        pcs = {int(pc) for row in rows for pc in row["path"][: row["depth"]]}
+        lines = self.library.built.lines(pcs)
+        own = {pc for pc, line in lines.items() if _OWN_HEADERS.search(line.file)}
+        rows = rows.copy()
+        for row in rows:
+            while row["depth"] > 1 and int(row["path"][row["depth"] - 1]) in own:
+                row["depth"] -= 1
+        return rows, lines
+
+    def _lines_of(self, path) -> list:
+        pcs = list(path.pc[: path.depth])
+        lines = self.library.built.lines(pcs)
+        found = [lines[pc] for pc in pcs]
+        return [line for line in found if line.number and not _OWN_HEADERS.search(line.file)]
+
+    def _infos(self, before) -> list[ArrayInfo]:
+        given = [ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
+                 for i, a in enumerate(self.arrays)]
+        return given + [ArrayInfo(name, "shared", _shared_dtype(s), _shared_shape(s)) for name, s in self._shared()]
+
+    def _shared(self) -> list:
+        """(name, variable) of each shared array, with its function where two have the same name."""
+        found = self.shared_arrays
+        names = [s.name for s in found]
+        return [(s.name if names.count(s.name) == 1 else f"{s.function}::{s.name}", s) for s in found]
+
+    def _describer(self) -> raw.Describer:
+        arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.arrays]
+        shared = [(name, s.offset, s.size, _shared_dtype(s).itemsize, f"shared {s.type} {list(_shared_shape(s))}")
+                  for name, s in self._shared()]
+        return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared)
+
+
+_TYPES = {
+    "float": np.float32, "double": np.float64, "int": np.int32, "unsigned": np.uint32, "unsigned int": np.uint32,
+    "short": np.int16, "unsigned short": np.uint16, "char": np.int8, "unsigned char": np.uint8, "bool": np.bool_,
+    "long": np.int64, "unsigned long": np.uint64, "long long": np.int64, "unsigned long long": np.uint64,
+    "__half": np.float16, "half": np.float16,
+}  # fmt: skip
+
+
+def _shared_dtype(s) -> np.dtype:
+    return np.dtype(_TYPES.get(s.type, np.uint8))
+
+
+def _shared_shape(s) -> tuple[int, ...]:
+    return s.shape or (s.size // _shared_dtype(s).itemsize,)
+
+
+def _three(name: str, size, most: int) -> tuple[int, int, int]:
+    sizes = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
+    if not 1 <= len(sizes) <= 3 or any(not 1 <= int(n) <= most for n in sizes):
+        raise InputError(f"{name} is {size}; 1 to 3 sizes from 1 to {most:,} are accepted")
+    return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
+
+
+def _array(kernel: str, name: str, given) -> _Array:
+    if isinstance(given, torch.Tensor):
+        if given.device.type != "cpu" or given.layout != torch.strided or not given.is_contiguous():
+            kind = given.device if given.device.type != "cpu" else "not contiguous"
+            raise InputError(f"{name} of {kernel} is {kind}; a contiguous tensor on the CPU is accepted")
+        dtype = "bfloat16" if given.dtype == torch.bfloat16 else np.dtype(str(given.dtype).removeprefix("torch."))
+        inside = (given.data_ptr() - given.untyped_storage().data_ptr()) % _ALIGNED
+        return _Array(name, given.data_ptr(), given.nbytes, dtype, given.element_size(), tuple(given.shape), given, inside)
+    if isinstance(given, np.ndarray):
+        if not given.flags.c_contiguous:
+            raise InputError(f"{name} of {kernel} is a NumPy array with strides {given.strides}; a contiguous one is accepted")
+        inside = given.ctypes.data % 16
+        return _Array(name, given.ctypes.data, given.nbytes, given.dtype, given.itemsize, given.shape, given, inside)
+    raise InputError(f"{name} of {kernel} is a {type(given).__name__}; a torch tensor, a NumPy array or None is accepted")
+
+
+def _number(kernel: str, parameter, given, size: int):
+    given = getattr(given, "value", given)  # ctypes
+    given = given.item() if isinstance(given, (np.generic, torch.Tensor)) else given
+    floating = any(word in parameter.type.split() for word in ("float", "double"))
+    accepted = (int, float) if floating else (int, bool)
+    if not isinstance(given, accepted):
+        kind = "a number" if floating else "a whole number"
+        raise InputError(f"{parameter.name} of {kernel} is {given!r}; {kind} is accepted ({parameter.type})")
+    if floating:
+        return (ctypes.c_float if size == 4 else ctypes.c_double)(given)
+    unsigned = "unsigned" in parameter.type or "size_t" in parameter.type or parameter.type.strip() in ("bool", "uint32_t")
+    low, high = (0, 2 ** (8 * size)) if unsigned else (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1))
+    if not low <= given < high:
+        raise InputError(f"{parameter.name} of {kernel} is {given}; {low} to {high - 1} is accepted ({parameter.type})")
+    kinds = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
+    return kinds[size](int(given))
+
+
+def _merged(spans) -> list[tuple[int, int]]:
+    """Overlapping spans put together: arguments that share memory must still share it."""
+    merged: list[list[int]] = []
+    for begin, end in sorted(spans):
+        if merged and begin < merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([begin, end])
+    return [tuple(span) for span in merged]
+
+
+def _bytes_at(address: int, nbytes: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8) if nbytes else np.empty(0, np.uint8)
+
+
+# ---- launches by twell_lab.launch ----
+
+
+@dataclass
+class _Session:
+    watch: str | None = None
+    trace: int | None = None
+    values: Mapping[str, str] | None = None
+    replace: Mapping[str, str | Path] = field(default_factory=dict)
+    cores: int | None = None
+    runs: list[Run] = field(default_factory=list)
+
+
+_session: ContextVar[_Session | None] = ContextVar("twell_lab simulator session", default=None)
+
+
+@contextmanager
+def watching(watch: str | None = "faults", *, trace: int | None = None, values: Mapping[str, str] | None = None,
+             replace: Mapping[str, str | Path] | None = None, cores: int | None = None) -> Iterator[list[Run]]:
+    """Inside it, `launch.pack`, `down` and `gated` on CPU tensors run as `Program.launch` would with these options.
+
+    replace: {"smxx_pack.cu": "my_pack.cu"} takes one's own file for one of kernels/. Gives the list that each Run is
+    added to.
+    """
+    if watch not in WATCHES:
+        raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
+    session = _Session(watch, trace, values, dict(replace or {}), cores)
+    token = _session.set(session)
+    try:
+        yield session.runs
+    finally:
+        _session.reset(token)
+
+
+def launch(file: str, kernel: str, defines: tuple, grid, block, arguments) -> None:
+    """What twell_lab.launch calls for CPU tensors. Outside of `watching`: optimised code, nothing watched."""
+    session = _session.get() or _Session()
+    program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
+    run = program.launch(kernel, grid, block, arguments, watch=session.watch, trace=session.trace, values=session.values,
+                         cores=session.cores)
+    session.runs.append(run)
+
+
+def _stamp(own: str | Path | None):
+    return os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
+
+
+@lru_cache(maxsize=256)
+def _program(file: str, defines: tuple, stamp) -> Program:
+    return compile(Path(file) if os.sep in file or stamp else file, dict(defines))

@@ -1,0 +1,217 @@
+"""The structures that the C++ runtime hands over (runtime.h has the same), and a fault's way from there to words."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import faults
+
+MOST_FRAMES = 12
+WATCH_FAULTS, WATCH_COUNTS = 1, 2
+_PATH = [("pc", c_uint64 * MOST_FRAMES), ("depth", c_int32), ("pad", c_int32)]
+_TOTALS = ["requests", "accesses", "bytes", "sectors", "lines", "wavefronts", "ideal_wavefronts", "divergent"]
+
+
+class Path(ctypes.Structure):
+    _fields_ = _PATH
+
+
+class Buffer(ctypes.Structure):
+    _fields_ = [("begin", c_uint64), ("bytes", c_uint64)]
+
+
+class Shared(ctypes.Structure):
+    _fields_ = [("offset", c_uint64), ("bytes", c_uint64)]
+
+
+class Launch(ctypes.Structure):
+    _fields_ = [
+        ("call", c_void_p), ("arguments", c_void_p), ("grid", c_uint32 * 3), ("block", c_uint32 * 3),
+        ("workers", c_uint32), ("watch", c_uint32), ("trace_block", c_int64), ("trace_limit", c_int64),
+        ("seconds", c_double), ("buffers", c_void_p), ("shared", c_void_p), ("n_buffers", c_int32),
+        ("n_shared", c_int32), ("thread_local_bytes", c_uint64),
+    ]  # fmt: skip
+
+
+class Waiting(ctypes.Structure):
+    _fields_ = [("thread", c_int32), ("kind", c_int32), ("path", Path)]
+
+
+class Fault(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_int32), ("thread", c_int32), ("other_thread", c_int32), ("size", c_int32), ("is_write", c_int32),
+        ("other_is_write", c_int32), ("block", c_int64), ("other_block", c_int64), ("address", c_uint64),
+        ("lane_or_mask", c_uint64), ("shared_offset", c_int64), ("text", ctypes.c_char_p), ("path", Path), ("other_path", Path),
+        ("waiting", ctypes.POINTER(Waiting)), ("n_waiting", c_int64),
+    ]  # fmt: skip
+
+
+class Report(ctypes.Structure):
+    _fields_ = [("fault", Fault), *((name, kind) for part in ("sites", "footprint", "steps", "lanes")
+                                    for name, kind in ((part, c_void_p), (f"n_{part}", c_int64))),
+                ("truncated", c_int32), ("pad", c_int32)]  # fmt: skip
+
+
+SITES = np.dtype([("path", "u8", (MOST_FRAMES,)), ("depth", "i4"), ("kind", "i4"), ("space", "i4"), ("pad", "i4"),
+                  *((name, "i8") for name in _TOTALS)])
+FOOTPRINT = np.dtype([("array", "i8"), ("read_sectors", "i8"), ("written_sectors", "i8")])
+STEPS = np.dtype([("warp", "i4"), ("kind", "i4"), ("space", "i4"), ("size", "i4"), ("path", "u8", (MOST_FRAMES,)),
+                  ("depth", "i4"), ("pad", "i4"), ("first", "i8"), ("lanes", "i4"), ("name", "i4")])
+LANES = np.dtype([("thread", "i4"), ("array", "i4"), ("offset", "i8"), ("value", "u1", (16,))])
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """An array that a launch used. space: "global" (an argument) or "shared"; dtype: np.dtype or "bfloat16"; before: its
+    bytes (uint8) when the launch began, None for shared memory."""
+
+    name: str
+    space: str
+    dtype: object
+    shape: tuple[int, ...]
+    before: np.ndarray | None = None
+
+
+def table(report: Report, name: str, dtype: np.dtype) -> np.ndarray:
+    """A copy of one of the report's tables."""
+    count = getattr(report, f"n_{name}")
+    return np.frombuffer(ctypes.string_at(getattr(report, name) or 0, count * dtype.itemsize), dtype) if count \
+        else np.empty(0, dtype)
+
+
+# By the numbers of SimCollective in cuda_on_cpu.h.
+_WAITS = ("__shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync __ballot_sync __any_sync __all_sync "
+          "__match_any_sync __syncwarp __reduce_add_sync __reduce_min_sync __reduce_max_sync __reduce_min_sync "
+          "__reduce_max_sync __reduce_and_sync __reduce_or_sync __reduce_xor_sync __syncthreads __syncthreads_or "
+          "__syncthreads_and __syncthreads_count").split()
+
+
+class Describer:
+    """Puts a fault of one launch into words.
+
+    lines_of: path -> list of Lines. arrays: (name, begin, bytes, bytes of an element, words for what it is) of each
+    array argument; shared: the same of each shared array, begin counted from the start of the thread-local block.
+    """
+
+    def __init__(self, kernel, grid, block, lines_of, arrays, shared) -> None:
+        self.kernel, self.grid, self.block, self.lines_of = kernel, grid, block, lines_of
+        self.arrays, self.shared = arrays, shared
+
+    def exception(self, fault: Fault) -> faults.Fault:
+        path = self.lines_of(fault.path)
+        facts = {"kernel": self.kernel, "block": fault.block, "thread": fault.thread, "path": path}
+        kind = [None, self._out_of_bounds, self._misaligned, self._barrier, self._shared_race, self._global_race,
+                self._uninitialised, self._lane, self._mask, self._assertion, self._too_long][fault.kind]
+        make, what, hint = kind(fault, facts)
+        who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
+        parts = [what, *self._calls(path), f"  by {who}"]
+        if fault.kind in (4, 5):
+            facts |= {"other_thread": fault.other_thread, "other_block": fault.other_block}
+            other = self.lines_of(fault.other_path)
+            facts["other_line"] = other[-1] if other else None
+            did = "writes" if fault.other_is_write else "reads"
+            same = "the same block" if fault.other_block == fault.block else f"block {fault.other_block}"
+            parts += [f"and thread {fault.other_thread} of {same} {did} it", *self._calls(other)]
+        return make("\n".join([*parts, hint]) if hint else "\n".join(parts), **facts)
+
+    def _calls(self, path) -> list[str]:
+        return [f"  at {line.file}:{line.number} in {line.function}: {line.text}" for line in reversed(path)]
+
+    def _place(self, fault) -> tuple[str, str | None, int | None]:
+        """(words for an address, the array it is in or nearest to, element)."""
+        address, size, best = fault.address, fault.size, None
+        if address < 4096:
+            return "through a null pointer (an argument that was given as None)", None, None
+        if (shared := fault.kind != 5 and fault.shared_offset >= 0) and self.shared:
+            address = fault.shared_offset
+        for name, begin, nbytes, itemsize, words in self.shared if shared else self.arrays:
+            element, end = (address - begin) // itemsize, begin + nbytes
+            if begin <= address and address + size <= end:
+                return f"{name}[{element:,}], {words}", name, element
+            away = begin - address if address < begin else address + size - end
+            if best is None or away < best[0]:
+                side = f"{begin - address:,} bytes before the start" if address < begin else (
+                    f"{address - end:,} bytes past the end" if address > end else "just past the end"
+                    if address == end else "across the end")
+                best = (away, f"{side} of {name} (it would be element {element:,}), {words}", name, element)
+        if best is None or best[0] > 1 << 24:
+            return f"at an address in no array ({address:#x})", None, None
+        return best[1:]
+
+    def _verb(self, fault) -> str:
+        return "writes" if fault.is_write else "reads"
+
+    def _out_of_bounds(self, fault, facts):
+        place, facts["array"], facts["element"] = self._place(fault)
+        return faults.OutOfBounds, f"{self.kernel} {self._verb(fault)} {fault.size} bytes out of bounds: {place}", ""
+
+    def _misaligned(self, fault, facts):
+        place, facts["array"], facts["element"] = self._place(fault)
+        return faults.Misaligned, (f"{self.kernel} {self._verb(fault)} {fault.size} bytes at once at {place}, whose address "
+                                   f"is no multiple of {fault.size}"), ""
+
+    def _shared_race(self, fault, facts):
+        place, facts["array"], facts["element"] = self._place(fault)
+        return faults.SharedRace, f"{self.kernel} has a race on shared memory: one thread {self._verb(fault)} {place}", (
+            "with no __syncthreads() between the two (within a warp, __syncwarp() would do)")
+
+    def _global_race(self, fault, facts):
+        place, facts["array"], facts["element"] = self._place(fault)
+        return faults.GlobalRace, f"{self.kernel} has a race: one thread {self._verb(fault)} {place}", (
+            "and nothing puts one before the other" if fault.block == fault.other_block else
+            "and the order of blocks is not defined")
+
+    def _uninitialised(self, fault, facts):
+        place, facts["array"], facts["element"] = self._place(fault)
+        return faults.UninitialisedRead, f"{self.kernel} reads {place}, which no thread of the block has written", ""
+
+    def _lane(self, fault, facts):
+        return faults.WarpFault, (f"{self.kernel} shuffles from lane {fault.lane_or_mask}, which takes no part in it: it has "
+                                  "left the kernel or is not named in the mask"), ""
+
+    def _mask(self, fault, facts):
+        return faults.WarpFault, (f"{self.kernel} calls a warp-wide operation with mask {fault.lane_or_mask:#010x}, "
+                                  f"which leaves out the caller, lane {fault.thread % 32}"), ""
+
+    def _assertion(self, fault, facts):
+        return faults.AssertionFault, f"{self.kernel} failed {fault.text.decode()}", ""
+
+    def _too_long(self, fault, facts):
+        return faults.TooLong, f"{self.kernel} took longer than it was allowed; is there a loop that never ends?", ""
+
+    def _barrier(self, fault, facts):
+        places: dict[str, list[int]] = {}
+        for i in range(fault.n_waiting):
+            w = fault.waiting[i]
+            line = (self.lines_of(w.path) or [None])[-1]
+            where = f"{line.file}:{line.number}: {line.text}" if line else "?"
+            places.setdefault(f"{_WAITS[w.kind]} at {where}", []).append(w.thread)
+        words = [f"  {_span(threads)}: {place}" for place, threads in places.items()]
+        total = self.block[0] * self.block[1] * self.block[2] - fault.n_waiting
+        left = f"\n  {total} threads have left the kernel" if total else ""
+        return faults.MismatchedBarrier, (f"{self.kernel}: the threads of a block wait for each other at different "
+                                          "places\n" + "\n".join(words) + left), (
+            "every thread of the block must come to the same __syncthreads() the same number of times")
+
+
+def _span(numbers: list[int]) -> str:
+    """ "threads 0-31, 64" """
+    spans: list[list[int]] = []
+    for n in sorted(numbers):
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:6]) + (", ..." if len(spans) > 6 else "")
+    return f"thread{'s' if len(numbers) > 1 else ''} {text}"
+
+
+def _size(size: tuple[int, int, int]) -> str:
+    kept = list(size)
+    while len(kept) > 1 and kept[-1] == 1:
+        kept.pop()
+    return " x ".join(map(str, kept))
