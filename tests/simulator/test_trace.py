@@ -33,7 +33,7 @@ def test_a_step_says_who_did_what_where():
     assert read.describe() == "warp 0, smxx_pack.cu:63: 32 lanes read gate[32..63]"
     vote = trace[4]
     assert vote.kind == "warp" and vote.array is None and vote.elements == (None,) * 32
-    assert vote.values == (0b100000110,) * 32 and vote.describe().endswith("32 lanes take part in __ballot_sync")
+    assert vote.values == (0b100000110,) * 32 and vote.describe().endswith("32 lanes take part in __ballot_sync, all get 262 (0x106)")
     write = trace[5]
     assert (write.kind, write.threads, write.elements) == ("write", (1, 2, 8), (1, 2, 3))
     assert write.describe() == "warp 0, smxx_pack.cu:67: 3 lanes write packed[1..3]"
@@ -110,8 +110,9 @@ def test_who_reads_and_who_writes():
 def test_who_touched_what_last():
     trace = traced(modelled.block_sum(np.arange(64.0)))
     before, end = trace.at(trace.barriers[0]).last("part"), trace.at(len(trace) - 1).last("part")
-    assert before.thread.tolist() == list(range(64)) and before.wrote.all()
+    assert before.thread.tolist() == list(range(64)) and before.wrote.all() and before.written.all()
     assert end.thread.tolist() == [32 + i % 32 for i in range(64)] and not end.wrote.any()
+    assert end.written.all()
     untouched = trace.at(0).last("y")
     assert (untouched.thread == -1).all() and (untouched.step == -1).all()
 
