@@ -113,7 +113,10 @@ def _source_with_headers(file: str, seen: dict[str, str] | None = None) -> dict[
 
 def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
     values = [f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items())]
-    return ["--std=c++17", f"--gpu-architecture={arch}", "--generate-line-info", "--ptxas-options=-v", *values]
+    # Without --fmad=false the compiler may join a product and a sum as it likes; the kernels say fma where they mean it,
+    # so that they compute the same bits on every GPU and in the simulator.
+    fixed = ["--std=c++17", "--fmad=false", "--generate-line-info", "--ptxas-options=-v"]
+    return [*fixed, f"--gpu-architecture={arch}", *values]
 
 
 def _stem(file: str, arch: str, defines: Mapping[str, object]) -> str:

@@ -1,7 +1,8 @@
 """How each kernel is launched: which version, which specialisation, grid, block and arguments.
 
-Every function here takes checked, contiguous CUDA tensors (twell_lab.ops checks them), runs on torch's
-current stream, allocates with torch, and never waits for the GPU. The only state is the cache of loaded kernels.
+Every function here takes checked, contiguous tensors (twell_lab.ops checks them). CUDA tensors run on torch's
+current stream, are allocated with torch, and nothing waits for the GPU; CPU tensors run the same kernels, by the same
+grids and arguments, in twell_lab.simulator. The only state is the cache of loaded kernels.
 """
 
 from __future__ import annotations
@@ -56,11 +57,17 @@ def _load(file: str, name: str, defines: tuple, device: torch.device) -> int:
         return module.get_function(name).ptr
 
 
-def _launch(kernel: int, grid: tuple[int, int], block: tuple[int, int], device: torch.device, arguments) -> None:
-    """Launch on torch's current stream. arguments: ctypes values, one for each kernel parameter, in order."""
+def _launch(file: str, name: str, defines: tuple, grid: tuple, block: tuple, device: torch.device, arguments) -> None:
+    """Launch kernel `name` of `file`. arguments: a tensor, None or a ctypes number for each parameter, in order."""
+    if device.type == "cpu":
+        from .simulator import program
+
+        return program.launch(file, name, defines, grid, block, arguments)
+    kernel = _kernel(file, name, defines, device)
     from cupy.cuda import driver
 
-    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    values = [a if isinstance(a, ctypes._SimpleCData) else _pointer(a) for a in arguments]
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):
         try:
@@ -93,10 +100,10 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     if version is None:
         version = 4 if columns % vector == 0 and tile % vector == 0 and _aligned(gate) else 2
     block, tiles_a_block = _PACK_BLOCKS[version]
-    kernel = _kernel("smxx_pack.cu", f"pack_v{version}", ((_DEFINE[gate.dtype], True),), gate.device)
+    defines = ((_DEFINE[gate.dtype], True),)
     grid = -(-rows * tiles // tiles_a_block)
     sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (columns, tile, words)))
-    _launch(kernel, (grid, 1), (block, 1), gate.device, (_pointer(gate), _pointer(packed), *sizes))
+    _launch("smxx_pack.cu", f"pack_v{version}", defines, (grid, 1), (block, 1), gate.device, (gate, packed, *sizes))
     return packed
 
 
@@ -141,8 +148,7 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
         return y
     tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
     if version is None:
-        few = rows <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count
-        version = many + few
+        version = many + (y.is_cuda and rows <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count)
     defines = specialisation(y.dtype, d_model, _TEAMS if version == many + 1 else 1) if _aligned(*vectors) else None
     if defines is None:
         version = 1
@@ -153,9 +159,8 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     else:
         sizes = dict(defines)
         block, grid = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1), (rows, 1)
-    kernel = _kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, y.device)
     sizes = map(ctypes.c_int, (d_model, columns, tile, words))
-    _launch(kernel, grid, block, y.device, (*map(_pointer, tensors), _pointer(y), *sizes))
+    _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, grid, block, y.device, (*tensors, y, *sizes))
     return y
 
 

@@ -5,7 +5,8 @@ with fake implementations for torch.compile and autograd. The functions of this 
 once and call them. Weights are as torch.nn.Linear stores them: gate and up [d_ff, d_model], down
 [d_model, d_ff]; x is [..., d_model]. dtypes: bfloat16, float16, float32, the same for x and every weight.
 
-No CUDA implementation waits for the GPU. A tile with more values than slots is finished from the dense gate
+`backend="simulator"` runs the CUDA kernels themselves on CPU tensors (twell_lab.simulator), slowly, for tests and
+notebooks; it is never picked otherwise. No CUDA implementation waits for the GPU. A tile with more values than slots is finished from the dense gate
 (inside `gated_ffn` and `plain_ffn`) or from the tail of a TwELL, row by row.
 """
 
@@ -17,9 +18,9 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import cpu, launch, reference
+from . import checks, cpu, launch, reference
 from .errors import InputError
-from .formats import TILE, VALUE_DTYPES, WORDS, TwELL, check_geometry, tail_of, word_dtype
+from .formats import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 
 _library = torch.library.Library("twell_lab", "DEF")
 _library.define("pack(Tensor gate, int tile, int words) -> Tensor")
@@ -45,20 +46,22 @@ _library.define("refresh_transposed(Tensor weight, Tensor(a!) transposed, Tensor
 # ---- the public functions: check, then call the operator ----
 
 
-def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
+def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | None = None) -> TwELL:
     """TwELL of relu(gate), exact on every input. gate: [rows, d_ff]; keeps positives and NaN.
 
     On a GPU the tiles are packed by a kernel, and the length of the tail is then read back, once, as
     torch.nonzero would; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
     """
-    _check_tensor("gate", gate, dims=2)
+    checks.check_tensor("gate", gate, dims=2)
     check_geometry(tile, words)
     if gate.shape[1] == 0:
         raise InputError(f"gate is {list(gate.shape)}; at least one column is needed")
-    if not gate.is_cuda:
+    gate = gate.detach()
+    simulated = checks.check_backend(backend, gate)
+    if not gate.is_cuda and not simulated:
         return TwELL.from_gate(gate, tile, words)
-    gate = gate.detach().contiguous()
-    packed = torch.ops.twell_lab.pack(gate, tile, words)
+    gate = gate.contiguous()
+    packed = (_pack_cuda if simulated else torch.ops.twell_lab.pack)(gate, tile, words)
     over = (packed[..., 0] >= words).any(1)
     rows = over.nonzero()[:, 0]
     late = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
@@ -67,18 +70,22 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
     return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
 
 
-def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, down_t: Tensor | None = None) -> Tensor:
+def packed_down(
+    packed: TwELL, down: Tensor, bias: Tensor | None = None, *, down_t: Tensor | None = None, backend: str | None = None
+) -> Tensor:
     """packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
     down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one. Not differentiable.
     """
-    _check_packed(packed)
-    _check_together(packed.packed, packed.dtype, down=down, down_t=down_t, bias=bias)
-    _check_shape("down", down, (None, packed.shape[1]))
-    _check_bias("bias", bias, down.shape[0])
-    down_t = _transposed(down, down_t)
+    checks.check_packed(packed)
+    checks.check_together(packed.packed, packed.dtype, down=down, down_t=down_t, bias=bias)
+    checks.check_shape("down", down, (None, packed.shape[1]))
+    checks.check_bias("bias", bias, down.shape[0])
+    down_t = checks.transposed(down, down_t)
     tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
-    return torch.ops.twell_lab.packed_down(packed.packed, *tail, down_t, bias, packed.tile)
+    simulated = checks.check_backend(backend, packed.packed, down_t, bias)
+    operator = _packed_down_cuda if simulated else torch.ops.twell_lab.packed_down
+    return operator(packed.packed, *tail, down_t, bias, packed.tile)
 
 
 def packed_gated(
@@ -90,20 +97,23 @@ def packed_gated(
     down_bias: Tensor | None = None,
     *,
     down_t: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """(g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g. x: [rows, d_model].
 
     down_t: down transposed and contiguous, if the caller keeps one. Not differentiable.
     """
-    _check_packed(packed)
+    checks.check_packed(packed)
     named = dict(x=x, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
-    _check_together(packed.packed, packed.dtype, **named)
-    _check_shape("x", x, (packed.shape[0], None))
-    _check_weights(x.shape[1], packed.shape[1], None, up, down, None, up_bias, down_bias)
-    down_t = _transposed(down, down_t)
+    checks.check_together(packed.packed, packed.dtype, **named)
+    checks.check_shape("x", x, (packed.shape[0], None))
+    checks.check_weights(x.shape[1], packed.shape[1], None, up, down, None, up_bias, down_bias)
+    down_t = checks.transposed(down, down_t)
     tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
     x, up = x.contiguous(), up.contiguous()
-    return torch.ops.twell_lab.packed_gated(x, packed.packed, *tail, up, down_t, up_bias, down_bias, packed.tile)
+    simulated = checks.check_backend(backend, x, packed.packed, up, down_t, up_bias, down_bias)
+    operator = _packed_gated_cuda if simulated else torch.ops.twell_lab.packed_gated
+    return operator(x, packed.packed, *tail, up, down_t, up_bias, down_bias, packed.tile)
 
 
 def gated_ffn(
@@ -118,6 +128,7 @@ def gated_ffn(
     down_t: Tensor | None = None,
     tile: int = TILE,
     words: int = WORDS,
+    backend: str | None = None,
 ) -> Tensor:
     """(relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias, skipping what the ReLU silences.
 
@@ -127,18 +138,20 @@ def gated_ffn(
     in a silent neuron's rows is not read, so a NaN there is not passed on as the dense layer would.
     Method: arXiv 2603.23198, section 3.
     """
-    _check_tensor("x", x)
+    checks.check_tensor("x", x)
     check_geometry(tile, words)
-    tensors = _autocast(x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    tensors = checks.autocast(x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     x, gate, up, down, down_t, gate_bias, up_bias, down_bias = tensors
     named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
-    _check_together(x, x.dtype, **named)
-    _check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
-    down_t = _transposed(down, down_t)
+    checks.check_together(x, x.dtype, **named)
+    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weights = (gate.contiguous(), up.contiguous(), down, down_t)
     tensors = (rows, *weights, gate_bias, up_bias, down_bias)
-    y = _pick("gated_ffn", tensors, _gated_ffn_cpu, _gated_ffn_cuda)(*tensors, tile, words)
+    simulated = checks.check_backend(backend, *tensors)
+    operator = _gated_ffn_cuda if simulated else _pick("gated_ffn", tensors, _gated_ffn_cpu, _gated_ffn_cuda)
+    y = operator(*tensors, tile, words)
     return y.view(x.shape)
 
 
@@ -152,17 +165,20 @@ def plain_ffn(
     down_t: Tensor | None = None,
     tile: int = TILE,
     words: int = WORDS,
+    backend: str | None = None,
 ) -> Tensor:
     """relu(x up^T + up_bias) down^T + down_bias, skipping what the ReLU silences. See gated_ffn."""
-    _check_tensor("x", x)
+    checks.check_tensor("x", x)
     check_geometry(tile, words)
-    x, up, down, down_t, up_bias, down_bias = _autocast(x, up, down, down_t, up_bias, down_bias)
-    _check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
-    _check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
-    down_t = _transposed(down, down_t)
+    x, up, down, down_t, up_bias, down_bias = checks.autocast(x, up, down, down_t, up_bias, down_bias)
+    checks.check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
+    checks.check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
+    down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     tensors = (rows, up.contiguous(), down, down_t, up_bias, down_bias)
-    y = _pick("plain_ffn", tensors, _plain_ffn_cpu, _plain_ffn_cuda)(*tensors, tile, words)
+    simulated = checks.check_backend(backend, *tensors)
+    operator = _plain_ffn_cuda if simulated else _pick("plain_ffn", tensors, _plain_ffn_cpu, _plain_ffn_cuda)
+    y = operator(*tensors, tile, words)
     return y.view(x.shape)
 
 
@@ -193,81 +209,6 @@ def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
         t is not None and (type(t) not in (Tensor, Parameter) or (grad and t.requires_grad)) for t in tensors
     )
     return getattr(torch.ops.twell_lab, name) if seen else on_cuda if tensors[0].is_cuda else on_cpu
-
-
-# ---- checks ----
-
-
-def _autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """Under torch.autocast, what nn.Linear makes of its tensors there; otherwise the tensors as they are."""
-    tensors = [x, *others]
-    if not torch.is_autocast_enabled(x.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
-
-
-def _check_tensor(name: str, t: Tensor, dims: int | None = None) -> None:
-    if not isinstance(t, Tensor):
-        raise InputError(f"{name} is a {type(t).__name__}; a torch.Tensor is accepted")
-    if t.dtype not in VALUE_DTYPES:
-        raise InputError(f"{name} is {t.dtype}; bfloat16, float16 and float32 are accepted")
-    if t.device.type not in ("cpu", "cuda"):
-        raise InputError(f"{name} is on {t.device}; cpu and cuda are accepted")
-    if t.layout != torch.strided:
-        raise InputError(f"{name} has layout {t.layout}; torch.strided is accepted")
-    if dims is not None and t.dim() != dims or t.dim() == 0:
-        raise InputError(f"{name} has shape {list(t.shape)}; {dims or 'at least 1'} dimensions are accepted")
-
-
-def _check_together(like: Tensor, dtype: torch.dtype, /, **others: Tensor | None) -> None:
-    for name, t in others.items():
-        if t is None and (name == "down_t" or name.endswith("bias")):
-            continue
-        _check_tensor(name, t)
-        if t.dtype != dtype:
-            raise InputError(f"{name} is {t.dtype} but the input is {dtype}; one dtype for all is accepted")
-        if t.device != like.device:
-            raise InputError(f"{name} is on {t.device} but the input is on {like.device}; one device is accepted")
-
-
-def _check_packed(packed: TwELL) -> None:
-    if not isinstance(packed, TwELL):
-        raise InputError(f"packed is a {type(packed).__name__}; a TwELL, as pack() returns it, is accepted")
-
-
-def _check_shape(name: str, t: Tensor, shape: tuple) -> None:
-    if t.dim() != len(shape) or any(want is not None and have != want for have, want in zip(t.shape, shape)):
-        accepted = ["any" if want is None else want for want in shape]
-        raise InputError(f"{name} has shape {list(t.shape)}; {accepted} is accepted")
-
-
-def _check_bias(name: str, bias: Tensor | None, length: int) -> None:
-    if bias is not None:
-        _check_shape(name, bias, (length,))
-
-
-def _check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias) -> None:
-    if min(d_model, d_ff) < 1:
-        raise InputError(f"d_model is {d_model} and d_ff {d_ff}; at least 1 of each is accepted")
-    if up.dim() == 2 and up.shape[1] != d_model:
-        raise InputError(f"x has rows of {d_model} values, up has shape {list(up.shape)}: {up.shape[1]} are accepted")
-    _check_shape("up", up, (d_ff, d_model))
-    if gate is not None:
-        _check_shape("gate", gate, (d_ff, d_model))
-    _check_shape("down", down, (d_model, d_ff))
-    _check_bias("gate_bias", gate_bias, d_ff)
-    _check_bias("up_bias", up_bias, d_ff)
-    _check_bias("down_bias", down_bias, d_model)
-
-
-def _transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
-    if down_t is None:
-        return down.t().contiguous()
-    _check_shape("down_t", down_t, tuple(reversed(down.shape)))
-    if not down_t.is_contiguous():
-        raise InputError(f"down_t has strides {down_t.stride()}; a contiguous {list(down_t.shape)} is accepted")
-    return down_t
 
 
 # ---- CPU ----

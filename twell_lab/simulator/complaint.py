@@ -12,7 +12,7 @@ from .source import CUDA_HEADER
 UNIT = "sim_unit.cpp"  # the generated file that includes the .cu
 _MOST_LINES = 20
 _GENERATED = re.compile(rf"^(?:In file included|\s+) from (?:<command-line>|<built-in>|\S*{UNIT}).*\n", re.M)
-_UNDEFINED = re.compile(r"undefined (?:reference to|symbol:) [`']?(.*?)'?$", re.M)
+_UNDEFINED = re.compile(r"(?:(?<=[\s/:])([^\s/:]+:\d+): )?undefined (?:reference to|symbol:) [`']?(.*?)'?$", re.M)
 _NO_HEADER = re.compile(r"^(\S.*?:\d+):\d+: fatal error: '?([^':\n]+)'?(?:: No such file| file not found)", re.M)
 # Names of CUDA's own start with two underscores; g++ and clang++ say in many ways that they know none.
 _UNKNOWN = re.compile(
@@ -36,6 +36,6 @@ def complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileEr
         return Unsupported(f"{name[1]}: {name[2]} is not known to the simulator{name[3] or ''}")
     lines = [line for line in messages.split("\n") if line.strip()]
     if undefined := _UNDEFINED.findall(messages):
-        lines = [f"{name} is declared and used, and defined nowhere" for name in dict.fromkeys(undefined)]
+        lines = [f"{at or entry}: {name} is declared and used, and defined nowhere" for at, name in dict.fromkeys(undefined)]
     more = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
     return CompileError("\n".join([f"{entry} does not compile for the simulator:", *lines[:_MOST_LINES], *more]))

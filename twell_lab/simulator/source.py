@@ -288,6 +288,11 @@ def kernels(own: OwnText) -> dict[str, Signature]:
     return found
 
 
+def namespaces(own: OwnText) -> list[str]:
+    """The named namespaces, outer ones before those inside: kernels may stand in them."""
+    return list(dict.fromkeys(re.findall(r"\bnamespace\s+([\w:]+)\s*\{", own.code)))
+
+
 def _parameter(text: str, types: Types) -> Parameter:
     text = re.sub(r"\b(?:const|volatile|__restrict__|__restrict)\b", " ", text.partition("=")[0])
     array = "[" in text
@@ -335,7 +340,7 @@ def _functions(code: str) -> Iterator[tuple[int, int, str]]:
 
 _PTX = (
     (r"wgmma[\w.:]*", "a tensor-core instruction of a group of warps"),
-    (r"(?:cp\.(?:reduce\.)?async\.bulk|tensormap|prefetch\.tensormap)[\w.:]*", "work for the tensor memory accelerator"),
+    (r"(?:cp\.(?:reduce\.)?async\.bulk|(?:prefetch\.)?tensormap)[\w.:]*", "work for the tensor memory accelerator"),
     (r"tcgen05[\w.:]*", "a tensor-core instruction of Blackwell"),
     (r"w?mma\.[\w.:]*", "a tensor-core instruction: a warp multiplies small matrices together"),
     (r"(?:ld|st|mov)matrix[\w.:]*", "a matrix moved between shared memory and the registers of a warp"),

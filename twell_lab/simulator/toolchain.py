@@ -65,16 +65,16 @@ def compiler() -> Compiler:
 
     Raises StackError, with what to install, where there is none and on a machine the simulator does not run on.
     """
-    return _compiler(os.environ.get("TWELL_LAB_CXX", ""), os.environ.get("PATH", ""))
-
-
-@cache
-def _compiler(named: str, path: str) -> Compiler:
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         raise StackError(
             "the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); "
             f"this is {platform.system()} on {platform.machine()}"
         )
+    return _compiler(os.environ.get("TWELL_LAB_CXX", ""), os.environ.get("PATH", ""))
+
+
+@cache
+def _compiler(named: str, path: str) -> Compiler:
     for candidate in [named] if named else ["c++", "g++", "clang++"]:
         if (found := shutil.which(candidate, path=path or None)) and (works := _try(found)):
             return works
@@ -110,7 +110,9 @@ def _run(command: list, folder: Path | None = None, text: str = "") -> subproces
 
 
 def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
-    flags = ["-std=c++17", "-fPIC", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer"]
+    # DWARF 4: of version 5 some binutils (2.40) take a unit's first header for the unit itself.
+    flags = ["-std=c++17", "-fPIC", "-gdwarf-4", "-w", "-ffp-contract=off", "-fno-strict-aliasing"]
+    flags += ["-fno-omit-frame-pointer"]
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
     # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
@@ -237,7 +239,7 @@ class Built:
     _lines: dict[int, Line] = field(default_factory=dict, repr=False, compare=False)
 
     def lines(self, pcs: Iterable[int]) -> dict[int, Line]:
-        """The line of each return address, counted from where the library is loaded; Line("?", 0, "", "?") if unknown."""
+        """The line of each return address, counted from where the library is loaded; Line("?", 0, "", "?"): unknown."""
         pcs = [int(pc) for pc in pcs]
         if new := sorted(set(pcs) - self._lines.keys()):
             self._lines.update(find_lines(_tool, self.path, new, self.sources))
@@ -267,36 +269,41 @@ def build(
     if known := _read_cached(folder, name):
         return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
+    known = _make(cxx, sources, entry, defines, kind, folder, name)
+    return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
+
+
+def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, name: str) -> tuple:
+    """Compiles and links `name`.so and writes it into `folder`; (kernels, shared, dynamic)."""
     own = _own_text(sources, entry, defines)
     source.refuse(own)
-    found, declared = source.kernels(own), source.shared(own)
+    kernels, declared = source.kernels(own), source.shared(own)
     dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
-        inside = _write(sources, Path(temporary))
-        exports = "".join(f"SIM_EXPORT({kernel})\n" for kernel in found)
-        (inside / UNIT).write_text(f'#include "{entry}"\n{exports}', encoding="utf-8")
+        temporary = Path(temporary)
+        inside = _write(sources, temporary)
+        unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
+        unit += [f"SIM_EXPORT({kernel})" for kernel in kernels]
+        (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
         (inside / "sim_dynamic.cpp").write_text("".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
-        objects = [inside / "sim_unit.o", inside / "sim_dynamic.o"]
         here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
-        for flags, unit, made in (
-            ([*_flags(cxx, kind, defines), *_includes(CUDA)], UNIT, objects[0]),
-            (_flags(cxx, "fast", {}), "sim_dynamic.cpp", objects[1]),
-        ):
-            _compile([cxx.path, *flags, *here, "-c", unit, "-o", made.name], entry, Path(temporary), inside)
-        objects += _runtime(cxx, folder)
+        flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
+        _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
+        flags = [*_flags(cxx, "fast", {}), *here]
+        _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
         link = ["-fsanitize=address"] if kind == "address" else ["-Wl,--no-undefined"]
-        link += ["-shared", "-pthread", "-Wl,-Bsymbolic", *objects, "-ldl", "-o", f"{name}.so"]
-        _compile([cxx.path, *link], entry, Path(temporary), inside)
+        link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *_runtime(cxx, folder), "-ldl"]
+        _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
         shared = find_shared(_tool, inside / f"{name}.so", declared)
         about = {
             "sha256": _sha256(inside / f"{name}.so"),
-            "kernels": [asdict(signature) for signature in found.values()],
+            "kernels": [asdict(signature) for signature in kernels.values()],
             "shared": [asdict(variable) for variable in shared],
             "dynamic": dynamic,
         }
         (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
         _move(inside, folder, f"{name}.so", f"{name}.json")
-    return Built(folder / f"{name}.so", kind, dict(sources), found, shared, dynamic, cxx)
+    return kernels, shared, dynamic
 
 
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"

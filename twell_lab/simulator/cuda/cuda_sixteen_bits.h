@@ -63,7 +63,9 @@ SIM_VALUE int __hisinf(SIM_TYPE a) { const double v = sim_value(a); return (v > 
 SIM_VALUE SIM_TYPE __hadd(SIM_TYPE a, SIM_TYPE b) { return SIM_ROUND(sim_sum(sim_value(a), sim_value(b))); }
 SIM_VALUE SIM_TYPE __hsub(SIM_TYPE a, SIM_TYPE b) { return SIM_ROUND(sim_sum(sim_value(a), -sim_value(b))); }
 SIM_VALUE SIM_TYPE __hmul(SIM_TYPE a, SIM_TYPE b) { return SIM_ROUND(sim_value(a) * sim_value(b)); }
-SIM_VALUE SIM_TYPE __hfma(SIM_TYPE a, SIM_TYPE b, SIM_TYPE c) { return SIM_ROUND(sim_fma(sim_value(a), sim_value(b), sim_value(c))); }
+SIM_VALUE SIM_TYPE __hfma(SIM_TYPE a, SIM_TYPE b, SIM_TYPE c) {
+    return SIM_ROUND(sim_fma(sim_value(a), sim_value(b), sim_value(c)));
+}
 // No quotient of two 11-bit numbers lies nearer to a tie than 2^-25 of itself without being one, and no square root
 // either, so the rounding to a double in between does no harm.
 SIM_VALUE SIM_TYPE __hdiv(SIM_TYPE a, SIM_TYPE b) { return SIM_ROUND(sim_value(a) / sim_value(b)); }

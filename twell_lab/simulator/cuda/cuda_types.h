@@ -227,7 +227,9 @@ SIM_VALUE float __saturatef(float f) { return f > 0 ? (f < 1 ? f : 1.0f) : 0.0f;
     SIM_CONVERSION(uint, unsigned int, MODE, ROUNDING)           \
     SIM_CONVERSION(ll, long long, MODE, ROUNDING)                \
     SIM_CONVERSION(ull, unsigned long long, MODE, ROUNDING)      \
-    SIM_VALUE float __double2float_##MODE(double d) { return sim_bits<float>(sim_narrow_own<23, 8>(d, ROUNDING)); }
+    SIM_VALUE float __double2float_##MODE(double d) {            \
+        return sim_bits<float>(sim_narrow_own<23, 8>(d, ROUNDING)); \
+    }
 SIM_CONVERSIONS(rn, SIM_NEAREST)
 SIM_CONVERSIONS(rz, SIM_ZERO)
 SIM_CONVERSIONS(ru, SIM_UP)
