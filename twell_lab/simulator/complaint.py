@@ -36,6 +36,7 @@ def complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileEr
         return Unsupported(f"{name[1]}: {name[2]} is not known to the simulator{name[3] or ''}")
     lines = [line for line in messages.split("\n") if line.strip()]
     if undefined := _UNDEFINED.findall(messages):
-        lines = [f"{at or entry}: {name} is declared and used, and defined nowhere" for at, name in dict.fromkeys(undefined)]
+        undefined = dict.fromkeys((at or entry, name) for at, name in undefined)
+        lines = [f"{at}: {name} is declared and used, and defined nowhere" for at, name in undefined]
     more = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
     return CompileError("\n".join([f"{entry} does not compile for the simulator:", *lines[:_MOST_LINES], *more]))

@@ -372,12 +372,13 @@ def refuse(own: OwnText) -> None:
         end = closing(own.code, m.end() - 1)
         colon = own.code.find(":", m.end(), end)  # what follows it are operands
         ptx = " ".join(re.findall(r'"((?:\\.|[^"\\])*)"', own.text[m.end() : colon if colon > 0 else end]))
+        ptx = re.sub(r"\\[nt]", " ", ptx)
         for pattern, why in _PTX:
             if hit := re.search(rf"(?<![\w.]){pattern}", ptx):
                 found.append((m.start(), hit[0], why))
                 break
         else:
-            first = re.search(r"(?<![\w.@%])[a-z]\w*(?:[.:]+\w+)*", re.sub(r"\\[nt]", " ", ptx))
+            first = re.search(r"(?<![\w.@%])[a-z]\w*(?:[.:]+\w+)*", ptx)
             if ptx.strip():  # an empty one only keeps the compiler from moving code
                 found.append((m.start(), first[0] if first else "asm", "inline PTX is for the GPU only"))
     if found:

@@ -82,13 +82,15 @@ def _compiler(named: str, path: str) -> Compiler:
 
 
 def _try(path: str) -> Compiler | None:
-    """What the compiler says of itself, or None where it cannot compile a watched function."""
+    """What the compiler says of itself, or None where it cannot make a library out of a watched function."""
     try:
         version = _run([path, "--version"]).stdout.partition("\n")[0]
         found = Compiler(path, "clang++" if "clang" in version else "g++", version)
-        program = "#include <utility>\n#include <math.h>\n"
-        checked = [path, *_flags(found, "watched", {}), "-fsyntax-only", "-x", "c++", "-"]
-        return found if _run(checked, text=program).returncode == 0 else None
+        with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
+            made = Path(temporary, "tried.so")
+            command = [path, *_flags(found, "watched", {}), "-shared", "-pthread", "-x", "c++", "-", "-o", made]
+            _run(command, text="#include <math.h>\n#include <utility>\nfloat f(float* x) { return *x; }\n")
+            return found if made.is_file() else None
     except OSError:
         return None
 
@@ -325,8 +327,9 @@ def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
         if not _is_whole(folder / f"{name}.o", _text(folder / f"{name}.sha256")):
             with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
                 here, cuda = Path(temporary), CUDA.resolve()
-                command = [cxx.path, *flags, "-I", cuda, f"-ffile-prefix-map={cuda}=simulator", "-c", cuda / unit.name]
-                _compile([*command, "-o", f"{name}.o"], unit.name, here, here)
+                hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
+                command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", f"{name}.o"]
+                _compile(command, unit.name, here, here)
                 (here / f"{name}.sha256").write_text(_sha256(here / f"{name}.o"))
                 _move(here, folder, f"{name}.o", f"{name}.sha256")
         return folder / f"{name}.o"
