@@ -95,6 +95,31 @@ def test_several_threads_and_atomics():
     assert "updated by thread 3 and 35" in hover[0][3]
 
 
+def few(shape: tuple) -> Trace:
+    """Two threads write the elements of a small shared array."""
+    block = modelled.Block(32, {1: modelled.Line("toy.cu", 1, "part[i] = a < b;", "toy")},
+                           [modelled.Array("part", "shared", np.dtype("f4"), shape, None)])
+    block.access(modelled.WRITE, "part", [1], {0: 0, 1: 3}, {0: 0, 1: 0})
+    raw = block.raw()
+    return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, (), (32, 1, 1))
+
+
+@pytest.mark.parametrize(("shape", "lines"), [((4,), 1), ((2, 1, 2), 1), ((3, 12), 3), ((2, 48), 3), ((4, 1), 1)])
+def test_small_and_odd_arrays(shape, lines):
+    for figure in (drawn.who_touches_what(few(shape)), drawn.step_view(few(shape), 0)):
+        texts, colours, framed, _ = panel(figure, "<b>part")
+        assert [i for i, cell in enumerate(flat(framed)) if cell] == [0, 3] and None not in flat(texts)
+        assert len(texts) <= lines and figure.layout[f"xaxis{len(figure.data) // 2}" if len(figure.data) > 2 else "xaxis"].range[1] == 31.5
+        assert sum(colour is not None for colour in flat(colours)) <= np.prod(shape)
+
+
+def test_the_whole_block_and_neighbours():
+    texts, *_ = panel(drawn.who_touches_what(trace("block_sum"), per_cell=64), "<b>part</b>, shared float32 [64]: read")
+    assert texts == [["all"] + [""] * 15]
+    texts, *_ = panel(drawn.who_touches_what(trace("block_sum"), by="warp"), "<b>part</b>, shared float32 [64]: read")
+    assert set(flat(texts)) == {"all"}
+
+
 def test_by_warp():
     texts, colours, *_ = panel(drawn.who_touches_what(trace("pack_v2"), by="warp", cells=512), "gate")
     assert [set(line) for line in texts] == [{"0"}] * 8 + [{"1"}] * 8 and colours[0][0] != colours[8][0]

@@ -33,12 +33,13 @@ KIND_OF = {"read": "read", "written": "write", "updated": "atomic"}
 
 def who_touches_what(trace: Trace, arrays: Iterable[str] | None = None, *, by: str = "thread",
                      steps: Iterable[int] | None = None, first: Mapping[str, int] | None = None,
-                     cells: int = 2 * CELLS, per_cell: Mapping[str, int] | int = 1) -> go.Figure:
+                     cells: int | None = None, per_cell: Mapping[str, int] | int = 1) -> go.Figure:
     """The elements of each array, in the colour of whoever read them; framed: of whoever wrote them.
 
     arrays: their names (all that were touched). by: "thread" or "warp". steps: the indices of those that
     count (all). first: array -> the first element drawn (the first touched). cells: how many of an array are
-    drawn at most; per_cell: elements a cell, one number or one for each array: 16 bfloat16 are a sector.
+    drawn at most (256, or 512 of several elements); per_cell: elements a cell, one number or one for each
+    array: 16 bfloat16 are a sector.
     """
     if by not in ("thread", "warp"):
         raise InputError(f"by is {by!r}; 'thread' and 'warp' are accepted")
@@ -48,7 +49,8 @@ def who_touches_what(trace: Trace, arrays: Iterable[str] | None = None, *, by: s
         size = per_cell if isinstance(per_cell, int) else per_cell.get(name, 1)
         for way in KIND_OF:
             if touches := _touches(chosen, name, way, by, size):
-                panels.append(_Panel.of_touches(trace, name, way, by, touches, size, cells, (first or {}).get(name)))
+                most = cells or (CELLS if size == 1 else 2 * CELLS)
+                panels.append(_Panel.of_touches(trace, name, way, by, touches, size, most, (first or {}).get(name)))
     if not panels:
         raise InputError("no array was touched in these steps; steps that read or write are accepted")
     figure = _stacked(panels)
@@ -56,21 +58,22 @@ def who_touches_what(trace: Trace, arrays: Iterable[str] | None = None, *, by: s
         title = f"One step: {_escaped(chosen[0].describe())}"
     else:
         title = f"Who touches what, in a block of {math.prod(trace.block_shape)} threads"
-    return _titled(figure, f"{title}<br><sup>number: the {by}; ×n: n of them; framed: written or updated</sup>")
+    return _titled(figure, f"{title}<br><sup>number: the {by}; ×n: n of them; all: the whole block; framed: written or updated</sup>")
 
 
-def step_view(trace: Trace, step: int, *, text: Mapping[str, Callable[[int, object], str]] | None = None,
-              page: Mapping[str, int] | int = CELLS) -> go.Figure:
+def step_view(trace: Trace, step: int, *, arrays: Iterable[str] | None = None, page: Mapping[str, int] | int = CELLS,
+              text: Mapping[str, Callable[[int, object], str]] | None = None) -> go.Figure:
     """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
 
-    Blue: read, orange: written; a frame marks what has been written. text: array -> (element, value) -> what
-    its cell says, such as `packed_text`. page: elements drawn of an array, the page that was touched last.
-    Above: each lane of the warp, whether it takes part, its value and what is watched.
+    Blue: read, orange: written; a frame marks what has been written. arrays: their names (all that are
+    touched). page: elements drawn of an array, the page that was touched last. text: array -> (element, value)
+    -> what its cell says, such as `packed_text`. Above: each lane of the warp, whether it takes part, its
+    value and what is watched.
     """
     if not 0 <= step < len(trace):
         raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
     panels = [_Panel.of_lanes(trace, step, text or {})]
-    for name in _names(trace, None):
+    for name in _names(trace, arrays):
         size = page if isinstance(page, int) else page.get(name, CELLS)
         panels.append(_Panel.of_state(trace, step, name, size, (text or {}).get(name)))
     return _titled(_stacked(panels), _step_title(trace, trace[step], text or {}), 102)
@@ -149,8 +152,8 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
                    hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>")
     most = max([t for row in rows for t in (*row["predicted_ms"].values(), row.get("measured_ms")) if t is not None])
     figure.update_yaxes(title_text="ms", range=[0, 1.12 * (most or 1)])
-    figure = plots.styled(figure, "Predicted from counts (bold: the limit), and measured", height=430)
-    return figure.update_layout(legend={"y": -0.1, "yanchor": "top"}, margin_b=90)
+    figure = plots.styled(figure, "Predicted from counts (bold: the limit), and measured", height=400)
+    return figure.update_layout(legend={"y": -0.1, "yanchor": "top"}, margin={"t": 60, "b": 80})
 
 
 # ---- panels of cells ----
@@ -161,7 +164,9 @@ class _Panel:
 
     def __init__(self, caption: str, lines: int, across: int, height: int, font: int = 10) -> None:
         self.caption, self.height, self.font = caption, height, font
-        self.colours, self.texts, self.hover = ([[None] * across for _ in range(lines)] for _ in range(3))
+        self.colours = [[None] * across for _ in range(lines)]
+        self.texts, self.hover = ([[""] * across for _ in range(lines)] for _ in range(2))
+        self.width = max(ACROSS, across)  # a line that is not full has cells of the same size
         self.framed = [[False] * across for _ in range(lines)]
         self.labels = [""] * lines
 
@@ -185,9 +190,11 @@ class _Panel:
         if size > 1:
             what += f"; {size} elements ({size * _bytes(array)} bytes) a cell, {len(touches)} cells touched"
         if start + shown <= max(touches):
-            what += f"; the first {shown} of {max(touches) + 1 - start} cells"
+            what += f"; the first {shown} of {max(touches) + 1 - start:,} cells"
         panel = cls(what, -(-shown // across), across, 24 if size == 1 else 19)
+        panel.width = ACROSS if size == 1 else ACROSS_WIDE
         panel.labels = [_coordinates(array, (start + line * across) * size) for line in range(len(panel.labels))]
+        everyone = math.prod(trace.block_shape) if by == "thread" else -(-math.prod(trace.block_shape) // 32)
         for place in range(shown):
             element = (start + place) * size
             where = f"{name}[{_coordinates(array, element)}]" + (f" and {size - 1} more" if size > 1 else "")
@@ -195,7 +202,7 @@ class _Panel:
                 panel.put(place, UNTOUCHED, "", f"{where}: not {way}")
                 continue
             who, line, value = touches[start + place]
-            panel.put(place, _colour(who, by), _numbers(who),
+            panel.put(place, _colour(who, by), "all" if len(who) == everyone > 1 else _numbers(who),
                       f"{where}: {way} by {by} {_numbers(who, spelled=True)}<br>{line.file}:{line.number}: "
                       f"{_escaped(line.text)}<br>value {value}", framed=way != "read")
         return panel
@@ -227,32 +234,29 @@ class _Panel:
 
     @classmethod
     def of_state(cls, trace: Trace, index: int, name: str, size: int, text: Callable | None) -> _Panel:
-        array, step, state = trace.arrays[name], trace[index], trace.at(index)
-        last, across = state.last(name), _across(array)
-        values = state[name].reshape(-1)
-        output = all(each.kind == "write" for each in trace.touching(name))  # its cells stay empty until then
+        array, step, total, across = trace.arrays[name], trace[index], trace.size(name), _across(trace.arrays[name])
         start, shown = _page(trace, index, name, size, across)
+        here = range(start, min(start + shown, total))
+        values, last = trace.at(index).part(name, start, len(here)), trace.at(index).last(name, start, len(here))
+        output = all(each.kind == "write" for each in trace.touching(name))  # its cells stay empty until then
         caption = f"<b>{name}</b>, {_kind(array)}"
-        if shown < len(values):
-            caption += f": elements {start} to {min(start + shown, len(values)) - 1} of {len(values)}"
+        if shown < total:
+            caption += f": elements {here[0]:,} to {here[-1]:,} of {total:,}"
         panel = cls(caption, -(-shown // across), across, 32 if text else 22, 9)
         now = set(step.covered) if step.array == name else set()
-        for line in range(min(len(panel.labels), -(-(len(values) - start) // across))):
+        for line in range(-(-len(here) // across)):
             panel.labels[line] = _coordinates(array, start + line * across)
-        for element in range(start, min(start + shown, len(values))):
-            known = not values.mask[element] if values.mask.shape else True
-            value = values.data[element].item()
-            empty = not known or (output and last.step[element] < 0)
+        for place, element in enumerate(here):
+            value, known, when = values.data[place].item(), not values.mask[place], last.step[place]
+            empty = not known or (output and when < 0)
             shows = "" if empty else text(element, value) if text else _short(value)
-            colour = _now(step) if element in now else UNTOUCHED
-            if element not in now and last.step[element] >= 0:
-                colour = PALE_WRITTEN if last.wrote[element] else PALE_READ
-            past = "not touched yet"
-            if last.step[element] >= 0:
-                past = (f"{'written' if last.wrote[element] else 'read'} by thread {last.thread[element]} "
-                        f"in step {last.step[element]}")
-            panel.put(element - start, colour, shows, f"{name}[{_coordinates(array, element)}] = "
-                      f"{_long(value) if known else 'never written'}<br>{past}", framed=bool(last.written[element]))
+            colour, past = UNTOUCHED, "not touched yet"
+            if when >= 0:
+                colour = PALE_WRITTEN if last.wrote[place] else PALE_READ
+                past = f"{'written' if last.wrote[place] else 'read'} by thread {last.thread[place]} in step {when}"
+            panel.put(place, _now(step) if element in now else colour, shows,
+                      f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}",
+                      framed=bool(last.written[place]))
         return panel
 
 
@@ -275,7 +279,7 @@ def _stacked(panels: list[_Panel]) -> go.Figure:
                            customdata=panel.hover, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=scale,
                            showscale=False, xgap=5, ygap=5, hoverongaps=False, texttemplate="%{text}",
                            textfont={"size": panel.font}, hovertemplate="%{customdata}<extra></extra>", row=row, col=1)
-        figure.update_xaxes(visible=False, range=[-0.5, len(panel.colours[0]) - 0.5], row=row, col=1)
+        figure.update_xaxes(visible=False, range=[-0.5, panel.width - 0.5], row=row, col=1)
         figure.update_yaxes(tickvals=list(range(len(panel.labels))), ticktext=panel.labels, showgrid=False,
                             zeroline=False, tickfont={"size": 10}, range=[len(panel.labels) - 0.5, -0.5], row=row, col=1)
     figure.update_annotations(font_size=13, x=0, xanchor="left")
@@ -349,9 +353,10 @@ def _now(step: Step) -> str:
 
 
 def _colour(who: set[int], by: str) -> str:
-    if len(who) > 1:
+    least, most = min(who), max(who)
+    if len(who) > 1 and not (most - least + 1 == len(who) < 32):
         return SHARED_BY_MANY
-    number = next(iter(who))
+    number = (least + most) // 2
     return LANE_COLOURS[number % 32] if by == "thread" else LANE_COLOURS[number * 9 % 32]
 
 
@@ -368,8 +373,9 @@ def _numbers(who: set[int], spelled: bool = False) -> str:
 
 
 def _across(array) -> int:
-    """Cells on a line: a short last dimension is kept whole, so that a line is a tile or a row."""
-    return array.shape[-1] if array.shape and 2 <= array.shape[-1] < ACROSS and len(array.shape) > 1 else ACROSS
+    """Cells on a line: a short last dimension is kept whole, so that a line is a tile, a row, or several."""
+    last = array.shape[-1] if len(array.shape) > 1 else ACROSS
+    return ACROSS if last > ACROSS else last if last >= ACROSS // 4 else ACROSS // last * last
 
 
 def _kind(array) -> str:
@@ -385,13 +391,15 @@ def _coordinates(array, element: int) -> str:
 
 
 def _short(value) -> str:
-    """A number in at most five characters, or so."""
+    """A number in four or five characters."""
     if isinstance(value, tuple):
         return f"{len(value)}×"
     if isinstance(value, float):
         if math.isfinite(value) and value == int(value) and abs(value) < 1000:
             return f"{int(value)}"
-        return f"{value:.1f}" if 0.05 <= abs(value) < 100 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        if 0.05 <= abs(value) < 1000:
+            return f"{value:.1f}" if abs(value) < 9.95 else f"{value:.0f}"
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value}" if -1000 < value < 10000 else "…"
 
 

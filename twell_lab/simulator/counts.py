@@ -229,9 +229,10 @@ H100 = Gpu("H100 SXM", 132, 1.755e9, 3.0e12, 7.4e12,
 
 @dataclass(frozen=True)
 class Prediction:
-    """The least time each part of a GPU would need, in seconds by name; the slowest of them is the prediction.
+    """The time each part of a GPU would need, in seconds by name; the slowest of them is the prediction.
 
-    Nothing here knows of instructions, latencies or the cost of starting: a kernel is rarely faster and often slower.
+    Nothing here knows of instructions, latencies or the cost of starting, so most kernels are slower. One can be
+    faster where an L1 cache serves what several requests ask for.
     """
 
     gpu: Gpu
@@ -249,7 +250,7 @@ class Prediction:
     def __str__(self) -> str:
         rows = [[name, f"{1e3 * seconds:.4f} ms", "<- the limit" if name == self.limit and seconds else ""]
                 for name, seconds in self.bounds.items()]
-        return table([self.gpu.name, "at least", ""], rows)
+        return table([self.gpu.name, "time", ""], rows)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -259,7 +260,7 @@ def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
     """How long the parts of `gpu` would need for these counts, each alone and at its full rate.
 
     "device memory": every different sector once, read and written, at the memory's rate. "L2 cache": the
-    sectors of every request, at the L2's rate. "L1 cache": every 128-byte line of every request takes its
+    sectors of every request, as if no L1 cache kept any, at the L2's rate. "L1 cache": every 128-byte line of every request takes its
     multiprocessor a cycle to look up, every pass over the banks of shared memory another one.
     """
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())

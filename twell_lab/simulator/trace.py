@@ -6,6 +6,7 @@ exchange something; a GPU may order the steps of different warps otherwise where
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ class State(Mapping):
         self.step, self._trace = step, trace
 
     def __getitem__(self, name: str) -> np.ma.MaskedArray:
-        return self._trace._contents(self._trace._number(name), self.step)
+        whole = self._trace._contents(self._trace._number(name), self.step, 0, self._trace.size(name))
+        return whole.reshape(self._trace.arrays[name].shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trace.arrays)
@@ -127,15 +129,19 @@ class State(Mapping):
                 found.setdefault(step.name, {}).update(zip(step.threads, step.values, strict=True))
         return found
 
-    def last(self, array: str) -> LastTouch:
-        """Who touched each element of this array last."""
+    def part(self, array: str, first: int, count: int) -> np.ma.MaskedArray:
+        """`count` elements of the flat array from `first`: cheaper than the whole of a large one."""
+        return self._trace._contents(self._trace._number(array), self.step, first, count)
+
+    def last(self, array: str, first: int = 0, count: int | None = None) -> LastTouch:
+        """Who touched each element of this array last, or each of `count` elements from `first`."""
         self._trace._number(array)
-        size = int(np.prod(self._trace.arrays[array].shape, dtype=np.int64))
+        size = self._trace.size(array) - first if count is None else count
         thread, at, wrote, written = np.full(size, -1), np.full(size, -1), np.zeros(size, bool), np.zeros(size, bool)
         places, threads, steps, writes = self._trace._touches[array]
-        done = np.searchsorted(steps, self.step, side="right")
-        places, writes = places[:done], writes[:done]
-        thread[places], at[places], wrote[places] = threads[:done], steps[:done], writes
+        done = np.flatnonzero((steps <= self.step) & (places >= first) & (places < first + size))
+        places, writes = places[done] - first, writes[done]
+        thread[places], at[places], wrote[places] = threads[done], steps[done], writes
         written[places[writes]] = True
         return LastTouch(thread, at, wrote, written)
 
@@ -248,17 +254,21 @@ class Trace(Sequence):
             raise InputError(f"array is {array!r}; this trace has {', '.join(self.arrays) or 'none'}")
         return list(self.arrays).index(array)
 
-    def _contents(self, number: int, step: int) -> np.ma.MaskedArray:
+    def size(self, array: str) -> int:
+        """The number of an array's elements."""
+        return math.prod(self.arrays[array].shape)
+
+    def _contents(self, number: int, step: int, first: int, count: int) -> np.ma.MaskedArray:
         array = list(self.arrays.values())[number]
-        size = int(np.prod(array.shape, dtype=np.int64)) * _itemsize(array)
-        known = np.full(size, array.before is not None)
-        content = np.zeros(size, np.uint8) if array.before is None else np.array(array.before, np.uint8)[:size]
+        item = _itemsize(array)
+        begin, end = first * item, (first + count) * item
+        known = np.full(end - begin, array.before is not None)
+        content = np.zeros(end - begin, np.uint8) if array.before is None else np.array(array.before[begin:end], np.uint8)
         places, bytes_, when = self._changes[number]
-        done = np.searchsorted(when, step, side="right")
-        content[places[:done]] = bytes_[:done]  # where a byte is written twice, the later one stays
-        known[places[:done]] = True
-        missing = ~known.reshape(-1, _itemsize(array)).all(1)
-        return np.ma.MaskedArray(_decoded(content, array.dtype), mask=missing).reshape(array.shape)
+        done = np.flatnonzero((when <= step) & (places >= begin) & (places < end))
+        content[places[done] - begin] = bytes_[done]  # where a byte is written twice, the later one stays
+        known[places[done] - begin] = True
+        return np.ma.MaskedArray(_decoded(content, array.dtype), mask=~known.reshape(-1, item).all(1))
 
 
 def word_text(word: int, dtype: str = "bfloat16") -> str:
