@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import bench, paths
+from . import bench, evidence, paths
 from .errors import DeviceError, StackError, TwellError
 from .records import Record
 
@@ -112,4 +112,7 @@ def _need_gpu() -> None:
         raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
 
 
-RECORDINGS = {"portable": portable, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests}
+RECORDINGS = {
+    "portable": portable, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
+    "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
+}  # fmt: skip

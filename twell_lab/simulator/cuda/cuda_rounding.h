@@ -22,18 +22,32 @@
 #endif
 #define SIM_VALUE static inline SIM_UNWATCHED
 
-// GCC's instrumentation does not see a struct that goes from an array straight into a call, `f(in[i])`, or from a call
-// straight into an array, `out[i] = f()`. A copy constructor and an assignment that are not trivial make both seen, each
-// as one access of the whole struct. (Clang sees them as they are; so does a struct of one's own that has such a pair.)
-#if defined(SIM_WATCHED) && !defined(__clang__)
+// The compiler's instrumentation does not see a struct that goes from an array straight into a call, `f(in[i])`, or from
+// a call straight into an array, `out[i] = f()` (GCC), nor one that is copied as a block (clang). In watched builds a copy
+// constructor and an assignment that are not trivial make these seen, each as one access of the whole struct. A struct of
+// one's own is only seen there if it has such a pair.
+#if defined(SIM_WATCHED)
 #define SIM_SEEN_COPIES(NAME)                                                                     \
-    NAME(const NAME& v) { sim_copy(this, &v); }                                                   \
-    NAME& operator=(const NAME& v) { return sim_copy(this, &v), *this; }
-template <typename T>
-static inline void sim_copy(T* to, const T* from) {
-    struct alignas(alignof(T)) Bytes { unsigned char byte[sizeof(T)]; };
-    *(Bytes*)to = *(const Bytes*)from;
-}
+    NAME(const NAME& v) { SimCopy<sizeof(NAME), alignof(NAME)>::go(this, &v); }                   \
+    NAME& operator=(const NAME& v) { return SimCopy<sizeof(NAME), alignof(NAME)>::go(this, &v), *this; }
+template <int BYTES, int ALIGN>
+struct SimCopy {  // no power of two: in pieces, as on a GPU
+    static void go(void* to, const void* from) {
+        SimCopy<ALIGN, ALIGN>::go(to, from);
+        SimCopy<BYTES - ALIGN, ALIGN>::go((char*)to + ALIGN, (const char*)from + ALIGN);
+    }
+};
+#define SIM_COPY(BYTES, TYPE)                                                                     \
+    template <int ALIGN>                                                                          \
+    struct SimCopy<BYTES, ALIGN> {                                                                \
+        static void go(void* to, const void* from) { *(TYPE*)to = *(const TYPE*)from; }           \
+    };
+SIM_COPY(1, unsigned char)
+SIM_COPY(2, unsigned short)
+SIM_COPY(4, unsigned int)
+SIM_COPY(8, unsigned long long)
+SIM_COPY(16, unsigned __int128)
+#undef SIM_COPY
 #else
 #define SIM_SEEN_COPIES(NAME)
 #endif

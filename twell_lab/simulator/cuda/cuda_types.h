@@ -18,7 +18,7 @@
 
 // ---- vector types: of 2 and 4 elements with the alignment of one access, of 1 and 3 with their element's ----
 
-#if defined(SIM_WATCHED) && !defined(__clang__)  // these also have to be built from braces
+#if defined(SIM_WATCHED)  // these also have to be built from braces
 #define SIM_FROM_BRACES(NAME, PARAMETERS, ...) \
     NAME() = default;                          \
     SIM_UNWATCHED constexpr NAME PARAMETERS : __VA_ARGS__ {} \

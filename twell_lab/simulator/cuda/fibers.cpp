@@ -4,8 +4,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <new>
-
 #include "runtime.h"
 
 #if defined(__x86_64__)
@@ -81,16 +79,16 @@ static void begin() {
     thread_done(me);
 }
 
-// Stacks for as many threads as a block can have; memory is only used where it is touched. A page below each is
-// closed, so that running out of stack stops the program instead of damaging the neighbour.
-void make_fibers(Worker& w) {
+// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. With
+// `closed`, a page below each is, so that running out of stack stops the program instead of damaging the neighbour.
+extern "C" char* sim_make_stacks(int closed) {
     const size_t bytes = SIM_STACK * (MOST_THREADS + 1);
     void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (region == MAP_FAILED) throw std::bad_alloc();
-    w.stacks = (char*)(((uintptr_t)region + SIM_STACK - 1) & ~(SIM_STACK - 1));
-    w.threads = new Thread[MOST_THREADS]();
+    if (region == MAP_FAILED) return nullptr;
+    char* stacks = (char*)(((uintptr_t)region + SIM_STACK - 1) & ~(SIM_STACK - 1));
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    for (int i = 0; i < MOST_THREADS; ++i) mprotect(w.stacks + i * SIM_STACK, page, PROT_NONE);
+    for (int i = 0; closed && i < MOST_THREADS; ++i) mprotect(stacks + i * SIM_STACK, page, PROT_NONE);
+    return stacks;
 }
 
 // The thread's next switch enters the kernel from the top.

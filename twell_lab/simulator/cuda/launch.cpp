@@ -52,7 +52,7 @@ static char* thread_local_block() {
     return (char*)__tls_get_addr(&index);
 }
 
-// ---- workers are kept from launch to launch: making their stacks costs more than a small launch ----
+// ---- workers are kept from launch to launch, for the memory they have ----
 
 static std::mutex idle_lock;
 static std::vector<Worker*> idle;
@@ -66,13 +66,14 @@ static Worker* take_worker() {
             return w;
         }
     }
-    Worker* w = new Worker();
-    make_fibers(*w);
-    return w;
+    return new Worker();
 }
 
-static void prepare(Worker& w, const SimLaunch& l, GlobalShadow* global, double deadline) {
+static void prepare(Worker& w, const SimLaunch& l, char* stacks, GlobalShadow* global, double deadline) {
     w.launch = &l;
+    w.stacks = stacks;
+    const size_t threads = (size_t)l.block[0] * l.block[1] * l.block[2];
+    if (w.threads.size() < threads) w.threads.resize(threads);
     w.fault_found = false;
     w.fault = SimFault{};
     w.deadline = deadline;
@@ -171,7 +172,7 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
     const double deadline = now() + l.seconds;
     std::vector<Worker*> workers;
     for (uint32_t i = 0; i < l.workers && i < blocks; ++i) workers.push_back(take_worker());
-    for (Worker* w : workers) prepare(*w, l, global.data(), deadline);
+    for (size_t i = 0; i < workers.size(); ++i) prepare(*workers[i], l, l.stacks[i], global.data(), deadline);
 
     ++sim_running;
     std::vector<std::thread> others;

@@ -39,6 +39,7 @@ struct SimLaunch {
     const SimShared* shared;
     int32_t n_buffers, n_shared;
     uint64_t thread_local_bytes;
+    char* const* stacks;  // for each worker, from sim_make_stacks
 };
 struct SimPath { uint64_t pc[MOST_FRAMES]; int32_t depth, pad; };  // outermost call first
 struct SimWaiting { int32_t thread, kind; SimPath path; };
@@ -137,8 +138,8 @@ struct Worker {
     int64_t block;  // linear number in the grid
     uint32_t block_serial, epoch;
     void* main_sp;
-    char* stacks = nullptr;
-    Thread* threads = nullptr;
+    char* stacks;
+    std::vector<Thread> threads;
     std::vector<Warp> warps;
     int alive, at_barrier;
     bool fault_found;
@@ -163,7 +164,6 @@ inline Thread* self() { return static_cast<Thread*>(sim_thread()); }
 
 // fibers.cpp
 extern "C" void sim_switch(void** save, void* load);
-void make_fibers(Worker&);
 void aim_at_start(Thread&);
 
 // block.cpp
