@@ -145,12 +145,43 @@ class _Library:
         self.handle.sim_launch.restype = ctypes.POINTER(raw.Report)
         self.handle.sim_launch.argtypes = [ctypes.POINTER(raw.Launch)]
         self.handle.sim_free.argtypes = [ctypes.POINTER(raw.Report)]
+        self.handle.sim_make_stacks.restype = ctypes.c_void_p
 
     def sizes(self, kernel: str) -> list[int]:
         table = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
         return list(iter(lambda it=iter(table): next(it), 0))
 
 
+class _Stacks:
+    """Stacks for the threads of blocks, one address a worker, that every library of this process uses in turn.
+
+    A closed page below each thread's stack splits the memory in 2048 pieces, of which Linux lets a process have 65,530:
+    only the first workers get them.
+    """
+
+    CLOSED = 8
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._made = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int, make) -> list[int]:
+        with self._lock:
+            while len(self._free) < count:
+                address = make(self._made < self.CLOSED)
+                if not address:
+                    raise MemoryError("no memory for the stacks of a block's threads")
+                self._made += 1
+                self._free.append(address)
+            return [self._free.pop() for _ in range(count)]
+
+    def give(self, stacks: list[int]) -> None:
+        with self._lock:
+            self._free += reversed(stacks)
+
+
+_stacks = _Stacks()
 _building = threading.Lock()
 
 
@@ -222,15 +253,19 @@ class _Call:
         buffers = (raw.Buffer * len(self.arrays))(*((place(a), a.nbytes) for a in self.arrays))
         shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
         before = [bytes(_bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
+        workers = min(workers, self.grid[0] * self.grid[1] * self.grid[2])
+        stacks = (ctypes.c_void_p * workers)(*_stacks.take(workers, library.handle.sim_make_stacks))
         launch = raw.Launch(
             ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
             ctypes.addressof(addresses), self.grid, self.block, workers, watch, trace, steps, seconds,
             ctypes.addressof(buffers), ctypes.addressof(shared), len(buffers), len(shared),
             max((s.offset + s.size for s in library.built.shared), default=0),
+            ctypes.addressof(stacks),
         )  # fmt: skip
         start = time.perf_counter()
         report = library.handle.sim_launch(ctypes.byref(launch))
         took = time.perf_counter() - start
+        _stacks.give(list(stacks))
         try:
             return self._result(report.contents, took, names, watch, trace, before)
         finally:

@@ -33,7 +33,7 @@ class Launch(ctypes.Structure):
         ("call", c_void_p), ("arguments", c_void_p), ("grid", c_uint32 * 3), ("block", c_uint32 * 3),
         ("workers", c_uint32), ("watch", c_uint32), ("trace_block", c_int64), ("trace_limit", c_int64),
         ("seconds", c_double), ("buffers", c_void_p), ("shared", c_void_p), ("n_buffers", c_int32),
-        ("n_shared", c_int32), ("thread_local_bytes", c_uint64),
+        ("n_shared", c_int32), ("thread_local_bytes", c_uint64), ("stacks", c_void_p),
     ]  # fmt: skip
 
 
