@@ -1,0 +1,48 @@
+"""The simulator's runtime on arm64, by emulation where a cross compiler and qemu are there, and the same driver here."""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from twell_lab import paths, simulator
+from twell_lab.simulator import toolchain
+
+HERE = Path(__file__).parent
+CROSS, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+
+
+def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[str]) -> str:
+    """What arm64_driver.cpp prints, built by `cxx`."""
+    common = ["-std=c++17", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer", *machine,
+              "-I", str(toolchain.CUDA), "-I", str(paths.kernels_dir())]  # fmt: skip
+    watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
+    (folder / "unit.cpp").write_text('#include "smxx_pack.cu"\nSIM_EXPORT(pack_v2)\n')
+    subprocess.run([cxx, *common, *watched, "-c", "unit.cpp", "-o", "unit.o"], cwd=folder, check=True)
+    sources = [*map(str, sorted(toolchain.CUDA.glob("*.cpp"))), str(HERE / "arm64_driver.cpp")]
+    subprocess.run([cxx, *common, "-O2", *sources, "unit.o", "-pthread", "-o", "driver"], cwd=folder, check=True)
+    done = subprocess.run([*run_with, "./driver"], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+EXPECTED = (
+    "fault 0, lane reads 900, kept 129, first word 3f800000, steps {steps}\n"  # 3 rows of 300, every 7th positive
+    "fault 1 of thread 170\n"  # the first to read element 900: lane 10 of the sixth warp
+)
+
+
+def test_the_driver_on_this_machine(tmp_path):
+    if not simulator.available() or toolchain.compiler().name != "g++":
+        pytest.skip("needs g++")
+    machine = ["-fcf-protection=none"] if platform.machine() == "x86_64" else []
+    said = output_of_driver(toolchain.compiler().path, tmp_path, [], machine)
+    assert said == EXPECTED.format(steps=said.split("steps ")[1].split()[0])
+
+
+def test_arm64_under_emulation(tmp_path):
+    if not (shutil.which(CROSS) and shutil.which(EMULATOR) and Path(LIBRARIES).is_dir()):
+        pytest.skip(f"needs {CROSS} and {EMULATOR} (Debian: apt install g++-aarch64-linux-gnu qemu-user)")
+    said = output_of_driver(CROSS, tmp_path, [EMULATOR, "-L", LIBRARIES], [])
+    assert said == EXPECTED.format(steps=said.split("steps ")[1].split()[0])
