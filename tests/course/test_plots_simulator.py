@@ -251,3 +251,12 @@ def test_predictions_stand_beside_the_measurement():
     assert len({part.marker.pattern.shape for part in parts}) == 3
     with pytest.raises(InputError):
         drawn.predicted_against_measured([])
+
+
+def test_the_readers_own_times_are_points():
+    row = {"predicted_ms": {"device memory": 0.25}, "measured_ms": 0.3, "recorded": "H100 SXM, 2026-11-21"}
+    rows = [{"version": "v1", **row, "yours_ms": 0.7, "yours": "yours, now, on T4"}, {"version": "v2", **row, "yours_ms": None}]
+    figure = drawn.predicted_against_measured(rows)
+    own = figure.data[-1]
+    assert own.x == ("v1",) and own.y == (0.7,) and own.name == "yours, now, on T4" and own.mode == "markers"
+    assert figure.layout.yaxis.range[1] > 0.7

@@ -130,7 +130,8 @@ BOUND_LOOKS = ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
     """The least time each part of the GPU would need, beside the time that was measured.
 
-    rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}.
+    rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}; and the
+    reader's own, drawn as points, where there are any: yours_ms, yours (what to call them).
     """
     if not rows:
         raise InputError("there are no rows; at least one version is accepted")
@@ -150,7 +151,12 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
                    cliponaxis=False, textangle=0, text=[_bar_text(row.get("measured_ms"), True) for row in rows],
                    customdata=[row.get("recorded", "") for row in rows],
                    hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>")
-    most = max([t for row in rows for t in (*row["predicted_ms"].values(), row.get("measured_ms")) if t is not None])
+    if own := [row for row in rows if row.get("yours_ms") is not None]:
+        figure.add_scatter(x=[row["version"] for row in own], y=[row["yours_ms"] for row in own], name=own[0]["yours"],
+                           mode="markers", marker={"symbol": "diamond", "size": 12, "color": plots.RED},
+                           hovertemplate="%{x}: %{y:.4f} ms<extra></extra>")
+    times = [t for row in rows for t in (*row["predicted_ms"].values(), row.get("measured_ms"), row.get("yours_ms"))]
+    most = max(t for t in times if t is not None)
     figure.update_yaxes(title_text="ms", range=[0, 1.12 * (most or 1)])
     figure = plots.styled(figure, "Predicted from counts (bold: the limit), and measured", height=400)
     return figure.update_layout(legend={"y": -0.1, "yanchor": "top"}, margin={"t": 60, "b": 80})
