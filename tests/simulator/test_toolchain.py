@@ -1,4 +1,4 @@
-"""From a .cu file to a library: sources, watches, what the preprocessor tells, builds, their cache, and source lines."""
+"""From sources to a library: the compiler and its messages, shared variables, source lines, and the cache."""
 
 import ctypes
 import json
@@ -11,20 +11,16 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.simulator.declarations import COMPILERS, DECLARES, KERNEL, MORE, SHARED
 from twell_lab import paths
 from twell_lab.errors import CompileError, InputError, StackError
-from twell_lab.simulator import source, toolchain
+from twell_lab.simulator import symbols, toolchain
 from twell_lab.simulator.faults import Unsupported
-from twell_lab.simulator.toolchain import Line, Parameter, build, listing, refuse, sources, with_watches
+from twell_lab.simulator.toolchain import Line, build, sources
 
 if not toolchain.available():
     pytest.skip("the simulator needs g++ or clang++ on Linux", allow_module_level=True)
-
-COMPILERS = [name for name in ("g++", "clang++") if toolchain._try(shutil.which(name) or name)]
-KERNEL = 'extern "C" __global__ void k(float* x) {\n%s\n}\n'
 
 
 @pytest.fixture(params=COMPILERS or ["c++"])
@@ -41,14 +37,6 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def own(tmp_path):
-    """A folder for one's own files; its path has a space."""
-    folder = tmp_path / "my kernels"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A stand-in for the simulator's C++ that compiles in no time."""
     folder = tmp_path / "tiny"
@@ -60,10 +48,6 @@ def tiny(tmp_path, monkeypatch):
     (folder / "runtime.cpp").write_text("int sim_version() { return 1; }\n")
     monkeypatch.setattr(toolchain, "CUDA", folder)
     return folder
-
-
-def declared(text, defines={}, **headers):
-    return listing({"k.cu": text, **headers}, "k.cu", defines)
 
 
 def not_to_be_compiled(monkeypatch):
@@ -117,264 +101,6 @@ def test_other_systems_are_told_where_it_runs(platform, machine, monkeypatch):
     assert not toolchain.available()
 
 
-# ---- sources
-
-
-def test_a_name_is_a_file_of_kernels_with_its_headers():
-    found = sources("smxx_gated.cu")
-    assert list(found)[0] == "smxx_gated.cu"
-    assert set(found) == {"smxx_gated.cu", "dense_row.cuh", "row_walk.cuh", "twell.cuh"}
-    assert found["twell.cuh"] == (paths.kernels_dir() / "twell.cuh").read_text()
-
-
-def test_own_headers_come_before_those_of_kernels(own):
-    (own / "k.cu").write_text(
-        '#include "row_walk.cuh"\n#include "sub/a.cuh"\n#include "cuda_fp16.h"\n//#include "gone.h"\n', "utf-8"
-    )
-    (own / "twell.cuh").write_text("#pragma once\n// mine\r\n")
-    (own / "sub").mkdir()
-    (own / "sub" / "a.cuh").write_text('#include "b.cuh"\n#include "twell.cuh"\n#include "../../common/c.cuh"\n')
-    (own / "sub" / "b.cuh").write_text("// beside a\n")
-    (own / "b.cuh").write_text("// not beside a\n")
-    (own.parent / "common").mkdir()
-    (own.parent / "common" / "c.cuh").write_text('#include "d.cuh"\n')
-    (own.parent / "common" / "d.cuh").write_text("// d\n")
-    found = sources(own / "k.cu")
-    assert list(found) == ["k.cu", "row_walk.cuh", "twell.cuh", "sub/a.cuh", "sub/b.cuh", "../common/c.cuh", "../common/d.cuh"]
-    assert "mine" in found["twell.cuh"] and "\r" not in found["twell.cuh"] and "beside a" in found["sub/b.cuh"]
-    assert sources(str(own / "k.cu")) == found
-    assert sources("sub/b.cuh", own) == {"b.cuh": "// beside a\n"}
-
-
-def test_a_missing_file_is_named_with_the_folder(own):
-    with pytest.raises(CompileError, match=r"nosuch\.cu in .*kernels cannot be read: No such file"):
-        sources("nosuch.cu")
-    (own / "k.cu").write_text('#include "outer.h"\n')
-    (own / "outer.h").write_text('#include "gone.h"\n')
-    with pytest.raises(CompileError, match=f'outer.h includes "gone.h".* neither in {own} nor in .*kernels'):
-        sources(own / "k.cu")
-    (own / "k.cu").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CompileError, match="k.cu in .* UTF-8"):
-        sources(own / "k.cu")
-
-
-# ---- watches
-
-WATCHED = {
-    "k.cu": "int a = 1;  // a: one\n"  # 1
-    "for (int i = 0; i < 3; ++i) {\n"  # 2
-    "    a += i; /* more */ // and more\n"  # 3
-    "    if (a) b();\n"  # 4
-    "    else c();\n"  # 5
-    "}\n"  # 6
-    'f("; // no comment");\n'  # 7
-    "g(a,\n"  # 8
-    "\n"  # 9
-    "#define M x; \\\n"  # 10
-    "// b = a;\n"  # 11
-    "    b = a;",  # 12
-    "h.cuh": "x = 1;\n\ty =  2;\nx = 1;\n",
-}
-
-
-def test_watches_follow_their_lines_and_leave_the_numbers_alone():
-    values = {"k.cu:1": "a", "3": "a * (2 + 1)", "k.cu:for (int i": "i", "h.cuh:y = 2;": " y ", "1": "a / 2",
-              "k.cu:7": "f(\"//\")", "b = a;": "b"}  # fmt: skip
-    found, names = with_watches(WATCHED, values)
-    assert names == ("a", "a * (2 + 1)", "i", "y", "a / 2", 'f("//")', "b")
-    lines = found["k.cu"].split("\n")
-    assert lines[0] == "int a = 1; sim_watch(0, (a)); sim_watch(4, (a / 2));  // a: one"
-    assert lines[1] == "for (int i = 0; i < 3; ++i) { sim_watch(2, (i));"
-    assert lines[2] == "    a += i; sim_watch(1, (a * (2 + 1))); /* more */ // and more"
-    assert lines[6] == 'f("; // no comment"); sim_watch(5, (f("//")));'
-    assert lines[11] == "    b = a; sim_watch(6, (b));"
-    assert found["h.cuh"] == "x = 1;\n\ty =  2; sim_watch(3, (y));\nx = 1;\n"
-    for name, text in WATCHED.items():
-        assert re.sub(r" sim_watch\(\d+, \(.*?\)\);(?=  //| /\*| sim|\n|$)", "", found[name]) == text
-    assert with_watches(WATCHED, {}) == (WATCHED, ())
-
-
-@pytest.mark.parametrize(
-    ("place", "expression", "message"),
-    [
-        ("k.cu:8", "a", r"line 8 ends in ','; .* ends in ; or \{"),
-        ("k.cu:9", "a", "ends in 'nothing'"),
-        ("k.cu:10", "a", r"ends in '\\\\'"),
-        ("k.cu:11", "a", "ends in 'nothing'"),
-        ("k.cu:6", "a", r"ends in '}'"),
-        ("k.cu:4", "a", "an else follows line 4"),
-        ("k.cu:13", "a", "k.cu has lines 1 to 12"),
-        ("0", "a", "lines 1 to 12"),
-        ("h.cuh:x = 1;", "x", "lines 1, 3 have this text in h.cuh"),
-        ("h.cuh:z", "x", "no line has this text in h.cuh"),
-        ("k.cu:", "x", "no line has this text"),
-        ("other.cuh:3", "x", "names 'other.cuh'; the sources are k.cu, h.cuh"),
-        ("k.cu:1", "", "is no expression"),
-        ("k.cu:1", "a;", "is no expression"),
-        ("k.cu:1", "a // b", "is no expression"),
-        ("k.cu:1", "a\nb", "is no expression"),
-        ("k.cu:1", 3, "is no expression"),
-    ],
-)
-def test_a_watch_that_cannot_be_put_is_refused(place, expression, message):
-    with pytest.raises(InputError, match=message):
-        with_watches(WATCHED, {place: expression})
-
-
-# ---- reading the text
-
-
-@given(st.text(alphabet="ab/*\"'\\\n R(", max_size=60))
-def test_without_comments_everything_stays_in_its_place(text):
-    for strings in (True, False):
-        code = source.code_only(text, strings)
-        assert len(code) == len(text) and [c == "\n" for c in code] == [c == "\n" for c in text]
-        assert all(c == " " or c == old for c, old in zip(code, text, strict=True))
-    if not set(text) & set("/\"'"):
-        assert code == text
-
-
-_numbers = st.integers(0, 99).map(lambda n: (str(n), n))
-
-
-def _combined(children):
-    def join(parts):
-        (a, x), op, (b, y) = parts
-        if op in "/%" and (y <= 0 or x < 0):
-            op = "+"
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x // max(y, 1), "%": x % max(y, 1)}[op]
-        return f"((int){a} {op} {b})", value
-
-    return st.tuples(children, st.sampled_from("+-*/%"), children).map(join)
-
-
-@given(st.recursive(_numbers, _combined, max_leaves=6))
-def test_extents_are_evaluated(expression):
-    text, value = expression
-    types = source.Types(source.OwnText("", ()))
-    assert types.integer(text) == (value if 0 <= value < 2**40 else -1)
-
-
-@pytest.mark.parametrize("text", ["f(2)", "N", "2 +", "__import__('os')", "1 << 99", "1 / 0", "9 ** 9", "1.5", "-3", "'a'"])
-def test_what_is_no_plain_integer_is_left_open(text):
-    assert source.Types(source.OwnText("", ())).integer(text) == -1
-
-
-DECLARES = """
-#include "more.cuh"
-#define PAD 1
-const int ROWS = 4;
-constexpr unsigned COLS = ROWS * 8u;
-typedef float real; using word = unsigned long long int; typedef const word* words_t;
-struct Pair { int a; float b; };
-template <int N> __device__ float f(float v) { __shared__ real t[N][2]; t[0][0] = v; return t[N - 1][1]; }
-namespace inner { __device__ int g() { __shared__ int part; part = 1; return part; } }
-struct S { __device__ int h() { __shared__ short part[2 * sizeof(real)], q[3]; part[0] = q[0]; return part[0]; } };
-__shared__ double whole[3];
-static __device__ int same(int a) { __shared__ int part[7]; part[0] = a; return part[a]; }
-template <class T> __global__ void generic(T* x) { x[0] = 0; }
-static __global__ void __launch_bounds__(32)
-plain(const word* __restrict__ w, const Pair p, unsigned char, real v[3], long long int n, words_t u, float2* const q) {}
-__global__ void later(int);
-namespace inner { __global__ void hidden(void) {} }
-#if PAD == 2
-__global__ void inactive() {}
-#endif
-#define KERNEL(NAME) extern "C" __global__ void NAME(float* x, int n = ROWS) { \\
-    __shared__ int part[2]; part[0] = n; x[2] = part[0]; \\
-    { __shared__ int part[2]; part[1] = n; x[3] = part[1]; } \\
-    extern __shared__ float buffer[]; \\
-    __shared__ real tile[ROWS][COLS + PAD]; \\
-    __shared__ Pair pairs[5]; \\
-    __shared__ float4 four[(1 << 2) / 2]; \\
-    float __shared__ odd[2]; \\
-    tile[0][0] = odd[0]; pairs[0].a = 1; four[0].x = 2; buffer[threadIdx.x] = f<6>(1) + f<3>(2) + more(1); \\
-    S s; x[1] = buffer[0] + inner::g() + s.h() + same(2) + whole[0]; \\
-}
-KERNEL(k)
-"""
-MORE = "inline __device__ int more(int a) {\n    __shared__ int beside; // __shared__ int no;\n    return beside = a;\n}\n"
-# name, function -> type, shape
-SHARED = {
-    ("part", "inner::g"): ("int", ()), ("whole", ""): ("double", (3,)), ("part", "same"): ("int", (7,)),
-    ("tile", "k"): ("float", (4, 33)), ("pairs", "k"): ("Pair", (5,)), ("four", "k"): ("float4", (2,)),
-    ("odd", "k"): ("float", (2,)), ("part", "k"): ("int", (2,)), ("part", "S::h"): ("short", (8,)),
-    ("q", "S::h"): ("short", (3,)), ("t", "f<6>"): ("float", (6, 2)), ("t", "f<3>"): ("float", (3, 2)),
-    ("beside", "more"): ("int", ()), ("buffer", ""): ("float", (toolchain.MOST_SHARED // 4,)),
-}  # fmt: skip
-
-
-def test_kernels_and_their_parameters_are_listed(cxx):
-    found = declared(DECLARES, **{"more.cuh": MORE}).kernels
-    assert list(found) == ["plain", "hidden", "k"]
-    assert found["k"].parameters == (Parameter("float", "x", True), Parameter("int", "n", False))
-    assert found["hidden"].parameters == ()
-    assert found["plain"].parameters == (
-        Parameter("unsigned long long", "w", True), Parameter("Pair", "p", False), Parameter("unsigned char", "", False),
-        Parameter("float", "v", True), Parameter("long long", "n", False), Parameter("unsigned long long", "u", True),
-        Parameter("float2", "q", True),
-    )  # fmt: skip
-
-
-def test_shared_variables_are_listed_with_their_lines(cxx):
-    found = declared(DECLARES, **{"more.cuh": MORE}).shared
-    by_name = {(d.name, d.function): (d.type, d.shape) for d in found}
-    assert by_name["tile", "k"] == ("float", (4, 33)) and by_name["buffer", "k"] == ("float", None)
-    assert by_name["t", "f"] == ("float", (-1, 2)) and by_name["part", "h"] == ("short", (8,))
-    lines = {d.name: (d.file, d.line) for d in found}
-    assert lines["beside"] == ("more.cuh", 2) and lines["whole"] == ("k.cu", 11)
-
-
-def test_the_macros_decide_what_is_there():
-    text = "#ifdef BIG\n__global__ void big() {}\n#else\n__global__ void small() { __shared__ int a[N * 2]; }\n#endif\n"
-    assert list(declared(text, {"BIG": True}).kernels) == ["big"]
-    assert declared(text, {"N": 21}).shared[0].shape == (42,)
-
-
-# ---- what cannot run
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (KERNEL % 'asm volatile("{\\n.reg .b32 r;\\nwgmma.mma_async.sync.aligned.m64n8k16;\\n}");', r"k.cu:2: wgmma\.mma_async.*tensor-core"),
-        (KERNEL % 'asm("cp.async.bulk.tensor.2d [%0];"\n  :: "r"(1));', r"k.cu:2: cp\.async\.bulk\.tensor\.2d .*tensor memory acc"),
-        (KERNEL % 'asm("cp.async.cg.shared.global [%0], [%1], 16;");', r"cp\.async\.cg.*background"),
-        (KERNEL % '__asm__ __volatile__ ("mma.sync.aligned.m16n8k16.row.col.f32");', r"mma\.sync"),
-        ('#define LDM(x) asm("ldmatrix.sync.x4 %0;" : "=r"(x))\n' + KERNEL % "int a;\nLDM(a);", r"k.cu:4: ldmatrix\.sync\.x4"),
-        (KERNEL % 'asm("@%%p mov.u32 %0, %%laneid;" : "=r"(a) : "memory");', r"k.cu:2: mov\.u32.*inline PTX"),
-        ("#include <mma.h>\n", r"k.cu:1: <mma.h>"),
-        ("#include <stdint.h>\n#include <cuda/barrier>\n", "k.cu:2: <cuda/barrier>"),
-        ('#include "cooperative_groups.h"\n', "k.cu:1: <cooperative_groups.h>"),
-        ("namespace cg = cooperative_groups;\n", "cooperative groups"),
-        ("__global__ void __cluster_dims__(2, 1, 1) k() {}\n", "__cluster_dims__.*cluster"),
-        ("__global__ void k(const CUtensorMap map) {}\n", "CUtensorMap"),
-        ("__global__ void k() {}\nint main() {\n  k<<<1, 2>>>();\n}\n", "k.cu:3: <<<.*from Python"),
-    ],
-)  # fmt: skip
-def test_what_only_a_gpu_can_do_is_named_with_its_line(text, message, cxx):
-    with pytest.raises(Unsupported, match=message):
-        refuse({"k.cu": text}, "k.cu")
-    with pytest.raises(Unsupported, match=message):
-        declared(text)
-
-
-def test_inactive_code_comments_and_empty_assembly_are_no_reason_to_refuse():
-    text = '#if N > 2\n#include <mma.h>\nasm("wgmma.fence");\n#endif\n// k<<<1, 2>>>();\nconst char* s = "<<<";\n'
-    refuse({"k.cu": text + KERNEL % 'asm volatile("" ::: "memory");'}, "k.cu", {"N": 1})
-    with pytest.raises(Unsupported):
-        refuse({"k.cu": text}, "k.cu", {"N": 3})
-    with pytest.raises(InputError, match="'other.cu' is none of the sources: k.cu"):
-        refuse({"k.cu": text}, "other.cu")
-
-
-@pytest.mark.parametrize("name", ["__activemask()", "__some_new_intrinsic(x[0], 3)", "(__nv_fp8_e4m3)1.0f", "__nv_what<int>()"])
-def test_names_of_cudas_that_are_missing_are_named(name, cxx, cache):
-    word = re.search(r"__\w+", name)[0]
-    with pytest.raises(Unsupported, match=rf"k.cu:2: {word} is not known to the simulator"):
-        build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu", cache_in=cache)
-
-
 # ---- messages of the compiler
 
 
@@ -391,7 +117,8 @@ def test_a_syntax_error_reads_as_the_compiler_said_it(cxx, cache):
     message = messages_of(KERNEL % "  x[0] = 1\n  x[1] = 2;", cache)
     assert message.startswith("k.cu does not compile for the simulator:\n")
     assert re.search(r"^k\.cu:2:11: error: expected ';'", message, re.M)
-    assert re.search(r"^sub/h\.cuh:2:\d+: error: ", messages_of('#include "sub/h.cuh"\n', cache, **{"sub/h.cuh": "\nwhat;\n"}), re.M)
+    message = messages_of('#include "sub/h.cuh"\n', cache, **{"sub/h.cuh": "\nwhat;\n"})
+    assert re.search(r"^sub/h\.cuh:2:\d+: error: ", message, re.M)
 
 
 def test_many_errors_are_cut_short(cxx, cache):
@@ -405,6 +132,13 @@ def test_other_mistakes(cxx, cache):
     assert re.search(r"\nk\.cu(:3)?: f\(int\) is declared and used, and defined nowhere", lost)
     with pytest.raises(InputError, match="kind is 'quick'; accepted are fast, watched, address"):
         build({"k.cu": ""}, "k.cu", {}, "quick", cache_in=cache)
+
+
+@pytest.mark.parametrize("name", ["__activemask()", "__new(x[0], 3)", "(__nv_fp8_e4m3)1.0f", "__nv_no<int>()"])
+def test_names_of_cudas_that_are_missing_are_named(name, cxx, cache):
+    word = re.search(r"__\w+", name)[0]
+    with pytest.raises(Unsupported, match=rf"k.cu:2: {word} is not known to the simulator"):
+        build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu", cache_in=cache)
 
 
 # ---- what is built
@@ -494,9 +228,9 @@ def test_names_of_functions_are_short():
         "k": "k", "void f<4>(int, float*)": "f<4>", "team_sum(float, int&)": "team_sum",
         "RowWalk::next(Entries&)": "RowWalk::next", "(anonymous namespace)::f(int)": "f",
         "std::pair<int, float> a::g<std::pair<int, int> >(int (*)(int)) const": "a::g<std::pair<int, int> >",
-        "S::operator()(int) const": "S::operator()", "unsigned int pick<unsigned int>(unsigned int)": "pick<unsigned int>",
+        "S::operator()(int) const": "S::operator()", "unsigned int pick<long long>(long long)": "pick<long long>",
     }.items():  # fmt: skip
-        assert toolchain.find_lines.__globals__["short_name"](long) == short
+        assert symbols.short_name(long) == short
 
 
 # ---- the cache
@@ -511,7 +245,8 @@ def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, mon
 
     first = name()
     assert re.fullmatch(r"k-fast-[0-9a-f]{20}\.so", first) and (folder / first).is_file()
-    others = [name({**texts, "h.cuh": "// 2\n"}), name(defines={"A": True}), name(defines={"A": 1}), name(kind="address")]
+    others = [name({**texts, "h.cuh": "// 2\n"}), name(defines={"A": True}), name(defines={"A": 1})]
+    others.append(name(kind="address"))
     (tiny / "runtime.cpp").write_text("int sim_version() { return 2; }\n")
     others.append(name())
     assert len({first, *others}) == 6
