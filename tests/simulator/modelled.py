@@ -11,22 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SITES = np.dtype([("path", "u8", (12,)), ("depth", "i4"), ("kind", "i4"), ("space", "i4"), ("requests", "i8"),
-                  ("accesses", "i8"), ("bytes", "i8"), ("sectors", "i8"), ("lines", "i8"), ("wavefronts", "i8"),
-                  ("ideal_wavefronts", "i8"), ("divergent", "i8")])
-FOOTPRINT = np.dtype([("array", "i4"), ("read_sectors", "i8"), ("written_sectors", "i8")])
-STEPS = np.dtype([("warp", "i4"), ("kind", "i4"), ("space", "i4"), ("size", "i4"), ("path", "u8", (12,)),
-                  ("depth", "i4"), ("first", "i8"), ("lanes", "i4"), ("name", "i4")])
-LANES = np.dtype([("thread", "i4"), ("array", "i4"), ("offset", "i8"), ("value", "u1", (16,))])
+from twell_lab.simulator.report import FOOTPRINT, LANES, SITES, STEPS
+from twell_lab.simulator.toolchain import Line
+
 READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER, WATCH = range(7)
-
-
-@dataclass(frozen=True)
-class Line:
-    file: str
-    number: int
-    text: str
-    function: str
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Block:
 
     def _step(self, path, kind, space, size, lanes, name=-1) -> None:
         """lanes: (thread, array, offset, bytes of the value)."""
-        self.steps.append((lanes[0][0] // 32, kind, space, size, _padded(path), len(path), len(self.lanes), len(lanes), name))
+        self.steps.append((lanes[0][0] // 32, kind, space, size, _padded(path), len(path), 0, len(self.lanes), len(lanes), name))
         for thread, array, offset, value in lanes:
             self.lanes.append((thread, array, offset, np.frombuffer(bytes(value).ljust(16, b"\0"), np.uint8)))
 
@@ -97,8 +85,9 @@ class Block:
                    sectors=0 if shared else len(sectors), lines=0 if shared else len({byte // 128 for byte in touched}),
                    wavefronts=max(banks.values()) if shared else 0,
                    ideal_wavefronts=-(-len({byte // 4 for byte in touched}) // 32) if shared else 0)
-        if not shared:
-            self.touched[READ if kind == READ else WRITE] |= {(number, sector) for sector in sectors}
+        for way, not_it in ((READ, WRITE), (WRITE, READ)):
+            if not shared and kind != not_it:  # an atomic is both
+                self.touched[way] |= {(number, sector) for sector in sectors}
         return {thread: int.from_bytes(value, "little") for thread, _, _, value in lanes}
 
     def collective(self, path, results: dict[int, int]) -> None:
@@ -126,7 +115,8 @@ class Block:
             for name, value in sums.items():
                 row[name] = value
         used = [i for i, array in enumerate(self.arrays) if array.space == "global"]
-        footprint = [(i, *(sum(number == i for number, _ in self.touched[kind]) for kind in (READ, WRITE))) for i in used]
+        reads, writes = ([sum(number == i for number, _ in self.touched[kind]) for i in used] for kind in (READ, WRITE))
+        footprint = list(zip(used, reads, writes, reads, strict=True))  # one block: what it read is what was read
         return {"sites": sites, "footprint": np.array(footprint, FOOTPRINT),
                 "steps": np.array(self.steps, STEPS), "lanes": np.array(self.lanes, LANES)}
 

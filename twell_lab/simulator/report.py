@@ -58,7 +58,7 @@ class Report(ctypes.Structure):
 
 SITES = np.dtype([("path", "u8", (MOST_FRAMES,)), ("depth", "i4"), ("kind", "i4"), ("space", "i4"), ("pad", "i4"),
                   *((name, "i8") for name in _TOTALS)])
-FOOTPRINT = np.dtype([("array", "i8"), ("read_sectors", "i8"), ("written_sectors", "i8")])
+FOOTPRINT = np.dtype([("array", "i8"), ("read_sectors", "i8"), ("written_sectors", "i8"), ("block_read_sectors", "i8")])
 STEPS = np.dtype([("warp", "i4"), ("kind", "i4"), ("space", "i4"), ("size", "i4"), ("path", "u8", (MOST_FRAMES,)),
                   ("depth", "i4"), ("pad", "i4"), ("first", "i8"), ("lanes", "i4"), ("name", "i4")])
 LANES = np.dtype([("thread", "i4"), ("array", "i4"), ("offset", "i8"), ("value", "u1", (16,))])

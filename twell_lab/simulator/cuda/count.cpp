@@ -63,7 +63,12 @@ static void count_access(Worker& w, Event* const* e, int n, Totals& totals) {
         for (int i = 0; i < l.n_buffers; ++i) {
             const uint64_t first = l.buffers[i].begin >> SECTOR, at = sector - first;
             if (sector < first || sector > (l.buffers[i].begin + l.buffers[i].bytes - 1) >> SECTOR) continue;
-            if (e[0]->kind != WRITE) w.read_bits[(size_t)i][at / 64] |= 1ull << at % 64;
+            if (e[0]->kind != WRITE) {
+                w.read_bits[(size_t)i][at / 64] |= 1ull << at % 64;
+                uint32_t& last = w.last_reader[(size_t)i][at];
+                w.block_reads[(size_t)i] += last != w.block_serial;
+                last = w.block_serial;
+            }
             if (e[0]->kind != READ) w.written_bits[(size_t)i][at / 64] |= 1ull << at % 64;
             return;
         }

@@ -81,10 +81,12 @@ static void prepare(Worker& w, const SimLaunch& l, char* stacks, GlobalShadow* g
     w.truncated = false;
     w.steps.clear(), w.lanes.clear(), w.sites.clear();
     w.read_bits.assign((size_t)l.n_buffers, {}), w.written_bits.assign((size_t)l.n_buffers, {});
+    w.last_reader.assign((size_t)l.n_buffers, {}), w.block_reads.assign((size_t)l.n_buffers, 0);
     if (l.watch & COUNTS)
         for (int i = 0; i < l.n_buffers; ++i) {
             const size_t words = (size_t)(l.buffers[i].bytes / 32 + 2) / 64 + 1;
             w.read_bits[(size_t)i].resize(words), w.written_bits[(size_t)i].resize(words);
+            w.last_reader[(size_t)i].resize(64 * words);
         }
 }
 
@@ -156,7 +158,9 @@ static void gather_counts(SimReport& report, const SimLaunch& l, const std::vect
             for (Worker* w : workers) read |= w->read_bits[(size_t)i][word], written |= w->written_bits[(size_t)i][word];
             n[0] += __builtin_popcountll(read), n[1] += __builtin_popcountll(written);
         }
-        footprint.push_back({i, n[0], n[1]});
+        int64_t block_reads = 0;
+        for (Worker* w : workers) block_reads += w->block_reads[(size_t)i];
+        footprint.push_back({i, n[0], n[1], block_reads});
     }
     report.sites = copy_out(sites), report.n_sites = (int64_t)sites.size();
     report.footprint = copy_out(footprint), report.n_footprint = (int64_t)footprint.size();

@@ -55,7 +55,7 @@ struct SimFault {
 };
 struct Totals { int64_t requests, accesses, bytes, sectors, lines, wavefronts, ideal_wavefronts, divergent; };
 struct SimSite { uint64_t pc[MOST_FRAMES]; int32_t depth, kind, space, pad; Totals totals; };
-struct SimFootprint { int64_t array, read_sectors, written_sectors; };
+struct SimFootprint { int64_t array, read_sectors, written_sectors, block_read_sectors; };
 struct SimStep { int32_t warp, kind, space, size; SimPath path; int64_t first; int32_t lanes, name; };
 struct SimLane { int32_t thread, array; int64_t offset; uint8_t value[16]; };
 struct SimReport {
@@ -153,6 +153,8 @@ struct Worker {
     GlobalShadow* global;  // one for each buffer, common to all workers
     Sites sites;
     std::vector<std::vector<uint64_t>> read_bits, written_bits;  // one bit a sector, for each buffer
+    std::vector<std::vector<uint32_t>> last_reader;  // the serial of the block that read a sector last, for each buffer
+    std::vector<int64_t> block_reads;  // sectors, each counted once for every block that read it
     std::vector<SimStep> steps;
     std::vector<SimLane> lanes;
     bool truncated;
