@@ -24,7 +24,7 @@ void stop(Thread& me, SimFault fault) {
     Worker& w = *me.worker;
     fault.block = w.block;
     fault.thread = me.number;
-    w.fault = fault;
+    w.fault = w.unwritten.kind ? w.unwritten : fault;
     w.fault_found = true;
     sim_switch(&me.sp, w.main_sp);
     __builtin_unreachable();
@@ -151,7 +151,8 @@ extern "C" __attribute__((noinline)) uint64_t sim_warp_wide(int kind, unsigned m
 
 // ---- barriers of the block ----
 
-static void open_barrier(Worker& worker) {
+static void open_barrier(Worker& worker, Thread& last) {
+    if (worker.unwritten.kind) stop(last, worker.unwritten);
     bool any = false, all = true;
     int count = 0;
     for (Warp& w : worker.warps) {
@@ -214,7 +215,7 @@ extern "C" __attribute__((noinline)) int sim_barrier(int kind, int predicate) {
     me.warp->runnable &= ~(1u << me.lane);
     if (++worker.at_barrier == worker.alive) {
         if (worker.launch->watch && !same_barrier(worker)) stop(me, mismatch(worker));
-        open_barrier(worker);
+        open_barrier(worker, me);
     } else {
         leave(me);
     }
@@ -238,7 +239,7 @@ void thread_done(Thread& me) {
         if (complete_if_all_there(worker, w, *w.lane[__builtin_ctz(left)])) break;
     if (worker.alive && worker.at_barrier == worker.alive) {
         if (worker.launch->watch && !same_barrier(worker)) stop(me, mismatch(worker));
-        open_barrier(worker);
+        open_barrier(worker, me);
     }
     leave(me);
     __builtin_unreachable();
@@ -251,6 +252,7 @@ static void start(Worker& worker) {
     const uint32_t n = l.block[0] * l.block[1] * l.block[2];
     worker.warps.assign((n + LANES_A_WARP - 1) / LANES_A_WARP, Warp{});
     worker.alive = (int)n, worker.at_barrier = 0, worker.epoch = 0, ++worker.block_serial;
+    worker.unwritten = SimFault{}, worker.used_atomic = false;
     const uint64_t b = (uint64_t)worker.block;
     const SimIndex index = {(unsigned)(b % l.grid[0]), (unsigned)(b / l.grid[0] % l.grid[1]), (unsigned)(b / l.grid[0] / l.grid[1])};
     for (uint32_t i = 0; i < n; ++i) {
@@ -273,6 +275,7 @@ static void start(Worker& worker) {
 
 void run_block(Worker& worker, int64_t block) {
     worker.block = block;
+    worker.is_counting = worker.launch->watch & COUNTS || worker.tracing();
     start(worker);
     while (worker.alive) {
         bool moved = false;
@@ -285,7 +288,8 @@ void run_block(Worker& worker, int64_t block) {
         if (!moved) {
             worker.fault = mismatch(worker);
             worker.fault_found = true;
-            return;
+            break;
         }
     }
+    if (worker.unwritten.kind) worker.fault = worker.unwritten, worker.fault_found = true;
 }

@@ -13,7 +13,7 @@
 #define __managed__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 // The portable path of a kernel that asks.
 #define __CUDA_ARCH__ 750
 
@@ -64,7 +64,7 @@ enum SimCollective {
 extern "C" {
 uint64_t sim_warp_wide(int kind, unsigned mask, uint64_t value, int parameter, int width);
 int sim_barrier(int kind, int predicate);
-void sim_atomic(const void* address, int bytes);
+void sim_atomic(const void* address, int bytes, const void* place);
 void sim_watch_value(int name, double value);
 void sim_assertion(const char* text);
 }
@@ -122,14 +122,19 @@ SIM_LOAD(__ldg) SIM_LOAD(__ldca) SIM_LOAD(__ldcg) SIM_LOAD(__ldcs) SIM_LOAD(__ld
 #define SIM_STORE(NAME) template <class T> SIM_INLINE void NAME(T* p, T v) { *p = v; }
 SIM_STORE(__stwb) SIM_STORE(__stcg) SIM_STORE(__stcs) SIM_STORE(__stwt)
 #undef SIM_STORE
-SIM_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIM_QUIET SIM_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 SIM_INLINE void __threadfence_block() {}
-SIM_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIM_QUIET SIM_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
+#if defined(SIM_WATCHED)  // where the kernel calls it
+#define SIM_PLACE __builtin_return_address(0)
+#else
+#define SIM_PLACE nullptr
+#endif
 // Blocks run on several cores, so these are real atomics. `new_value` is an expression in `old`.
 #define SIM_ATOMIC(NAME, TYPE, BITS, NEW)                                                                                  \
     SIM_QUIET SIM_INLINE TYPE NAME(TYPE* p, TYPE v) {                                                                      \
-        sim_atomic(p, sizeof(TYPE));                                                                                       \
+        sim_atomic(p, sizeof(TYPE), SIM_PLACE);                                                                            \
         BITS seen, wanted;                                                                                                 \
         __atomic_load((BITS*)p, &seen, __ATOMIC_RELAXED);                                                                  \
         TYPE old, next;                                                                                                    \
@@ -149,7 +154,7 @@ SIM_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST)
     SIM_ATOMIC(atomicXor, TYPE, BITS, old ^ v)                                                                             \
     SIM_ATOMIC(atomicExch, TYPE, BITS, (void(old), v))                                                                     \
     SIM_QUIET SIM_INLINE TYPE atomicCAS(TYPE* p, TYPE compare, TYPE v) {                                                   \
-        sim_atomic(p, sizeof(TYPE));                                                                                       \
+        sim_atomic(p, sizeof(TYPE), SIM_PLACE);                                                                            \
         __atomic_compare_exchange(p, &compare, &v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);                             \
         return compare;                                                                                                    \
     }

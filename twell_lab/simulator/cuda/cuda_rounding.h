@@ -12,11 +12,16 @@
 #include <math.h>
 
 // On a GPU each of these functions is an instruction or a few, on registers: a watched build sees no call, no branch
-// and no access inside of it. GCC before version 12 cannot leave out the branches (-fsanitize-coverage).
-#if defined(__clang__)
-#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("thread"), no_sanitize("coverage")))
-#elif __GNUC__ >= 12
-#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("thread"), no_sanitize_coverage))
+// and no access inside of it. Compilers too old for an attribute leave something: GCC before 12 the branches.
+#if !defined(__has_attribute)
+#define __has_attribute(name) 0
+#endif
+#if defined(__clang__) && __has_attribute(disable_sanitizer_instrumentation)
+#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("coverage"), disable_sanitizer_instrumentation))
+#elif defined(__clang__)
+#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("coverage"), no_sanitize("thread")))
+#elif __has_attribute(no_sanitize_coverage)
+#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize_coverage, no_sanitize("thread")))
 #else
 #define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("thread")))
 #endif
@@ -27,27 +32,20 @@
 // constructor and an assignment that are not trivial make these seen, each as one access of the whole struct. A struct of
 // one's own is only seen there if it has such a pair.
 #if defined(SIM_WATCHED)
-#define SIM_SEEN_COPIES(NAME)                                                                     \
-    NAME(const NAME& v) { SimCopy<sizeof(NAME), alignof(NAME)>::go(this, &v); }                   \
-    NAME& operator=(const NAME& v) { return SimCopy<sizeof(NAME), alignof(NAME)>::go(this, &v), *this; }
-template <int BYTES, int ALIGN>
-struct SimCopy {  // no power of two: in pieces, as on a GPU
-    static void go(void* to, const void* from) {
-        SimCopy<ALIGN, ALIGN>::go(to, from);
-        SimCopy<BYTES - ALIGN, ALIGN>::go((char*)to + ALIGN, (const char*)from + ALIGN);
+// Copies, telling the runtime of a read and a write at `place` in the kernel; in pieces of `piece` bytes.
+extern "C" void sim_copy(void* to, const void* from, int bytes, int piece, void* place);
+#define SIM_SEEN_COPIES(NAME)                                                                                       \
+    SIM_UNWATCHED __attribute__((noinline)) NAME(const NAME& v) {                                                   \
+        sim_copy(this, &v, sizeof(NAME), sim_piece<NAME>(), __builtin_return_address(0));                           \
+    }                                                                                                               \
+    SIM_UNWATCHED __attribute__((noinline)) NAME& operator=(const NAME& v) {                                        \
+        sim_copy(this, &v, sizeof(NAME), sim_piece<NAME>(), __builtin_return_address(0));                           \
+        return *this;                                                                                               \
     }
-};
-#define SIM_COPY(BYTES, TYPE)                                                                     \
-    template <int ALIGN>                                                                          \
-    struct SimCopy<BYTES, ALIGN> {                                                                \
-        static void go(void* to, const void* from) { *(TYPE*)to = *(const TYPE*)from; }           \
-    };
-SIM_COPY(1, unsigned char)
-SIM_COPY(2, unsigned short)
-SIM_COPY(4, unsigned int)
-SIM_COPY(8, unsigned long long)
-SIM_COPY(16, unsigned __int128)
-#undef SIM_COPY
+template <typename T>
+SIM_UNWATCHED constexpr int sim_piece() {  // a GPU moves up to 16 bytes at once if their number is a power of two
+    return sizeof(T) <= 16 && (sizeof(T) & (sizeof(T) - 1)) == 0 ? sizeof(T) : alignof(T);
+}
 #else
 #define SIM_SEEN_COPIES(NAME)
 #endif

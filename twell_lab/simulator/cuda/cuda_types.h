@@ -187,7 +187,7 @@ SIM_VALUE float __fmaf_rn(float a, float b, float c) { return sim_canonical(fmaf
 // __fadd_rz and so on. A zero sum of opposite terms is -0 when rounding down.
 SIM_VALUE float sim_sum_to_float(double a, double b, SimRounding rounding) {
     const double sum = sim_sum(a, b);
-    const bool cancelled = sum == 0 && signbit(a) != signbit(b);
+    const bool cancelled = sum == 0 && __builtin_signbit(a) != __builtin_signbit(b);
     return cancelled && rounding == SIM_DOWN ? -0.0f : sim_to_float(sum, rounding);
 }
 #define SIM_DIRECTED(MODE, ROUNDING)                                                                                       \

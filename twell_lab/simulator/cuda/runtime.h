@@ -71,19 +71,23 @@ struct SimReport {
 
 struct Site {
     uint64_t pc;
-    uint32_t parent, last_child;
+    uint32_t parent;
     int32_t depth, kind;
     Totals global, shared;
 };
 struct Sites {
     std::vector<Site> all;
     std::unordered_map<uint64_t, uint32_t> children;
+    struct Recent { uint64_t pc; uint32_t parent, site; } recent[4096];  // most look-ups end here
     Sites() { clear(); }
-    void clear() { all.assign(1, Site{0, NO_SITE, NO_SITE, 0, 0, {}, {}}), children.clear(); }
+    void clear() {
+        all.assign(1, Site{0, NO_SITE, 0, 0, {}, {}}), children.clear();
+        for (Recent& r : recent) r = {0, NO_SITE, NO_SITE};
+    }
     uint32_t child(uint32_t parent, uint64_t pc) {
-        const uint32_t last = all[parent].last_child;
-        if (last != NO_SITE && all[last].pc == pc) return last;
-        return all[parent].last_child = find(parent, pc);
+        Recent& r = recent[(pc ^ pc >> 12 ^ parent * 0x9e3779b1u) % 4096];
+        if (r.pc != pc || r.parent != parent) r = {pc, parent, find(parent, pc)};
+        return r.site;
     }
     bool before(uint32_t a, uint32_t b) const;  // does a come first in the program?
     SimPath path(uint32_t site) const;
@@ -144,10 +148,12 @@ struct Worker {
     int alive, at_barrier;
     bool fault_found;
     SimFault fault;
+    SimFault unwritten;  // the first read of shared memory that nobody has written yet: a fault at the next barrier
     std::vector<SimWaiting> fault_waiting;
     double deadline;
     uint64_t ticks;
     // Watched builds only.
+    bool used_atomic;  // this block, on an array
     char* shared_begin;
     std::vector<SharedByte> shared;
     GlobalShadow* global;  // one for each buffer, common to all workers
@@ -158,7 +164,8 @@ struct Worker {
     std::vector<SimStep> steps;
     std::vector<SimLane> lanes;
     bool truncated;
-    bool counting() const { return launch->watch & COUNTS || block == launch->trace_block; }
+    bool is_counting;  // of this block's accesses, for counts or for a trace
+    bool counting() const { return is_counting; }
     bool tracing() const { return block == launch->trace_block; }
 };
 

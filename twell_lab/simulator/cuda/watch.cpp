@@ -30,7 +30,7 @@ uint32_t Sites::find(uint32_t parent, uint64_t pc) {
         auto found = children.find(probe);
         if (found == children.end()) {
             at = (uint32_t)all.size();
-            all.push_back(Site{pc, parent, NO_SITE, all[parent].depth + 1, BRANCH, {}, {}});
+            all.push_back(Site{pc, parent, all[parent].depth + 1, BRANCH, {}, {}});
             children.emplace(probe, at);
             return at;
         }
@@ -76,15 +76,20 @@ static bool races(const Thread& me, const Access& a) {
     return a.thread != NO_THREAD && !ordered(me, a.thread, a.epoch, a.clock);
 }
 
-[[noreturn]] static void stop_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc,
-                                 int64_t other_block = -1, int other = -1, bool other_writes = false, uint32_t other_site = 0) {
+static SimFault fault_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc,
+                         int64_t other_block = -1, int other = -1, bool other_writes = false, uint32_t other_site = 0) {
     SimFault f = fault_of(me, kind, pc);
     f.address = address, f.size = (int)size, f.is_write = how != READ;
     const uint64_t in_shared = address - (uint64_t)me.worker->shared_begin;
     f.shared_offset = in_shared < me.worker->launch->thread_local_bytes ? (int64_t)in_shared : -1;
     f.other_block = other_block, f.other_thread = other, f.other_is_write = other_writes;
     if (other >= 0) f.other_path = me.worker->sites.path(other_site);
-    stop(me, f);
+    return f;
+}
+
+template <class... A>
+[[noreturn]] static void stop_at(Thread& me, A... a) {
+    stop(me, fault_at(me, a...));
 }
 
 static void check_shared(Thread& me, uint64_t address, uint32_t size, int how, uint64_t pc) {
@@ -95,12 +100,15 @@ static void check_shared(Thread& me, uint64_t address, uint32_t size, int how, u
     for (uint32_t i = 0; i < size; ++i) {
         SharedByte& b = w.shared[address - (uint64_t)w.shared_begin + i];
         if (b.block_serial != w.block_serial) b = {w.block_serial, false, nobody, nobody, nobody};
-        if (how == READ && b.write.thread == NO_THREAD) stop_at(me, UNINITIALISED, address, size, how, pc);
+        const bool unwritten = b.write.thread == NO_THREAD;
+        // It becomes a race if somebody writes it before the next barrier.
+        if (how == READ && unwritten && !w.unwritten.kind) w.unwritten = fault_at(me, UNINITIALISED, address, size, how, pc);
         const Access* against[3] = {&b.write, &b.read, &b.other_read};
-        if (how != ATOMIC || !b.atomic)
-            for (int k = 0; k < (how == READ ? 1 : 3); ++k)
-                if (races(me, *against[k]))
-                    stop_at(me, SHARED_RACE, address, size, how, pc, w.block, (int)against[k]->thread, k == 0, against[k]->site);
+        for (int k = how == ATOMIC && b.atomic; k < (how == READ ? 1 : 3); ++k) {
+            if (!races(me, *against[k])) continue;
+            if (unwritten) w.unwritten.kind = NO_FAULT;
+            stop_at(me, SHARED_RACE, address, size, how, pc, w.block, (int)against[k]->thread, k == 0, against[k]->site);
+        }
         if (how != READ) {
             b.write = now_here, b.read = b.other_read = nobody, b.atomic = how == ATOMIC;
         } else if (b.read.thread == NO_THREAD || b.read.thread == now_here.thread) {
@@ -115,13 +123,16 @@ static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t addre
     Worker& w = *me.worker;
     GlobalByte* bytes = w.global[buffer].bytes;
     std::atomic<bool>& touched = w.global[buffer].written;
+    w.used_atomic |= how == ATOMIC;
     if (how == ATOMIC || (how == READ && !touched.load(std::memory_order_relaxed))) return;
     if (how == WRITE) touched.store(true, std::memory_order_relaxed);
     const uint32_t mine = (uint32_t)w.block + 1, site = w.sites.child(me.site, pc);
     for (uint32_t i = 0; i < size; ++i) {
         GlobalByte& g = bytes[offset + i];
         const uint32_t seen = __atomic_load_n(&g.block, __ATOMIC_RELAXED);
-        if (seen && (seen != mine || !ordered(me, g.thread, g.epoch, g.clock)))
+        // Another block's atomic may have told this one that it was done: that order is not followed up here.
+        const bool fine = seen == mine ? ordered(me, g.thread, g.epoch, g.clock) : w.used_atomic;
+        if (seen && !fine)
             stop_at(me, GLOBAL_RACE, address, size, how, pc, (int64_t)seen - 1, (int)g.thread, true, g.site);
         if (how != WRITE) continue;
         g.thread = (uint32_t)me.number, g.epoch = w.epoch, g.clock = me.clock, g.site = site;
@@ -130,10 +141,6 @@ static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t addre
 }
 
 // ---- accesses ----
-
-static void tick(Thread& me, uint64_t pc) {
-    if ((++me.worker->ticks & 0xffff) == 0 && now() > me.worker->deadline) stop(me, fault_of(me, TOO_LONG, pc));
-}
 
 static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int space, uint64_t pc) {
     if (me.unread_write >= 0) resolve_write(me);
@@ -208,6 +215,14 @@ HOOK void* __tsan_memset(void* to, int value, uint64_t n) {
     return memset(to, value, n);
 }
 
+extern "C" void sim_copy(void* to, const void* from, int bytes, int piece, void* place) {
+    for (int i = 0; i < bytes; i += piece) {
+        access((const char*)from + i, (uint32_t)piece, READ, true, (uint64_t)place);
+        access((char*)to + i, (uint32_t)piece, WRITE, true, (uint64_t)place);
+    }
+    memcpy(to, from, (size_t)bytes);
+}
+
 // ---- the tree of calls, basic blocks, and what the header reports by itself ----
 
 // The frame of the function that called the hook. A function's first and last blocks run before it is entered and
@@ -233,12 +248,15 @@ HOOK void __cyg_profile_func_exit(void*, void*) {
     else me.site = me.worker->sites.all[me.site].parent, --me.depth;
 }
 
-HOOK void __sanitizer_cov_trace_pc() {
+static __attribute__((noinline)) void block_seen(Thread& me, void* frame, uint64_t pc) {
+    if ((me.worker->ticks & 0xffff) == 0 && now() > me.worker->deadline) stop(me, fault_of(me, TOO_LONG, pc));
+    if (me.worker->counting() && me.frames[me.depth] == frame) log_event(me, 0, 0, BRANCH, NOWHERE, pc);
+}
+
+HOOK void __sanitizer_cov_trace_pc() {  // the most frequent of all: nothing but the test stays inside
     if (!sim_running.load(std::memory_order_relaxed)) return;
     Thread& me = *self();
-    if (!me.in_kernel) return;
-    tick(me, HERE);
-    if (me.worker->counting() && me.frames[me.depth] == CALLER_FRAME) log_event(me, 0, 0, BRANCH, NOWHERE, HERE);
+    if (me.in_kernel && ((++me.worker->ticks & 0xffff) == 0 || me.worker->is_counting)) block_seen(me, CALLER_FRAME, HERE);
 }
 
 void watch_collective(Thread& me, int kind, uint64_t pc) {
@@ -246,8 +264,8 @@ void watch_collective(Thread& me, int kind, uint64_t pc) {
     memcpy(me.log.back().value, &me.got, 8);
 }
 
-extern "C" __attribute__((noinline)) void sim_atomic(const void* p, int bytes) {
-    if (self()->worker->launch->watch) access(p, (uint32_t)bytes, ATOMIC, true, HERE);
+extern "C" __attribute__((noinline)) void sim_atomic(const void* p, int bytes, const void* place) {
+    if (self()->worker->launch->watch) access(p, (uint32_t)bytes, ATOMIC, true, (uint64_t)place);
 }
 
 extern "C" __attribute__((noinline)) void sim_watch_value(int name, double value) {
