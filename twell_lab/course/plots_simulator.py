@@ -128,7 +128,7 @@ BOUND_LOOKS = ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots
 
 
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
-    """The least time each part of the GPU would need, beside the time that was measured.
+    """The time each part of the GPU would need by itself, beside the time that was measured.
 
     rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}; and the
     reader's own, drawn as points, where there are any: yours_ms, yours (what to call them).
