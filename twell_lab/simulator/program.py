@@ -198,7 +198,9 @@ class _Call:
         self.library, self.kernel, self.grid, self.block = library, kernel, grid, block
         if not 0 <= shared_bytes <= toolchain.MOST_SHARED:
             raise InputError(f"shared_bytes is {shared_bytes}; 0 to {toolchain.MOST_SHARED} is accepted")
-        self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in library.built.shared]
+        others = set(library.built.kernels) - {kernel}  # their arrays lie beside this one's here, though not on a GPU
+        own = [s for s in library.built.shared if s.function not in others]
+        self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
         sizes = library.sizes(kernel)
         if len(arguments) != len(sizes):
             names = ", ".join(p.name for p in signature.parameters)

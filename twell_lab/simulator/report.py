@@ -109,6 +109,8 @@ class Describer:
         make, what, hint = kind(fault, facts)
         who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
         parts = [what, *self._calls(path), f"  by {who}"]
+        if make is faults.MismatchedBarrier:
+            parts = [what, f"  in block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"]
         if fault.kind in (4, 5):
             facts |= {"other_thread": fault.other_thread, "other_block": fault.other_block}
             other = self.lines_of(fault.other_path)
@@ -193,9 +195,11 @@ class Describer:
         words = [f"  {_span(threads)}: {place}" for place, threads in places.items()]
         total = self.block[0] * self.block[1] * self.block[2] - fault.n_waiting
         left = f"\n  {total} threads have left the kernel" if total else ""
+        rule = "every thread of the block must come to the same __syncthreads() the same number of times"
+        if not any("__syncthreads" in place for place in places):
+            rule = "every lane that the mask names must come to the same warp-wide operation"
         return faults.MismatchedBarrier, (f"{self.kernel}: the threads of a block wait for each other at different "
-                                          "places\n" + "\n".join(words) + left), (
-            "every thread of the block must come to the same __syncthreads() the same number of times")
+                                          "places\n" + "\n".join(words) + left), rule
 
 
 def _span(numbers: list[int]) -> str:

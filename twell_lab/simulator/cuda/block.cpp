@@ -22,8 +22,6 @@ static SimPath where(Thread& t) {
 // Ends the block with a fault; the threads of the block are not continued.
 void stop(Thread& me, SimFault fault) {
     Worker& w = *me.worker;
-    fault.block = w.block;
-    fault.thread = me.number;
     w.fault = w.unwritten.kind ? w.unwritten : fault;
     w.fault_found = true;
     sim_switch(&me.sp, w.main_sp);

@@ -102,7 +102,7 @@ static void check_shared(Thread& me, uint64_t address, uint32_t size, int how, u
         if (b.block_serial != w.block_serial) b = {w.block_serial, false, nobody, nobody, nobody};
         const bool unwritten = b.write.thread == NO_THREAD;
         // It becomes a race if somebody writes it before the next barrier.
-        if (how == READ && unwritten && !w.unwritten.kind) w.unwritten = fault_at(me, UNINITIALISED, address, size, how, pc);
+        if (how != WRITE && unwritten && !w.unwritten.kind) w.unwritten = fault_at(me, UNINITIALISED, address, size, how, pc);
         const Access* against[3] = {&b.write, &b.read, &b.other_read};
         for (int k = how == ATOMIC && b.atomic; k < (how == READ ? 1 : 3); ++k) {
             if (!races(me, *against[k])) continue;

@@ -1,0 +1,481 @@
+"""Planted faults, one kernel each: the exception says what happened, where, and by whom, and no array is changed.
+
+Beside them stand kernels that do the same things correctly, which must not be blamed.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from twell_lab import simulator
+from twell_lab.simulator import faults
+
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+
+# The line with the fault ends in `// name of the kernel`; a second one of a race in `// and name of the kernel`.
+PLANTED = r"""
+#define KERNEL extern "C" __global__ void
+#define T threadIdx.x
+
+KERNEL past_the_end(float* out, const float* in) {
+    out[T] = in[T + 1];  // past_the_end
+}
+KERNEL before_the_start(float* out, const float* in) {
+    out[T] = in[(int)T - 2];  // before_the_start
+}
+KERNEL write_past_the_end(float* out, const float* in) {
+    out[2 * T] = in[T];  // write_past_the_end
+}
+KERNEL across_the_end(float* out, const float* in) {
+    const float4 v = ((const float4*)in)[T];  // across_the_end
+    out[T] = v.x;
+}
+KERNEL in_no_array(float* out, const float* in) {
+    out[T] = in[1 << 28];  // in_no_array
+}
+KERNEL null_pointer(float* out, const float* in, const float* bias) {
+    out[T] = in[T] + bias[T];  // null_pointer
+}
+__device__ __forceinline__ float second(const float* in, int i) {
+    return in[i + 3];  // in_a_function
+}
+template <int N>
+__device__ float first(const float* in, int i) {
+    return second(in, i + N);
+}
+KERNEL in_a_function(float* out, const float* in) {
+    out[T] = first<2>(in, T);
+}
+KERNEL shared_past_the_end(float* out, const float* in) {
+    __shared__ float square[4][8];
+    square[T / 8][T % 8] = in[T];  // shared_past_the_end
+    __syncthreads();
+    out[T] = square[0][0];
+}
+extern __shared__ float dynamic[];
+KERNEL dynamic_past_the_end(float* out, const float* in) {
+    dynamic[T] = in[T];  // dynamic_past_the_end
+    __syncthreads();
+    out[T] = dynamic[0];
+}
+KERNEL misaligned(float* out, const float* in) {
+    const float2 v = *(const float2*)(in + T);  // misaligned
+    out[T] = v.y;
+}
+KERNEL atomic_past_the_end(float* out, const float* in) {
+    atomicAdd(out + 40, in[0]);  // atomic_past_the_end
+}
+
+KERNEL barriers_of_a_branch(float* out, const float* in) {
+    if (T < 32) {
+        __syncthreads();  // barriers_of_a_branch
+    } else {
+        __syncthreads();  // and barriers_of_a_branch
+    }
+    out[T] = in[T];
+}
+KERNEL barrier_of_some(float* out, const float* in) {
+    if (T < 32) __syncthreads();  // barrier_of_some
+    out[T] = in[T];
+    __syncthreads();  // and barrier_of_some
+}
+KERNEL barrier_against_shuffle(float* out, const float* in) {
+    float v = in[T];
+    if (T % 32 < 16) __syncthreads();  // barrier_against_shuffle
+    v = __shfl_sync(0xffffffffu, v, 0);  // and barrier_against_shuffle
+    out[T] = v;
+}
+KERNEL shuffles_of_a_branch(float* out, const float* in) {
+    float v = in[T];
+    if (T & 1) v = __shfl_sync(0xffffffffu, v, 0);  // and shuffles_of_a_branch
+    else v = __shfl_xor_sync(0xffffffffu, v, 1);  // shuffles_of_a_branch
+    out[T] = v;
+}
+
+KERNEL write_write(float* out, const float* in) {
+    __shared__ float sum;
+    sum = in[T];  // write_write
+    __syncthreads();
+    out[T] = sum;
+}
+KERNEL write_read(float* out, const float* in) {
+    __shared__ float s[40];
+    s[T] = in[T];  // and write_read
+    out[T] = s[39 - T];  // write_read
+}
+KERNEL read_write(float* out, const float* in) {
+    __shared__ float s[40];
+    s[T] = in[T];
+    __syncthreads();
+    const float other = s[(T + 1) % 40];  // and read_write
+    s[T] = other + 1;  // read_write
+    __syncthreads();
+    out[T] = s[T];
+}
+KERNEL two_readers_one_writer(float* out, const float* in) {
+    __shared__ float s[40];
+    s[T] = in[T];
+    __syncthreads();
+    out[T] = s[20];  // and two_readers_one_writer
+    if (T == 39) s[20] = 1;  // two_readers_one_writer
+}
+KERNEL no_syncwarp(float* out, const float* in) {
+    __shared__ float s[32];
+    s[T] = in[T];  // and no_syncwarp
+    out[T] = s[T ^ 1];  // no_syncwarp
+}
+KERNEL syncwarp_of_others(float* out, const float* in) {
+    __shared__ float s[40];
+    s[T] = in[T];  // and syncwarp_of_others
+    __syncwarp();
+    out[T] = s[39 - T];  // syncwarp_of_others
+}
+KERNEL overlapping_bytes(float* out, const float* in) {
+    __shared__ __align__(8) float s[8];
+    if (T == 0) *(float2*)(s + 2) = make_float2(1, 2);  // and overlapping_bytes
+    if (T == 1) ((char*)s)[15] = 3;  // overlapping_bytes
+}
+KERNEL atomic_and_plain(float* out, const float* in) {
+    __shared__ int n;
+    if (T == 0) n = 0;
+    __syncthreads();
+    atomicAdd(&n, 1);  // and atomic_and_plain
+    out[T] = n;  // atomic_and_plain
+}
+
+KERNEL same_element(float* out, const float* in) {
+    out[T / 2] = in[T];  // same_element
+}
+KERNEL written_by_others(float* out, const float* in) {
+    out[T] = in[T];  // and written_by_others
+    if (out[T ^ 1] == 100) __trap();  // written_by_others
+}
+KERNEL blocks_share(float* out, const float* in) {
+    out[T] = in[T] + blockIdx.x;  // blocks_share
+}
+KERNEL blocks_read(float* out, const float* in) {
+    if (blockIdx.x == 0) out[T] = in[T];  // and blocks_read
+    else out[20 + T] = out[T];  // blocks_read
+}
+
+KERNEL uninitialised(float* out, const float* in) {
+    __shared__ float s[64];
+    if (T < 30) s[T] = in[T];
+    __syncthreads();
+    if (T < 31) out[T] = s[T];  // uninitialised
+}
+KERNEL not_zeroed(float* out, const float* in) {
+    __shared__ int histogram[4];
+    atomicAdd(histogram + T % 4, 1);  // not_zeroed
+    __syncthreads();
+    out[T] = histogram[T % 4];
+}
+KERNEL uninitialised_in_the_second_block(float* out, const float* in) {
+    __shared__ float s[32];
+    if (blockIdx.x == 0) s[T] = in[T];
+    __syncthreads();
+    if (T == 0) out[blockIdx.x] = s[T];  // uninitialised_in_the_second_block
+}
+
+KERNEL lane_outside_the_mask(float* out, const float* in) {
+    float v = in[T];
+    if (T < 16) v = __shfl_sync(0xffffu, v, 20);  // lane_outside_the_mask
+    out[T] = v;
+}
+KERNEL lane_that_left(float* out, const float* in) {
+    if (T == 5) return;
+    out[T] = __shfl_sync(0xffffffffu, in[T], 5);  // lane_that_left
+}
+KERNEL mask_without_the_caller(float* out, const float* in) {
+    out[T] = __ballot_sync(0x7fffffffu, in[T] > 0);  // mask_without_the_caller
+}
+
+KERNEL asserts(float* out, const float* in) {
+    assert(in[T] < 33);  // asserts
+    out[T] = in[T];
+}
+KERNEL traps(float* out, const float* in) {
+    if (T == 7) __trap();  // traps
+    out[T] = in[T];
+}
+KERNEL endless(float* out, const float* in) {
+    while (in[0] == 0) out[T] += 1;  // endless
+}
+KERNEL endless_barriers(float* out, const float* in) {
+    while (in[0] == 0)  // and endless_barriers
+        __syncthreads();  // endless_barriers
+}
+"""
+
+
+class Planted(NamedTuple):
+    kind: type[simulator.Fault]
+    threads: int
+    says: str
+    array: str | None = None
+    element: int | None = None
+    thread: int | None = None  # None: any
+    other: int | None = None
+    blocks: int = 1
+
+
+KINDS = {
+    "past_the_end": Planted(faults.OutOfBounds, 40, "reads 4 bytes out of bounds: just past the end of in", "in", 40, 39),
+    "before_the_start": Planted(faults.OutOfBounds, 40, "8 bytes before the start of in", "in", -2, 0),
+    "write_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "out", 40, 20),
+    "across_the_end": Planted(faults.OutOfBounds, 11, "reads 16 bytes out of bounds", "in", 40, 10),
+    "in_no_array": Planted(faults.OutOfBounds, 1, "at an address in no array", thread=0),
+    "null_pointer": Planted(faults.OutOfBounds, 8, "null pointer", thread=0),
+    "in_a_function": Planted(faults.OutOfBounds, 40, "just past the end of in", "in", 40, 35),
+    "shared_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "square", 32, 32),
+    "dynamic_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "dynamic", 30, 30),
+    "atomic_past_the_end": Planted(faults.OutOfBounds, 1, "just past the end of out", "out", 40, 0),
+    "misaligned": Planted(faults.Misaligned, 4, "no multiple of 8", "in", 1, 1),
+    "barriers_of_a_branch": Planted(faults.MismatchedBarrier, 40, "threads 32-39: __syncthreads at"),
+    "barrier_of_some": Planted(faults.MismatchedBarrier, 40, "threads 0-31: __syncthreads at"),
+    "barrier_against_shuffle": Planted(faults.MismatchedBarrier, 32, "threads 0-15: __syncthreads at"),
+    "shuffles_of_a_branch": Planted(faults.MismatchedBarrier, 4, "threads 1, 3: __shfl_sync at"),
+    "write_write": Planted(faults.SharedRace, 40, "of the same block writes it", "sum", 0, 1, 0),
+    "write_read": Planted(faults.SharedRace, 40, "of the same block", "s"),
+    "read_write": Planted(faults.SharedRace, 40, "of the same block", "s"),
+    "two_readers_one_writer": Planted(faults.SharedRace, 40, "of the same block", "s", 20),
+    "no_syncwarp": Planted(faults.SharedRace, 32, "__syncwarp() would do", "s"),
+    "syncwarp_of_others": Planted(faults.SharedRace, 40, "no __syncthreads() between the two", "s"),
+    "overlapping_bytes": Planted(faults.SharedRace, 2, "race on shared memory", "s", 3, 1, 0),
+    "atomic_and_plain": Planted(faults.SharedRace, 40, "race on shared memory", "n", 0),
+    "same_element": Planted(faults.GlobalRace, 40, "nothing puts one before the other", "out", 0, 1, 0),
+    "written_by_others": Planted(faults.GlobalRace, 40, "of the same block writes it", "out"),
+    "blocks_share": Planted(faults.GlobalRace, 40, "the order of blocks is not defined", "out", 0, 0, 0, blocks=2),
+    "blocks_read": Planted(faults.GlobalRace, 20, "of block 0 writes it", "out", 0, 0, 0, blocks=2),
+    "uninitialised": Planted(faults.UninitialisedRead, 40, "which no thread of the block has written", "s", 30, 30),
+    "not_zeroed": Planted(faults.UninitialisedRead, 40, "which no thread of the block has written", "histogram", 0, 0),
+    "uninitialised_in_the_second_block": Planted(faults.UninitialisedRead, 20, "of block 1", "s", 0, 0, blocks=2),
+    "lane_outside_the_mask": Planted(faults.WarpFault, 32, "shuffles from lane 20", thread=0),
+    "lane_that_left": Planted(faults.WarpFault, 32, "shuffles from lane 5, which takes no part", thread=0),
+    "mask_without_the_caller": Planted(faults.WarpFault, 32, "0x7fffffff, which leaves out the caller, lane 31", thread=31),
+    "asserts": Planted(faults.AssertionFault, 40, "assert(in[T] < 33)", thread=33),
+    "traps": Planted(faults.AssertionFault, 40, "__trap()", thread=7),
+    "endless": Planted(faults.TooLong, 1, "loop that never ends", thread=0),
+    "endless_barriers": Planted(faults.TooLong, 40, "loop that never ends"),
+}
+
+
+def written(folder, name: str, source: str) -> simulator.Program:
+    (folder / name).write_text(source)
+    return simulator.compile(folder / name)
+
+
+def lines_of(name: str) -> list[int]:
+    """The lines marked with this name, the one of the fault itself first."""
+    marks = (f"// {name}", f"// and {name}")
+    return [i for mark in marks for i, line in enumerate(PLANTED.splitlines(), 1) if line.endswith(mark)]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> simulator.Program:
+    return written(tmp_path_factory.mktemp("planted"), "planted.cu", PLANTED)
+
+
+def caught(planted: simulator.Program, kernel: str, **options) -> simulator.Fault:
+    """The fault of a launch with arrays of 40 floats; they are as they were before."""
+    out, given = torch.full((40,), -1.0), torch.arange(40.0)
+    arguments = [out, given, None][: len(planted.kernels[kernel].parameters)]
+    options = {"seconds": 0.3 if "endless" in kernel else 60, "shared_bytes": 120 if "dynamic" in kernel else 0} | options
+    with pytest.raises(simulator.Fault) as info:
+        planted.launch(kernel, KINDS[kernel].blocks, KINDS[kernel].threads, arguments, **options)
+    assert (out == -1).all() and torch.equal(given, torch.arange(40.0))
+    return info.value
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+def test_a_planted_fault_is_caught_and_named(kernel, planted):
+    want, fault = KINDS[kernel], caught(planted, kernel)
+    assert type(fault) is want.kind, fault
+    text = str(fault)
+    assert want.says in text and text.startswith(kernel)
+    assert fault.kernel == kernel and fault.block == want.blocks - 1
+    assert fault.array == want.array
+    for expected, found in ((want.element, fault.element), (want.thread, fault.thread), (want.other, fault.other_thread)):
+        assert expected is None or expected == found, fault
+    numbers = lines_of(kernel)
+    assert fault.line.number in numbers and f"planted.cu:{fault.line.number}" in text
+    assert fault.line.text == PLANTED.splitlines()[fault.line.number - 1].strip() and fault.line.text in text
+    if want.kind in (faults.SharedRace, faults.GlobalRace):
+        assert {fault.line.number, fault.other_line.number} == set(numbers)
+        assert fault.other_thread is not None and f"thread {fault.other_thread} of" in text
+    elif want.kind is faults.MismatchedBarrier and len(numbers) > 1:
+        assert all(f"planted.cu:{number}" in text for number in numbers)
+
+
+def test_every_kind_of_fault_is_planted():
+    assert {planted.kind for planted in KINDS.values()} == set(simulator.Fault.__subclasses__())
+
+
+def test_the_calls_that_lead_to_a_fault_are_named(planted):
+    fault = caught(planted, "in_a_function")
+    assert [line.function.split("<")[0].split("(")[0].split()[-1] for line in fault.path] == ["in_a_function", "first", "second"]
+    assert "float float" not in str(fault)
+    assert str(fault).index("in second") < str(fault).index("in in_a_function")
+
+
+@pytest.mark.parametrize("kernel", ["write_write", "read_write", "same_element", "uninitialised", "barrier_of_some"])
+def test_the_same_fault_every_time_on_any_number_of_cores(kernel, tmp_path_factory, planted):
+    out, given = torch.zeros(40), torch.arange(40.0)
+    told = set()
+    for cores in (1, 2, 2, 2, 3):
+        with pytest.raises(simulator.Fault) as info:
+            planted.launch(kernel, 20, 40, (out, given), cores=cores)
+        told.add(str(info.value))
+    assert len(told) == 1 and "block 0 (grid 20" in told.pop()
+
+
+def test_unwatched_only_what_cannot_go_on_is_seen(planted):
+    for kernel in ("barrier_against_shuffle", "shuffles_of_a_branch"):
+        out = torch.zeros(40)
+        with pytest.raises(faults.MismatchedBarrier, match="wait for each other at different"):
+            planted.launch(kernel, 1, KINDS[kernel].threads, (out, torch.zeros(40)), watch=None)
+    with pytest.raises(faults.TooLong):
+        planted.launch("endless_barriers", 1, 40, (torch.zeros(40), torch.zeros(40)), watch=None, seconds=0.3)
+    with pytest.raises(faults.AssertionFault):
+        planted.launch("asserts", 1, 40, (torch.zeros(40), torch.arange(40.0)), watch=None)
+
+
+# ---- the same things done right
+
+
+CORRECT = r"""
+#define KERNEL extern "C" __global__ void
+#define T threadIdx.x
+
+KERNEL double_buffered(float* out, const float* in, int steps) {
+    __shared__ float s[2][64];
+    float v = in[T];
+    for (int i = 0; i < steps; ++i) {
+        s[i % 2][T] = v;
+        __syncthreads();  // one barrier a step: who runs ahead writes the other half
+        v += s[i % 2][(T + 1) % 64];
+    }
+    out[T] = v;
+}
+KERNEL exchange_in_a_warp(float* out, const float* in, int) {
+    __shared__ float s[64];
+    s[T] = in[T];
+    __syncwarp();
+    const float v = s[T ^ 1];
+    __syncwarp();
+    s[T] = v;
+    __syncwarp();
+    out[T] = s[T ^ 1] + v;
+}
+KERNEL exchange_of_half_a_warp(float* out, const float* in, int) {
+    __shared__ float s[64];
+    const unsigned half = T % 32 < 16 ? 0xffffu : 0xffff0000u;
+    s[T] = in[T];
+    __syncwarp(half);
+    out[T] = s[T ^ 8] + __popc(__ballot_sync(half, T % 3 == 0));
+}
+KERNEL chain_of_syncwarps(float* out, const float* in, int) {  // 0 to 1 to 2: order is passed on
+    __shared__ float s[1];
+    if (T == 0) s[0] = in[0];
+    if (T < 2) __syncwarp(3u);
+    if (T == 1 || T == 2) __syncwarp(6u);
+    if (T == 2) out[0] = s[0];
+}
+KERNEL early_exit(float* out, const float* in, int n) {
+    __shared__ float s[64];
+    if (T >= n) return;
+    s[T] = in[T];
+    __syncthreads();
+    out[T] = s[n - 1 - T];
+}
+KERNEL writer_after_readers(float* out, const float* in, int) {
+    __shared__ float s;
+    for (int i = 0; i < 3; ++i) {
+        if (T == i) s = in[i];
+        __syncthreads();
+        out[T] = s + i;
+        __syncthreads();
+    }
+}
+KERNEL own_element(float* out, const float* in, int n) {
+    __shared__ float s[64];
+    s[T] = 0;
+    for (int i = 0; i < n; ++i) s[T] += in[i], out[T] = s[T];
+}
+KERNEL atomics(float* out, const float* in, int n) {
+    __shared__ int histogram[4];
+    if (T < 4) histogram[T] = 0;
+    __syncthreads();
+    atomicAdd(histogram + (T + blockIdx.x) % 4, 1);
+    __syncthreads();
+    if (T < 4) atomicAdd(out + T, (float)histogram[T]);
+    atomicMax((int*)out + 8, (int)T);
+}
+KERNEL last_block_adds_up(float* out, const float* in, int n) {  // as CUDA's sample threadFenceReduction does
+    __shared__ bool last;
+    if (T == 0) {
+        out[8 + blockIdx.x] = in[blockIdx.x];
+        __threadfence();
+        last = atomicAdd((unsigned*)out, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && T == 0) {
+        out[1] = 0;
+        for (int b = 0; b < gridDim.x; ++b) out[1] += out[8 + b];
+    }
+}
+KERNEL through_global_memory(float* out, const float* in, int) {
+    out[T] = in[T];
+    __syncthreads();
+    const float v = out[63 - T];
+    __syncthreads();
+    out[T] = v + 1;
+}
+KERNEL vote_before_exit(float* out, const float* in, int n) {
+    if (__syncthreads_or(T >= n && in[T] < 0)) return;
+    if (T % 32 >= n % 32) return;
+    out[T] = __shfl_sync(0xffffffffu, in[T], 0);  // lanes that have left need not come
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def correct(tmp_path_factory) -> simulator.Program:
+    return written(tmp_path_factory.mktemp("correct"), "correct.cu", CORRECT)
+
+
+def pyramid(steps: int) -> torch.Tensor:
+    v = torch.arange(64.0)
+    for _ in range(steps):
+        v = v + v.roll(-1)
+    return v
+
+
+COUNT = torch.arange(64.0)
+RIGHT = {
+    "double_buffered": (1, 5, lambda out: torch.equal(out, pyramid(5))),
+    "exchange_in_a_warp": (1, 0, lambda out: torch.equal(out, COUNT + COUNT.view(-1, 2).flip(1).reshape(-1))),
+    "exchange_of_half_a_warp": (1, 0, lambda out: out[3] == 11 + 6 and out[17] == 25 + 5),
+    "chain_of_syncwarps": (1, 0, lambda out: out[0] == 0),
+    "early_exit": (1, 37, lambda out: torch.equal(out[:37], COUNT[:37].flip(0)) and (out[37:] == -1).all()),
+    "writer_after_readers": (1, 0, lambda out: (out == 4).all()),
+    "own_element": (1, 6, lambda out: (out == 15).all()),
+    "atomics": (50, 0, lambda out: (out[:4] == 800 - 1).all() and out.view(torch.int32)[8] == 63),
+    "last_block_adds_up": (30, 0, lambda out: out[1] == COUNT[:30].sum()),
+    "through_global_memory": (1, 0, lambda out: torch.equal(out, COUNT.flip(0) + 1)),
+    "vote_before_exit": (1, 40, lambda out: (out[:8] == 0).all() and (out[32:40] == 32).all() and (out[40:] == -1).all()),
+}
+
+
+@pytest.mark.parametrize("kernel", RIGHT)
+def test_what_is_correct_is_not_blamed(kernel, correct):
+    blocks, number, right = RIGHT[kernel]
+    for watch in ("faults", "counts", None):
+        out = torch.full((64,), -1.0)
+        if kernel == "atomics":
+            out.view(torch.int32)[8] = 0
+        if kernel == "last_block_adds_up":
+            out.view(torch.int32)[0] = 0
+        correct.launch(kernel, blocks, 64, (out, COUNT.clone(), number), watch=watch)
+        assert right(out), (watch, out)
