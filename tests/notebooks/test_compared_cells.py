@@ -15,6 +15,7 @@ COMPARED = {
     "01-why-gpus-ignore-zeros.ipynb": 8,
     "02-train-with-l1.ipynb": 8,
     "03-pack-it.ipynb": 12,
+    "04-first-kernels.ipynb": 14,
 }
 MARK = "# NBVAL_CHECK_OUTPUT"
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -8,26 +8,35 @@ import pytest
 import torch
 
 import twell_lab
+from twell_lab import simulator
 from twell_lab.course import exercises
 from twell_lab.course.measure import without_multiplying
 from twell_lab.formats import TwELL
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-CALL = re.compile(r'exercises\.check\("(\w+)", (\w+)\)')
-ANSWER = re.compile(r"<details>.*?```python\n(.*?)```.*?</details>", re.DOTALL)
+CALL = re.compile(r'exercises\.check\("(\w+)", (?:(\w+)|"([\w./-]+\.cu)")\)')
+ANSWER = re.compile(r"<details>.*?```(?:python|cuda)\n(.*?)```.*?</details>", re.DOTALL)
+WRITEFILE = "%%writefile "
 
 
-def handed_out() -> dict[str, tuple[str, str, str]]:
-    """name -> (the cell as handed out, the folded answer right after it, the function's name)."""
+def handed_out(kernels: bool = False) -> dict[str, tuple[str, str, str]]:
+    """name -> (what is handed out, the folded answer right after it, the function's name or the kernel file's path).
+
+    kernels: only the exercises whose answer is a kernel file, which the cell before the check writes; else the others.
+    """
     found = {}
     for path in sorted(FOLDER.glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        for cell, after in zip(cells, cells[1:], strict=False):
-            call = CALL.search("".join(cell["source"])) if cell["cell_type"] == "code" else None
-            if call:
-                answer = ANSWER.search("".join(after["source"]))
+        texts = ["".join(cell["source"]) for cell in cells]
+        for i, (cell, text) in enumerate(zip(cells, texts, strict=True)):
+            call = CALL.search(text) if cell["cell_type"] == "code" else None
+            if call and bool(call[3]) == kernels:
+                answer = ANSWER.search(texts[i + 1])
                 assert answer, f"{path.name}: no folded answer right after the exercise {call[1]}"
-                found[call[1]] = "".join(cell["source"]), answer[1], call[2]
+                if kernels:
+                    first, _, text = texts[i - 1].partition("\n")
+                    assert first == WRITEFILE + call[3], f"{path.name}: the cell before the check writes no {call[3]}"
+                found[call[1]] = text, answer[1], call[2] or call[3]
     return found
 
 
@@ -36,7 +45,7 @@ def verdict(capsys) -> str:
 
 
 def test_every_check_belongs_to_an_exercise_and_back():
-    assert sorted(handed_out()) == sorted(exercises.CHECKS)
+    assert sorted(handed_out() | handed_out(kernels=True)) == sorted(exercises.CHECKS)
 
 
 @pytest.mark.parametrize("name", handed_out())
@@ -48,6 +57,57 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
     exec(answer, space)
     exercises.check(name, space[function])
     assert verdict(capsys).startswith(exercises.RIGHT)
+
+
+@pytest.mark.parametrize("name", handed_out(kernels=True))
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path, capsys):
+    given, answer, path = handed_out(kernels=True)[name]
+    file = tmp_path / Path(path).name
+    file.write_text(given)
+    exercises.check(name, str(file))
+    said = verdict(capsys)
+    assert said.startswith("Not yet: the counts are right. But 4,096 sectors")  # handed out right, and slow
+    file.write_text(answer)
+    exercises.check(name, str(file))
+    assert verdict(capsys).startswith(exercises.RIGHT)
+
+
+# name -> (a change to the folded answer, a word of what is said about it)
+WRONG_KERNELS = {
+    "no bound": ("c < width && fires(in[c])", "fires(in[c])", "OutOfBounds"),
+    "every lane writes": ("if (threadIdx.x == 0) counts", "counts", "GlobalRace"),
+    "last strip forgotten": ("base < width", "base + WARP <= width", "should be"),
+    "does not compile": ("const int c", "const int d", "does not compile"),
+    "another name": ("void tile_counts", "void count_tiles", "tile_counts"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_KERNELS)
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_wrong_kernels_are_told(change, tmp_path, capsys):
+    old, new, word = WRONG_KERNELS[change]
+    right = handed_out(kernels=True)["tile_counts"][1]
+    assert right.count(old) == 1
+    file = tmp_path / "tile_counts.cu"
+    file.write_text(right.replace(old, new))
+    exercises.check("tile_counts", str(file))
+    said = verdict(capsys)
+    assert said.startswith("Not yet: ") and word in said
+
+
+def test_without_a_compiler_the_kernel_exercise_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
+    file = tmp_path / "tile_counts.cu"
+    file.write_text(handed_out(kernels=True)["tile_counts"][1])
+    exercises.check("tile_counts", str(file))
+    said = verdict(capsys)
+    assert said.startswith("Not yet: ") and "apt install g++" in said
+
+
+def test_a_kernel_file_that_is_not_there_is_named(tmp_path, capsys):
+    exercises.check("tile_counts", str(tmp_path / "nothing.cu"))
+    assert "nothing.cu" in verdict(capsys)
 
 
 def pack_tile(gate: torch.Tensor, words: int) -> list[int]:
@@ -78,6 +138,11 @@ WRONG = {
         lambda gate, words: TwELL.from_gate(gate[None].nan_to_num(0.0), len(gate), words).packed[0, 0].tolist(),
         lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_tile(gate, words)[1:],
         lambda gate, words: pack_tile(gate, len(gate) + 1),  # as if there were always slots enough
+    ],
+    "sectors": [
+        lambda addresses, size: len(addresses) * size // 32,  # as if nothing were shared or skipped
+        lambda addresses, size: (max(addresses) + size - min(addresses) + 31) // 32,  # everything in between as well
+        lambda addresses, size: -(-len({a // 4 for a in addresses}) * 4 // 32),
     ],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,

@@ -7,12 +7,14 @@ fits one example only is found out. The folded answers in the notebooks are run 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .. import reference
 from .training import firing_share
+from ..errors import CompileError, InputError, StackError
 from ..formats import CSR, TwELL
 
 RIGHT = "Right"
@@ -22,8 +24,11 @@ class NotYet(Exception):
     """The answer does not pass; the message says what was asked and what came."""
 
 
-def check(name: str, answer: Callable) -> None:
-    """Print whether the answer to the exercise of this name is right, and if not, one input where it is not."""
+def check(name: str, answer: Callable | str) -> None:
+    """Print whether the answer to the exercise of this name is right, and if not, one input where it is not.
+
+    answer: the reader's function, or the path of the reader's kernel file.
+    """
     if name not in CHECKS:
         raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
     try:
@@ -142,6 +147,49 @@ def _fewest_words(answer) -> str:
     return "one word for the count, and slots for the fullest tile of all rows but the allowed few."
 
 
+def _sectors(answer) -> str:
+    lanes = range(32)
+    for asked, addresses, size in (
+            ("32 lanes read floats, one after another", [4 * lane for lane in lanes], 4),
+            ("32 lanes read 2-byte values, one after another", [2 * lane for lane in lanes], 2),
+            ("the same, from address 6 on", [6 + 2 * lane for lane in lanes], 2),
+            ("all lanes read the same float", [128] * 32, 4),
+            ("32 lanes read 16 bytes each, one after another", [16 * lane for lane in lanes], 16),
+            ("32 lanes read 2-byte values 512 bytes apart", [512 * lane for lane in lanes], 2),
+            ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4)):
+        want = len({byte // 32 for address in addresses for byte in range(address, address + size)})
+        _same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
+    return "every sector that a lane touches moves once, and moves whole."
+
+
+def _tile_counts(file) -> str:
+    """A reader's kernel file, in the simulator: its counts, its faults, and the sectors it moves."""
+    from .. import simulator  # not needed by the other exercises
+
+    try:
+        program = simulator.compile(Path(file), {"VALUE_BF16": True})
+        for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
+            gate = (torch.rand(rows, columns) + 0.01) * torch.where(torch.rand(rows, columns) < share, 1.0, -1.0)
+            gate[0, 1], gate[-1, 17] = torch.nan, -0.0
+            gate = gate.to(torch.bfloat16)
+            want = TwELL.from_gate(gate).counts
+            got = torch.full(want.shape, -1, dtype=torch.int32)
+            counts = program.launch("tile_counts", tuple(reversed(want.shape)), 32, (gate, got, columns), watch="counts").counts
+            if not torch.equal(got, want.int()):
+                row, tile = (got != want).nonzero()[0].tolist()
+                raise NotYet(f"with {columns} columns, counts[{row}][{tile}] should be {want[row, tile]}; "
+                             f"yours is {got[row, tile]}.")
+            moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
+            if columns % 256 == 0 and moved > 2 * least:
+                raise NotYet(f"the counts are right. But {moved:,} sectors move for values that lie in {least:,}: let "
+                             "neighbouring lanes read neighbouring values.")
+    except simulator.Fault as fault:
+        raise NotYet(f"with {columns} columns the simulator found a {type(fault).__name__}: {fault}") from None
+    except (CompileError, InputError, StackError, simulator.Unsupported) as error:
+        raise NotYet(str(error)) from None
+    return "the counts of every tile, NaN and narrow tiles included, and each sector is read once."
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -151,4 +199,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "firing_share": _firing_share,
     "pack_tile": _pack_tile,
     "fewest_words": _fewest_words,
+    "sectors": _sectors,
+    "tile_counts": _tile_counts,
 }

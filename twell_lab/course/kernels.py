@@ -1,0 +1,322 @@
+"""What the notebook on kernels computes: workloads, recorded times, predictions beside them, altered copies of kernels.
+
+Data in, data out, nothing drawn. The kernels themselves run through `twell_lab.launch` and `twell_lab.simulator`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import bench, launch, paths, records
+from ..errors import DeviceError, InputError, StackError
+from ..evidence import noise
+from ..formats import TILE, WORDS, TwELL
+from ..simulator import H100, Counts, Fault, Gpu, compiler, predicted_time
+from ..simulator.counts import SECTOR, LineCounts
+
+NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
+_LEFT_OUT = "Not run: this cell needs a C++ compiler."
+NO_TAIL = (None, None, None)
+NEAR = 1.25  # a time up to this many times its bound is explained by it
+Times = dict[str, dict]
+
+
+# ---- with and without a compiler ----
+
+
+def ready() -> bool:
+    """Whether kernels can run in the simulator here, said in one line; if not, cells marked NEEDS are left out."""
+    shell = _shell()
+    if shell is not None:  # from a first run of the set-up cell, when there may have been no compiler
+        shell.input_transformers_cleanup[:] = [t for t in shell.input_transformers_cleanup if t is not _left_out]
+    try:
+        found = compiler()
+    except StackError as missing:
+        print(f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
+              f"and cells that say '{NEEDS.strip('# ')}' are left out.")
+        if shell is not None:
+            shell.input_transformers_cleanup.append(_left_out)
+        return False
+    print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
+    return True
+
+
+def _left_out(lines: list[str]) -> list[str]:
+    """A cell as IPython hands it to its transformers, or in its place one that says why it does not run."""
+    return [f"print({_LEFT_OUT!r})\n"] if any(line.strip() == NEEDS for line in lines) else lines
+
+
+def _shell():
+    interactive = sys.modules.get("IPython")  # loaded wherever a notebook runs
+    return interactive and interactive.get_ipython()
+
+
+def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
+    """(packed words, by what): kernel pack_v`version` in the simulator where that runs, otherwise the reference.
+
+    gate: [rows, d_ff] on the CPU.
+    """
+    try:
+        return launch.pack(gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
+    except StackError:
+        return TwELL.from_gate(gate).packed, "the reference"
+
+
+def same_words(words: Tensor, gate: Tensor) -> bool:
+    """Whether packed words are those of TwELL.from_gate(gate); what lies past a tile's count was never written."""
+    want = TwELL.from_gate(gate.cpu())
+    used = torch.arange(want.words) <= want.counts[..., None]
+    words = words.cpu()
+    return words.shape == want.packed.shape and torch.equal(words[used], want.packed[used])
+
+
+def on_the_gpu(gate: Tensor) -> str:
+    """One sentence: whether every pack kernel makes the same words on this machine's GPU."""
+    if not torch.cuda.is_available():
+        return "There is no GPU here: the simulator is all that runs them."
+    try:
+        words = {f"v{version}": launch.pack(gate.cuda(), TILE, WORDS, version) for version in (1, 2, 3, 4)}
+    except (DeviceError, StackError) as error:
+        return f"The GPU here runs none of them: {error}"
+    wrong = [name for name, found in words.items() if not same_words(found, gate)]
+    return f"On {torch.cuda.get_device_name()}: " + (
+        f"{', '.join(wrong)} of pack make other words." if wrong else f"{', '.join(words)} of pack make the same words.")
+
+
+# ---- workloads: the same on every machine ----
+
+
+def gate(rows: int, d_ff: int = 5632, nnz: int = 29) -> Tensor:
+    """A gate before its ReLU, bfloat16 [rows, d_ff]: `nnz` positives a row, most often the columns that fire most.
+
+    Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload.
+    """
+    rates = np.maximum(bench.firing_rates(d_ff, nnz).numpy(), 1e-12)
+    draw = np.log((noise((rows, d_ff), 5) + 1) / 2 + 1e-12) / rates
+    fires = np.zeros((rows, d_ff), bool)
+    np.put_along_axis(fires, np.argsort(-draw, axis=1)[:, :nnz], True, axis=1)
+    size = np.abs(noise((rows, d_ff), 6)) + 0.01
+    return torch.from_numpy(np.where(fires, size, -size)).to(torch.bfloat16)
+
+
+class Layer:
+    """A packed gate and the weights of a layer: `.gated(version)` and `.down(version)` launch gated_v* and down_v* on it.
+
+    Inputs are made as in `gate`; the counts of a launch depend on who fires, not on the values.
+    """
+
+    def __init__(self, tokens: int, d_model: int = 2048, d_ff: int = 5632, nnz: int = 29) -> None:
+        self.gate = gate(tokens, d_ff, nnz)
+        self.x, self.up, self.down_t = (
+            torch.from_numpy(noise(shape, 10 + i)).to(torch.bfloat16)
+            for i, shape in enumerate(((tokens, d_model), (d_ff, d_model), (d_ff, d_model))))
+        self.packed = TwELL.from_gate(self.gate).packed
+
+    def gated(self, version: int) -> Tensor:
+        """y [tokens, d_model] of a gated layer."""
+        return launch.gated(self.x, self.packed, self.gate, NO_TAIL, self.up, self.down_t, None, None, TILE, version)
+
+    def down(self, version: int) -> Tensor:
+        """y [tokens, d_model] of a plain ReLU layer."""
+        return launch.down(self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
+
+    def off_by(self, y: Tensor) -> float:
+        """How far y of `gated` is from float64: |y - exact| / |exact|, over everything."""
+        g, x, up, down_t = (t.double() for t in (self.gate, self.x, self.up, self.down_t))
+        exact = (g.relu() * (x @ up.T)) @ down_t
+        return float((y.double() - exact).norm() / exact.norm())
+
+
+# ---- sources ----
+
+
+def source(file: str, function: str, at: str | None = None) -> str:
+    """The lines of one function of a file of kernels/, each with its number.
+
+    at: only the part from the line that begins with this to the end of the block that it opens.
+    """
+    lines = (paths.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
+    named = re.compile(rf"\b{re.escape(function)}\(")
+    # Definitions are not indented; what is may be a use of the name.
+    first = next((i for i, line in enumerate(lines) if named.search(line) and line[:1] not in (" ", "#", "/")), None)
+    if first is None:
+        raise InputError(f"{file} has no function {function!r}")
+    while lines[first - 1].startswith(("extern", "__device__", "template")):
+        first -= 1
+    last = lines.index("}", first)
+    if at is not None:
+        first = next((i for i in range(first, last) if lines[i].strip().startswith(at)), None)
+        if first is None:
+            raise InputError(f"{function} in {file} has no line that begins with {at!r}")
+        indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+        last = next(i for i in range(first, last) if lines[i] == indent + "}")
+    shown = lines[first : last + 1]
+    margin = min(len(line) - len(line.lstrip()) for line in shown if line)
+    return "\n".join(f"{first + 1 + i:>4}  {line[margin:]}".rstrip() for i, line in enumerate(shown))
+
+
+def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Path:
+    """A copy of a file of kernels/ in which one place is changed: the `which`-th occurrence of `old`.
+
+    to: the path of the copy. Raises InputError where `old` does not occur as often. Line numbers stay as they are.
+    """
+    pieces = (paths.kernels_dir() / file).read_text(encoding="utf-8").split(old)
+    if not 1 <= which < len(pieces):
+        raise InputError(f"which is {which!r}; {old!r} occurs {len(pieces) - 1} times in {file}")
+    new += "\n" * (old.count("\n") - new.count("\n"))
+    to = Path(to)
+    to.write_text(old.join(pieces[:which]) + new + old.join(pieces[which:]), encoding="utf-8")
+    return to
+
+
+def fault_of(call: Callable[[], object]) -> Fault | None:
+    """What the simulator finds wrong with a launch, or None."""
+    try:
+        call()
+    except Fault as fault:
+        return fault
+    return None
+
+
+# ---- counted ----
+
+
+def traffic(counts: Mapping[str, Counts]) -> str:
+    """What each kernel asked for and what moved, as a table. counts: kernel -> Counts."""
+    columns = {"kernel": "", "loads": "load instructions", "asked": "bytes asked for", "sectors": "sectors", "moved": "bytes moved",
+               "lines": "128-byte lines", "stored": "sectors written"}
+    rows = [{"kernel": name, "loads": each.global_reads.requests, "asked": each.global_reads.bytes,
+             "sectors": each.global_reads.sectors, "moved": SECTOR * each.global_reads.sectors,
+             "lines": each.global_reads.lines, "stored": each.global_writes.sectors} for name, each in counts.items()]
+    return records.table(rows, columns)
+
+
+def fused_traffic(counts: Mapping[str, Counts]) -> str:
+    """The same for kernels that use shared memory too, with the warps that come to barriers."""
+    columns = {"kernel": "", "loads": "load instructions", "sectors": "sectors", "moved": "bytes moved", "shared_read": "shared: read",
+               "shared_written": "written (bytes)", "barriers": "warps at barriers"}
+    rows = [{"kernel": name, "loads": each.global_reads.requests, "sectors": each.global_reads.sectors,
+             "moved": SECTOR * each.global_reads.sectors, "shared_read": each.shared_reads.bytes,
+             "shared_written": each.shared_writes.bytes, "barriers": each.barriers} for name, each in counts.items()]
+    return records.table(rows, columns)
+
+
+def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
+    """The source line whose accesses of this sort touch most sectors."""
+    return max(counts.by_line(), key=lambda line: getattr(line, sort).sectors)
+
+
+# ---- recorded, measured, predicted ----
+
+
+def recorded(tokens: int, device: str = "H100") -> Times:
+    """kernel -> {ms, device, date, stale, where} at this many tokens, from the newest record of kernel versions on a GPU
+    with this in its name. May be empty.
+
+    where: "recorded on <device>, <day>", and "stale" where the kernels or their launch code have changed since.
+    """
+    for record in reversed(records.load_all()):
+        rows = [row for row in record.rows
+                if row.get("kind") == "kernel" and row["tokens"] == tokens and device in row["device"]]
+        if rows:
+            old = records.stale(record)
+            where = f"recorded on {rows[0]['device']}, {record.date[:10]}" + "; stale: code has changed since" * old
+            return {row["path"]: {"ms": row["ms"], "device": row["device"], "date": record.date[:10], "stale": old,
+                                  "where": where} for row in rows}
+    return {}
+
+
+def yours(tokens: int = 16384) -> Times:
+    """The same as `recorded`, measured now on this machine's GPU; empty where there is none that can do it."""
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.cuda.get_device_name()
+    try:
+        rows = bench.kernel_versions(tokens)
+    except (DeviceError, StackError, torch.OutOfMemoryError) as error:
+        print(f"Nothing was timed on {device}: {error}")
+        return {}
+    return {row["path"]: {"ms": row["ms"], "device": device, "where": f"yours, now, on {device}"} for row in rows}
+
+
+def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None = None, gpu: Gpu = H100) -> list[dict]:
+    """Predicted beside measured, a row for each kernel, as plots_simulator.predicted_against_measured takes them.
+
+    counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`; own: `yours`.
+    """
+    rows = []
+    for version, each in counts.items():
+        bounds = {name: 1e3 * seconds for name, seconds in predicted_time(each, gpu).bounds.items()}
+        time, mine = times.get(version, {}), (own or {}).get(version, {})
+        rows.append({"version": version, "predicted_ms": bounds, "measured_ms": time.get("ms"),
+                     "recorded": time.get("where", ""), "yours_ms": mine.get("ms"), "yours": mine.get("where", "")})
+    return rows
+
+
+def verdicts(rows: list[dict]) -> str:
+    """What each row of `against_time` says of the prediction, in a line each, and the sum of it."""
+    lines, timed, near = [], [], []
+    for row in rows:
+        limit, predicted = _slowest(row["predicted_ms"])
+        line = f"{row['version']}: predicted {predicted:.3f} ms ({limit})"
+        if row["measured_ms"] is None:
+            lines.append(f"{line}; no time is recorded")
+            continue
+        times = row["measured_ms"] / predicted
+        timed.append(row["version"])
+        if 1 / NEAR <= times <= NEAR:
+            near.append(row["version"])
+            word = "the traffic explains it"
+        else:
+            word = "something else takes the time" if times > 1 else "a cache served some of what was counted"
+        lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.1f} times that: {word}")
+    if timed:
+        lines.append(f"Within {NEAR - 1:.0%} of the prediction: {', '.join(near) or 'none'} ({len(near)} of {len(timed)}).")
+    return "\n".join(lines)
+
+
+def table(rows: list[dict], counts: Mapping[str, Counts]) -> str:
+    """Rows of `against_time` as a table, with the bytes that moved. counts: as given to it."""
+    columns = {"version": "", "moved": "MB moved", "limit": "limit", "predicted": "predicted ms", "measured_ms": "recorded",
+               "yours_ms": "yours, now"}
+    if all(row["yours_ms"] is None for row in rows):
+        del columns["yours_ms"]
+    shown = []
+    for row in rows:
+        limit, predicted = _slowest(row["predicted_ms"])
+        sectors = sum(each.sectors for each in counts[row["version"]].traffic.values())
+        shown.append({**row, "moved": SECTOR * sectors / 1e6, "limit": limit, "predicted": predicted})
+    return records.table(shown, columns)
+
+
+def _slowest(parts: Mapping[str, float]) -> tuple[str, float]:
+    limit = max(parts, key=parts.__getitem__)
+    return limit, parts[limit]
+
+
+WARPS_AT_ONCE = 132 * 64  # of an H100: its multiprocessors, and the warps that each can hold
+
+
+def waiting(counts: Mapping[str, Counts], times: Times, alone: Times) -> str:
+    """What a load costs pack_v2 and pack_v3 on a full GPU, and what it costs when there is nothing else to do.
+
+    counts: scaled to the size of `times`; alone: the times for 1 token, where every warp has a place at once, pack_v2
+    makes 8 loads one after another, and pack_v3 one.
+    """
+    if not {"pack_v2", "pack_v3"} <= set(times) & set(alone):
+        return "No times are recorded for this."
+    one = 1e3 * (alone["pack_v2"]["ms"] - alone["pack_v3"]["ms"]) / 7
+    lines = [f"1 token: pack_v2 takes {7 * one:.1f} us longer than pack_v3, for 7 more loads in a row: {one:.2f} us each"]
+    for name in ("pack_v2", "pack_v3"):
+        turns = counts[name].global_reads.requests / WARPS_AT_ONCE
+        each = 1e3 * times[name]["ms"] / turns
+        word = "little more than alone, so it mostly waits" if each < 1.5 * one else f"{each / one:.0f} times that: more than waiting"
+        lines.append(f"all tokens: {name} makes {turns:.0f} loads one after another, {each:.2f} us each, {word}")
+    return "\n".join(lines)
