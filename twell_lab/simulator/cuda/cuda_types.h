@@ -218,17 +218,17 @@ SIM_VALUE float __saturatef(float f) { return f > 0 ? (f < 1 ? f : 1.0f) : 0.0f;
 
 // ---- conversions ----
 
-#define SIM_CONVERSION(NAME, TYPE, MODE, ROUNDING)                                                                              \
-    SIM_VALUE TYPE __float2##NAME##_##MODE(float f) { return sim_to_integer<TYPE>(sim_from_float(f), ROUNDING, false); }   \
-    SIM_VALUE TYPE __double2##NAME##_##MODE(double d) { return sim_to_integer<TYPE>(d, ROUNDING, true); }                  \
+#define SIM_CONVERSION(NAME, TYPE, MODE, ROUNDING)                                                                    \
+    SIM_VALUE TYPE __float2##NAME##_##MODE(float f) { return sim_to_integer<TYPE>(sim_from_float(f), ROUNDING, false); }\
+    SIM_VALUE TYPE __double2##NAME##_##MODE(double d) { return sim_to_integer<TYPE>(d, ROUNDING, true); }             \
     SIM_VALUE float __##NAME##2float_##MODE(TYPE i) { return sim_to_float(sim_from_integer(i), ROUNDING); }
-#define SIM_CONVERSIONS(MODE, ROUNDING)                          \
-    SIM_CONVERSION(int, int, MODE, ROUNDING)                     \
-    SIM_CONVERSION(uint, unsigned int, MODE, ROUNDING)           \
-    SIM_CONVERSION(ll, long long, MODE, ROUNDING)                \
-    SIM_CONVERSION(ull, unsigned long long, MODE, ROUNDING)      \
-    SIM_VALUE float __double2float_##MODE(double d) {            \
-        return sim_bits<float>(sim_narrow_own<23, 8>(d, ROUNDING)); \
+#define SIM_CONVERSIONS(MODE, ROUNDING)                                 \
+    SIM_CONVERSION(int, int, MODE, ROUNDING)                            \
+    SIM_CONVERSION(uint, unsigned int, MODE, ROUNDING)                  \
+    SIM_CONVERSION(ll, long long, MODE, ROUNDING)                       \
+    SIM_CONVERSION(ull, unsigned long long, MODE, ROUNDING)             \
+    SIM_VALUE float __double2float_##MODE(double d) {                   \
+        return sim_bits<float>(sim_narrow_own<23, 8>(d, ROUNDING));     \
     }
 SIM_CONVERSIONS(rn, SIM_NEAREST)
 SIM_CONVERSIONS(rz, SIM_ZERO)
