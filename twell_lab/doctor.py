@@ -51,6 +51,7 @@ def examine() -> list[Finding]:
         "CPU operators": _cpu_operators,
         "GPU kernels": _gpu_kernels,
         "kernel compilation": _compilation,
+        "simulator": _simulator,
         "notebooks": _notebooks,
     }
     return [_examined(topic, probe, facts) for topic, probe in probes.items()]
@@ -212,6 +213,18 @@ def _compilation(facts: dict) -> tuple:
     if sys.platform not in ("linux", "win32"):
         return "limited", f"NVRTC is not made for {sys.platform}"
     return "missing", "needs NVRTC", _cupy_command(facts)
+
+
+def _simulator(facts: dict) -> tuple:
+    if facts["torch"] is None:
+        return "missing", "needs torch", "pip install 'torch>=2.6'"
+    from .simulator import toolchain
+
+    try:
+        found = toolchain.compiler()
+    except StackError as error:
+        return "missing" if sys.platform == "linux" else "limited", str(error)
+    return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
 
 
 def _notebooks(facts: dict) -> tuple:

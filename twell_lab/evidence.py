@@ -37,6 +37,15 @@ COUNTERS = {  # our name: the profiler's
     "shared_write_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
 }
 
+UTILISATION = {  # in percent; of what each part of the GPU could do while the kernel ran
+    "issue_slots_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "l1_data_pipe_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    "l1_hits_percent": "l1tex__t_sector_hit_rate.pct",
+    "l2_percent": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
+    "device_memory_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -176,32 +185,51 @@ def outputs_record() -> Record:
     return Record.new("gpu-outputs", "what the portable kernels make of three small inputs, bit by bit", rows)
 
 
+def large() -> list[Case]:
+    """Every portable kernel and version on the workload that `bench.kernel_versions` times, on this GPU."""
+    from . import bench
+
+    dense, (x, *_) = bench.workload(16384, 2048, 5632, 29, "lognormal", torch.bfloat16, "cuda")
+    gate = torch.nn.functional.linear(x, dense.gate_proj.weight)
+    t = {"x": x, "gate": gate, "packed": launch.pack(gate, 256, 32), "up": dense.up_proj.weight.detach(),
+         "down_t": dense.down_proj.weight.detach().t().contiguous()}  # fmt: skip
+    size = "16,384 tokens, d_model 2048, d_ff 5632, mean nnz 29, bf16"
+    return [Case(size, "pack", (1, 2, 3, 4), t, _run_pack), Case(size, "down", (1, 2, 3), t, _run_down),
+            Case(size, "gated", (1, 2, 3, 4), t, _run_gated)]  # fmt: skip
+
+
 def counters_record() -> Record:
-    """What the profiler (ncu) counts in each launch of `counted()` on this GPU. Raises StackError without ncu."""
+    """What the profiler (ncu) says of each launch of `counted()` and `large()` on this GPU. Raises StackError without ncu."""
     _need_gpu()
+    rows = _profiled("counted", COUNTERS, int) + _profiled("large", UTILISATION, float)
+    return Record.new("gpu-counters", "memory accesses of the portable kernels as the hardware counts them", rows)
+
+
+def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
+    """A row for each launch of this module's function `which`, with these metrics of ncu's."""
     if not (ncu := shutil.which("ncu")):
         raise StackError("gpu-counters needs ncu (Nsight Compute) on the PATH; it comes with the CUDA toolkit")
     command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--kernel-name",
-               "regex:^(pack|down|gated)_v", "--metrics", ",".join(COUNTERS.values()),
-               sys.executable, "-c", "from twell_lab import evidence; evidence.run_counted()"]  # fmt: skip
+               "regex:^(pack|down|gated)_v", "--metrics", ",".join(metrics.values()),
+               sys.executable, "-c", f"from twell_lab import evidence; evidence.run_all(evidence.{which}())"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if done.returncode or start is None:
         raise DeviceError(f"ncu counted nothing (exit status {done.returncode}): {(done.stdout + done.stderr)[-2000:]}")
     found = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the first row holds the units
-    launches = [(case, v) for case in counted() for v in case.versions]
+    launches = [(case, v) for case in (counted() if which == "counted" else large()) for v in case.versions]
+    found = found[-len(launches) :]  # preparing the large ones packs once
     if [row["Kernel Name"].split("(")[0] for row in found] != [f"{case.kernel}_v{v}" for case, v in launches]:
         raise DeviceError(f"ncu saw {[row['Kernel Name'] for row in found]}, not one launch of each version")
-    rows = [{"kernel": f"{case.kernel}_v{v}", "version": v, "case": case.name,
-             **{ours: int(row[theirs].replace(",", "")) for ours, theirs in COUNTERS.items()}}
+    return [{"kernel": f"{case.kernel}_v{v}", "version": v, "case": case.name,
+             **{ours: number(row[theirs].replace(",", "")) for ours, theirs in metrics.items()}}
             for (case, v), row in zip(launches, found)]  # fmt: skip
-    return Record.new("gpu-counters", "memory accesses of the portable kernels as the hardware counts them", rows)
 
 
-def run_counted() -> None:
-    """Launch everything in `counted()` once, in order: what counters_record watches from outside."""
-    for case in counted():
+def run_all(found: list[Case]) -> None:
+    """Launch each version of each case once on the GPU, in order: what counters_record watches from outside."""
+    for case in found:
         here = {name: t.cuda() for name, t in case.inputs.items()}
         for v in case.versions:
             case.run(here, v)

@@ -33,7 +33,7 @@ def on(monkeypatch):
 def test_this_machine_is_examined():
     findings = doctor.examine()
     topics = [finding.topic for finding in findings]
-    assert len(set(topics)) == len(topics) == 10
+    assert len(set(topics)) == len(topics) == 11
     for finding in findings:
         assert finding.state in doctor.STATES and finding.text and "could not be examined" not in finding.text
     by_topic = {finding.topic: finding for finding in findings}
@@ -166,3 +166,12 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     monkeypatch.setattr(machine, "describe", broken)
     only, = doctor.examine()
     assert only.state == "limited" and "unheard of" in only.text
+
+
+def test_without_a_compiler_the_simulator_names_the_package(on, monkeypatch):
+    from twell_lab.simulator import toolchain
+
+    assert on()["simulator"].state == ("ok" if toolchain.available() else "missing")
+    monkeypatch.setenv("TWELL_LAB_CXX", "/there/is/none")
+    found = on()["simulator"]
+    assert found.state == "missing" and "apt install g++" in found.text
