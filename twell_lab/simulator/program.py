@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import threading
@@ -124,6 +125,8 @@ class Program:
         call = _Call(library, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
         options = {"watch": flags, "trace": -1 if trace is None else trace, "steps": steps, "seconds": seconds}
+        if cores is not None and cores < 1:
+            raise InputError(f"cores is {cores}; at least 1 is accepted")
         workers = cores or len(os.sched_getaffinity(0))
         if not watched:
             return call.run(workers, names, **options)
@@ -318,7 +321,7 @@ class _Call:
 
     def _describer(self) -> raw.Describer:
         arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.arrays]
-        shared = [(name, s.offset, s.size, _shared_dtype(s).itemsize, f"shared {s.type} {list(_shared_shape(s))}")
+        shared = [(name, s.offset, s.size, s.size // max(1, math.prod(_shared_shape(s))) or 1, f"shared {s.type} {list(_shared_shape(s))}")
                   for name, s in self._shared()]
         return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared)
 
@@ -340,8 +343,8 @@ def _shared_shape(s) -> tuple[int, ...]:
 
 
 def _three(name: str, size, most: int) -> tuple[int, int, int]:
-    sizes = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
-    if not 1 <= len(sizes) <= 3 or any(not 1 <= int(n) <= most for n in sizes):
+    sizes = tuple(size) if isinstance(size, Sequence) else (size,)
+    if not 1 <= len(sizes) <= 3 or any(not isinstance(n, (int, np.integer)) or not 1 <= n <= most for n in sizes):
         raise InputError(f"{name} is {size}; 1 to 3 sizes from 1 to {most:,} are accepted")
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
 

@@ -22,7 +22,11 @@
 #define __shared__ SIM_SHARED
 #else
 #define __global__
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10  // else GCC guards arrays of float4, __half, ... for a
+#define __shared__ __constinit thread_local                     // constructor that does nothing
+#else
 #define __shared__ thread_local
+#endif
 #endif
 
 #if defined(SIM_WATCHED)  // functions stay functions, so that each has its place in the tree of calls
