@@ -34,6 +34,7 @@ _FACE = {
     "plots": "plots:",
     "records": "records:",
     "reference": "reference:",
+    "simulator": "simulator:",
     "text": "text:",
     "TwellError": "errors:TwellError",
     "InputError": "errors:InputError",

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -131,12 +131,11 @@ class Program:
         if not watched:
             return call.run(workers, names, **options)
         with call.arrays_apart():
-            try:
+            with suppress(raw.faults.Fault):
                 return call.run(workers, names, **options)
-            except raw.faults.Fault:
-                # Which of several faults is met first depends on the cores; one core always meets the same.
-                call.reset_arrays()
-                return call.run(1, names, **options)
+            # Which of several faults is met first depends on the cores; one core always meets the same.
+            call.reset_arrays()
+            return call.run(1, names, **options)
 
 
 class _Library:
