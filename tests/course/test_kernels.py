@@ -192,8 +192,8 @@ def test_what_a_load_costs():
     counts = {"pack_v2": counted(1, requests=100 * turns), "pack_v3": counted(1, requests=10 * turns)}
     alone = {"pack_v2": {"ms": 0.0085}, "pack_v3": {"ms": 0.005}}  # 3.5 us for 7 loads
     said = kernels.waiting(counts, {"pack_v2": {"ms": 0.06}, "pack_v3": {"ms": 0.02}}, alone).splitlines()
-    assert said[0].endswith("0.50 us each") and "100 loads" in said[1] and "0.60 us each, little more than alone" in said[1]
-    assert "10 loads" in said[2] and "2.00 us each, 4 times that" in said[2]
+    assert said[0].endswith("0.50 us each") and "100 loads" in said[1] and "0.60 us each, 1.2 times that: mostly waiting" in said[1]
+    assert "10 loads" in said[2] and "2.00 us each, 4.0 times that: more than waiting" in said[2]
     assert kernels.waiting(counts, {}, alone) == "No times are recorded for this."
 
 
@@ -201,6 +201,21 @@ def test_tables_of_counts():
     both = {"a": counted(lines=7), "b": counted(lines=8, requests=5)}
     assert kernels.traffic(both).splitlines()[1].split() == ["a", "1,000", "64,000", "2,000", "64,000", "7", "0"]
     assert kernels.fused_traffic(both).splitlines()[2].split() == ["b", "5", "10", "320", "0", "0", "0"]
+
+
+@needs_compiler
+def test_counts_stand_beside_those_of_the_hardware(monkeypatch):
+    rows = [{"case": case.name, "kernel": f"pack_v{version}", "global_read_sectors": 1000, "global_write_sectors": 10**6}
+            for case in kernels.evidence.counted() if case.kernel == "pack" for version in case.versions]
+    found = Record(name="gpu-counters", purpose="a test", rows=rows, date="2026-01-02T00:00:00Z", commit=None, dirty=None,
+                   kernel_hash="0" * 64, machine={"gpus": [{"name": "NVIDIA H100"}]})
+    monkeypatch.setattr(kernels.records, "load_all", lambda: [found])
+    *table, last = kernels.beside_hardware("pack").splitlines()
+    assert len(table) == 9 and table[1].split()[:6] == ["pack_v1", "64", "tokens", "65,536", "1,000", "3,479"]
+    assert last == ("Hardware: NVIDIA H100, 2026-01-02; stale: code has changed since. "
+                    f"The largest difference is {(65536 - 1000) / 1000:.1%}.")
+    monkeypatch.setattr(kernels.records, "load_all", lambda: [])
+    assert kernels.beside_hardware("pack").startswith("No hardware counters")
 
 
 @needs_compiler

@@ -159,11 +159,11 @@ def _sectors(answer) -> str:
             ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4)):
         want = len({byte // 32 for address in addresses for byte in range(address, address + size)})
         _same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
-    return "every sector that a lane touches moves once, and moves whole."
+    return "a sector counts once, however many lanes touch it."
 
 
 def _tile_counts(file) -> str:
-    """A reader's kernel file, in the simulator: its counts, its faults, and the sectors it moves."""
+    """A reader's kernel file, in the simulator: its counts, its faults, and the sectors it touches."""
     from .. import simulator  # not needed by the other exercises
 
     try:
@@ -181,13 +181,13 @@ def _tile_counts(file) -> str:
                              f"yours is {got[row, tile]}.")
             moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
             if columns % 256 == 0 and moved > 2 * least:
-                raise NotYet(f"the counts are right. But {moved:,} sectors move for values that lie in {least:,}: let "
-                             "neighbouring lanes read neighbouring values.")
+                raise NotYet(f"the counts are right. But the loads touch {moved:,} sectors, and the values lie in {least:,}: "
+                             "let neighbouring lanes read neighbouring values.")
     except simulator.Fault as fault:
         raise NotYet(f"with {columns} columns the simulator found a {type(fault).__name__}: {fault}") from None
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         raise NotYet(str(error)) from None
-    return "the counts of every tile, NaN and narrow tiles included, and each sector is read once."
+    return "the counts of every tile, NaN and narrow tiles included, and each sector is touched once."
 
 
 CHECKS: dict[str, Callable[[Callable], str]] = {

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import bench, launch, paths, records
+from .. import bench, evidence, launch, paths, records
 from ..errors import DeviceError, InputError, StackError
 from ..evidence import noise
 from ..formats import TILE, WORDS, TwELL
-from ..simulator import H100, Counts, Fault, Gpu, compiler, predicted_time
+from ..simulator import H100, Counts, Fault, Gpu, compiler, predicted_time, watching
 from ..simulator.counts import SECTOR, LineCounts
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
@@ -189,8 +189,8 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
 
 
 def traffic(counts: Mapping[str, Counts]) -> str:
-    """What each kernel asked for and what moved, as a table. counts: kernel -> Counts."""
-    columns = {"kernel": "", "loads": "load instructions", "asked": "bytes asked for", "sectors": "sectors", "moved": "bytes moved",
+    """What each kernel asked for and the sectors it touched, as a table. counts: kernel -> Counts."""
+    columns = {"kernel": "", "loads": "load instructions", "asked": "bytes asked for", "sectors": "sectors", "moved": "bytes in them",
                "lines": "128-byte lines", "stored": "sectors written"}
     rows = [{"kernel": name, "loads": each.global_reads.requests, "asked": each.global_reads.bytes,
              "sectors": each.global_reads.sectors, "moved": SECTOR * each.global_reads.sectors,
@@ -200,12 +200,37 @@ def traffic(counts: Mapping[str, Counts]) -> str:
 
 def fused_traffic(counts: Mapping[str, Counts]) -> str:
     """The same for kernels that use shared memory too, with the warps that come to barriers."""
-    columns = {"kernel": "", "loads": "load instructions", "sectors": "sectors", "moved": "bytes moved", "shared_read": "shared: read",
+    columns = {"kernel": "", "loads": "load instructions", "sectors": "sectors", "moved": "bytes in them", "shared_read": "shared: read",
                "shared_written": "written (bytes)", "barriers": "warps at barriers"}
     rows = [{"kernel": name, "loads": each.global_reads.requests, "sectors": each.global_reads.sectors,
              "moved": SECTOR * each.global_reads.sectors, "shared_read": each.shared_reads.bytes,
              "shared_written": each.shared_writes.bytes, "barriers": each.barriers} for name, each in counts.items()]
     return records.table(rows, columns)
+
+
+def beside_hardware(kernel: str) -> str:
+    """Sectors of every version of "pack", "down" or "gated", counted here and by a GPU's own counters, as a table and a
+    sentence. The launches are those of `evidence.counted`, since it is these that were recorded.
+    """
+    found = [record for record in records.load_all() if record.name == "gpu-counters"]
+    if not found:
+        return "No hardware counters are recorded in this checkout."
+    record, rows, off = found[-1], [], 0.0
+    counted = {(row["case"], row["kernel"]): row for row in record.rows}
+    for case in evidence.counted():
+        for version in case.versions if case.kernel == kernel else ():
+            with watching("counts") as runs:
+                case.run(case.inputs, version)
+            here, there = evidence.counts_of(runs[-1].counts), counted[case.name, f"{kernel}_v{version}"]
+            rows.append({"kernel": f"{kernel}_v{version}", "size": case.name.partition(",")[0]})
+            for way in ("read", "write"):
+                name = f"global_{way}_sectors"
+                rows[-1] |= {way: here[name], f"{way}_there": there[name]}
+                off = max(off, abs(here[name] - there[name]) / there[name])
+    columns = {"kernel": "", "size": "", "read": "sectors read: here", "read_there": "hardware", "write": "written: here",
+               "write_there": "hardware"}
+    where = f"{record.machine['gpus'][0]['name']}, {record.date[:10]}" + "; stale: code has changed since" * records.stale(record)
+    return f"{records.table(rows, columns)}\nHardware: {where}. The largest difference is {off:.1%}."
 
 
 def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
@@ -283,8 +308,8 @@ def verdicts(rows: list[dict]) -> str:
 
 
 def table(rows: list[dict], counts: Mapping[str, Counts]) -> str:
-    """Rows of `against_time` as a table, with the bytes that moved. counts: as given to it."""
-    columns = {"version": "", "moved": "MB moved", "limit": "limit", "predicted": "predicted ms", "measured_ms": "recorded",
+    """Rows of `against_time` as a table, with the bytes of the sectors that were touched. counts: as given to it."""
+    columns = {"version": "", "moved": "MB in sectors", "limit": "limit", "predicted": "predicted ms", "measured_ms": "recorded",
                "yours_ms": "yours, now"}
     if all(row["yours_ms"] is None for row in rows):
         del columns["yours_ms"]
@@ -317,6 +342,7 @@ def waiting(counts: Mapping[str, Counts], times: Times, alone: Times) -> str:
     for name in ("pack_v2", "pack_v3"):
         turns = counts[name].global_reads.requests / WARPS_AT_ONCE
         each = 1e3 * times[name]["ms"] / turns
-        word = "little more than alone, so it mostly waits" if each < 1.5 * one else f"{each / one:.0f} times that: more than waiting"
-        lines.append(f"all tokens: {name} makes {turns:.0f} loads one after another, {each:.2f} us each, {word}")
+        word = "mostly waiting" if each < 2 * one else "more than waiting"
+        lines.append(f"all tokens: {name} makes {turns:.0f} loads one after another, {each:.2f} us each, "
+                     f"{each / one:.1f} times that: {word}")
     return "\n".join(lines)
