@@ -249,8 +249,10 @@ HOOK void __cyg_profile_func_exit(void*, void*) {
 }
 
 static __attribute__((noinline)) void block_seen(Thread& me, void* frame, uint64_t pc) {
-    if ((me.worker->ticks & 0xffff) == 0 && now() > me.worker->deadline) stop(me, fault_of(me, TOO_LONG, pc));
-    if (me.worker->counting() && me.frames[me.depth] == frame) log_event(me, 0, 0, BRANCH, NOWHERE, pc);
+    const bool own = me.frames[me.depth] == frame;
+    if ((me.worker->ticks & 0xffff) == 0 && now() > me.worker->deadline)  // of a function not yet entered: its call
+        stop(me, fault_of(me, TOO_LONG, own ? pc : ((uint64_t*)frame)[1]));
+    if (own && me.worker->counting()) log_event(me, 0, 0, BRANCH, NOWHERE, pc);
 }
 
 HOOK void __sanitizer_cov_trace_pc() {  // the most frequent of all: nothing but the test stays inside
