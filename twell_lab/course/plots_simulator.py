@@ -100,7 +100,10 @@ def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], 
 
 
 def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
-    """Bytes that the lanes asked for, and those of the sectors that moved for them. counts: version -> Counts."""
+    """Bytes that the lanes asked for, and those of the sectors that their instructions touched. counts: version -> Counts.
+
+    Not all of it is traffic of the memory: a sector touched again soon is still in the L1 cache.
+    """
     if not counts:
         raise InputError("there are no counts; at least one version is accepted")
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1,
@@ -110,7 +113,7 @@ def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
         asked, moved = [t.bytes for t in traffic], [SECTOR * t.sectors for t in traffic]
         unit, per = _unit(max([*asked, *moved]))
         for name, values, colour, pattern in (("bytes the lanes ask for", asked, plots.SKY, ""),
-                                              (f"bytes in the {SECTOR}-byte sectors moved for them", moved, plots.BLUE, "/")):
+                                              (f"bytes in the {SECTOR}-byte sectors touched", moved, plots.BLUE, "/")):
             shown = [f"{value / per:.3g}" for value in values]
             if values is moved:
                 shown = [f"{text}<br>×{m / a:.3g}" if a else text for text, m, a in zip(shown, moved, asked, strict=True)]
@@ -119,7 +122,7 @@ def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
                            marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 7}},
                            hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}, {name}<extra></extra>", row=1, col=column)
         figure.update_yaxes(title_text=unit, range=[0, 1.22 * max([*asked, *moved, 1]) / per], row=1, col=column)
-    figure = plots.styled(figure, "What was asked for, and what moved", height=400)
+    figure = plots.styled(figure, "What was asked for, and the sectors touched", height=400)
     figure.update_annotations(font_size=13)
     return figure.update_layout(legend={"y": -0.12, "yanchor": "top"}, margin_b=70)
 
