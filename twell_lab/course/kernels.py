@@ -18,7 +18,7 @@ from .. import bench, evidence, launch, paths, records
 from ..errors import DeviceError, InputError, StackError
 from ..evidence import noise
 from ..formats import TILE, WORDS, TwELL
-from ..simulator import H100, Counts, Fault, Gpu, compiler, predicted_time, watching
+from ..simulator import H100, Counts, Fault, Gpu, available, compiler, predicted_time, watching
 from ..simulator.counts import SECTOR, LineCounts
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
@@ -63,7 +63,7 @@ def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
 
     gate: [rows, d_ff] on the CPU.
     """
-    if not simulator.available():
+    if not available():
         return TwELL.from_gate(gate).packed, "the reference"
     return launch.pack(gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
 
