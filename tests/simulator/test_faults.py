@@ -51,6 +51,22 @@ KERNEL shared_past_the_end(float* out, const float* in) {
     __syncthreads();
     out[T] = square[0][0];
 }
+KERNEL past_one_row(float* out, const float* in) {
+    __shared__ float only[16];
+    only[T] = in[T];  // past_one_row
+    __syncthreads();
+    out[T] = only[0];
+}
+KERNEL past_a_row(float* out, const float* in) {
+    __shared__ float rows[4][8];
+    rows[T / 9][T % 9] = in[T];  // past_a_row
+    __syncthreads();
+    out[T] = rows[0][0];
+}
+KERNEL own_array(float* out, const float* in) {
+    float mine[4] = {1, 2, 3, 4};
+    out[T] = mine[(int)T - 1];  // own_array
+}
 extern __shared__ float dynamic[];
 KERNEL dynamic_past_the_end(float* out, const float* in) {
     dynamic[T] = in[T];  // dynamic_past_the_end
@@ -226,7 +242,10 @@ KINDS = {
     "in_no_array": Planted(faults.OutOfBounds, 1, "at an address in no array", thread=0),
     "null_pointer": Planted(faults.OutOfBounds, 8, "null pointer", thread=0),
     "in_a_function": Planted(faults.OutOfBounds, 40, "just past the end of in", "in", 40, 35),
-    "shared_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "square", 32, 32),
+    "shared_past_the_end": Planted(faults.OutOfBounds, 40, "index 4 of square, float[4][8]", "square", None, 32),
+    "past_one_row": Planted(faults.OutOfBounds, 20, "index 16 of only, float[16]", "only", 16, 16),
+    "past_a_row": Planted(faults.OutOfBounds, 20, "index 8 of rows, float[8]", "rows", None, 8),
+    "own_array": Planted(faults.OutOfBounds, 4, "index -1 of an array, float[4]", thread=0),
     "dynamic_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "dynamic", 30, 30),
     "atomic_past_the_end": Planted(faults.OutOfBounds, 1, "just past the end of out", "out", 40, 0),
     "misaligned": Planted(faults.Misaligned, 4, "no multiple of 8", "in", 1, 1),

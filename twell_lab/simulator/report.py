@@ -148,6 +148,13 @@ class Describer:
         return "writes" if fault.is_write else "reads"
 
     def _out_of_bounds(self, fault, facts):
+        if fault.text:  # the compiler's own check
+            index = fault.lane_or_mask - (fault.lane_or_mask >> 63 << 64)
+            line = facts["path"][-1].text if facts["path"] else ""
+            kind = fault.text.decode().strip("'").replace(" [", "[", 1)
+            array, words = next(((a[0], a[4]) for a in self.shared if f"{a[0]}[" in line), (None, ""))
+            facts["array"], facts["element"] = array, index if words.endswith(kind[kind.index("[") :]) else None
+            return faults.OutOfBounds, f"{self.kernel} goes out of bounds: index {index:,} of {array or 'an array'}, {kind}", ""
         place, facts["array"], facts["element"] = self._place(fault)
         return faults.OutOfBounds, f"{self.kernel} {self._verb(fault)} {fault.size} bytes out of bounds: {place}", ""
 

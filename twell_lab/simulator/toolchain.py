@@ -120,8 +120,9 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
         flags.append("-fcf-protection=none")
     # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
     flags += ["-fno-gnu-unique", "-fmax-errors=5"] if cxx.name == "g++" else ["-ferror-limit=5"]
-    if cxx.name == "clang++" and kind == "watched":  # else clang leaves out blocks that follow from others
-        flags.append("-fsanitize-coverage=bb,no-prune")
+    if kind == "watched":  # clang leaves out blocks that follow from others, unless told
+        flags += ["-fsanitize=bounds-strict"] if cxx.name == "g++" else [
+            "-fsanitize=array-bounds", "-fsanitize-coverage=bb,no-prune"]  # fmt: skip
     return [*flags, *KINDS[kind], *(f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items()))]
 
 

@@ -223,6 +223,21 @@ extern "C" void sim_copy(void* to, const void* from, int bytes, int piece, void*
     memcpy(to, from, (size_t)bytes);
 }
 
+// An index past the end of an array whose size the compiler knows: of a thread's own array, or past the end of a row that
+// another row follows. The compiler has been asked to call this before such an access (-fsanitize=bounds).
+struct TypeName { uint16_t kind, info; char name[1]; };  // info of an integer: log2 of its bits, then whether it is signed
+struct BadIndex { const char* file; uint32_t line, column; const TypeName *array, *index; };
+HOOK void __ubsan_handle_out_of_bounds(const BadIndex* bad, uint64_t index) {
+    if (!sim_running.load(std::memory_order_relaxed)) return;
+    Thread& me = *self();
+    if (!me.in_kernel) return;
+    SimFault f = fault_of(me, OUT_OF_BOUNDS, HERE);
+    const int unused = 64 - (1 << (bad->index->info >> 1));
+    if (unused > 0) index = bad->index->info & 1 ? (uint64_t)((int64_t)(index << unused) >> unused) : index << unused >> unused;
+    f.text = bad->array->name, f.lane_or_mask = index;
+    stop(me, f);
+}
+
 // ---- the tree of calls, basic blocks, and what the header reports by itself ----
 
 // The frame of the function that called the hook. A function's first and last blocks run before it is entered and
