@@ -131,10 +131,11 @@ class Program:
         if not watched:
             return call.run(workers, names, **options)
         with call.arrays_apart():
-            with suppress(raw.faults.Fault):
-                return call.run(workers, names, **options)
-            # Which of several faults is met first depends on the cores; one core always meets the same.
-            call.reset_arrays()
+            if min(workers, blocks) > 1:
+                with suppress(raw.faults.Fault):
+                    return call.run(workers, names, **options)
+                # Which of several faults is met first depends on the cores; one core always meets the same.
+                call.reset_arrays()
             return call.run(1, names, **options)
 
 

@@ -1,0 +1,170 @@
+"""Small launches that no mutant should survive, and the process that runs them on one mutant after another.
+
+    python -m tests.simulator.mutant_battery FOLDER < mutants, one JSON list [file, [number, shift, compiled], ...] a line
+
+It answers each with a line of JSON: what killed it ("OutOfBounds", "differs", ...), or null where it survived.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from tests.simulator import cases, mutants
+from tests.simulator.cases import Layer
+from twell_lab import simulator
+from twell_lab.formats import TwELL
+from twell_lab.simulator import Program
+
+BF16 = {"VALUE_BF16": True}
+# One warp with a chunk that is not full, and every way of several warps and teams.
+DEFINES = {
+    "smxx_pack.cu": [BF16],
+    "smxx_down.cu": [BF16 | {"D_MODEL": 264, "WARPS": 1}, BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 3}],
+    "smxx_gated.cu": [
+        BF16 | {"D_MODEL": 264, "WARPS": 1},
+        BF16 | {"D_MODEL": 264, "WARPS": 2},
+        BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 2},
+    ],
+}
+UNWRITTEN = 12345.0  # what y holds before a launch: a NaN could be meant
+
+
+class Differs(Exception):
+    """The result is not the reference's."""
+
+
+def launch(program: Program, kernel: str, grid, block: int, arguments) -> None:
+    program.launch(kernel, grid, block, arguments, watch="faults", seconds=1, cores=1)
+
+
+# ---- pack
+
+
+def pack(program: Program, version: int, gate, tile: int, words: int, expected: TwELL) -> None:
+    rows, columns = gate.shape
+    block, tiles_a_block = {1: (32, 32), 2: (64, 2), 3: (64, 2), 4: (64, 8)}[version]
+    poison = torch.iinfo(torch.int32).max
+    packed = torch.full_like(expected.packed, poison)
+    items = packed.shape[0] * packed.shape[1]
+    launch(program, f"pack_v{version}", -(-items // tiles_a_block), block, (gate, packed, rows, columns, tile, words))
+    used = torch.arange(words - 1) < expected.counts[..., None]
+    right = torch.where(used, expected.packed[..., 1:], poison)
+    if not torch.equal(packed[..., 0], expected.counts) or not torch.equal(packed[..., 1:], right):
+        raise Differs
+
+
+def pack_checks() -> Iterator[Callable[[Program], None]]:
+    for rows, columns, tile, words, patterns in [
+        (3, 40, 16, 5, ["some rows over", "full tiles", "one over", "odd values", "all", "silent"]),
+        (13, 24, 8, 9, ["all", "dense"]),
+        (2, 840, 520, 40, ["dense", "sparse"]),  # more than a warp's vectors hold
+        (3, 37, 16, 5, ["some rows over", "full tiles", "odd values"]),
+        (2, 40, 35, 36, ["all"]),
+        (1, 1, 1, 2, ["all"]),
+    ]:
+        for pattern in patterns:
+            gate = cases.gate_of(pattern, rows, columns, torch.bfloat16, tile, words)
+            expected = TwELL.from_gate(gate, tile, words)
+            for version in (1, 2, 3, 4) if columns % 8 == tile % 8 == 0 else (1, 2):
+                yield partial(pack, version=version, gate=gate, tile=tile, words=words, expected=expected)
+
+
+# ---- down and gated
+
+
+def token_kernel(program: Program, kernel: str, layer: Layer, gate, tail) -> None:
+    d_model = layer.x.shape[1]
+    version = int(kernel[-1])
+    sizes = program.defines
+    threads = 128 if version == 1 else 32 * sizes["WARPS"] * sizes.get("TEAMS", 1)
+    y = torch.full_like(layer.x, UNWRITTEN)
+    packed, spoilt = layer.packed.packed, kernel.startswith("gated")
+    rest = (packed, gate, *tail, layer.down_t, layer.down_bias)
+    if spoilt:
+        rest = (layer.x, *rest[:5], layer.up, rest[5], layer.up_bias, rest[6])
+    numbers = (d_model, layer.gate.shape[1], layer.tile, packed.shape[2])
+    launch(program, kernel, (len(y), -(-d_model // 2048) if version == 1 else 1), threads, (*rest, y, *numbers))
+    if (layer.gated_error if spoilt else layer.plain_error)(y) > 1:
+        raise Differs
+
+
+@cache
+def layers(d_model: int) -> list[Layer]:
+    """Of a few rows each: part full, all kept, silent; more tiles than lanes; strips; rows that are not finite."""
+    made = []
+    for d_ff, tile, words, patterns, spoilt in [
+        (75, 16, 5, ["some rows over", "all"], ""),
+        (73, 33, 3, ["one over", "silent", "full tiles"], ""),
+        (132, 4, 3, ["sparse", "full tiles"], ""),
+        (129, 4, 5, ["all", "dense"], "i"),
+        (20, 16, 17, ["sparse", "dense", "all"], "n"),
+    ]:
+        gates = [cases.gate_of(pattern, 1, d_ff, torch.bfloat16, tile, words, seed=3) for pattern in patterns]
+        made.append(Layer.draw(torch.cat(gates), d_model, tile, words, "ud" if len(made) % 2 == 0 else "", spoilt))
+    return made
+
+
+@cache
+def spoilt_layers(d_model: int) -> list[Layer]:
+    """One value of each row of x is not finite. Nothing fires in the first layer; all does in most rows of the second."""
+    columns = sorted({0, min(7, d_model - 1), min(8, d_model - 1), min(128, d_model - 1), d_model - 1})
+    silent = Layer.draw(torch.full((len(columns), 33), -1.0).bfloat16(), d_model, 16, 5)
+    silent.x[range(len(columns)), columns] = torch.inf
+    gate = torch.full((4, 132), 1.0).bfloat16()
+    gate[1, 5] = gate[2, -1] = -1
+    full = Layer.draw(gate, d_model, 4, 5)
+    full.up, full.down = full.up.abs(), full.down.abs()
+    full.x[:, 0] = torch.inf  # so that y is infinite where every neuron fires, and NaN elsewhere
+    return [silent, full]
+
+
+def token_checks(kernels: list[str], layers: list[Layer], both: bool = True) -> Iterator[Callable[[Program], None]]:
+    for layer in layers:
+        for gate, tail in layer.sources if both else layer.sources[:1]:
+            for kernel in kernels:
+                yield partial(token_kernel, kernel=kernel, layer=layer, gate=gate, tail=tail)
+
+
+@cache
+def checks(file: str, defines: int) -> list[Callable[[Program], None]]:
+    if file == "smxx_pack.cu":
+        return list(pack_checks())
+    sizes, name = DEFINES[file][defines], file.removeprefix("smxx_").removesuffix(".cu")
+    newest = {"gated": [2, 3, 4], "down": [2, 3]}[name]
+    kernels = [f"{name}_v{version}" for version in (newest[-1:] if "TEAMS" in sizes else newest[:-1])]
+    first = [f"{name}_v1"] if defines == 0 else []
+    made = [*token_checks(kernels, layers(264)), *token_checks(first, [*layers(7), layers(4096)[1]])]
+    if name == "gated":
+        made += token_checks(kernels + first, spoilt_layers(264), both=False)
+    return made
+
+
+@cache
+def program(folder: Path, file: str, defines: int, number: int = 0, shift: int = 0) -> Program:
+    return simulator.compile(folder / file.partition(".")[0] / file, DEFINES[file][defines] | {"MUTANT": number, "SHIFT": shift})
+
+
+def killed(folder: Path, file: str, number: int, shift: int, compiled: bool) -> str | None:
+    for i in range(len(DEFINES[file])):
+        mutated = program(folder, file, i, *((number, shift) if compiled else ()))
+        mutated.launch(mutants.CHOOSE, 1, 1, (number, shift), watch="faults")
+        try:
+            for check in checks(file, i):
+                check(mutated)
+        except Differs:
+            return "differs"
+        except simulator.Fault as fault:
+            return type(fault).__name__
+    return None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(killed(Path(sys.argv[1]), *json.loads(line))), flush=True)

@@ -1,0 +1,95 @@
+"""Mutants of kernels/: every barrier deleted, every bound shifted by one either way, one at a time.
+
+They are found in the text of the sources, so a new kernel has its mutants without being told. All mutants of a file are
+compiled at once (a schema, as Untch, Offutt and Harrold called it in 1993): a bound becomes `bound + mutant(17)`, which is
+0 unless mutant 17 was chosen before the launch. Sizes of shared arrays are known to the compiler and need one build each.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from twell_lab.simulator import source
+
+HEADER = "mutants.cuh"
+CHOOSE = "choose_mutant"
+_SCHEMA = f"""#pragma once
+#ifndef MUTANT
+#define MUTANT 0
+#endif
+#define MUTANT_SHIFT(number) ((number) == MUTANT ? SHIFT : 0)
+__device__ int chosen_mutant, chosen_shift;
+SIM_UNWATCHED static inline int mutant(int number) {{ return number == chosen_mutant ? chosen_shift : 0; }}
+extern "C" __global__ void {CHOOSE}(int number, int shift) {{ chosen_mutant = number, chosen_shift = shift; }}
+"""
+# In a line of code without its comment. `n` stands for mutant(number).
+_RULES = [
+    ("barrier", r"__syncthreads\(\);", "if (!{n}) __syncthreads();"),
+    ("barrier", r"__syncthreads_or\((\w+)\)", r"({n} ? \1 : __syncthreads_or(\1))"),
+    ("bound", r"(?<= )(<|<=|>|>=|==|!=) (?=[1-9][\d.]*e)", r"\1 (1 + {n}) * "),  # of floats: half way to the next would be too little
+    ("bound", r"(?<= )(<|<=|>|>=|==|!=) (?![1-9][\d.]*e)", r"\1 {n} + "),
+    ("bound", r"\bmin\(", "{n} + min("),
+    ("offset", r"([+-]) 1\b(?!\.)", r"\1 1 + {n}"),
+    ("offset", r"(?<=[\[(])1 \+", "1 + {n} +"),
+    ("start", r"(for \(\w+ \w+ =) ", r"\1 {n} + "),
+    ("stride", r"(\w+ \+=) (?=WARP|blockDim)", r"\1 {n} + "),
+]
+_SIZES = [  # these are known when the file is compiled
+    ("size", r"(?<=\[)([^\]]+)(?=\])", r"(\1) + {n}", re.compile(r"^\s*__shared__ ")),
+    ("size", r"(?<=SLAB )(\d+)", r"(\1 + {n})", re.compile(r"^#define SLAB ")),
+    ("offset", r"- 1\b", "- 1 + {n}", re.compile(r"^#define CHUNKS ")),
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """shift: what is added to the bound (of a barrier: 1, it is deleted). compiled: in a build of its own."""
+
+    number: int
+    file: str
+    line: int
+    kind: str
+    text: str  # what is changed, with « » around it, in its line
+    shift: int
+    compiled: bool
+
+    def __str__(self) -> str:
+        what = "deleted" if self.kind == "barrier" else f"{self.shift:+d}"
+        return f"{self.file}: {self.text}: {what}"
+
+
+def _marked(line: str, start: int, end: int) -> str:
+    return f"{line[:start]}«{line[start:end].strip()}»{line[end:]}".strip()
+
+
+def _of_line(file: str, number: int, code: str, first: int) -> tuple[str, list[Mutant]]:
+    """The line with a place for each of its mutants, and these; `first` is the number of the next one."""
+    found = []
+    if not code.lstrip().startswith(("#", "static_assert", "template")):
+        found = [(match, kind, new, False) for kind, old, new in _RULES for match in re.finditer(old, code)]
+    found += [(match, kind, new, True) for kind, old, new, where in _SIZES if where.match(code) for match in re.finditer(old, code)]
+    mutants, changed = [], code
+    for name, (match, kind, new, compiled) in enumerate(sorted(found, key=lambda f: -f[0].start()), first):
+        call = f"MUTANT_SHIFT({name})" if compiled else f"mutant({name})"
+        text = _marked(code, *match.span())
+        # A larger shared array does no harm, and a barrier can only be deleted.
+        shifts = {"barrier": [1], "size": [-1]}.get(kind, [1, -1]) if not code.startswith("#") else [1, -1]
+        mutants += [Mutant(name, file, number, kind, text, shift, compiled) for shift in shifts]
+        changed = changed[: match.start()] + match.expand(new.replace("{n}", call)) + changed[match.end() :]
+    return changed, mutants
+
+
+def of_sources(sources: dict[str, str]) -> tuple[dict[str, str], list[Mutant]]:
+    """The sources with every mutant in them, none chosen, and the list of the mutants."""
+    changed, mutants, number = {HEADER: _SCHEMA}, [], 1
+    for file, text in sources.items():
+        lines = []
+        for i, code in enumerate(source.code_only(text).split("\n"), 1):
+            line, more = _of_line(file, i, code, number)
+            number = max([number - 1, *(m.number for m in more)]) + 1
+            lines.append(line)
+            mutants += more
+        assert not lines[0].strip(), f"{file}: its first line is a comment, whose place the header takes"
+        changed[file] = "\n".join([f'#include "{HEADER}"', *lines[1:]])
+    return changed, mutants
