@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -341,6 +342,18 @@ def test_two_python_threads_at_once(program):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_libraries_share_the_memory_of_their_threads(tmp_path):
+    """Closed pages between stacks split memory in thousands of pieces, and Linux grants a process 65,530."""
+    (tmp_path / "few.cu").write_text('extern "C" __global__ void few(int* out) { out[threadIdx.x] = N; }')
+    pieces = []
+    for n in range(3):
+        out = np.zeros(1000, np.int32)
+        simulator.compile(tmp_path / "few.cu", {"N": n}).launch("few", 1, 1000, (out,), watch=None)
+        assert (out == n).all()
+        pieces.append(len(Path("/proc/self/maps").read_text().splitlines()))
+    assert pieces[2] - pieces[0] < 100
 
 
 # ---- what is refused

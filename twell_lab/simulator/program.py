@@ -23,9 +23,10 @@ from . import report as raw
 from . import toolchain
 from .counts import Counts
 from .report import ArrayInfo
+from .stacks import STACKS
 from .trace import Trace
 
-WATCHES = (None, "faults", "counts")
+WATCHES = (None, "faults", "counts", "address")
 _GAP = 16 << 20  # unused addresses between two arrays of a watched launch, so that no overrun reaches the next
 _ALIGNED = 512  # where a GPU's allocator begins an array: which sectors and lines an access touches depends on it
 _MOST_THREADS = 1024
@@ -104,7 +105,8 @@ class Program:
 
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
         watch: None runs optimised code and finds nothing but threads that wait for each other in vain; "faults" checks
-        every access and raises a Fault, leaving the arrays as they were; "counts" also counts them (Run.counts).
+        every access and raises a Fault, leaving the arrays as they were; "counts" also counts them (Run.counts); "address" is
+        for processes that were started with AddressSanitizer's runtime, which ends them at an access out of bounds.
         trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
         beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
         an `extern __shared__` array. seconds: limit. cores: how many blocks run at a time; all cores by default.
@@ -120,8 +122,10 @@ class Program:
         if trace is not None and not 0 <= trace < blocks:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
         sources, names = toolchain.with_watches(self.sources, dict(values or {}))
-        watched = watch is not None or trace is not None
-        library = self._built("watched" if watched else "fast", sources)
+        if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
+            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so python ...")
+        watched = watch in ("faults", "counts") or trace is not None
+        library = self._built("watched" if watched else watch or "fast", sources)
         call = _Call(library, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
         options = {"watch": flags, "trace": -1 if trace is None else trace, "steps": steps, "seconds": seconds}
@@ -155,36 +159,6 @@ class _Library:
         return list(iter(lambda it=iter(table): next(it), 0))
 
 
-class _Stacks:
-    """Stacks for the threads of blocks, one address a worker, that every library of this process uses in turn.
-
-    A closed page below each thread's stack splits the memory in 2048 pieces, of which Linux lets a process have 65,530:
-    only the first workers get them.
-    """
-
-    CLOSED = 8
-
-    def __init__(self) -> None:
-        self._free: list[int] = []
-        self._made = 0
-        self._lock = threading.Lock()
-
-    def take(self, count: int, make) -> list[int]:
-        with self._lock:
-            while len(self._free) < count:
-                address = make(self._made < self.CLOSED)
-                if not address:
-                    raise MemoryError("no memory for the stacks of a block's threads")
-                self._made += 1
-                self._free.append(address)
-            return [self._free.pop() for _ in range(count)]
-
-    def give(self, stacks: list[int]) -> None:
-        with self._lock:
-            self._free += reversed(stacks)
-
-
-_stacks = _Stacks()
 _building = threading.Lock()
 
 
@@ -259,7 +233,7 @@ class _Call:
         shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
         before = [bytes(_bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
         workers = min(workers, self.grid[0] * self.grid[1] * self.grid[2])
-        stacks = (ctypes.c_void_p * workers)(*_stacks.take(workers, library.handle.sim_make_stacks))
+        stacks = (ctypes.c_void_p * workers)(*STACKS.take(workers, library.handle.sim_make_stacks))
         launch = raw.Launch(
             ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
             ctypes.addressof(addresses), self.grid, self.block, workers, watch, trace, steps, seconds,
@@ -270,7 +244,7 @@ class _Call:
         start = time.perf_counter()
         report = library.handle.sim_launch(ctypes.byref(launch))
         took = time.perf_counter() - start
-        _stacks.give(list(stacks))
+        STACKS.give(list(stacks))
         try:
             return self._result(report.contents, took, names, watch, trace, before)
         finally:
