@@ -26,7 +26,11 @@ ANY_WIDTH = [1, 7, 333, 2050]
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned():
+    """And nothing runs unwatched, where a write out of bounds would be the end of the process, before it ran watched."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    for version in (1, 2, 3, 4):
+        watched_pack(version, torch.bfloat16)
+    watched_down_and_gated(264, torch.bfloat16)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -52,16 +56,20 @@ def test_pack_by_vectors(dtype, data):
         cases.check_pack(gate, tile, words, version)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_pack_watched(version, dtype):
-    """No fault in it; and launch really runs this version."""
+def watched_pack(version, dtype):
     for pattern in ("some rows over", "odd values", "one over", "silent"):
         for columns, tile, words in ((520, 256, 32), (264, 32, 9), (24, 8, 3)):
             gate = cases.gate_of(pattern, 3, columns, dtype, tile, words)
             with simulator.watching("faults") as runs:
                 cases.check_pack(gate, tile, words, version)
             assert [run.kernel for run in runs] == [f"pack_v{version}"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_pack_watched(version, dtype):
+    """No fault in it; and launch really runs this version."""
+    watched_pack(version, dtype)
 
 
 def test_pack_of_many_tiles():
@@ -113,11 +121,7 @@ def test_a_gate_that_is_not_finite(pattern, dtype, data):
         check(layer, "down", version)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("narrow", [True, False])
-def test_down_and_gated_watched(narrow, dtype):
-    """No fault in any version; and launch really runs it."""
-    d_model = WIDTHS[dtype][0 if narrow else 1]
+def watched_down_and_gated(d_model, dtype):
     gate = cases.gate_of("some rows over", 4, 75, dtype, 64, 17)
     gate[1], gate[2] = 1.0, -1.0
     layer = Layer.draw(gate, d_model, 64, 17, biases="ud", spoilt="ni")
@@ -126,6 +130,13 @@ def test_down_and_gated_watched(narrow, dtype):
             with simulator.watching("faults") as runs:
                 check(layer, name, version)
             assert [run.kernel for run in runs] == [f"{name}_v{version}"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("narrow", [True, False])
+def test_down_and_gated_watched(narrow, dtype):
+    """No fault in any version; and launch really runs it."""
+    watched_down_and_gated(WIDTHS[dtype][0 if narrow else 1], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
