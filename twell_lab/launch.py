@@ -86,8 +86,11 @@ def _aligned(*tensors: Tensor | None) -> bool:
 
 def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
     """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are left as they were."""
-    from .formats import word_dtype
+    from .formats import check_geometry, word_dtype
 
+    if gate.dim() != 2 or gate.dtype not in _DEFINE:
+        raise InputError(f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted")
+    check_geometry(tile, words)
     gate = gate.contiguous()
     rows, columns = gate.shape
     vector = 16 // gate.element_size()
@@ -97,8 +100,14 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     packed = torch.empty(rows, tiles, words, dtype=word_dtype(gate.dtype), device=gate.device)
     if rows == 0:
         return packed
+    vectors = columns % vector == 0 and tile % vector == 0 and _aligned(gate)
     if version is None:
-        version = 4 if columns % vector == 0 and tile % vector == 0 and _aligned(gate) else 2
+        version = 4 if vectors else 2
+    elif version not in _PACK_BLOCKS or (version > 2 and not vectors):
+        raise InputError(
+            f"version is {version}; 1 and 2 are accepted, and 3 and 4 where d_ff and tile are multiples of {vector} and the "
+            f"gate lies on a 16-byte boundary (d_ff is {columns}, tile {tile})"
+        )
     block, tiles_a_block = _PACK_BLOCKS[version]
     defines = ((_DEFINE[gate.dtype], True),)
     grid = -(-rows * tiles // tiles_a_block)
@@ -147,6 +156,8 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     if rows == 0:
         return y
     tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
+    if version not in (None, *range(1, many + 2)):
+        raise InputError(f"version is {version}; 1 to {many + 1} are accepted")
     if version is None:
         version = many + (y.is_cuda and rows <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count)
     defines = specialisation(y.dtype, d_model, _TEAMS if version == many + 1 else 1) if _aligned(*vectors) else None

@@ -205,6 +205,9 @@ KERNEL mask_without_the_caller(float* out, const float* in) {
     out[T] = __ballot_sync(0x7fffffffu, in[T] > 0);  // mask_without_the_caller
 }
 
+KERNEL divides(float* out, const float* in) {
+    out[T] = 100 / ((int)in[T] - 21);  // divides
+}
 KERNEL asserts(float* out, const float* in) {
     assert(in[T] < 33);  // asserts
     out[T] = in[T];
@@ -258,7 +261,7 @@ KINDS = {
     "read_write": Planted(faults.SharedRace, 40, "of the same block", "s"),
     "two_readers_one_writer": Planted(faults.SharedRace, 40, "of the same block", "s", 20),
     "no_syncwarp": Planted(faults.SharedRace, 32, "__syncwarp() would do", "s"),
-    "syncwarp_of_others": Planted(faults.SharedRace, 40, "no __syncthreads() between the two", "s"),
+    "syncwarp_of_others": Planted(faults.SharedRace, 40, "no __syncthreads() in between that both come to", "s"),
     "overlapping_bytes": Planted(faults.SharedRace, 2, "race on shared memory", "s", 3, 1, 0),
     "atomic_and_plain": Planted(faults.SharedRace, 40, "race on shared memory", "n", 0),
     "same_element": Planted(faults.GlobalRace, 40, "nothing puts one before the other", "out", 0, 1, 0),
@@ -271,6 +274,7 @@ KINDS = {
     "lane_outside_the_mask": Planted(faults.WarpFault, 32, "shuffles from lane 20", thread=0),
     "lane_that_left": Planted(faults.WarpFault, 32, "shuffles from lane 5, which takes no part", thread=0),
     "mask_without_the_caller": Planted(faults.WarpFault, 32, "0x7fffffff, which leaves out the caller, lane 31", thread=31),
+    "divides": Planted(faults.DivisionByZero, 40, "divides a whole number by zero", thread=21),
     "asserts": Planted(faults.AssertionFault, 40, "assert(in[T] < 33)", thread=33),
     "traps": Planted(faults.AssertionFault, 40, "__trap()", thread=7),
     "endless": Planted(faults.TooLong, 1, "loop that never ends", thread=0),

@@ -368,21 +368,23 @@ def test_arrays_that_share_memory_still_do(program):
     assert np.array_equal(both, np.arange(10)[::-1])
 
 
-ITEMS = np.zeros(4, np.int32)
+ITEMS, DOUBLES, LONGS = np.zeros(4, np.int32), np.zeros(4), np.zeros(4, np.int64)
 REFUSED = {
     "has no kernel 'place'; it has places": ("place", 1, 1, (ITEMS,)),
     r"places takes 1 arguments \(out\); 2 were given": ("places", 1, 1, (ITEMS, 3)),
     r"places takes 1 arguments \(out\); 0 were given": ("places", 1, 1, ()),
-    "out of places is a list; a torch tensor, a NumPy array or None": ("places", 1, 1, ([1, 2],)),
-    "out of places is a int; a torch": ("places", 1, 1, (5,)),
+    "out of places is of type list; a torch tensor, a NumPy array or None": ("places", 1, 1, ([1, 2],)),
+    "out of places is of type int; a torch": ("places", 1, 1, (5,)),
     "out of places is a NumPy array with strides": ("places", 1, 1, (np.zeros((4, 4), np.int32)[:, 0],)),
     "out of places is not contiguous; a contiguous tensor": ("places", 1, 1, (torch.zeros(4, 4).t()[:, :2],)),
     "out of places is meta": ("places", 1, 1, (torch.zeros(4, device="meta"),)),
     "n of many_blocks is 2.5; a whole number": ("many_blocks", 1, 33, (ITEMS, 2.5)),
     "n of many_blocks is None; a whole number": ("many_blocks", 1, 33, (ITEMS, None)),
     "n of many_blocks is 2147483648; -2147483648 to 2147483647": ("many_blocks", 1, 33, (ITEMS, 2**31)),
-    "small of language is -1; 0 to 255": ("language", 1, 1, (ITEMS, ITEMS, ITEMS, True, -1, 1.0, 0)),
-    "scale of language is 'a'; a number": ("language", 1, 1, (ITEMS, ITEMS, ITEMS, True, 1, "a", 0)),
+    "small of language is -1; 0 to 255": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, -1, 1.0, 0)),
+    "scale of language is 'a'; a number": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, 1, "a", 0)),
+    r"out of language is int32; the kernel takes double\*": ("language", 1, 1, (ITEMS, ITEMS, LONGS, True, 1, 1.0, 0)),
+    r"big of language is float64; the kernel takes long long\*": ("language", 1, 1, (DOUBLES, ITEMS, DOUBLES, True, 1, 1.0, 0)),
     "block is .*1025.*": ("places", 1, 1025, (ITEMS,)),
     r"block is \(33, 32, 1\), 1056 threads; at most 1024": ("places", 1, (33, 32), (ITEMS,)),
     "block is 0": ("places", 1, 0, (ITEMS,)),

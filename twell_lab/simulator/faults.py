@@ -59,5 +59,9 @@ class AssertionFault(Fault):
     """An assert() or __trap() of the kernel."""
 
 
+class DivisionByZero(Fault):
+    """A whole number divided by zero; on a GPU the result is undefined."""
+
+
 class TooLong(Fault):
     """The launch took longer than it was allowed; most often a loop that never ends."""

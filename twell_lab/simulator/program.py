@@ -9,16 +9,16 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from ..errors import InputError
+from . import arguments as args
 from . import report as raw
 from . import toolchain
 from .counts import Counts
@@ -28,8 +28,8 @@ from .trace import Trace
 
 WATCHES = (None, "faults", "counts", "address")
 _GAP = 16 << 20  # unused addresses between two arrays of a watched launch, so that no overrun reaches the next
-_ALIGNED = 512  # where a GPU's allocator begins an array: which sectors and lines an access touches depends on it
 _MOST_THREADS = 1024
+_MOST_STATIC = 48 << 10  # bytes of __shared__ arrays of fixed size
 _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 
@@ -43,25 +43,6 @@ class Run:
     seconds: float
     counts: Counts | None = None
     trace: Trace | None = None
-
-
-@dataclass
-class _Array:
-    """One array argument: its memory, and what to call it."""
-
-    name: str
-    address: int
-    nbytes: int
-    dtype: object  # np.dtype or "bfloat16"
-    itemsize: int
-    shape: tuple[int, ...]
-    owner: object
-    past_aligned: int  # bytes from the start of the memory it is a part of
-    moved: int = 0  # where a watched launch has its copy
-
-    @property
-    def words(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
@@ -104,18 +85,21 @@ class Program:
         """Run `kernel` for every thread of grid x block; arrays are changed in place, as on a GPU.
 
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
-        watch: None runs optimised code and finds nothing but threads that wait for each other in vain; "faults" checks
+        watch: None runs optimised code, finds nothing but threads that wait for each other in vain, and an access out of
+        bounds may end the process, as it may anywhere in C++; "faults" checks
         every access and raises a Fault, leaving the arrays as they were; "counts" also counts them (Run.counts); "address" is
         for processes that were started with AddressSanitizer's runtime, which ends them at an access out of bounds.
         trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
         beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
-        an `extern __shared__` array. seconds: limit. cores: how many blocks run at a time; all cores by default.
+        an `extern __shared__` array. seconds: limit (with watch None it is only looked at between blocks and where threads
+        wait for each other). cores: how many blocks run at a time; all cores by default.
         """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if block[0] * block[1] * block[2] > _MOST_THREADS:
             raise InputError(f"block is {block}, {block[0] * block[1] * block[2]} threads; at most 1024 are accepted")
         if kernel not in self.kernels:
-            raise InputError(f"{self.file} has no kernel {kernel!r}; it has {', '.join(self.kernels)}")
+            known = ", ".join(self.kernels) or "none (a kernel is marked __global__; templates are not counted)"
+            raise InputError(f"{self.file} has no kernel {kernel!r}; it has {known}")
         if watch not in WATCHES:
             raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
         blocks = grid[0] * grid[1] * grid[2]
@@ -136,8 +120,12 @@ class Program:
             return call.run(workers, names, **options)
         with call.arrays_apart():
             if min(workers, blocks) > 1:
-                with suppress(raw.faults.Fault):
+                try:
                     return call.run(workers, names, **options)
+                except raw.faults.TooLong:
+                    raise
+                except raw.faults.Fault:
+                    pass
                 # Which of several faults is met first depends on the cores; one core always meets the same.
                 call.reset_arrays()
             return call.run(1, names, **options)
@@ -159,6 +147,23 @@ class _Library:
         return list(iter(lambda it=iter(table): next(it), 0))
 
 
+def _interruptible(handle, launch: raw.Launch):
+    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it where the runtime looks at the clock."""
+    if threading.current_thread() is not threading.main_thread():
+        return handle.sim_launch(ctypes.byref(launch))
+    done: list = []
+    runner = threading.Thread(target=lambda: done.append(handle.sim_launch(ctypes.byref(launch))), daemon=True)
+    runner.start()
+    try:
+        while runner.is_alive():
+            runner.join(0.1)
+    except KeyboardInterrupt:
+        launch.cancel = 1
+        runner.join(5)
+        raise
+    return done[0]
+
+
 _building = threading.Lock()
 
 
@@ -175,6 +180,9 @@ class _Call:
         self.library, self.kernel, self.grid, self.block = library, kernel, grid, block
         if not 0 <= shared_bytes <= toolchain.MOST_SHARED:
             raise InputError(f"shared_bytes is {shared_bytes}; 0 to {toolchain.MOST_SHARED} is accepted")
+        if large := [s for s in library.built.shared if not s.dynamic and s.size > _MOST_STATIC]:
+            raise InputError(f"shared {large[0].name} has {large[0].size:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays of "
+                             "fixed size, more only in an `extern __shared__` array with shared_bytes")
         others = set(library.built.kernels) - {kernel}  # their arrays lie beside this one's here, though not on a GPU
         own = [s for s in library.built.shared if s.function not in others]
         self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
@@ -182,7 +190,7 @@ class _Call:
         if len(arguments) != len(sizes):
             names = ", ".join(p.name for p in signature.parameters)
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({names}); {len(arguments)} were given")
-        self.arrays: list[_Array] = []
+        self.arrays: list[args.Array] = []
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
         self.copy: np.ndarray | None = None
         self.groups: list[tuple[int, int, int]] = []  # address, bytes and the copy's offset of memory that is copied as one
@@ -191,9 +199,9 @@ class _Call:
         if parameter.pointer:
             if given is None:
                 return ctypes.c_void_p(0)
-            self.arrays.append(_array(self.kernel, parameter.name, given))
+            self.arrays.append(args.array(self.kernel, parameter, given))
             return self.arrays[-1]
-        return _number(self.kernel, parameter, given, size)
+        return args.number(self.kernel, parameter, given, size)
 
     # Watched launches work on copies that lie far apart: an access past the end of one array is never one into another.
 
@@ -201,12 +209,12 @@ class _Call:
     def arrays_apart(self) -> Iterator[None]:
         at = _GAP
         starts = {a.address: a.past_aligned for a in self.arrays}
-        for begin, end in _merged((a.address, a.address + a.nbytes) for a in self.arrays if a.nbytes):
-            at = -(-at // _ALIGNED) * _ALIGNED + starts[begin]
+        for begin, end in args.merged((a.address, a.address + a.nbytes) for a in self.arrays if a.nbytes):
+            at = -(-at // args.ALIGNED) * args.ALIGNED + starts[begin]
             self.groups.append((begin, end - begin, at))
             at += end - begin + _GAP
-        self.copy = np.empty(at + _ALIGNED, np.uint8)
-        base = -self.copy.ctypes.data % _ALIGNED
+        self.copy = np.empty(at + args.ALIGNED, np.uint8)
+        base = -self.copy.ctypes.data % args.ALIGNED
         self.groups = [(address, nbytes, offset + base) for address, nbytes, offset in self.groups]
         self.reset_arrays()
         for a in self.arrays:
@@ -216,22 +224,22 @@ class _Call:
             a.moved = a.moved or self.copy.ctypes.data + _GAP // 2  # an empty array: no access is inside
         yield
         for address, nbytes, offset in self.groups:
-            changed, original = self.copy[offset : offset + nbytes], _bytes_at(address, nbytes)
+            changed, original = self.copy[offset : offset + nbytes], args.bytes_at(address, nbytes)
             if not np.array_equal(changed, original):
                 original[:] = changed
 
     def reset_arrays(self) -> None:
         for address, nbytes, offset in self.groups:
-            self.copy[offset : offset + nbytes] = _bytes_at(address, nbytes)
+            self.copy[offset : offset + nbytes] = args.bytes_at(address, nbytes)
 
     def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:
         library = self.library
         place = (lambda a: a.moved) if self.copy is not None else (lambda a: a.address)
-        values = [ctypes.c_void_p(place(v)) if isinstance(v, _Array) else v for v in self.values]
+        values = [ctypes.c_void_p(place(v)) if isinstance(v, args.Array) else v for v in self.values]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         buffers = (raw.Buffer * len(self.arrays))(*((place(a), a.nbytes) for a in self.arrays))
         shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
-        before = [bytes(_bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
+        before = [bytes(args.bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
         workers = min(workers, self.grid[0] * self.grid[1] * self.grid[2])
         stacks = (ctypes.c_void_p * workers)(*STACKS.take(workers, library.handle.sim_make_stacks))
         launch = raw.Launch(
@@ -239,10 +247,10 @@ class _Call:
             ctypes.addressof(addresses), self.grid, self.block, workers, watch, trace, steps, seconds,
             ctypes.addressof(buffers), ctypes.addressof(shared), len(buffers), len(shared),
             max((s.offset + s.size for s in library.built.shared), default=0),
-            ctypes.addressof(stacks),
+            ctypes.addressof(stacks), 0,
         )  # fmt: skip
         start = time.perf_counter()
-        report = library.handle.sim_launch(ctypes.byref(launch))
+        report = _interruptible(library.handle, launch)
         took = time.perf_counter() - start
         STACKS.give(list(stacks))
         try:
@@ -300,16 +308,8 @@ class _Call:
         return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared)
 
 
-_TYPES = {
-    "float": np.float32, "double": np.float64, "int": np.int32, "unsigned": np.uint32, "unsigned int": np.uint32,
-    "short": np.int16, "unsigned short": np.uint16, "char": np.int8, "unsigned char": np.uint8, "bool": np.bool_,
-    "long": np.int64, "unsigned long": np.uint64, "long long": np.int64, "unsigned long long": np.uint64,
-    "__half": np.float16, "half": np.float16,
-}  # fmt: skip
-
-
 def _shared_dtype(s) -> np.dtype:
-    return np.dtype(_TYPES.get(s.type, np.uint8))
+    return np.dtype(args.TYPES.get(s.type, np.uint8))
 
 
 def _shared_shape(s) -> tuple[int, ...]:
@@ -321,55 +321,6 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
     if not 1 <= len(sizes) <= 3 or any(not isinstance(n, (int, np.integer)) or not 1 <= n <= most for n in sizes):
         raise InputError(f"{name} is {size}; 1 to 3 sizes from 1 to {most:,} are accepted")
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
-
-
-def _array(kernel: str, name: str, given) -> _Array:
-    if isinstance(given, torch.Tensor):
-        if given.device.type != "cpu" or given.layout != torch.strided or not given.is_contiguous():
-            kind = given.device if given.device.type != "cpu" else "not contiguous"
-            raise InputError(f"{name} of {kernel} is {kind}; a contiguous tensor on the CPU is accepted")
-        dtype = "bfloat16" if given.dtype == torch.bfloat16 else np.dtype(str(given.dtype).removeprefix("torch."))
-        inside = (given.data_ptr() - given.untyped_storage().data_ptr()) % _ALIGNED
-        return _Array(name, given.data_ptr(), given.nbytes, dtype, given.element_size(), tuple(given.shape), given, inside)
-    if isinstance(given, np.ndarray):
-        if not given.flags.c_contiguous:
-            raise InputError(f"{name} of {kernel} is a NumPy array with strides {given.strides}; a contiguous one is accepted")
-        inside = given.ctypes.data % 16
-        return _Array(name, given.ctypes.data, given.nbytes, given.dtype, given.itemsize, given.shape, given, inside)
-    raise InputError(f"{name} of {kernel} is a {type(given).__name__}; a torch tensor, a NumPy array or None is accepted")
-
-
-def _number(kernel: str, parameter, given, size: int):
-    given = getattr(given, "value", given)  # ctypes
-    given = given.item() if isinstance(given, (np.generic, torch.Tensor)) else given
-    floating = any(word in parameter.type.split() for word in ("float", "double"))
-    accepted = (int, float) if floating else (int, bool)
-    if not isinstance(given, accepted):
-        kind = "a number" if floating else "a whole number"
-        raise InputError(f"{parameter.name} of {kernel} is {given!r}; {kind} is accepted ({parameter.type})")
-    if floating:
-        return (ctypes.c_float if size == 4 else ctypes.c_double)(given)
-    unsigned = "unsigned" in parameter.type or "size_t" in parameter.type or parameter.type.strip() in ("bool", "uint32_t")
-    low, high = (0, 2 ** (8 * size)) if unsigned else (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1))
-    if not low <= given < high:
-        raise InputError(f"{parameter.name} of {kernel} is {given}; {low} to {high - 1} is accepted ({parameter.type})")
-    kinds = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
-    return kinds[size](int(given))
-
-
-def _merged(spans) -> list[tuple[int, int]]:
-    """Overlapping spans put together: arguments that share memory must still share it."""
-    merged: list[list[int]] = []
-    for begin, end in sorted(spans):
-        if merged and begin < merged[-1][1]:
-            merged[-1][1] = max(end, merged[-1][1])
-        else:
-            merged.append([begin, end])
-    return [tuple(span) for span in merged]
-
-
-def _bytes_at(address: int, nbytes: int) -> np.ndarray:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8) if nbytes else np.empty(0, np.uint8)
 
 
 # ---- launches by twell_lab.launch ----

@@ -33,7 +33,7 @@ class Launch(ctypes.Structure):
         ("call", c_void_p), ("arguments", c_void_p), ("grid", c_uint32 * 3), ("block", c_uint32 * 3),
         ("workers", c_uint32), ("watch", c_uint32), ("trace_block", c_int64), ("trace_limit", c_int64),
         ("seconds", c_double), ("buffers", c_void_p), ("shared", c_void_p), ("n_buffers", c_int32),
-        ("n_shared", c_int32), ("thread_local_bytes", c_uint64), ("stacks", c_void_p),
+        ("n_shared", c_int32), ("thread_local_bytes", c_uint64), ("stacks", c_void_p), ("cancel", c_int32),
     ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class Describer:
         path = self.lines_of(fault.path)
         facts = {"kernel": self.kernel, "block": fault.block, "thread": fault.thread, "path": path}
         kind = [None, self._out_of_bounds, self._misaligned, self._barrier, self._shared_race, self._global_race,
-                self._uninitialised, self._lane, self._mask, self._assertion, self._too_long][fault.kind]
+                self._uninitialised, self._lane, self._mask, self._assertion, self._too_long, self._division][fault.kind]
         make, what, hint = kind(fault, facts)
         who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
         parts = [what, *self._calls(path), f"  by {who}"]
@@ -141,7 +141,7 @@ class Describer:
                     if address == end else "across the end")
                 best = (away, f"{side} of {name} (it would be element {element:,}), {words}", name, element)
         if best is None or best[0] > 1 << 24:
-            return f"at an address in no array ({address:#x})", None, None
+            return f"at an address in no array ({address:#x}; memory from malloc or new is none)", None, None
         return best[1:]
 
     def _verb(self, fault) -> str:
@@ -166,13 +166,15 @@ class Describer:
     def _shared_race(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
         return faults.SharedRace, f"{self.kernel} has a race on shared memory: one thread {self._verb(fault)} {place}", (
-            "with no __syncthreads() between the two (within a warp, __syncwarp() would do)")
+            "with no barrier in between that both come to: __syncwarp() would do, they are of one warp"
+            if fault.thread // 32 == fault.other_thread // 32 else
+            "with no __syncthreads() in between that both come to")
 
     def _global_race(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
         return faults.GlobalRace, f"{self.kernel} has a race: one thread {self._verb(fault)} {place}", (
             "and nothing puts one before the other" if fault.block == fault.other_block else
-            "and the order of blocks is not defined")
+            "and the order of blocks is not defined (also where both write the same value)")
 
     def _uninitialised(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
@@ -180,7 +182,7 @@ class Describer:
 
     def _lane(self, fault, facts):
         return faults.WarpFault, (f"{self.kernel} shuffles from lane {fault.lane_or_mask}, which takes no part in it: it has "
-                                  "left the kernel or is not named in the mask"), ""
+                                  "left the kernel, went another way or is not named in the mask"), ""
 
     def _mask(self, fault, facts):
         return faults.WarpFault, (f"{self.kernel} calls a warp-wide operation with mask {fault.lane_or_mask:#010x}, "
@@ -188,6 +190,9 @@ class Describer:
 
     def _assertion(self, fault, facts):
         return faults.AssertionFault, f"{self.kernel} failed {fault.text.decode()}", ""
+
+    def _division(self, fault, facts):
+        return faults.DivisionByZero, f"{self.kernel} divides a whole number by zero, or the least one by -1", ""
 
     def _too_long(self, fault, facts):
         return faults.TooLong, f"{self.kernel} took longer than it was allowed; is there a loop that never ends?", ""
@@ -202,10 +207,12 @@ class Describer:
         words = [f"  {_span(threads)}: {place}" for place, threads in places.items()]
         total = self.block[0] * self.block[1] * self.block[2] - fault.n_waiting
         left = f"\n  {total} threads have left the kernel" if total else ""
+        who = "the threads of a block"
         rule = "every thread of the block must come to the same __syncthreads() the same number of times"
         if not any("__syncthreads" in place for place in places):
+            who = "the lanes of a warp"
             rule = "every lane that the mask names must come to the same warp-wide operation"
-        return faults.MismatchedBarrier, (f"{self.kernel}: the threads of a block wait for each other at different "
+        return faults.MismatchedBarrier, (f"{self.kernel}: {who} wait for each other at different "
                                           "places\n" + "\n".join(words) + left), rule
 
 

@@ -156,7 +156,7 @@ def short_name(function: str) -> str:
             break
     else:
         name = name[start:]
-    return name.replace("\0", "()")
+    return name.replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
 
 
 def _at_last_colons(name: str) -> tuple[str, str, str]:

@@ -37,8 +37,9 @@ __all__ = ["Built", "Compiler", "Line", "Listing", "Parameter", "SharedDeclarati
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
-    "fast": ["-O2"],
-    "watched": ["-O0", "-fsanitize=thread", "-finstrument-functions", "-fsanitize-coverage=trace-pc", "-DSIM_WATCHED"],
+    "fast": ["-O2", "-fsanitize=integer-divide-by-zero"],
+    "watched": ["-O0", "-fsanitize=thread", "-fsanitize=integer-divide-by-zero", "-finstrument-functions",
+                "-fsanitize-coverage=trace-pc", "-DSIM_WATCHED"],
     "address": ["-O1", "-fsanitize=address"],
 }
 MOST_SHARED = 232_448  # bytes of dynamic shared memory that a block may ask for at most (sm_90)

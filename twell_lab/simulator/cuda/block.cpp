@@ -121,7 +121,7 @@ static bool complete_if_all_there(Worker& worker, Warp& w, const Thread& t) {
 
 static void check_time(Thread& me) {
     Worker& w = *me.worker;
-    if ((++w.ticks & 0xffff) == 0 && now() > w.deadline) stop(me, fault_of(me, TOO_LONG, me.wait_pc));
+    if ((++w.ticks & 0xfff) == 0 && out_of_time(w)) stop(me, fault_of(me, TOO_LONG, me.wait_pc));
 }
 
 extern "C" __attribute__((noinline)) uint64_t sim_warp_wide(int kind, unsigned mask, uint64_t value, int parameter, int width) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <utility>
@@ -174,8 +175,7 @@ SIM_ATOMIC(atomicSub, unsigned, unsigned, old - v)
 #undef SIM_ATOMIC
 
 SIM_INLINE void __trap() { sim_assertion("__trap()"); }
-#undef assert
-#define assert(condition) ((condition) ? (void)0 : sim_assertion("assert(" #condition ")"))
+#include "assert.h"
 
 // ---- what toolchain.py puts in: a watched expression, and a way to call each kernel ----
 

@@ -21,6 +21,8 @@ double now() {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+bool out_of_time(const Worker& w) { return w.launch->cancel || now() > w.deadline; }
+
 // ---- this library's thread-local block: where the kernel's __shared__ arrays are ----
 
 struct Module { uint64_t base, end; size_t tls_id; };
@@ -99,7 +101,12 @@ static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& fi
         if (block >= blocks || block > first_fault.load()) return;
         // Nothing of the block before may be left: a NaN, in whatever floating type.
         for (int i = 0; i < l.n_shared; ++i) memset(w.shared_begin + l.shared[i].offset, 0xff, (size_t)l.shared[i].bytes);
-        run_block(w, block);
+        if (out_of_time(w)) {
+            w.fault = SimFault{};
+            w.fault.kind = TOO_LONG, w.fault.block = block, w.fault_found = true;
+        } else {
+            run_block(w, block);
+        }
         if (w.fault_found) {
             int64_t seen = first_fault.load();
             while (block < seen && !first_fault.compare_exchange_weak(seen, block)) {}

@@ -19,7 +19,7 @@ enum Kind { READ, WRITE, ATOMIC, BRANCH, WARP_WIDE, BARRIER, WATCH };
 enum Space { NOWHERE, GLOBAL, SHARED };
 enum FaultKind {
     NO_FAULT, OUT_OF_BOUNDS, MISALIGNED, MISMATCHED_BARRIER, SHARED_RACE, GLOBAL_RACE, UNINITIALISED, BAD_LANE, BAD_MASK,
-    ASSERTION, TOO_LONG
+    ASSERTION, TOO_LONG, DIVISION
 };
 constexpr int MOST_FRAMES = 12, MOST_CALLS = 64, LANES_A_WARP = 32, MOST_THREADS = 1024;
 constexpr uint32_t NO_SITE = 0xffffffffu, NO_THREAD = 0xffffu;
@@ -40,6 +40,7 @@ struct SimLaunch {
     int32_t n_buffers, n_shared;
     uint64_t thread_local_bytes;
     char* const* stacks;  // for each worker, from sim_make_stacks
+    volatile int32_t cancel;  // set from outside to end the launch
 };
 struct SimPath { uint64_t pc[MOST_FRAMES]; int32_t depth, pad; };  // outermost call first
 struct SimWaiting { int32_t thread, kind; SimPath path; };
@@ -181,6 +182,7 @@ void run_block(Worker&, int64_t block);
 
 // launch.cpp
 double now();
+bool out_of_time(const Worker&);
 extern std::atomic<int> sim_running;
 extern uint64_t sim_module_base, sim_module_end;
 

@@ -5,7 +5,7 @@
 
 #include "cuda_types.h"
 
-#define SIM_STACK ((uintptr_t)1 << 18)
+#define SIM_STACK ((uintptr_t)1 << 20)  // a GPU gives a thread up to 512 KiB of its own
 
 struct SimIndex {  // a uint3 that every build passes around in the same way
     unsigned int x, y, z;

@@ -238,6 +238,11 @@ HOOK void __ubsan_handle_out_of_bounds(const BadIndex* bad, uint64_t index) {
     stop(me, f);
 }
 
+// Integer divisions that no processor can do: here they would end the process (-fsanitize=integer-divide-by-zero).
+HOOK void __ubsan_handle_divrem_overflow(const void*, uint64_t, uint64_t) {
+    if (sim_running.load(std::memory_order_relaxed)) stop(*self(), fault_of(*self(), DIVISION, HERE));
+}
+
 // ---- the tree of calls, basic blocks, and what the header reports by itself ----
 
 // The frame of the function that called the hook. A function's first and last blocks run before it is entered and
@@ -265,7 +270,7 @@ HOOK void __cyg_profile_func_exit(void*, void*) {
 
 static __attribute__((noinline)) void block_seen(Thread& me, void* frame, uint64_t pc) {
     const bool own = me.frames[me.depth] == frame;
-    if ((me.worker->ticks & 0xffff) == 0 && now() > me.worker->deadline)  // of a function not yet entered: its call
+    if ((me.worker->ticks & 0xffff) == 0 && out_of_time(*me.worker))  // of a function not yet entered: its call
         stop(me, fault_of(me, TOO_LONG, own ? pc : ((uint64_t*)frame)[1]));
     if (own && me.worker->counting()) log_event(me, 0, 0, BRANCH, NOWHERE, pc);
 }

@@ -1,0 +1,144 @@
+"""What people bring along: the habits of CUDA tutorials, and arguments of the wrong kind. Nothing of it may end the process."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from twell_lab import errors, launch, simulator
+
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = """
+#include <cuda_runtime.h>
+#include <device_launch_parameters.h>
+#include <cassert>
+#include <stdio.h>
+struct Three { float a, b, c; };
+extern "C" __global__ void sum_of(Three t, float* out) { out[threadIdx.x] = t.a + t.b + t.c; }
+extern "C" __global__ void checks(int* out) { assert(threadIdx.x < 31); out[threadIdx.x] = 1; }
+extern "C" __global__ void quotient(int* out, int by) { out[threadIdx.x] = 100 / by; }
+extern "C" __global__ void large_local(float* out) {
+    float a[100000];
+    for (int i = 0; i < 100000; ++i) a[i] = i;
+    out[threadIdx.x] = a[threadIdx.x * 3];
+}
+extern "C" __global__ void prints() { if (threadIdx.x == 0) printf("hello from %d threads\\n", blockDim.x); }
+extern "C" __global__ void forever(volatile int* out) { while (out[0] == 0) __syncwarp(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("habits") / "habits.cu"
+    path.write_text(SOURCE)
+    return simulator.compile(path)
+
+
+@pytest.mark.parametrize("watch", ["faults", None])
+def test_what_would_end_a_process_is_a_fault(program, watch):
+    out = torch.zeros(32, dtype=torch.int32)
+    with pytest.raises(simulator.faults.AssertionFault, match="threadIdx.x < 31"):
+        program.launch("checks", 1, 32, (out,), watch=watch)
+    with pytest.raises(simulator.faults.DivisionByZero):
+        program.launch("quotient", 1, 32, (out, 0), watch=watch)
+    program.launch("quotient", 1, 32, (out, 7), watch=watch)
+    assert out.tolist() == [14] * 32
+
+
+def test_a_thread_has_as_much_memory_of_its_own_as_on_a_gpu(program):
+    out = torch.zeros(40)
+    program.launch("large_local", 1, 40, (out,))
+    assert torch.equal(out, torch.arange(40.0) * 3)
+
+
+def test_printf_prints(program, capfd):
+    program.launch("prints", 2, 32, ())
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == "hello from 32 threads\n" * 2
+
+
+class Three(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in "abc"]
+
+
+@pytest.mark.parametrize("given", [Three(1, 2, 3), np.array((1, 2, 3), "f4,f4,f4")[()], np.float32([1, 2, 3]).tobytes()])
+def test_a_struct_is_passed_by_its_bytes(program, given):
+    out = torch.zeros(4)
+    program.launch("sum_of", 1, 4, (given, out))
+    assert out.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("given", [3, 1.5, None, b"abc", torch.zeros(3), np.float64(1)])
+def test_a_struct_of_another_size_is_refused(program, given):
+    with pytest.raises(errors.InputError, match="t of sum_of is .*Three takes 12 bytes"):
+        program.launch("sum_of", 1, 4, (given, torch.zeros(4)))
+
+
+@pytest.mark.parametrize("given", [torch.zeros(4).double(), torch.zeros(4).half(), torch.zeros(4).int(), np.zeros(4)])
+def test_an_array_of_another_type_is_refused(program, given):
+    with pytest.raises(errors.InputError, match=r"out of sum_of is .*; the kernel takes float\*"):
+        program.launch("sum_of", 1, 4, (Three(1, 2, 3), given))
+
+
+@pytest.mark.parametrize("watch", ["faults", None])
+def test_a_read_only_array_is_not_written(program, watch):
+    given = np.zeros(4, np.float32)
+    given.flags.writeable = False
+    program.launch("sum_of", 1, 4, (Three(1, 2, 3), given), watch=watch)
+    assert not given.any()
+
+
+def test_more_static_shared_memory_than_a_gpu_takes_is_refused(tmp_path):
+    path = tmp_path / "large.cu"
+    path.write_text('extern "C" __global__ void k(float* o) { __shared__ float a[20000]; a[0] = 1; o[0] = a[0]; }')
+    with pytest.raises(errors.InputError, match="shared a has 80,000 bytes; a GPU takes 49,152"):
+        simulator.compile(path).launch("k", 1, 1, (torch.zeros(1),))
+
+
+def test_a_file_without_kernels_says_so(tmp_path):
+    path = tmp_path / "none.cu"
+    path.write_text("template <int N> __global__ void k(float* o) { o[0] = N; }")
+    with pytest.raises(errors.InputError, match="it has none"):
+        simulator.compile(path).launch("k", 1, 1, (torch.zeros(1),))
+
+
+@pytest.mark.parametrize("watch", ["faults", None])
+def test_a_launch_can_be_interrupted(program, tmp_path, watch):
+    script = tmp_path / "forever.py"
+    script.write_text(
+        "import sys, torch\nfrom twell_lab import simulator\n"
+        f"program = simulator.compile({str(tmp_path / 'habits.cu')!r})\n"
+        "program.launch('sum_of', 1, 1, (b'.' * 12, torch.zeros(1)), watch=%r)\nprint('go', flush=True)\n"
+        "try:\n    program.launch('forever', 1, 32, (torch.zeros(1, dtype=torch.int32),), watch=%r)\n"
+        "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n" % (watch, watch)
+    )
+    (tmp_path / "habits.cu").write_text(SOURCE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "go\n"
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=30)[0] == "interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [(256, 32, 3), (256, 32, 4), (256, 0, None), (0, 32, None), (256, 32, 9), (256, 32, 0)])
+def test_launch_refuses_what_a_kernel_cannot_take(arguments):
+    with pytest.raises(errors.InputError):
+        launch.pack(torch.randn(8, 333).bfloat16(), *arguments)
+
+
+def test_launch_refuses_other_gates_and_versions():
+    with pytest.raises(errors.InputError, match="two dimensions"):
+        launch.pack(torch.randn(8).bfloat16(), 256, 32)
+    gate = torch.randn(2, 64).bfloat16()
+    packed, none = launch.pack(gate, 64, 65), (None, None, None)
+    with pytest.raises(errors.InputError, match="version is 9; 1 to 3"):
+        launch.down(packed, gate, none, torch.randn(64, 8).bfloat16(), None, 64, 64, 9)
