@@ -96,7 +96,7 @@ void aim_at_start(Thread& t) {
     char* top = t.worker->stacks + (t.number + 1) * SIM_STACK;
     *(SimThread**)(top - 8) = &t;
     // Not all at the same place within a page, or the stacks would fight for the same lines of the cache.
-    void** words = (void**)(top - 64 - t.number % 16 * 256) - SAVED_WORDS;
+    void** words = (void**)(top - 64 - t.number % 128 * 1088) - SAVED_WORDS;
 #if defined(__x86_64__)
     words -= (uintptr_t)(words + SAVED_WORDS) % 16 == 0 ? 1 : 0;  // a called function finds its stack 8 past 16
 #else
