@@ -177,14 +177,44 @@ def test_predictions_stand_beside_the_times():
     assert [row["yours_ms"] for row in rows] == [7.0, None, None] and rows[0]["yours"] == "yours, now"
     one, two, three, last = kernels.verdicts(rows).splitlines()
     assert "1.1 times that: the traffic explains it" in one and "3.0 times that: something else" in two
-    assert three.endswith("no time is recorded") and last == "Within 25% of the prediction: pack_v1 (1 of 2)."
+    assert three.endswith("no time is recorded") and last == "Within a factor of 1.25 of the prediction: pack_v1 (1 of 2)."
     rows[0]["measured_ms"] = 0.5 * slow
-    assert "0.5 times that: a cache served" in kernels.verdicts(rows) and "none (0 of 2)" in kernels.verdicts(rows)
+    assert "0.50 times that: faster than the limit" in kernels.verdicts(rows) and "none (0 of 2)" in kernels.verdicts(rows)
     assert len(kernels.verdicts(kernels.against_time(counts, {})).splitlines()) == 3  # nothing recorded, nothing summed up
 
     table = kernels.table(rows, counts).splitlines()
     assert "yours, now" in table[0] and table[1].split()[:2] == ["pack_v1", "0.064"]
     assert "yours, now" not in kernels.table(kernels.against_time(counts, times), counts)
+
+
+def versus(version: str, limit: str, times: float | None, l1_hits: float | None = None) -> dict:
+    return {"version": version, "predicted_ms": {limit: 2.0, "another part": 1.0}, "l1_hits": l1_hits,
+            "measured_ms": None if times is None else 2 * times}
+
+
+def test_a_limit_that_was_beaten_is_said_with_how_that_can_be():
+    rows = [versus("down_v2", "L2 cache", 0.81, 0.12), versus("gated_v2", "L2 cache", 0.94, 0.07), versus("slow", "L2 cache", 1.3)]
+    lines = kernels.verdicts(rows).splitlines()
+    assert lines[0].endswith("0.81 times that: faster than the limit") and "0.94 times that: faster" in lines[1]
+    assert lines[3] == "Within a factor of 1.25 of the prediction: down_v2, gated_v2 (2 of 3)."
+    assert lines[4].startswith("Faster than the limit of the L2 cache: down_v2 by 19%, gated_v2 by 6%. How that can be: ")
+    assert "once for every block" in lines[4] and "slow" not in lines[4]
+    assert "12% for down_v2, 7% for gated_v2" in lines[5] and "too little for down_v2: there the L2" in lines[5]
+    assert kernels.summary(rows[1:]).endswith("That is enough.")
+    assert "counters" not in kernels.summary([versus("a", "L2 cache", 0.9)])  # without a record of them
+    assert "register" in kernels.summary([versus("a", "L1 cache", 0.9)])
+    assert "before" in kernels.summary([versus("a", "device memory", 0.9, 0.5)])
+    assert "Faster" not in kernels.summary([versus("a", "L2 cache", 0.999), versus("b", "L2 cache", None)])  # the same, rounded
+    assert kernels.summary([versus("b", "L2 cache", None)]) == ""
+
+
+def test_the_counters_of_the_gpu_stand_with_its_times(monkeypatch):
+    rows = [{"case": f"{tokens} tokens, bf16", "kernel": "pack_v1", "l1_hits_percent": 10.0 * tokens} for tokens in (6, 64)]
+    counters = Record(name="gpu-counters", purpose="a test", rows=rows, date="2026-01-02T00:00:00Z", commit=None, dirty=None,
+                      kernel_hash="0" * 64, machine={"gpus": [{"name": "NVIDIA H100"}]})
+    rows[1]["l1_hits_percent"] = 25.0
+    monkeypatch.setattr(kernels.records, "load_all", lambda: [record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters])
+    assert kernels.recorded(64)["pack_v1"]["l1_hits"] == 0.25 and kernels.recorded(1)["pack_v1"]["l1_hits"] is None
 
 
 def test_what_a_load_costs():

@@ -75,8 +75,11 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
 
 # name -> (a change to the folded answer, a word of what is said about it)
 WRONG_KERNELS = {
-    "no bound": ("c < width && fires(in[c])", "fires(in[c])", "OutOfBounds"),
-    "every lane writes": ("if (threadIdx.x == 0) counts", "counts", "GlobalRace"),
+    "no bound": ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
+    "every lane writes": ("if (threadIdx.x == 0) counts", "counts", "found a GlobalRace"),
+    "every sector twice": ("base += WARP) {\n        const int c = base + threadIdx.x;",
+                           "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
+                           "touch 512 sectors, and the values lie in 256"),
     "last strip forgotten": ("base < width", "base + WARP <= width", "should be"),
     "does not compile": ("const int c", "const int d", "does not compile"),
     "another name": ("void tile_counts", "void count_tiles", "tile_counts"),

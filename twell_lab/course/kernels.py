@@ -241,19 +241,24 @@ def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
 
 
 def recorded(tokens: int, device: str = "H100") -> Times:
-    """kernel -> {ms, device, date, stale, where} at this many tokens, from the newest record of kernel versions on a GPU
-    with this in its name. May be empty.
+    """kernel -> {ms, device, date, stale, where, l1_hits} at this many tokens, from the newest record of kernel versions on
+    a GPU with this in its name. May be empty.
 
-    where: "recorded on <device>, <day>", and "stale" where the kernels or their launch code have changed since.
+    where: "recorded on <device>, <day>", and "stale" where the kernels or their launch code have changed since. l1_hits:
+    the share of sectors that the GPU's own counters found in L1 at this many tokens, None where that is not recorded.
     """
-    for record in reversed(records.load_all()):
+    loaded = records.load_all()
+    hits = {row["kernel"]: row["l1_hits_percent"] / 100 for record in loaded if record.name == "gpu-counters"
+            and device in record.machine["gpus"][0]["name"] for row in record.rows
+            if "l1_hits_percent" in row and row["case"].startswith(f"{tokens:,} tokens,")}
+    for record in reversed(loaded):
         rows = [row for row in record.rows
                 if row.get("kind") == "kernel" and row["tokens"] == tokens and device in row["device"]]
         if rows:
             old = records.stale(record)
             where = f"recorded on {rows[0]['device']}, {record.date[:10]}" + "; stale: code has changed since" * old
             return {row["path"]: {"ms": row["ms"], "device": row["device"], "date": record.date[:10], "stale": old,
-                                  "where": where} for row in rows}
+                                  "where": where, "l1_hits": hits.get(row["path"])} for row in rows}
     return {}
 
 
@@ -279,31 +284,68 @@ def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None =
     for version, each in counts.items():
         bounds = {name: 1e3 * seconds for name, seconds in predicted_time(each, gpu).bounds.items()}
         time, mine = times.get(version, {}), (own or {}).get(version, {})
-        rows.append({"version": version, "predicted_ms": bounds, "measured_ms": time.get("ms"),
+        rows.append({"version": version, "predicted_ms": bounds, "measured_ms": time.get("ms"), "l1_hits": time.get("l1_hits"),
                      "recorded": time.get("where", ""), "yours_ms": mine.get("ms"), "yours": mine.get("where", "")})
     return rows
 
 
 def verdicts(rows: list[dict]) -> str:
-    """What each row of `against_time` says of the prediction, in a line each, and the sum of it."""
-    lines, timed, near = [], [], []
+    """What each row of `against_time` says of the prediction, in a line each, and `summary`."""
+    lines = []
     for row in rows:
         limit, predicted = _slowest(row["predicted_ms"])
         line = f"{row['version']}: predicted {predicted:.3f} ms ({limit})"
-        if row["measured_ms"] is None:
+        times = _times(row)
+        if times is None:
             lines.append(f"{line}; no time is recorded")
-            continue
-        times = row["measured_ms"] / predicted
-        timed.append(row["version"])
-        if 1 / NEAR <= times <= NEAR:
-            near.append(row["version"])
-            word = "the traffic explains it"
+        elif times < 1:
+            lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.2f} times that: faster than the limit")
         else:
-            word = "something else takes the time" if times > 1 else "a cache served some of what was counted"
-        lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.1f} times that: {word}")
-    if timed:
-        lines.append(f"Within {NEAR - 1:.0%} of the prediction: {', '.join(near) or 'none'} ({len(near)} of {len(timed)}).")
+            word = "the traffic explains it" if times <= NEAR else "something else takes the time"
+            lines.append(f"{line}, took {row['measured_ms']:.3f}, {times:.1f} times that: {word}")
+    return "\n".join(lines + summary(rows).splitlines())
+
+
+# How a kernel can be faster than what a part of the GPU seems to need.
+WHY_FASTER = {
+    "L2 cache": "the model counts each line once for every block that reads it, and blocks that run side by side on a "
+                "multiprocessor share lines in its L1",
+    "L1 cache": "the model counts each read of the source, and a compiler may keep in a register what is read again",
+    "device memory": "the model lets each sector come from memory once, and some may have been in the L2 cache before",
+}
+
+
+def summary(rows: list[dict]) -> str:
+    """How many rows of `against_time` are near the prediction, and for each limit that was beaten, by whom and how that
+    can be. Empty where no time is recorded.
+    """
+    timed = [row for row in rows if row["measured_ms"] is not None]
+    if not timed:
+        return ""
+    near = [row["version"] for row in timed if 1 / NEAR <= row["measured_ms"] / _slowest(row["predicted_ms"])[1] <= NEAR]
+    lines = [f"Within a factor of {NEAR} of the prediction: {', '.join(near) or 'none'} ({len(near)} of {len(timed)})."]
+    beaten: dict[str, list[dict]] = {}
+    for row in timed:
+        if _times(row) < 1:
+            beaten.setdefault(_slowest(row["predicted_ms"])[0], []).append(row)
+    for limit, faster in beaten.items():
+        by = ", ".join(f"{row['version']} by {1 - _times(row):.0%}" for row in faster)
+        lines.append(f"Faster than the limit of the {limit}: {by}. How that can be: {WHY_FASTER[limit]}.")
+        hits = [row for row in faster if limit == "L2 cache" and row.get("l1_hits") is not None]
+        if hits:
+            found = ", ".join(f"{row['l1_hits']:.0%} for {row['version']}" for row in hits)
+            short = [row["version"] for row in hits if row["l1_hits"] < 1 - _times(row)]
+            lines.append(f"A GPU's counters found in L1: {found} of the sectors. " + (
+                f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the model's rate."
+                if short else "That is enough."))
     return "\n".join(lines)
+
+
+def _times(row: dict) -> float | None:
+    """Measured over predicted, to two digits after the point: what differs by less is the same."""
+    if row["measured_ms"] is None:
+        return None
+    return round(row["measured_ms"] / _slowest(row["predicted_ms"])[1], 2)
 
 
 def table(rows: list[dict], counts: Mapping[str, Counts]) -> str:
