@@ -334,8 +334,8 @@ def summary(rows: list[dict]) -> str:
         hits = [row for row in faster if limit == "L2 cache" and row.get("l1_hits") is not None]
         if hits:
             found = ", ".join(f"{row['l1_hits']:.0%} for {row['version']}" for row in hits)
-            short = [row["version"] for row in hits if row["l1_hits"] < 1 - _times(row)]
-            lines.append(f"A GPU's counters found in L1: {found} of the sectors. " + (
+            short = [row["version"] for row in hits if round(row["l1_hits"], 2) < round(1 - _times(row), 2)]
+            lines.append(f"Of their sectors, a GPU's counters found in L1: {found}. " + (
                 f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the model's rate."
                 if short else "That is enough."))
     return "\n".join(lines)
