@@ -35,15 +35,18 @@ __device__ __forceinline__ int team() { return TEAMS == 1 ? 0 : threadIdx.x / LA
 // First column of this thread's chunk k.
 __device__ __forceinline__ int chunk_column(int k) { return (k * LANES + threadIdx.x % LANES) * VECTOR; }
 
-__device__ __forceinline__ RowVectors load_row(const value_t* row) {
+// This thread's part of a row, or zeros where it is not wanted.
+__device__ __forceinline__ RowVectors load_row_if(bool wanted, const value_t* row) {
     RowVectors r;
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k) {
         r.v[k].raw = make_uint4(0, 0, 0, 0);
-        if (chunk_column(k) < D_MODEL) r.v[k].raw = __ldg((const uint4*)(row + chunk_column(k)));
+        if (wanted && chunk_column(k) < D_MODEL) r.v[k].raw = __ldg((const uint4*)(row + chunk_column(k)));
     }
     return r;
 }
+
+__device__ __forceinline__ RowVectors load_row(const value_t* row) { return load_row_if(true, row); }
 
 // This thread's part of a . b; products are not rounded before they are added.
 __device__ __forceinline__ sum_t dot_part(const RowVectors& a, const RowVectors& b) {

@@ -129,7 +129,7 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
             const long long start = (long long)column * D_MODEL;
             const RowVectors u = load_row(up + start);
             RowVectors w;
-            if (BOTH_ROWS_AT_ONCE && mine) w = load_row(down_t + start);
+            if (BOTH_ROWS_AT_ONCE) w = load_row_if(mine, down_t + start);
             const sum_t dot = team_sum(dot_part(in, u), turn) + (up_bias ? to_float(up_bias[column]) : 0.0f);
             if (!BOTH_ROWS_AT_ONCE) w = load_row(down_t + start);
             if (mine) add_scaled(sum, value * dot, w);
