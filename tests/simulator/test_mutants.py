@@ -47,7 +47,7 @@ SURVIVORS = {
     ("dense_row.cuh", "#define CHUNKS", +1): "at most one more chunk, which lies past D_MODEL",
     ("dense_row.cuh", "#define CHUNKS", -1): VECTORS,
     ("dense_row.cuh", "return TEAMS «==»1", -1): "with one team, threadIdx.x / LANES is 0 as well",
-    ("dense_row.cuh", "if (chunk_column(k) «<»D_MODEL) r.v[k]", -1): VECTORS,
+    ("dense_row.cuh", "if (wanted && chunk_column(k) «<»D_MODEL) r.v[k]", -1): VECTORS,
     ("dense_row.cuh", "if (chunk_column(k) «<»D_MODEL)", -1): VECTORS,
     ("dense_row.cuh", "t «<»TEAMS; ++t", +1): "one more barrier, at which no team adds",
     ("row_walk.cuh", "if (at_ «<»listed_)", +1): NOTHING,
