@@ -136,7 +136,7 @@ SIM_QUIET SIM_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMI
 #else
 #define SIM_PLACE nullptr
 #endif
-// Blocks run on several cores, so these are real atomics. `new_value` is an expression in `old`.
+// Blocks run on several cores, so these are real atomics. NEW is an expression in `old` and `v`.
 #define SIM_ATOMIC(NAME, TYPE, BITS, NEW)                                                                                  \
     SIM_QUIET SIM_INLINE TYPE NAME(TYPE* p, TYPE v) {                                                                      \
         sim_atomic(p, sizeof(TYPE), SIM_PLACE);                                                                            \
