@@ -22,28 +22,35 @@ _MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocesso
 _TEAMS = 8  # teams that share a token when there are few
 _FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
 _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
+_BY_VALUE = (ctypes._SimpleCData, ctypes.Array)
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
+_SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive
 _lock = threading.Lock()
 
 
-def _kernel(file: str, name: str, defines: tuple, device: torch.device) -> int:
-    """Driver handle of one kernel on one device, compiled and loaded on first use."""
-    key = (file, name, defines, device.index)
+def _kernel(file: str, name: str, defines: tuple, device: torch.device, shared: int = 0) -> int:
+    """Driver handle of one kernel on one device, compiled and loaded on first use.
+
+    shared: dynamic shared memory in bytes that its launches ask for; above 48 KiB a kernel must be allowed it, once.
+    """
+    key = (file, name, defines, device.index, shared)
     if key not in _loaded:
         with _lock:
             if key not in _loaded:
-                _loaded[key] = _load(file, name, defines, device)
+                _loaded[key] = _load(file, name, defines, device, shared)
     return _loaded[key]
 
 
-def _load(file: str, name: str, defines: tuple, device: torch.device) -> int:
+def _load(file: str, name: str, defines: tuple, device: torch.device, shared: int) -> int:
     from .machine import check_stack
 
     check_stack()
     jit.let_cupy_start()
     try:
+        from cupy.cuda import driver
         from cupy.cuda.function import Module
     except ImportError as error:
         raise StackError(f"running the CUDA kernels needs CuPy; {jit.NEEDS_NVRTC}") from error
@@ -54,26 +61,39 @@ def _load(file: str, name: str, defines: tuple, device: torch.device) -> int:
         module = Module()
         module.load(cubin.image)
         _modules.append(module)
-        return module.get_function(name).ptr
+        kernel = module.get_function(name).ptr
+        if shared > _SHARED_BY_DEFAULT:
+            driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared)
+        return kernel
 
 
-def _launch(file: str, name: str, defines: tuple, grid: tuple, block: tuple, device: torch.device, arguments) -> None:
-    """Launch kernel `name` of `file`. arguments: a tensor, None or a ctypes number for each parameter, in order."""
+def _launch(
+    file: str, name: str, defines: tuple, grid: tuple, block: tuple, device: torch.device, arguments, shared: int = 0
+) -> None:
+    """Launch kernel `name` of `file`.
+
+    arguments: a tensor, None, a ctypes number, or a ctypes array that is passed by value (a tensor map) for each
+    parameter, in order. shared: bytes of dynamic shared memory.
+    """
     if device.type == "cpu":
         from .simulator import program
 
         return program.launch(file, name, defines, grid, block, arguments)
-    kernel = _kernel(file, name, defines, device)
+    if torch._C._cuda_getDevice() != device.index:  # torch.cuda.device() costs more than the comparison
+        with torch.cuda.device(device):
+            return _launch(file, name, defines, grid, block, device, arguments, shared)
+    kernel = _loaded.get((file, name, defines, device.index, shared)) or _kernel(file, name, defines, device, shared)
     from cupy.cuda import driver
 
-    values = [a if isinstance(a, ctypes._SimpleCData) else _pointer(a) for a in arguments]
+    values = [a if isinstance(a, _BY_VALUE) else _pointer(a) for a in arguments]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    stream = torch.cuda.current_stream(device).cuda_stream
-    with torch.cuda.device(device):
-        try:
-            driver.launchKernel(kernel, *grid, 1, *block, 1, 0, stream, ctypes.addressof(addresses), 0)
-        except driver.CUDADriverError as error:
-            raise DeviceError(f"the driver refused a launch with grid {grid}, block {block}: {error}") from error
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    try:
+        driver.launchKernel(kernel, *grid, 1, *block, 1, shared, stream, ctypes.addressof(addresses), 0)
+    except driver.CUDADriverError as error:
+        raise DeviceError(
+            f"the driver refused a launch of {name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
+        ) from error
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -28,7 +28,7 @@ from .errors import RecordError
 
 SCHEMA = 1
 UNVERIFIED = "UNVERIFIED.json"
-LAUNCH_CODE = ("jit.py", "launch.py", "tma.py")
+LAUNCH_CODE = ("dispatch.py", "jit.py", "launch.py", "launch_decode.py", "launch_sm80.py", "launch_sm90.py", "tma.py")
 FLAT_KEYS = ("record", "kind", "device", "dtype", "tokens", "d_model", "d_ff", "nnz", "workload", "path",
              "ms", "dense_ms", "x_dense", "spread", "date", "commit", "kernel_hash", "stale")
 
@@ -237,7 +237,7 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
 def kernel_hash(tree: str | Path | None = None) -> str:
     """SHA-256 of the kernel sources and launch code, comments and white space stripped.
 
-    Covers kernels/*.cu, kernels/*.cuh and twell_lab/{jit,launch,tma}.py (those that exist), in path order,
+    Covers kernels/*.cu, kernels/*.cuh and the files of LAUNCH_CODE in twell_lab/ (those that exist), in path order,
     each path followed by its tokens. Rewording a comment keeps the hash, changing code changes it.
     `tree` is the top of a checkout; by default the kernels and package in use.
     """
