@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import checks, cpu, launch, reference
 from .errors import InputError
 from .formats import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
+from .inference import infer as infer  # the operator without gradients, with its choice of path
 
 _library = torch.library.Library("twell_lab", "DEF")
 _library.define("pack(Tensor gate, int tile, int words) -> Tensor")
