@@ -1,0 +1,241 @@
+// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, on Hopper.
+#include "twell.cuh"
+#ifndef VERSION
+#define VERSION 3
+#endif
+#ifndef BIAS
+#define BIAS 0
+#endif
+#define CLUSTER (VERSION == 1 ? 1 : 2)
+#include "sm90_mainloop.cuh"
+#define WORDS POOLED_WORDS
+#define SPACE 4            // k-steps from one piece of packing to the next, at most
+#define WORD_PIECES 7      // pieces of packing that fill the words
+#define PIECES (WORD_PIECES + 4)  // and those that fill the pool, where a row needs it
+// Shared memory after the stages: the words of a tile, a place to pick registers from, the bias of two tiles.
+#define STAGING EPILOGUE
+#define SCRATCH (STAGING + BM * WORDS * 4)
+#define BIAS_AT (SCRATCH + CONSUMERS * 128 * 64)
+
+// ---------------------------------------------------------------- packing one tile
+// Which words a lane writes, and where: the kept value of rank s (from 0) in its row goes to `to + 4 s` if low <= s < high.
+struct Window { u32 to; int low, high; };
+// Write the firing ones among 16 neighbouring pairs of columns; returns the rank after them. mask: bit j the even column of
+// pair j, bit 16 + j the odd one. A register can't be picked by a run-time index, so the pairs go through shared memory,
+// where each thread reads back only what it wrote itself; and only what will be read: the tensor cores need the bandwidth.
+__device__ __forceinline__ int emit(const u32* v, u32 mask, u32 column, int rank, const Window& out, u32 scratch) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared_4_if(mask & 0xf000fu << 4 * i, scratch + i * 2048, v + 4 * i);
+    const u32 span = out.high - out.low;
+    u32 left = (mask | mask >> 16) & 0xffff;
+#pragma unroll 1
+    while (left) {
+        const int j = __ffs(left) - 1;
+        left &= left - 1;
+        const u32 pair = load_shared(scratch + (j >> 2) * 2048 + (j & 3) * 4), at = column + 2 * j, bits = mask >> j;
+        const u32 even = bits & 1, odd = bits >> 16 & 1;
+        store_shared_if(even & ((u32)(rank - out.low) < span), out.to + 4 * rank, pair << 16 | at);
+        rank += even;
+        store_shared_if(odd & ((u32)(rank - out.low) < span), out.to + 4 * rank, (pair & 0xffff0000u) | (at + 1));
+        rank += odd;
+    }
+    return rank;
+}
+
+// What a lane keeps of a finished tile: two rows of one quarter of its columns, rounded.
+struct Packing {
+    u32 v[2][32];    // pairs of columns of the two rows
+    u32 mask[2][2];  // of 16 pairs each, as in emit
+    u32 total;       // kept values of the whole rows: first row in the low half, second in the high half
+    int rank[2];     // of the lane's next value in its row
+    int row0, n;     // the warp's first token, the tile
+};
+// How many columns a lane holds: the narrow last tile is dealt evenly, by a tensor map of its own.
+__device__ __forceinline__ int span_of(int width) { return width == BN ? BN / 4 : (width + 7) / 8 * 2; }
+
+__device__ __forceinline__ void round_tile(Packing& p, const float (&d)[128], u32 bias) {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+        float2 b = make_float2(0, 0);
+        if (BIAS) b = two_floats(load_shared(bias + (4 * j + threadIdx.x % 4) * 4));
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            p.v[r][j] = BIAS ? round_pair(d[4 * j + 2 * r] + b.x, d[4 * j + 2 * r + 1] + b.y) : round_pair(d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
+    }
+}
+template <int R> __device__ __forceinline__ void find_firing(Packing& p, int width, int first, int span) {
+    p.mask[R][0] = p.mask[R][1] = 0;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) p.mask[R][j / 16] |= fires_pair(p.v[R][j]) & 0x10001u << j % 16;
+    if (width < BN) {  // what lies beyond the matrix is 0, or NaN where the row of x is not finite
+        const int mine = max(0, min(span, width - first));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int evens = max(0, min(16, (mine + 1) / 2 - 16 * h)), odds = max(0, min(16, mine / 2 - 16 * h));
+            p.mask[R][h] &= ((1u << evens) - 1) | ((1u << odds) - 1) << 16;
+        }
+    }
+}
+__device__ __forceinline__ void rank_lanes(Packing& p) {
+    const int q = threadIdx.x % 4;
+    const u32 count = (__popc(p.mask[0][0]) + __popc(p.mask[0][1])) | (__popc(p.mask[1][0]) + __popc(p.mask[1][1])) << 16;
+    u32 through = count;  // both rows' prefix sums over the quad, in one register
+    u32 below = __shfl_up_sync(ALL_LANES, through, 1, 4);
+    if (q >= 1) through += below;
+    below = __shfl_up_sync(ALL_LANES, through, 2, 4);
+    if (q >= 2) through += below;
+    p.total = __shfl_sync(ALL_LANES, through, 3, 4);
+    p.rank[0] = (through - count) & 0xffff;
+    p.rank[1] = (through - count) >> 16;
+}
+// 16 rows of 128 bytes: 8 lanes a row. Only sectors (32 bytes) that hold a word in use are written.
+__device__ __forceinline__ void store_words(const Packing& p, u32 staging, word_t* __restrict__ packed, int tokens, int n_count) {
+    const int row = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
+    word_t* to = packed + ((long long)(p.row0 + row) * n_count + p.n) * WORDS + chunk * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 kept[2];
+        uint4 words[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 from = staging + (row + 4 * (2 * half + i)) * (WORDS * 4);
+            kept[i] = load_shared(from);
+            words[i] = load_shared_4(from + chunk * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (p.row0 + row + 4 * (2 * half + i) < tokens && chunk / 2 * 8 <= min(kept[i], WORDS - 1u))
+                *(uint4*)(to + (long long)(2 * half + i) * 4 * n_count * WORDS) = words[i];
+    }
+}
+// What the words could not hold goes to the pool. Each part writes one half row of every lane; the last stores them all.
+__device__ __forceinline__ void spill(int part, const Packing& p, u32 staging, u32 scratch, word_t* __restrict__ pool,
+                                      int n_count, int first) {
+    const int lane = threadIdx.x % 32, low = WORDS - 1;
+    const u32 excess = max(0, (int)(p.total & 0xffff) - low) | max(0, (int)(p.total >> 16) - low) << 16;
+    if (!__any_sync(ALL_LANES, excess)) return;
+    u32 sum = excess;  // of the quads up to this one, both halves of the 16 rows at once
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += other;
+    }
+    const u32 all = __shfl_sync(ALL_LANES, sum, 31);
+    const u32 start = part < 2 ? (sum - excess) & 0xffff : ((sum - excess) >> 16) + (all & 0xffff);
+    const Window out = {staging + 4 * (start - low), low, max(low, low + POOL_WORDS - (int)start)};
+    __syncwarp();  // every lane has read the words that lay here
+    // p.rank is by now the rank after the lane's last value
+    if (part == 0) emit(p.v[0], p.mask[0][0], first, p.rank[0] - __popc(p.mask[0][0]) - __popc(p.mask[0][1]), out, scratch);
+    if (part == 1) emit(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0] - __popc(p.mask[0][1]), out, scratch);
+    if (part == 2) emit(p.v[1], p.mask[1][0], first, p.rank[1] - __popc(p.mask[1][0]) - __popc(p.mask[1][1]), out, scratch);
+    if (part < 3) return;
+    emit(p.v[1] + 16, p.mask[1][1], first + 32, p.rank[1] - __popc(p.mask[1][1]), out, scratch);
+    __syncwarp();
+    const int spilled = min(POOL_WORDS, (all & 0xffff) + (all >> 16));
+    word_t* to = pool + ((long long)(p.row0 / POOL_ROWS) * n_count + p.n) * POOL_WORDS;
+    for (int i = lane; i < spilled; i += 32) to[i] = load_shared(staging + 4 * i);
+}
+// The packing of a tile in PIECES parts, to be run in order.
+__device__ __forceinline__ void piece(int i, Packing& p, u32 staging, u32 scratch, word_t* __restrict__ packed,
+                                      word_t* __restrict__ pool, int tokens, int d_ff, int n_count) {
+    const int lane = threadIdx.x % 32, q = lane % 4;
+    const int width = min(BN, d_ff - p.n * BN), span = span_of(width), first = span * q;
+    const u32 line = staging + lane / 4 * (WORDS * 4);
+    const Window out[2] = {{line + 4, 0, WORDS - 1}, {line + 8 * WORDS * 4 + 4, 0, WORDS - 1}};
+    if (i == 0) find_firing<0>(p, width, first, span);
+    else if (i == 1) { find_firing<1>(p, width, first, span); rank_lanes(p); }
+    else if (i == 2) {
+        __syncwarp();  // the last tile's words have been read
+        if (q == 0) { store_shared(line, p.total & 0xffff); store_shared(line + 8 * WORDS * 4, p.total >> 16); }
+        p.rank[0] = emit(p.v[0], p.mask[0][0], first, p.rank[0], out[0], scratch);
+    }
+    else if (i == 3) p.rank[0] = emit(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0], out[0], scratch);
+    else if (i == 4) p.rank[1] = emit(p.v[1], p.mask[1][0], first, p.rank[1], out[1], scratch);
+    else if (i == 5) p.rank[1] = emit(p.v[1] + 16, p.mask[1][1], first + 32, p.rank[1], out[1], scratch);
+    else if (i == 6) { __syncwarp(); store_words(p, staging, packed, tokens, n_count); }
+    else spill(i - WORD_PIECES, p, staging, scratch, pool, n_count, first);
+}
+// This tile's bias, in the order of the accumulators; two buffers, so that no warp overwrites what another still reads.
+__device__ __forceinline__ void stage_bias(u32 at, const value_t* __restrict__ bias, int n, int d_ff) {
+    const int width = min(BN, d_ff - n * BN), span = span_of(width);
+    const int i = threadIdx.x % 128, in = i / 4 * 2, c = i % 4 * span + in;
+    const value_t* from = bias + n * BN + c;
+    const u32 low = in < span && c < width ? bits_of(from[0]) : 0, high = in < span && c + 1 < width ? bits_of(from[1]) : 0;
+    store_shared(at + i * 4, low | high << 16);
+}
+// Version 0: the gate itself [tokens][d_ff], rounded.
+__device__ __forceinline__ void store_dense(const Packing& p, value_t* __restrict__ gate, int tokens, int d_ff) {
+    const int lane = threadIdx.x % 32, width = min(BN, d_ff - p.n * BN), span = span_of(width);
+#pragma unroll
+    for (int i = 0; i < 128; ++i) {
+        const int row = p.row0 + lane / 4 + i / 64 * 8, in = i % 64, c = span * (lane % 4) + in;
+        if (in < span && c < width && row < tokens)
+            gate[(long long)row * d_ff + p.n * BN + c] = value_of_bits(p.v[i / 64][in / 2] >> in % 2 * 16 & 0xffff);
+    }
+}
+
+// ---------------------------------------------------------------- the kernel
+// gate: the weights as (k, 2, 4, 32, full tiles), gate_last: the narrow last tile as (k, 2, 4, span / 2, 1); see launch_sm90.py.
+#define KERNEL_OF(version) gate_pack_v##version
+#define KERNEL(version) KERNEL_OF(version)
+extern "C" __global__ void HOPPER_GEMM
+KERNEL(VERSION)(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap gate, const __grid_constant__ TensorMap gate_last,
+                word_t* __restrict__ packed, const value_t* __restrict__ bias, word_t* __restrict__ pool, int* __restrict__ lost,
+                int tokens, int d_model, int d_ff) {
+    const int group = threadIdx.x / 128, k_count = (d_model + BK - 1) / BK;
+    const Tiles tiles = tiles_for(tokens, tiles_of(d_ff, BN));
+    const u32 base = start_pipeline();
+    if (lost && blockIdx.x == 0 && threadIdx.x == 0) *lost = 0;  // for the kernels that follow: no launch of its own
+
+    if (group == 0) {
+        give_registers<40>();
+        if (threadIdx.x == 0)
+            produce(tiles, base, &x, 0, k_count, [&](u32 to, u32 full, int k, Tile t) {
+                const bool last = (t.n + 1) * BN > d_ff;
+                const int half = cluster_rank() * (32 / CLUSTER);
+                tma_load_all(to + half * (BN / 32) * 128, last ? &gate_last : &gate, full, k, 0, 0, half, last ? 0 : t.n);
+            });
+    } else {
+        take_registers<232>();
+        const int consumer = group - 1, warp = threadIdx.x / 32 % 4;
+        const u32 staging = base + STAGING + (consumer * 4 + warp) * 16 * WORDS * 4;
+        const u32 scratch = base + SCRATCH + consumer * 8192 + threadIdx.x % 128 * 16;
+        const int space = max(1, min(SPACE, (k_count - (PIECES - WORD_PIECES)) / WORD_PIECES));
+        float d[128];
+        Packing p;
+        Ring ring = {0, 0};
+        bool pending = false;
+        int parity = 0;
+        Tile t, next = tile_at(tiles, min(tiles.first, tiles.total - 1));
+        for (int work = tiles.first; work < tiles.total; work += tiles.step, parity ^= 1) {
+            t = next;
+            const u32 bias_at = base + BIAS_AT + (consumer * 2 + parity) * BN * 2;
+            if (BIAS) stage_bias(bias_at, bias, t.n, d_ff);
+            int due = space - 1, part = 0;  // the k-step after which the next piece is packed
+            multiply_tile(d, ring, base, consumer, k_count, VERSION == 3 ? max(k_count, PIECES) : k_count, [&](int k) {
+                if (VERSION == 3 && pending && k == due && part < PIECES) {
+                    piece(part, p, staging, scratch, packed, pool, tokens, d_ff, tiles.n_count);
+                    due += ++part < WORD_PIECES ? space : 1;
+                }
+                if (k == 0) next = tile_at(tiles, min(work + tiles.step, tiles.total - 1));  // divisions: not between tiles
+            });
+            if (BIAS) warpgroup_sync(2 + consumer);
+            round_tile(p, d, bias_at);
+            p.row0 = first_row(t) + consumer * 64 + warp * 16;
+            p.n = t.n;
+            pending = true;
+#if VERSION == 0
+            if (packed) store_dense(p, (value_t*)packed, tokens, d_ff);
+#elif VERSION < 3
+#pragma unroll 1
+            for (int i = 0; i < PIECES; ++i) piece(i, p, staging, scratch, packed, pool, tokens, d_ff, tiles.n_count);
+#endif
+        }
+#if VERSION == 3
+        if (pending)
+#pragma unroll 1
+            for (int i = 0; i < PIECES; ++i) piece(i, p, staging, scratch, packed, pool, tokens, d_ff, tiles.n_count);
+#endif
+    }
+    finish_pipeline();
+}
