@@ -166,3 +166,28 @@ __device__ __forceinline__ void store_shared_4_if(u32 keep, u32 at, const u32* v
     asm volatile("{\n .reg .pred k;\n setp.ne.u32 k, %5, 0;\n @k st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n}\n"
                  ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(keep) : "memory");
 }
+
+// ---------------------------------------------------------------- results: to shared memory, and by the copy engine from there
+// Four 8 x 8 matrices of 16-bit values. Lane i gives where a row of 16 bytes goes: row i % 8 of matrix i / 8. Of each matrix a
+// lane holds row lane / 4, columns 2 * (lane % 4) + {0, 1}: what wgmma leaves.
+__device__ __forceinline__ void store_matrices(u32 row, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+// By each thread that wrote to shared memory, before the threads meet and one of them starts a copy from there.
+__device__ __forceinline__ void copies_may_read() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Contiguous bytes, from shared to device memory; both on 16 bytes, a multiple of 16.
+__device__ __forceinline__ void bulk_store(void* to, u32 from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the copies that this thread committed have read their source; until they are done.
+__device__ __forceinline__ void copies_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// As torch's relu of round_pair: negative becomes 0, NaN stays NaN.
+__device__ __forceinline__ u32 round_pair_relu(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.relu." PTX_VALUE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
