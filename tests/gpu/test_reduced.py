@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab import launch, reference
+from twell_lab import launch, ops, reference
 from twell_lab.formats import TwELL
 
 pytestmark = pytest.mark.gpu
@@ -52,3 +52,27 @@ def test_down_and_gated(d_model, dtype):
             if version < 4:
                 y = launch.down(packed.packed, source, rest, down_t, bias, 300, 256, version)
                 assert torch.allclose(y.double().cpu(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("path, hot", [("dense", 0), ("twell", 0), ("hot_cold", 256)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [20, 530])
+def test_infer(tokens, gated, path, hot):
+    """The decode kernels at 20 tokens, the GEMMs with packing, the pool and the recomputed rows at 530."""
+    generator = torch.Generator().manual_seed(5)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, first, up, down = normal(tokens, 136), normal(776, 136) / 12, normal(776, 136) / 12, normal(136, 776) / 4
+    x[:, 0], first[:, 0] = 1.0, -2.0
+    x[3, 0], x[5:21, 0], x[7, 4] = -8.0, 0.5, torch.inf  # everything fires; 16 rows overflow together; not finite
+    bias = normal(136)
+    wide = [t.bfloat16() for t in (x, first, up, down, bias)]
+    x, first, up, down, bias = (t.cuda() for t in wide)
+    weights = (first, up) if gated else (None, first)
+    stats = torch.zeros(4, dtype=torch.int64, device="cuda")
+    y = ops.infer(x, *weights, down, down_bias=bias, path=path, hot=hot, stats=stats).double().cpu()
+    x, first, up, down, bias = (t.double() for t in wide)
+    gate = (x @ first.t())
+    exact = reference.gated(x, gate, up, down, None, bias) if gated else reference.relu(gate) @ down.t() + bias
+    finite = exact.isfinite().all(1)
+    assert torch.allclose(y[finite], exact[finite], rtol=0.03, atol=0.03 * float(exact[finite].abs().max()))
+    assert torch.equal(y.isfinite().all(1), finite)
