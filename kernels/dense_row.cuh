@@ -72,13 +72,30 @@ __device__ __forceinline__ void add_scaled(RowSums& sum, sum_t scale, const RowV
     }
 }
 
-// The sums a row starts from: the bias, or zero where there is none.
-__device__ __forceinline__ RowSums start_row(const value_t* bias) {
+__device__ __forceinline__ RowSums row_of(sum_t f) {
     RowSums sum;
 #pragma unroll
-    for (int i = 0; i < CHUNKS * VECTOR; ++i) sum.f[i] = 0;
+    for (int i = 0; i < CHUNKS * VECTOR; ++i) sum.f[i] = f;
+    return sum;
+}
+
+// The sums a row starts from: the bias, or zero where there is none.
+__device__ __forceinline__ RowSums start_row(const value_t* bias) {
+    RowSums sum = row_of(0);
     if (bias) add_scaled(sum, 1, load_row(bias));
     return sum;
+}
+
+// sum += row, of D_MODEL floats that nobody reads again: past the caches.
+__device__ __forceinline__ void add_floats(RowSums& sum, const float* row) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS * VECTOR; i += 4) {
+        const int c = chunk_column(i / VECTOR) + i % VECTOR;
+        if (c < D_MODEL) {
+            const float4 f = __ldcs((const float4*)(row + c));
+            sum.f[i] += f.x, sum.f[i + 1] += f.y, sum.f[i + 2] += f.z, sum.f[i + 3] += f.w;
+        }
+    }
 }
 
 __device__ __forceinline__ void store_row(value_t* row, const RowSums& sum) {
@@ -90,6 +107,13 @@ __device__ __forceinline__ void store_row(value_t* row, const RowSums& sum) {
         if (chunk_column(k) < D_MODEL)  // written once, read by somebody else: stream past the caches
             __stcs((uint4*)(row + chunk_column(k)), Vector::of_floats(f).raw);
     }
+}
+
+// The row, bit by bit.
+__device__ __forceinline__ void copy_row(value_t* to, const RowVectors& row) {
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k)
+        if (chunk_column(k) < D_MODEL) *(uint4*)(to + chunk_column(k)) = row.v[k].raw;
 }
 
 // Adds the teams' sums up, team by team so that the order is fixed, and stores the row. All of the block calls it.

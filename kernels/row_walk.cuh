@@ -8,7 +8,8 @@
 // A tile with more values than slots is finished from one of two places, both exact:
 //   gate   the dense row it was packed from, if that is still there: the whole tile is read from it instead;
 //   tail   the CSR tail that holds what the tiles could not.
-// With neither, every count must fit. The order of the entries is fixed, so every sum is deterministic.
+// With neither, every count must fit. The order of the entries is fixed, so every sum is deterministic. A third place, the
+// pool, has a walk of its own (pool_walk.cuh).
 #pragma once
 #include "twell.cuh"
 
@@ -22,6 +23,32 @@ struct Entries {
 __device__ __forceinline__ unsigned drop(unsigned lanes, int n) {
     for (int i = 0; i < n; ++i) lanes &= lanes - 1;
     return lanes;
+}
+
+// The sum of v over the lanes, in every lane.
+__device__ __forceinline__ int sum_over_lanes(int v) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
+    return v;
+}
+
+// The sum of v over the lanes up to and including this one.
+__device__ __forceinline__ int sum_up_to_lane(int v) {
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int below = __shfl_up_sync(ALL_LANES, v, step);
+        if ((int)(threadIdx.x % WARP) >= step) v += below;
+    }
+    return v;
+}
+
+// The first lane whose `through` is more than i, by binary search: `through` rises from lane to lane. Lane 31 where none is.
+__device__ __forceinline__ int first_reaching_past(int i, int through) {
+    int owner = 0;
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2)
+        if (__shfl_sync(ALL_LANES, through, owner + step - 1) <= i) owner += step;
+    return owner;
 }
 
 // Everything that describes one packed matrix, as the kernels get it.
@@ -57,9 +84,7 @@ public:
     __device__ bool full() const {
         int count = 0;
         for (int t = lane(); t < tiles(); t += WARP) count += (int)*tile_words(t);
-#pragma unroll
-        for (int step = WARP / 2; step; step /= 2) count += __shfl_xor_sync(ALL_LANES, count, step);
-        return count == m_.columns;
+        return sum_over_lanes(count) == m_.columns;
     }
 
 private:
@@ -85,22 +110,14 @@ private:
         group_ = first, at_ = 0, strip_ = 0;
         overflowing_ = __ballot_sync(ALL_LANES, m_.gate && count > slots);
         mine_ = count <= slots ? count : m_.gate ? 0 : slots;
-        through_ = mine_;
-#pragma unroll
-        for (int step = 1; step < WARP; step *= 2) {
-            const int below = __shfl_up_sync(ALL_LANES, through_, step);
-            if (lane() >= step) through_ += below;
-        }
+        through_ = sum_up_to_lane(mine_);
         listed_ = __shfl_sync(ALL_LANES, through_, WARP - 1);
     }
 
     __device__ __forceinline__ void deal(Entries& e) {
         const int i = at_ + lane();
         at_ += WARP;
-        int owner = 0;  // the first lane whose tile reaches past i, by binary search over the prefix sums
-#pragma unroll
-        for (int step = WARP / 2; step; step /= 2)
-            if (__shfl_sync(ALL_LANES, through_, owner + step - 1) <= i) owner += step;
+        const int owner = first_reaching_past(i, through_);  // the lane of its tile
         const int before = __shfl_sync(ALL_LANES, through_ - mine_, owner);
         e.lanes = __ballot_sync(ALL_LANES, i < listed_);
         e.value = 0.0f, e.column = 0;

@@ -12,9 +12,13 @@
 //   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
 #include "dense_row.cuh"
 #include "row_walk.cuh"
+#if defined(POOL)
+#include "pool_walk.cuh"
+#endif
 
 #define SLAB 2048
 
+#if !defined(POOL)
 extern "C" __global__ void __launch_bounds__(128)
 down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
         const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
@@ -40,7 +44,22 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
     }
     for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
 }
+#endif
 
+// sum += the row's entries, each times its row of down_t.
+template <class Walk>
+__device__ __forceinline__ void add_entries(RowSums& sum, Walk& walk, const value_t* __restrict__ down_t) {
+    Entries e;
+    while (walk.next(e)) {
+        for (unsigned left = drop(e.lanes, team()); left; left = drop(left, TEAMS)) {
+            const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
+            const int column = __shfl_sync(ALL_LANES, e.column, __ffs(left) - 1);
+            add_scaled(sum, value, load_row(down_t + (long long)column * D_MODEL));
+        }
+    }
+}
+
+#if !defined(POOL)
 #if TEAMS == 1
 #define DOWN_REGISTER_KERNEL down_v2
 #else
@@ -55,16 +74,34 @@ DOWN_REGISTER_KERNEL(const word_t* __restrict__ packed, const value_t* __restric
                      int d_model, int columns, int tile, int words) {
     const int row = blockIdx.x;
     RowSums sum = start_row(team() == 0 ? bias : nullptr);
-
     const Packed m = {packed, gate, tail_pointer, tail_column, tail_value, columns, tile, words};
     RowWalk walk(m, row);
-    Entries e;
-    while (walk.next(e)) {
-        for (unsigned left = drop(e.lanes, team()); left; left = drop(left, TEAMS)) {
-            const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
-            const int column = __shfl_sync(ALL_LANES, e.column, __ffs(left) - 1);
-            add_scaled(sum, value, load_row(down_t + (long long)column * D_MODEL));
-        }
-    }
+    add_entries(sum, walk, down_t);
     store_teams_row(y + (long long)row * D_MODEL, sum);
 }
+
+#else
+#if TEAMS == 1
+#define DOWN_POOLED_KERNEL down_v4
+#else
+#define DOWN_POOLED_KERNEL down_v5
+#endif
+
+// x is read for the lost rows only.
+extern "C" __global__ void ONE_TOKEN_BLOCK
+DOWN_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
+                   const value_t* __restrict__ down_t, const value_t* __restrict__ bias,
+                   const float* __restrict__ start, value_t* __restrict__ y, int* __restrict__ lost,
+                   value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns) {
+    const int row = blockIdx.x;
+    const Pooled m = {packed, pool, columns};
+    PoolWalk walk(m, row);
+    const RowFacts facts = walk.facts();
+    count_row(stats, facts);
+    if (facts.lost) return hand_on(load_row(x + (long long)row * D_MODEL), row, lost, lost_x);
+    RowSums sum = start_row(team() == 0 ? bias : nullptr);
+    if (start && team() == 0) add_floats(sum, start + (long long)row * D_MODEL);
+    add_entries(sum, walk, down_t);
+    store_teams_row(y + (long long)row * D_MODEL, sum);
+}
+#endif

@@ -20,6 +20,9 @@
 // warps a token: 0.541 ms, eight: 0.812 ms. The one-warp version capped at 168 registers spilled: 1.02 ms.
 #include "dense_row.cuh"
 #include "row_walk.cuh"
+#if defined(POOL)
+#include "pool_walk.cuh"
+#endif
 
 #define SLAB 2048
 
@@ -29,6 +32,7 @@ __device__ __forceinline__ sum_t warp_sum(sum_t v) {
     return v;
 }
 
+#if !defined(POOL)
 extern "C" __global__ void __launch_bounds__(128)
 gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const value_t* __restrict__ gate,
          const long long* __restrict__ tail_pointer, const int* __restrict__ tail_column,
@@ -76,6 +80,7 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
     }
     for (int c = first + threadIdx.x; c < last; c += blockDim.x) y[(long long)row * d_model + c] = from_float((float)sum[c - first]);
 }
+#endif
 
 // The sum over the lanes of the team. With several warps they meet at one barrier a call: two sets of parts take
 // turns, so a warp that runs ahead writes the set that nobody is reading.
@@ -93,29 +98,20 @@ __device__ __forceinline__ sum_t team_sum(sum_t v, int& turn) {
     return v;
 }
 
-template <bool BOTH_ROWS_AT_ONCE>
-__device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const Packed& m,
-                                          const value_t* __restrict__ up, const value_t* __restrict__ down_t,
-                                          const value_t* __restrict__ up_bias,
-                                          const value_t* __restrict__ down_bias, value_t* __restrict__ y,
-                                          int row) {
-    const RowVectors in = load_row(x + (long long)row * D_MODEL);
-    RowWalk walk(m, row);
-    bool nonfinite = has_nonfinite(in);
+// Whether a value of x's row is infinite or NaN, which all of the block learns.
+__device__ __forceinline__ bool any_nonfinite(const RowVectors& in) {
 #if WARPS * TEAMS > 1
-    nonfinite = __syncthreads_or(nonfinite);
+    return __syncthreads_or(has_nonfinite(in));
 #else
-    nonfinite = __any_sync(ALL_LANES, nonfinite);
+    return __any_sync(ALL_LANES, has_nonfinite(in));
 #endif
-    if (nonfinite && !walk.full()) {  // see gated_v1
-        RowSums spoilt;
-#pragma unroll
-        for (int i = 0; i < CHUNKS * VECTOR; ++i) spoilt.f[i] = nanf("");
-        if (team() == 0) store_row(y + (long long)row * D_MODEL, spoilt);
-        return;
-    }
+}
 
-    RowSums sum = start_row(team() == 0 ? down_bias : nullptr);
+// sum += the row's entries, each times its row of down_t. in: x's row.
+template <bool BOTH_ROWS_AT_ONCE, class Walk>
+__device__ __forceinline__ void add_entries(RowSums& sum, Walk& walk, const RowVectors& in,
+                                            const value_t* __restrict__ up, const value_t* __restrict__ down_t,
+                                            const value_t* __restrict__ up_bias) {
     int turn = 0;
     Entries e;
     while (walk.next(e)) {
@@ -135,6 +131,23 @@ __device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const P
             if (mine) add_scaled(sum, value * dot, w);
         }
     }
+}
+
+#if !defined(POOL)
+template <bool BOTH_ROWS_AT_ONCE>
+__device__ __forceinline__ void gated_row(const value_t* __restrict__ x, const Packed& m,
+                                          const value_t* __restrict__ up, const value_t* __restrict__ down_t,
+                                          const value_t* __restrict__ up_bias,
+                                          const value_t* __restrict__ down_bias, value_t* __restrict__ y,
+                                          int row) {
+    const RowVectors in = load_row(x + (long long)row * D_MODEL);
+    RowWalk walk(m, row);
+    if (any_nonfinite(in) && !walk.full()) {  // see gated_v1
+        if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
+        return;
+    }
+    RowSums sum = start_row(team() == 0 ? down_bias : nullptr);
+    add_entries<BOTH_ROWS_AT_ONCE>(sum, walk, in, up, down_t, up_bias);
     store_teams_row(y + (long long)row * D_MODEL, sum);
 }
 
@@ -155,4 +168,35 @@ GATED_KERNEL(gated_v2, false)
 GATED_KERNEL(gated_v3, true)
 #else
 GATED_KERNEL(gated_v4, true)
+#endif
+
+#else
+#if TEAMS == 1
+#define GATED_POOLED_KERNEL gated_v5
+#else
+#define GATED_POOLED_KERNEL gated_v6
+#endif
+
+extern "C" __global__ void ONE_TOKEN_BLOCK
+GATED_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
+                    const value_t* __restrict__ up, const value_t* __restrict__ down_t,
+                    const value_t* __restrict__ up_bias, const value_t* __restrict__ down_bias,
+                    const float* __restrict__ start, value_t* __restrict__ y, int* __restrict__ lost,
+                    value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns) {
+    const int row = blockIdx.x;
+    const RowVectors in = load_row(x + (long long)row * D_MODEL);
+    const Pooled m = {packed, pool, columns};
+    PoolWalk walk(m, row);
+    const RowFacts facts = walk.facts();
+    count_row(stats, facts);
+    if (facts.lost) return hand_on(in, row, lost, lost_x);  // every warp finds the same facts
+    if (any_nonfinite(in) && facts.kept < columns) {  // see gated_v1
+        if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
+        return;
+    }
+    RowSums sum = start_row(team() == 0 ? down_bias : nullptr);
+    if (start && team() == 0) add_floats(sum, start + (long long)row * D_MODEL);
+    add_entries<true>(sum, walk, in, up, down_t, up_bias);
+    store_teams_row(y + (long long)row * D_MODEL, sum);
+}
 #endif

@@ -6,6 +6,12 @@
 // A packed matrix is word_t [rows][tiles][words]. Word 0 of a tile is the true count of kept values, also when
 // it exceeds words - 1. Each other word is `value bits << COLUMN_BITS | column within the tile`, columns
 // ascending. Words past the count are never read.
+//
+// The pool takes what a tile's words cannot hold, where the packing kernel keeps no dense row to read it from: 16-bit
+// values, tiles of POOLED_TILE columns and POOLED_WORDS words. It is word_t [ceil(rows / POOL_ROWS)][tiles][POOL_WORDS]: the
+// rows of one group of POOL_ROWS share POOL_WORDS words for each tile. A (row, tile) with more values than slots keeps the
+// first of them in its words; the others, columns ascending, lie in the pool after those of the earlier rows of the group.
+// A row of which a tile would reach past the pool is lost: it has to be computed from the dense weights.
 #pragma once
 
 #if defined(VALUE_BF16)
@@ -59,6 +65,11 @@ typedef double sum_t;
 #else
 typedef float sum_t;
 #endif
+
+#define POOLED_TILE 256
+#define POOLED_WORDS 32
+#define POOL_ROWS 16
+#define POOL_WORDS 64
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu

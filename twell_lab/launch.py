@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import jit
 from .errors import DeviceError, InputError, StackError
+from .formats import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 _DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
 _CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
@@ -179,7 +180,7 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     if version not in (None, *range(1, many + 2)):
         raise InputError(f"version is {version}; 1 to {many + 1} are accepted")
     if version is None:
-        version = many + (y.is_cuda and rows <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count)
+        version = many + _few(y)
     defines = specialisation(y.dtype, d_model, _TEAMS if version == many + 1 else 1) if _aligned(*vectors) else None
     if defines is None:
         version = 1
@@ -193,6 +194,74 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     sizes = map(ctypes.c_int, (d_model, columns, tile, words))
     _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, grid, block, y.device, (*tensors, y, *sizes))
     return y
+
+
+def gated_pooled(
+    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, version: int | None = None
+) -> Tensor:
+    """x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model] -> y [tokens, d_model].
+
+    packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], as kernels/twell.cuh has them. start: float32
+    [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost: each
+    takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x there, and
+    its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the pool, lost rows.
+    version: 5, or 6 for few tokens. Raises InputError for what the kernels do not take (pooled_takes).
+    """
+    vectors = (x, up, down_t, down_bias, start, lost_x)
+    weights = (up, down_t, up_bias, down_bias)
+    return _pooled("gated", 5, x, packed, pool, weights, vectors, start, lost, lost_x, stats, version)
+
+
+def down_pooled(x, packed, pool, down_t, bias, start, lost, lost_x, stats, version: int | None = None) -> Tensor:
+    """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model]; see gated_pooled.
+
+    x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for few
+    tokens.
+    """
+    vectors = (x, down_t, bias, start, lost_x)
+    return _pooled("down", 4, x, packed, pool, (down_t, bias), vectors, start, lost, lost_x, stats, version)
+
+
+def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
+    """Whether the kernels with a pool take rows of this type and width."""
+    return dtype.itemsize == 2 and specialisation(dtype, d_model) is not None
+
+
+def _pooled(name, many, x, packed, pool, weights, vectors, start, lost, lost_x, stats, version) -> Tensor:
+    tokens, d_model = x.shape
+    down_t = weights[-2] if name == "down" else weights[1]
+    columns = down_t.shape[0]
+    tiles = -(-columns // TILE)
+    if not pooled_takes(x.dtype, d_model):
+        raise InputError(f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384")
+    if tuple(packed.shape) != (tokens, tiles, WORDS) or tuple(pool.shape) != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
+        raise InputError(
+            f"packed is {list(packed.shape)} and pool {list(pool.shape)}; {tokens} tokens and {columns} columns make "
+            f"{[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
+        )
+    if version not in (None, many, many + 1):
+        raise InputError(f"version is {version}; {many} and {many + 1} have a pool")
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return y
+    if not _aligned(*vectors):
+        raise InputError("the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them")
+    if version is None:
+        version = many + _few(y)
+    defines = specialisation(x.dtype, d_model, _TEAMS if version > many else 1)
+    if "TEAMS" not in dict(defines):
+        version = many
+    sizes = dict(defines)
+    arguments = [t if t is None else t.contiguous() for t in (x, packed, pool, *weights, start)]
+    arguments += [y, lost, lost_x, stats, ctypes.c_int(columns)]
+    block = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1)
+    _launch(f"smxx_{name}.cu", f"{name}_v{version}", (*defines, ("POOL", True)), (tokens, 1), block, y.device, arguments)
+    return y
+
+
+def _few(y: Tensor) -> bool:
+    """Whether there are so few tokens that sharing each among teams pays."""
+    return y.is_cuda and y.shape[0] <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count
 
 
 def _any_width(dtype: torch.dtype) -> tuple:

@@ -1,0 +1,121 @@
+// Walks the kept entries of one packed row whose overflow lies in the pool (twell.cuh), up to 32 at a time, one a lane; and
+// hands on the rows that the pool could not hold.
+//
+// As in RowWalk the tiles of a group of 32 are lined up in one list, here with all their values, the pooled ones behind
+// those in the tile's words: so the order, and with it every bit of the sums, is that of tiles with a slot for every column.
+// Where the pooled values of a tile begin follows from the counts of the earlier rows of the row's group. Those are
+// loaded only for a tile that overflows, by 16 lanes at once.
+#pragma once
+#include "dense_row.cuh"
+#include "row_walk.cuh"
+
+#define SLOTS (POOLED_WORDS - 1)
+static_assert(POOL_ROWS <= WARP, "a lane counts for each row of a group");
+
+struct Pooled {
+    const word_t* words_of;  // [rows][tiles][POOLED_WORDS]
+    const word_t* pool;      // [ceil(rows / POOL_ROWS)][tiles][POOL_WORDS]
+    int columns;
+};
+
+struct RowFacts {
+    int kept;
+    bool pooled, lost;  // whether some tile has more values than slots; more than the pool could take
+};
+
+class PoolWalk {
+public:
+    __device__ __forceinline__ PoolWalk(const Pooled& m, int row) : m_(m), row_(row) { open_group(0); }
+
+    // Before the first call of next.
+    __device__ __forceinline__ RowFacts facts() {
+        RowFacts f = {0, false, false};
+        for (;;) {
+            const bool over = mine_ > SLOTS;
+            f.kept += listed_;
+            f.pooled |= __any_sync(ALL_LANES, over);
+            f.lost |= __any_sync(ALL_LANES, over && pooled_at_ + mine_ - SLOTS > POOL_WORDS);
+            if (group_ + WARP >= tiles()) break;
+            open_group(group_ + WARP);
+        }
+        if (group_) open_group(0);
+        return f;
+    }
+
+    // The next up to 32 entries; false when the row is done. The whole warp calls it together.
+    __device__ __forceinline__ bool next(Entries& e) {
+        while (at_ >= listed_) {
+            if (group_ + WARP >= tiles()) return false;
+            open_group(group_ + WARP);
+        }
+        deal(e);
+        return true;
+    }
+
+private:
+    const Pooled& m_;
+    const int row_;
+    int group_;        // first tile of the group
+    int mine_;         // entries of this lane's tile
+    int through_;      // entries up to and including this lane's tile
+    int pooled_at_;    // where those of this lane's tile that lie in the pool begin
+    int listed_, at_;  // entries of the group, and how many were dealt
+
+    __device__ __forceinline__ static int lane() { return threadIdx.x % WARP; }
+    __device__ __forceinline__ int tiles() const { return tiles_of(m_.columns, POOLED_TILE); }
+    __device__ __forceinline__ const word_t* tile_words(int row, int t) const {
+        return m_.words_of + ((long long)row * tiles() + t) * POOLED_WORDS;
+    }
+
+    __device__ __forceinline__ void open_group(int first) {
+        const int t = first + lane();
+        mine_ = t < tiles() ? (int)*tile_words(row_, t) : 0;
+        group_ = first, at_ = 0, pooled_at_ = 0;
+        for (unsigned over = __ballot_sync(ALL_LANES, mine_ > SLOTS); over; over &= over - 1) {
+            const int owner = __ffs(over) - 1, earlier = row_ / POOL_ROWS * POOL_ROWS + lane();
+            int taken = earlier < row_ ? max((int)*tile_words(earlier, first + owner) - SLOTS, 0) : 0;
+            taken = sum_over_lanes(taken);
+            if (lane() == owner) pooled_at_ = taken;
+        }
+        through_ = sum_up_to_lane(mine_);
+        listed_ = __shfl_sync(ALL_LANES, through_, WARP - 1);
+    }
+
+    __device__ __forceinline__ void deal(Entries& e) {
+        const int i = at_ + lane();
+        at_ += WARP;
+        const int owner = first_reaching_past(i, through_);
+        const int slot = i - __shfl_sync(ALL_LANES, through_ - mine_, owner);
+        const int pooled_at = __shfl_sync(ALL_LANES, pooled_at_, owner);
+        e.lanes = __ballot_sync(ALL_LANES, i < listed_);
+        e.value = 0.0f, e.column = 0;
+        if (i < listed_) {
+            const int t = group_ + owner;
+            const word_t* pool = m_.pool + ((long long)(row_ / POOL_ROWS) * tiles() + t) * POOL_WORDS;
+            const word_t w = slot < SLOTS ? tile_words(row_, t)[1 + slot] : pool[pooled_at + slot - SLOTS];
+            e.value = to_float(word_value(w));
+            e.column = t * POOLED_TILE + word_column(w);
+        }
+    }
+};
+
+// stats += tokens, kept entries, rows that are read from the pool, lost rows; null: not counted. The number of tokens
+// is that of blocks, and known to the first.
+__device__ __forceinline__ void count_row(unsigned long long* stats, const RowFacts& f) {
+    if (!stats || threadIdx.x != 0) return;
+    if (blockIdx.x == 0) atomicAdd(&stats[0], (unsigned long long)gridDim.x);
+    if (f.kept) atomicAdd(&stats[1], (unsigned long long)f.kept);
+    if (f.pooled) atomicAdd(&stats[f.lost ? 3 : 2], 1ull);
+}
+
+// A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row), and its x goes to lost_x[slot].
+// Rows come in any order; what is computed from them must not depend on it. All of the block calls it.
+__device__ __forceinline__ void hand_on(const RowVectors& x, int row, int* lost, value_t* lost_x) {
+    __shared__ int slot;
+    if (threadIdx.x == 0) {
+        slot = atomicAdd(lost, 1);
+        lost[1 + slot] = row;
+    }
+    __syncthreads();
+    if (team() == 0) copy_row(lost_x + (long long)slot * D_MODEL, x);
+}
