@@ -20,7 +20,6 @@ from .errors import InputError
 
 TILE, WORDS = 256, 32
 POOL_ROWS, POOL_WORDS = 16, 64  # each 16 rows share 64 words for each tile, for what its words cannot hold (pool.py)
-POOL_ROWS, POOL_WORDS = 16, 64  # rows that share a pool of overflow, and its words for each tile (kernels/twell.cuh)
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The word that holds one (value, column) pair, and the integer type of the value's bits.
 _WORD_DTYPE = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
