@@ -1,0 +1,364 @@
+// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, through mma.sync: Ampere and
+// Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never stored.
+//
+// Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, to take the way of sm_75 on a newer GPU, -DTURING.
+#include "ptx_sm80.cuh"
+
+#define ROWS 128               // tokens of a block's tile
+#define COLUMNS POOLED_TILE    // its neurons: a block owns whole tiles of the format
+#define THREADS 256            // 2 x 4 warps of 64 x 64
+#define ROW_BYTES (K_STEP * 2)
+#define STAGE_BYTES ((ROWS + COLUMNS) * ROW_BYTES)
+#define CHUNKS (K_STEP / 8)    // 16-byte pieces of one row of a stage
+#ifndef GROUP
+#define GROUP 8                // tiles of rows that neighbouring blocks share the same weights in
+#endif
+#define SLOTS (POOLED_WORDS - 1)
+#define VALUE_BYTES (ROWS * COLUMNS * 2)
+#define LATER (VERSION > 1)    // v1 has one stage
+
+struct Problem {
+    const value_t *x, *gate, *bias;
+    word_t *packed, *pool;
+    int tokens, d_model, d_ff;
+    __device__ __forceinline__ int row_tiles() const { return (tokens + ROWS - 1) / ROWS; }
+    __device__ __forceinline__ int column_tiles() const { return tiles_of(d_ff, COLUMNS); }
+    __device__ __forceinline__ int tiles() const { return row_tiles() * column_tiles(); }
+};
+
+// Tiles are numbered so that those of one wave share rows of x and of the weights: down GROUP tiles, then to the right.
+struct Tile { int m, n; };
+__device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
+    const int columns = p.column_tiles(), first = number / (GROUP * columns) * GROUP, within = number % (GROUP * columns);
+    const int height = min(GROUP, p.row_tiles() - first);
+    return {first + within % height, within / height};
+}
+
+// ---------------------------------------------------------------- from global to shared memory
+// A stage holds K_STEP values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that the
+// eight rows of an ldmatrix, and the eight chunks that a quarter of a warp writes, lie in different banks.
+__device__ __forceinline__ unsigned place(int row, int chunk) {
+    const int key = K_STEP == 64 ? row % 8 : row / 2 % 4;
+    return row * ROW_BYTES + (chunk ^ key) * 16;
+}
+// Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order, the
+// 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
+__device__ __forceinline__ int neuron_at(int place) { return place / 64 * 64 + place % 8 * 8 + place / 8 % 8; }
+
+// One thread's part of bringing in the stages, in the order in which they are used, on from one tile of the block to the next.
+class Feed {
+public:
+    __device__ __forceinline__ Feed(const Problem& p, unsigned memory)
+        : p_(p), memory_(memory), row_((int)threadIdx.x / CHUNKS), chunk_((int)threadIdx.x % CHUNKS), tile_(blockIdx.x), k_(0), slot_(0) {
+        open_tile();
+    }
+    // Start a part of the next stage; the last part moves on. part and parts have to be known to the compiler.
+    __device__ __forceinline__ void start(int part = 0, int parts = 1) {
+        const bool more = tile_ < p_.tiles();  // copies of zeros would run into what the memory is used for next
+        const bool in_row = k_ + chunk_ * 8 < p_.d_model;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            if (i * parts / COPIES != part) continue;
+            const int at = i * STRIDE;  // row of the stage, less row_
+            const bool left = at < ROWS;
+            const int row = left ? at : neuron_at(at - ROWS);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
+            const bool inside = in_row && row < (left ? x_rows_ : gate_rows_);
+            const value_t* from = (left ? x_ : gate_) + (long long)row * p_.d_model + k_;
+#if LATER && ASYNC_COPIES
+            if (more) copy_async(memory_ + slot_ * STAGE_BYTES + place(row_ + at, chunk_), from, inside);
+#else
+            held_[i] = make_uint4(0, 0, 0, 0);
+            if (more && inside) held_[i] = *(const uint4*)from;
+#endif
+        }
+        if (part + 1 < parts) return;
+#if LATER && ASYNC_COPIES
+        commit_copies();
+        if (++slot_ == STAGES) slot_ = 0;
+#endif
+        if ((k_ += K_STEP) >= p_.d_model) {
+            k_ = 0, tile_ += gridDim.x;
+            open_tile();
+        }
+    }
+    // Make sure that the oldest stage that was started is in shared memory, as far as this thread brings it.
+    __device__ __forceinline__ void land(unsigned char* memory) {
+#if LATER && ASYNC_COPIES
+        wait_copies<STAGES - 2>();
+#else
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) *(uint4*)(memory + slot_ * STAGE_BYTES + place(row_ + i * STRIDE, chunk_)) = held_[i];
+        if (LATER && ++slot_ == STAGES) slot_ = 0;
+#endif
+    }
+
+private:
+    static constexpr int STRIDE = THREADS / CHUNKS, COPIES = (ROWS + COLUMNS) / STRIDE;
+    const Problem& p_;
+    const unsigned memory_;
+    const int row_, chunk_;
+    int tile_, k_, slot_;
+    int x_rows_, gate_rows_;  // rows of x and of the weights from this thread's first on
+    const value_t *x_, *gate_;
+#if !(LATER && ASYNC_COPIES)
+    uint4 held_[COPIES];
+#endif
+
+    __device__ __forceinline__ void open_tile() {
+        const Tile t = tile_at(p_, min(tile_, p_.tiles() - 1));
+        const int x_row = t.m * ROWS + row_, gate_row = t.n * COLUMNS + neuron_at(row_);
+        x_rows_ = p_.tokens - x_row, gate_rows_ = p_.d_ff - gate_row;
+        x_ = p_.x + (long long)x_row * p_.d_model + chunk_ * 8;
+        gate_ = p_.gate + (long long)gate_row * p_.d_model + chunk_ * 8;
+    }
+};
+
+// ---------------------------------------------------------------- products of one stage
+// What a warp holds of 16 steps along k: four tiles of its rows of x, eight of its weight rows.
+struct Fragments {
+    unsigned x[4][4], gate[8][2];
+    // x_at, gate_at: this lane's places for k = 0 of the stage. The swizzle is an exclusive or, so moving along k is one.
+    __device__ __forceinline__ void load(unsigned x_at, unsigned gate_at, int k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_matrices(x[i], (x_at ^ k * 32) + i * 16 * ROW_BYTES);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            unsigned two[4];
+            load_matrices(two, (gate_at ^ k * 32) + j * 8 * ROW_BYTES);
+            gate[j][0] = two[0], gate[j][1] = two[1], gate[j + 1][0] = two[2], gate[j + 1][1] = two[3];
+        }
+    }
+};
+typedef float Sums[4][8][4];
+__device__ __forceinline__ void multiply(Sums& sums, const Fragments& f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) multiply_add(sums[i][j], f.x[i], f.gate[j][0], f.gate[j][1]);
+}
+
+struct Warp {  // where this thread's part of the product is
+    int lane, m, n;
+    __device__ __forceinline__ Warp() : lane(threadIdx.x % WARP), m(threadIdx.x / WARP / 4), n(threadIdx.x / WARP % 4) {}
+    __device__ __forceinline__ unsigned x_place() const { return place(64 * m + lane % 16, lane / 16); }
+    __device__ __forceinline__ unsigned gate_place() const { return place(ROWS + 64 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
+    __device__ __forceinline__ int row(int i, int half) const { return 64 * m + 16 * i + 8 * half + lane / 4; }
+    __device__ __forceinline__ int strip() const { return 4 * n + lane % 4; }  // its 16 neighbouring columns, of 16 strips
+};
+
+// ---------------------------------------------------------------- packing
+// Rounded values of the tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds columns j
+// and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different banks.
+__device__ __forceinline__ int value_place(int row, int column) {
+    return row * (COLUMNS * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
+}
+
+// Bit c: whether column c of the strip fires. Neither -0 nor a negative does, and NaN is 0x7fff after rounding: so it is
+// those whose sign is clear and whose other bits are not all zero.
+__device__ __forceinline__ unsigned firing(const unsigned (&pairs)[8]) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) bits |= (((pairs[j] & 0x7fff7fffu) + 0x7fff7fffu) & ~pairs[j] & 0x80008000u) >> (15 - j);
+    return (bits | bits >> 8) & 0xffffu;
+}
+
+// Round the sums and write them where the whole warp row can read them; MASKS: with a bit for each column that fires, and
+// only the strips that have one. values: VALUE_BYTES, then the masks, 16 bits a strip.
+template <bool MASKS>
+__device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t, const Warp& w, unsigned char* values) {
+    if (p.bias) {
+        const int first = t.n * COLUMNS + w.strip() * 16;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {  // d_ff is a multiple of 8
+            const float low = first < p.d_ff ? to_float(p.bias[first + j]) : 0.0f;
+            const float high = first + 8 < p.d_ff ? to_float(p.bias[first + 8 + j]) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sums[i][j][0] += low, sums[i][j][1] += high;
+                sums[i][j][2] += low, sums[i][j][3] += high;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = w.row(i, half);
+            unsigned pairs[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) pairs[j] = rounded_pair(sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+            if (MASKS) {
+                const unsigned bits = firing(pairs);
+                *(unsigned short*)(values + VALUE_BYTES + row * (COLUMNS / 8) + w.strip() * 2) = bits;
+                if (!bits) continue;
+            }
+            *(uint4*)(values + value_place(row, w.strip() * 16)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            *(uint4*)(values + value_place(row, w.strip() * 16 + 4)) = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+        }
+}
+
+// Where the kept values of one row go: the first SLOTS to its words, the others to the group's pool from `start` on.
+struct Destination {
+    word_t *words, *pool;
+    int start;
+    __device__ __forceinline__ void put(int rank, word_t word) const {
+        if (rank < SLOTS) words[1 + rank] = word;
+        else if (start + rank - SLOTS < POOL_WORDS) pool[start + rank - SLOTS] = word;
+    }
+};
+__device__ __forceinline__ word_t* words_of(const Problem& p, int token, int n) {
+    return p.packed + ((long long)token * p.column_tiles() + n) * POOLED_WORDS;
+}
+__device__ __forceinline__ word_t* pool_of(const Problem& p, int token, int n) {
+    return p.pool + ((long long)(token / POOL_ROWS) * p.column_tiles() + n) * POOL_WORDS;
+}
+
+// One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in line.
+__device__ __forceinline__ void pack_by_ballots(const Problem& p, const Tile& t, int group, const unsigned char* values) {
+    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, COLUMNS, t.n), token = t.m * ROWS + group * POOL_ROWS;
+    int start = 0;  // in the pool
+    for (int r = 0; r < POOL_ROWS && token + r < p.tokens; ++r) {
+        const Destination to = {words_of(p, token + r, t.n), pool_of(p, token, t.n), start};
+        int count = 0;
+#pragma unroll
+        for (int c = lane; c < COLUMNS; c += WARP) {
+            const value_t v = *(const value_t*)(values + value_place(group * POOL_ROWS + r, c));
+            const bool keep = c < width && fires(v);
+            const unsigned kept = __ballot_sync(ALL_LANES, keep);
+            if (keep) to.put(count + __popc(kept & ((1u << lane) - 1)), make_word(v, c));
+            count += __popc(kept);
+        }
+        if (lane == 0) to.words[0] = count;
+        start += max(0, count - SLOTS);
+    }
+}
+
+// One warp packs a group of 16 rows at once: two lanes a row, each half of its columns, from the bits that dump() left.
+__device__ __forceinline__ void pack_by_masks(const Problem& p, const Tile& t, int group, const unsigned char* values) {
+    const int lane = threadIdx.x % WARP, half = lane % 2, row = group * POOL_ROWS + lane / 2, token = t.m * ROWS + row;
+    const int width = token < p.tokens ? tile_width(p.d_ff, COLUMNS, t.n) : 0;
+    const uint4 m = *(const uint4*)(values + VALUE_BYTES + row * (COLUMNS / 8) + half * 16);
+    unsigned long long bits[2] = {m.x | (unsigned long long)m.y << 32, m.z | (unsigned long long)m.w << 32};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // beyond the matrix lies 0, or NaN where the row of x is not finite
+        const int inside = width - 128 * half - 64 * i;
+        if (inside < 64) bits[i] = inside <= 0 ? 0 : bits[i] & ((1ull << inside) - 1);
+    }
+    const int mine = __popcll(bits[0]) + __popcll(bits[1]), other = __shfl_xor_sync(ALL_LANES, mine, 1);
+    const int count = mine + other, excess = max(0, count - SLOTS);
+    int through = excess;  // becomes the sum over the rows up to this one
+    if (__any_sync(ALL_LANES, excess)) {
+#pragma unroll
+        for (int step = 2; step < WARP; step *= 2) {
+            const int before = __shfl_up_sync(ALL_LANES, through, step);
+            if (lane >= step) through += before;
+        }
+    }
+    const Destination to = {words_of(p, token, t.n), pool_of(p, token, t.n), through - excess};
+    if (half == 0 && token < p.tokens) to.words[0] = count;
+    int rank = half ? other : 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll 1
+        for (unsigned long long left = bits[i]; left; left &= left - 1) {
+            const int c = 128 * half + 64 * i + __ffsll(left) - 1;
+            to.put(rank++, make_word(*(const value_t*)(values + value_place(row, c)), c));
+        }
+}
+
+// values: where the tile is laid out, in nobody's use. Four warps own 64 rows and pack them: only they wait for each other.
+template <bool MASKS>
+__device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* values) {
+    const Tile t = tile_at(p, tile);
+    dump<MASKS>(sums, p, t, w, values);
+    named_barrier(1 + w.m, THREADS / 2);
+    if (MASKS) pack_by_masks(p, t, w.m * 4 + w.n, values);
+    else pack_by_ballots(p, t, w.m * 4 + w.n, values);
+}
+
+// ---------------------------------------------------------------- the kernels
+#define PARAMETERS                                                                                                        \
+    const value_t *__restrict__ x, const value_t *__restrict__ gate, const value_t *__restrict__ bias,                    \
+        word_t *__restrict__ packed, word_t *__restrict__ pool, int *__restrict__ lost, int tokens, int d_model, int d_ff
+#define BEGIN                                                             \
+    extern __shared__ __align__(1024) unsigned char memory[];             \
+    const Problem p = {x, gate, bias, packed, pool, tokens, d_model, d_ff}; \
+    const Warp w;                                                         \
+    if (lost && blockIdx.x == 0 && threadIdx.x == 0) lost[0] = 0;  /* the reader of the words counts there */
+
+#if VERSION == 1
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack_v1(PARAMETERS) {
+    BEGIN
+    Feed feed(p, shared_address(memory));
+    const unsigned x_at = shared_address(memory) + w.x_place(), gate_at = shared_address(memory) + w.gate_place();
+    Sums sums = {};
+    for (int k = 0; k < d_model; k += K_STEP) {
+        feed.start();
+        __syncthreads();  // the step before has been read
+        feed.land(memory);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < K_STEP / 16; ++i) {
+            Fragments f;
+            f.load(x_at, gate_at, i);
+            multiply(sums, f);
+        }
+    }
+    __syncthreads();
+    pack_tile<false>(sums, p, blockIdx.x, w, memory);
+}
+#else
+// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. APART: the tile
+// is laid out beside the stages, so that the next one's stages are under way while it is packed.
+template <bool MASKS, bool APART>
+__device__ __forceinline__ void pipeline(const Problem& p, const Warp& w, unsigned char* memory) {
+    constexpr int STEPS = K_STEP / 16;
+    const unsigned base = shared_address(memory);
+    Feed feed(p, base);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) feed.start();
+    feed.land(memory);
+    __syncthreads();
+
+    unsigned x_at = base + w.x_place(), gate_at = base + w.gate_place();
+    int slot = 0;
+    Fragments f[2];
+    f[0].load(x_at, gate_at, 0);
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
+        Sums sums = {};
+#pragma unroll 1
+        for (int k = 0; k < p.d_model; k += K_STEP) {
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                if (i == STEPS - 1) {
+                    // After the barrier this stage has been read by all warps, and the next one is there for all.
+                    feed.land(memory);
+                    __syncthreads();
+                    const bool wrap = ++slot == STAGES;
+                    const int by = wrap ? -(STAGES - 1) * STAGE_BYTES : STAGE_BYTES;
+                    if (wrap) slot = 0;
+                    x_at += by, gate_at += by;
+                }
+                f[(i + 1) % 2].load(x_at, gate_at, (i + 1) % STEPS);
+                if (i < STEPS - 1) feed.start(i, STEPS - 1);
+                multiply(sums, f[i % 2]);
+            }
+        }
+        if (!APART) __syncthreads();  // every warp has read the stage after the last, which is none
+        pack_tile<MASKS>(sums, p, tile, w, memory + (APART ? STAGES * STAGE_BYTES : 0));
+    }
+}
+#define KERNEL(NAME, MASKS, APART)                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(PARAMETERS) {     \
+        BEGIN                                                                       \
+        pipeline<MASKS, APART>(p, w, memory);                                       \
+    }
+#if VERSION == 2
+KERNEL(gate_pack_v2, false, false)
+#elif VERSION == 3
+KERNEL(gate_pack_v3, true, false)
+#else
+KERNEL(gate_pack_v4, true, true)
+#endif
+#endif
