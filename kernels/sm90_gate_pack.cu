@@ -63,7 +63,7 @@ __device__ __forceinline__ void round_tile(Packing& p, const float (&d)[128], u3
             p.v[r][j] = BIAS ? round_pair(d[4 * j + 2 * r] + b.x, d[4 * j + 2 * r + 1] + b.y) : round_pair(d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
     }
 }
-template <int R> __device__ __forceinline__ void find_firing(Packing& p, int width, int first, int span) {
+template <int R> __device__ __forceinline__ void find_firing(Packing& p, int tokens, int width, int first, int span) {
     p.mask[R][0] = p.mask[R][1] = 0;
 #pragma unroll
     for (int j = 0; j < 32; ++j) p.mask[R][j / 16] |= fires_pair(p.v[R][j]) & 0x10001u << j % 16;
@@ -75,6 +75,8 @@ template <int R> __device__ __forceinline__ void find_firing(Packing& p, int wid
             p.mask[R][h] &= ((1u << evens) - 1) | ((1u << odds) - 1) << 16;
         }
     }
+    // Rows beyond the tokens are zeros, which a bias may make fire; they have no words and no place in the pool.
+    if (p.row0 + threadIdx.x % 32 / 4 + 8 * R >= tokens) p.mask[R][0] = p.mask[R][1] = 0;
 }
 __device__ __forceinline__ void rank_lanes(Packing& p) {
     const int q = threadIdx.x % 4;
@@ -142,8 +144,8 @@ __device__ __forceinline__ void piece(int i, Packing& p, u32 staging, u32 scratc
     const int width = min(BN, d_ff - p.n * BN), span = span_of(width), first = span * q;
     const u32 line = staging + lane / 4 * (WORDS * 4);
     const Window out[2] = {{line + 4, 0, WORDS - 1}, {line + 8 * WORDS * 4 + 4, 0, WORDS - 1}};
-    if (i == 0) find_firing<0>(p, width, first, span);
-    else if (i == 1) { find_firing<1>(p, width, first, span); rank_lanes(p); }
+    if (i == 0) find_firing<0>(p, tokens, width, first, span);
+    else if (i == 1) { find_firing<1>(p, tokens, width, first, span); rank_lanes(p); }
     else if (i == 2) {
         __syncwarp();  // the last tile's words have been read
         if (q == 0) { store_shared(line, p.total & 0xffff); store_shared(line + 8 * WORDS * 4, p.total >> 16); }
