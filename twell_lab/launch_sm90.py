@@ -129,3 +129,11 @@ def _gate_maps(address: int, dtype: torch.dtype, d_ff: int, d_model: int, row: i
     last = view(tiles * BN, 1, width // 4) if width else None
     whole = view(0, tiles, BN // 4) if tiles else last
     return whole, last or whole
+
+
+def builds(dtypes=_DTYPES) -> list[tuple[str, tuple]]:
+    """(file, macros) of everything that gate_pack and dense_gate compile for these dtypes, for sm_90a."""
+    return [
+        ("sm90_gate_pack.cu", ((launch._DEFINE[dtype], True), ("BIAS", bias), ("VERSION", version)))
+        for dtype in dtypes for bias in (0, 1) for version in (0, *_PACK_VERSIONS)
+    ]  # fmt: skip

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from twell_lab import launch, ops, reference
+from twell_lab import launch, launch_sm90, ops, reference
 from twell_lab.formats import TwELL
+from twell_lab.pool import packed_and_pool, pool_used
 
 pytestmark = pytest.mark.gpu
 NO_TAIL = (None, None, None)
@@ -76,3 +77,27 @@ def test_infer(tokens, gated, path, hot):
     finite = exact.isfinite().all(1)
     assert torch.allclose(y[finite], exact[finite], rtol=0.03, atol=0.03 * float(exact[finite].abs().max()))
     assert torch.equal(y.isfinite().all(1), finite)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("tokens, d_ff", [(20, 24), (530, 6120)])  # the second: more tiles than blocks, the last one narrow
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+def test_sm90_gate_pack(version, tokens, d_ff):
+    generator = torch.Generator().manual_seed(6)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, weight, bias = normal(tokens, 136), normal(d_ff, 136) / 12, normal(d_ff) / 8
+    x[:, 0], weight[:, 0] = 1.0, -2.0
+    x[3, 0], x[9:13, 0] = -8.0, 0.5  # everything fires; some tiles overflow into the pool
+    for dtype, with_bias in ((torch.bfloat16, False), (torch.float16, True)):
+        arguments = [t.to(dtype).cuda() for t in (x, weight)] + [bias.to(dtype).cuda() if with_bias else None]
+        gate = launch_sm90.dense_gate(*arguments)
+        exact = torch.nn.functional.linear(*(t if t is None else t.double().cpu() for t in arguments))
+        assert torch.allclose(gate.double().cpu(), exact, rtol=0.02, atol=0.02)
+        if not version:
+            continue
+        packed, pool, _ = packed_and_pool(gate)
+        found, spilled = launch_sm90.gate_pack(*arguments, None, version)
+        used = torch.arange(32, device="cuda") <= packed[..., :1]
+        assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
+        used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
+        assert torch.equal(spilled[used], pool[used])
