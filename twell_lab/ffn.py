@@ -12,10 +12,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from . import ops
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
+from .inference import STATS
+from .permuted import HotFirst
+from .plans import Choice, LayerPlan, Plan, check_fits
+from .watching import Shared, Watch, may_watch
 
 # (gate, up, down, activation): attribute names; the first layout whose names are all there is taken.
 _LAYOUTS = (
@@ -98,15 +103,26 @@ def feed_forwards(model: nn.Module) -> list[FeedForward]:
     return found
 
 
-class SparseFFN(nn.Module):
+class SparseFFN(HotFirst):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the
-    state_dict stay what they were. `down` is also kept transposed, in a buffer outside the state_dict that
-    follows the parameter (`extra_bytes` says what it costs).
+    state_dict stay what they were. Without a plan it always packs what fires ("twell"). plan: a LayerPlan picks the path by
+    the number of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons as they
+    lie. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers
+    outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost).
+    Where a gradient is needed a planned path is not taken: dense layers run as torch's, the others as ops.gated_ffn.
     """
 
-    def __init__(self, source: nn.Module, *, tile: int = TILE, words: int = WORDS, _registered: bool = True):
+    def __init__(
+        self,
+        source: nn.Module,
+        *,
+        plan: LayerPlan | Choice | None = None,
+        tile: int = TILE,
+        words: int = WORDS,
+        _registered: bool = True,
+    ):
         super().__init__()
         check_geometry(tile, words)
         layout = _layout(source)
@@ -129,12 +145,16 @@ class SparseFFN(nn.Module):
         with torch.inference_mode(False):  # a later forward outside inference mode writes to it
             self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
         self.register_buffer("down_t", None, persistent=False)
-        self._renew(self.down.weight)
+        self.register_buffer("stats", None, persistent=False)
+        self._watch: Watch | None = None
+        self.follow(plan)
 
     @classmethod
-    def from_module(cls, module: nn.Module, *, tile: int = TILE, words: int = WORDS) -> SparseFFN:
+    def from_module(
+        cls, module: nn.Module, *, plan: LayerPlan | Choice | None = None, tile: int = TILE, words: int = WORDS
+    ) -> SparseFFN:
         """The sparse twin of a feed-forward module (or OPT decoder layer); the two share their parameters."""
-        return cls(module, tile=tile, words=words)
+        return cls(module, plan=plan, tile=tile, words=words)
 
     def _projection(self, index: int) -> nn.Linear | None:
         if self._borrowed is not None:
@@ -153,35 +173,156 @@ class SparseFFN(nn.Module):
     def down(self) -> nn.Linear:
         return self._projection(2)
 
+    def follow(self, plan: LayerPlan | Choice | None) -> None:
+        """Take the paths of another plan from now on; the counts of `status` begin anew.
+
+        Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old buffers.
+        """
+        d_ff, d_model = self.up.weight.shape
+        if isinstance(plan, LayerPlan):
+            shape = (plan.d_model, plan.d_ff, plan.gated)
+            if shape != (d_model, d_ff, self.gate is not None):
+                kinds = "d_model {}, d_ff {}, gated {}"
+                raise InputError(f"the plan is for {kinds.format(*shape)}; {kinds.format(d_model, d_ff, self.gate is not None)} "
+                                 "is accepted")  # fmt: skip
+            choices = [*plan.choices.items()]
+        elif plan is None or isinstance(plan, Choice):
+            choices = [(1, plan or Choice())]
+        else:
+            raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
+        for _, choice in choices:
+            choice.check(d_ff)
+        if all(choice == choices[0][1] for _, choice in choices):
+            choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
+        self.plan = plan
+        self._choices = choices
+        hot = max(choice.hot for _, choice in choices)
+        if hot:
+            self._hold_order(plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff), self._sources())
+        else:
+            self._drop_order()
+        self._transposes = any(choice.path == "twell" for _, choice in choices)
+        if self._transposes:
+            self._renew(self.down.weight)
+        else:
+            self.down_t = None
+        self._renew_stats()
+
     @property
     def extra_bytes(self) -> int:
-        """Memory held beyond the dense layer's parameters: the transposed down projection."""
-        return self.down_t.numel() * self.down_t.element_size()
+        """Memory held beyond the dense layer's parameters: every buffer, in bytes."""
+        held = [each for each in (self.down_t, self.stats, *self._order_buffers) if each is not None]
+        return sum(each.numel() * each.element_size() for each in held)
 
     def refresh(self) -> None:
-        """Have the next forward copy `down` anew.
+        """Have the next forward copy the weights anew.
 
         Only for what torch itself does not notice: a change in place of `down.weight.data`, such as
         `p.data += delta`, raises no version. Optimizers, `load_state_dict` and `p.add_` under no_grad are followed.
         """
         self._stamp.fill_(-1)
+        if self._order_stamp is not None:
+            self._order_stamp.fill_(-1)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
+        if self._watch is not None:
+            self._see(x)
         gate, up, down = self.gate, self.up, self.down
-        down_weight = down.weight  # read once: where it is parametrized, each reading makes a new tensor
-        # The stamp alone would take another tensor for the last one if it lies where that one lay.
-        if self._seen[0] is not down_weight or not self._fits(down_weight):
-            self._renew(down_weight)
-        ops.refresh_transposed(down_weight, self.down_t, self._stamp)
-        weights = [up.weight, down_weight] if gate is None else [gate.weight, up.weight, down_weight]
-        biases = [up.bias, down.bias] if gate is None else [gate.bias, up.bias, down.bias]
-        call = ops.plain_ffn if gate is None else ops.gated_ffn
-        return call(x, *weights, *biases, down_t=self.down_t, tile=self.tile, words=self.words)
+        # Read once: where a weight is parametrized, each reading makes a new tensor.
+        weights = [None if gate is None else gate.weight, up.weight, down.weight]
+        biases = [None if gate is None else gate.bias, up.bias, down.bias]
+        at = self._class_of(x)
+        choice = self._choices[at][1]
+        learning = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
+        )
+        if choice.path == "dense" and (learning or torch.compiler.is_compiling()):
+            return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
+        if choice.path == "hot_cold" and not learning:
+            sources = [*weights, *biases[:2]]
+            copies = self._hot_first(sources)
+            biases = [copies.pop("gate_bias"), copies.pop("up_bias"), biases[2]]
+            weights, down_t = [copies["gate"], copies["up"], copies["down"]], copies["down_t"]
+        else:
+            down_t = self._down_t(weights[2]) if self._transposes else None
+        if learning:
+            given = [*weights, *biases] if gate is not None else [*weights[1:], *biases[1:]]
+            call = ops.plain_ffn if gate is None else ops.gated_ffn
+            return call(x, *given, down_t=down_t, tile=self.tile, words=self.words)
+        if self.stats is not None and self.stats.device != weights[1].device:
+            self._renew_stats()
+        # On a CPU counting is work of its own, so a layer that nobody planned does without.
+        counted = choice.path != "dense" and (self.plan is not None or weights[1].is_cuda)
+        stats = self.stats[at] if counted else None
+        how = {"path": choice.path, "hot": choice.hot, "tile": self.tile, "words": self.words}
+        return ops.infer(x, *weights, *biases, down_t=down_t, stats=stats, **how)
+
+    def _class_of(self, x) -> int:
+        """Which of the choices is for this many tokens."""
+        last = len(self._choices) - 1
+        if last and isinstance(x, Tensor):
+            tokens = x.shape[:-1].numel()
+            for at in range(last):
+                if tokens <= self._choices[at][0]:
+                    return at
+        return last
+
+    def status(self) -> dict:
+        """What the layer does and has seen. Waits for the device; a forward never does.
+
+        plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; classes: for each class of token
+        counts tokens (its largest count, None for the last one), path, hot, and of what went through it without gradients:
+        rows; mean_nnz, the entries a row that were packed (of the cold neurons, with hot/cold); pooled and lost, the share
+        of rows that used the pool for overflow and that were computed densely after all; planned_nnz, what the plan expects of
+        mean_nnz, and drift, mean_nnz over it. What is not known is None: dense paths count nothing, nor does a layer
+        without a plan on a CPU, nor kernels for small batches that would be held up by it.
+        """
+        seen = None if self.stats is None else self.stats.tolist()
+        classes = []
+        for at, (tokens, choice) in enumerate(self._choices):
+            rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or choice.path == "dense" else seen[at]
+            share = lambda count, of=rows: count / of if of else None  # noqa: E731
+            planned = self.plan.packed_nnz(choice) if isinstance(self.plan, LayerPlan) and choice.path != "dense" else None
+            drift = share(kept) / planned if rows and planned else None
+            classes.append({"tokens": tokens if at < len(self._choices) - 1 else None, "path": choice.path, "hot": choice.hot,
+                            "rows": rows or None, "mean_nnz": share(kept), "pooled": share(pooled), "lost": share(lost),
+                            "planned_nnz": planned, "drift": drift})  # fmt: skip
+        plan = "watching" if self._watch is not None else "none" if self.plan is None else "planned"
+        return {"plan": plan, "extra_bytes": self.extra_bytes, "classes": classes}
 
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape
-        return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}"
+        paths = ", ".join(dict.fromkeys(str(choice) for _, choice in self._choices))
+        planned = "" if self.plan is None else f", path={paths}"
+        return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}{planned}"
+
+    def _see(self, x) -> None:
+        """Let the watch count this input, where nothing but a plain forward is going on; follow what it decides."""
+        if torch.is_grad_enabled() and self.up.weight.requires_grad:
+            return
+        allowed = may_watch(x)
+        if not allowed:
+            self._watch = self._watch if allowed is False else None
+            return
+        watch, self._watch = self._watch, None  # taken away meanwhile: of two threads, one decides
+        plan = watch.see(self, x)
+        if plan is None:
+            self._watch = watch
+        else:
+            self.follow(plan)
+
+    def _sources(self) -> list[Tensor | None]:
+        gate, up = self.gate, self.up
+        first = (None, None) if gate is None else (gate.weight, gate.bias)
+        return [first[0], up.weight, self.down.weight, first[1], up.bias]
+
+    def _down_t(self, weight: Tensor) -> Tensor:
+        # The stamp alone would take another tensor for the last one if it lies where that one lay.
+        if self._seen[0] is not weight or not self._fits(weight):
+            self._renew(weight)
+        ops.refresh_transposed(weight, self.down_t, self._stamp)
+        return self.down_t
 
     def _fits(self, weight: Tensor) -> bool:
         """Whether down_t is a place for the transpose of `weight`."""
@@ -197,34 +338,75 @@ class SparseFFN(nn.Module):
         # In a list, so that it is no parameter of this module. Anything but a parameter is made anew each time.
         self._seen = [weight if isinstance(weight, nn.Parameter) else None]
 
+    def _renew_stats(self) -> None:
+        """Counters at zero, int64 [classes, 4] (see inference.STATS); none where every path is dense."""
+        if all(choice.path == "dense" for _, choice in self._choices):
+            self.stats = None
+            return
+        with torch.inference_mode(False):
+            self.stats = torch.zeros(len(self._choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.down_t.is_inference():  # moved inside inference mode: nothing outside could write to it
+        if self.down_t is not None and self.down_t.is_inference():  # moved inside inference mode: nothing outside could write
             with torch.inference_mode(False):
                 self.down_t = torch.empty_like(self.down_t)
         self.refresh()
+        if self.order is not None:
+            self._renew_order(self._sources(), anew=True)
+        self._renew_stats()  # to_empty leaves anything in them
         return self
 
 
-def sparsify(model: nn.Module, *, tile: int = TILE, words: int = WORDS) -> nn.Module:
+def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
+    gate, up, down = weights
+    if gate is None:
+        hidden = torch.relu(linear(x, up, biases[1]))
+    else:
+        hidden = torch.relu(linear(x, gate, biases[0])) * linear(x, up, biases[1])
+    return linear(hidden, down, biases[2])
+
+
+def sparsify(
+    model: nn.Module, plan: Plan | str | None = None, *, tile: int = TILE, words: int = WORDS
+) -> nn.Module:
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
+    plan: what each layer is to do. None: pack what fires, always; layers that are sparse already stay as they are.
+    A Plan (twell_lab.plan): its paths, for the layers of its names and shapes; those it leaves dense become SparseFFNs too,
+    on the dense path and without extra memory (`Plan.dense_layers` names them). "auto": without a profile, each layer
+    counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
+    decides by itself, timing the best candidates on the next input. It does not inside torch.compile or a CUDA graph: run
+    a few batches before either. Layers that are sparse already follow the new plan.
+
     Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError if the
-    model has no ReLU feed-forward layer; layers that are sparse already stay as they are.
+    model has no ReLU feed-forward layer, or for a plan of another model.
     """
-    for found in feed_forwards(model):
+    if plan is not None and plan != "auto" and not isinstance(plan, Plan):
+        raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")
+    layers = feed_forwards(model)
+    if isinstance(plan, Plan):
+        check_fits(layers, plan.layers, "plan")
+    shared = Shared()
+    for found in layers:
         source = found.module
+        followed = plan.layer(found.name) if isinstance(plan, Plan) else None
         if isinstance(source, SparseFFN):
-            continue
-        if _layout(source) != _IN_BLOCK:
-            model = _replace(model, source, SparseFFN(source, tile=tile, words=words))
-            continue
-        # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
-        # activation's seat does all the work and the projections on either side of it hand their input on.
-        sparse = SparseFFN(source, tile=tile, words=words, _registered=False)
-        source.fc1.forward = source.fc2.forward = _hand_on
-        sparse._activation = [source.activation_fn]
-        source.activation_fn = sparse
+            sparse = source
+            if plan is not None:
+                sparse.follow(followed)
+        elif _layout(source) != _IN_BLOCK:
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words)
+            model = _replace(model, source, sparse)
+        else:
+            # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
+            # activation's seat does all the work and the projections on either side of it hand their input on.
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False)
+            source.fc1.forward = source.fc2.forward = _hand_on
+            sparse._activation = [source.activation_fn]
+            source.activation_fn = sparse
+        if plan is not None:
+            sparse._watch = Watch(shared, found.name) if plan == "auto" else None
     return model
 
 

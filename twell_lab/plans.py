@@ -1,0 +1,282 @@
+"""What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON.
+
+The planner (twell_lab.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired in the
+profile it was made from, so the hot neurons, and what the packed part is expected to keep, follow from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import records
+from .errors import InputError, RecordError
+
+FORMAT = "twell-lab plan"
+VERSION = 1
+PATHS = ("dense", "twell", "hot_cold")
+STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way through a layer: "dense", "twell", or "hot_cold" with the `hot` most used neurons computed densely."""
+
+    path: str = "twell"
+    hot: int = 0
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise InputError(f"path is {self.path!r}; {', '.join(map(repr, PATHS))} are accepted")
+        if isinstance(self.hot, bool) or not isinstance(self.hot, int) or self.hot < 0 or self.hot % STEP:
+            raise InputError(f"hot is {self.hot!r}; a multiple of {STEP} is accepted")
+        if (self.path == "hot_cold") != (self.hot > 0):
+            accepted = f"a multiple of {STEP} above 0" if self.path == "hot_cold" else "0"
+            raise InputError(f"hot is {self.hot} on path {self.path!r}; {accepted} is accepted")
+
+    def check(self, d_ff: int) -> None:
+        """InputError where a layer of d_ff neurons cannot be cut so."""
+        if self.hot >= d_ff:
+            raise InputError(f"hot is {self.hot} of {d_ff} neurons; a multiple of {STEP} below {d_ff} is accepted")
+
+    def __str__(self) -> str:
+        return f"hot_cold {self.hot}" if self.hot else self.path
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed."""
+
+    tokens: int
+    path: str
+    hot: int
+    predicted_us: float
+    measured_us: float | None
+    chosen: bool
+    why: str
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.path, self.hot)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The plan of one layer.
+
+    profiled: at how many tokens its neurons were watched; neuron_counts: at how many of them each of the d_ff neurons
+    fired. candidates: what was weighed; of each class of token counts exactly one is chosen. A class is named by its
+    largest count: classes 1, 64 and 2048 hold 1, 2 to 64, and 65 to 2048 tokens, and the last one all beyond.
+    """
+
+    name: str
+    d_model: int
+    d_ff: int
+    gated: bool
+    profiled: int
+    neuron_counts: tuple[int, ...] = field(repr=False)
+    candidates: tuple[Candidate, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.neuron_counts) != self.d_ff:
+            raise InputError(f"{len(self.neuron_counts)} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted")
+        classes = [each.tokens for each in self.candidates]
+        chosen = [each.tokens for each in self.candidates if each.chosen]
+        if not chosen or sorted(chosen) != sorted(set(classes)):
+            raise InputError(f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(set(classes))}; "
+                             "one for each is accepted")  # fmt: skip
+        for each in self.candidates:
+            each.choice.check(self.d_ff)
+
+    @classmethod
+    def forced(cls, layer, choice: Choice) -> LayerPlan:
+        """One choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that says how it fires."""
+        profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
+        counts = tuple(int(count) for count in layer.neuron_counts)
+        only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
+        return cls(layer.name, layer.d_model, layer.d_ff, layer.gated, profiled, counts, (only,))
+
+    @property
+    def choices(self) -> dict[int, Choice]:
+        """Class of token counts -> what is done there, classes ascending."""
+        found = {each.tokens: each.choice for each in self.candidates if each.chosen}
+        return dict(sorted(found.items()))
+
+    def choice(self, tokens: int) -> Choice:
+        """What is done with this many tokens at once."""
+        return next((each for most, each in self.choices.items() if tokens <= most), [*self.choices.values()][-1])
+
+    @property
+    def nnz(self) -> float:
+        """Neurons firing at a token, on average over the profile."""
+        return self.packed_nnz(Choice())
+
+    def packed_nnz(self, choice: Choice) -> float:
+        """How many of them the packed part of a choice is expected to keep: none, all, or the cold ones; NaN unprofiled."""
+        if choice.path == "dense":
+            return 0.0
+        rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
+        return sum(rest) / self.profiled if self.profiled else math.nan
+
+    def order(self, hot: int) -> Tensor:
+        """The neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
+        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64), hot)
+
+    def table(self) -> list[dict]:
+        """One row a candidate: tokens, path, hot, predicted_us, measured_us, chosen, why."""
+        return [dict(vars(each)) for each in self.candidates]
+
+    def __str__(self) -> str:
+        rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
+        columns = {"tokens": "tokens", "path": "path", "hot": "hot", "predicted_us": "predicted us",
+                   "measured_us": "measured us", "chosen": "chosen", "why": "why"}  # fmt: skip
+        kind = "gated" if self.gated else "plain"
+        head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
+        return f"{head}\n{records.table(rows, columns)}"
+
+
+def hot_first(counts: Tensor, hot: int) -> Tensor:
+    """An order of the neurons, int64: the `hot` with the highest counts first, by count; then the others, dealt to tiles.
+
+    Dealt like cards, back and forth, so that every tile of 256 gets its share of what still fires often: packed in the
+    order of their counts, the first tile would overflow while the last ones stay empty. Equal counts keep their order.
+    """
+    order = counts.argsort(descending=True, stable=True)
+    rest = order[hot:]
+    place = torch.arange(rest.numel(), device=rest.device)
+    tile, slot, tiles = place // STEP, place % STEP, -(-rest.numel() // STEP)
+    turn = slot * tiles + torch.where(slot % 2 == 1, tiles - 1 - tile, tile)
+    dealt = torch.empty_like(rest)
+    dealt[turn.argsort()] = rest
+    return torch.cat([order[:hot], dealt])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plans of a model's layers, in the model's order.
+
+    device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on; inputs: where the
+    timed inputs came from ("captured from the batches", "drawn at the profile's rates"), None if nothing was timed.
+    """
+
+    layers: list[LayerPlan]
+    device: str
+    dtype: str
+    rates: dict
+    inputs: str | None = None
+
+    @property
+    def dense_layers(self) -> list[str]:
+        """The layers that stay dense whatever the number of tokens."""
+        return [each.name for each in self.layers if {c.path for c in each.choices.values()} == {"dense"}]
+
+    def layer(self, name: str) -> LayerPlan:
+        """The plan of the layer called so; InputError names the ones there are."""
+        for each in self.layers:
+            if each.name == name:
+                return each
+        raise InputError(f"the plan has no layer {name!r}; it has {[each.name for each in self.layers]}")
+
+    def table(self) -> list[dict]:
+        """Every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
+        return [{"layer": each.name, **row} for each in self.layers for row in each.table()]
+
+    def __str__(self) -> str:
+        rows = []
+        for each in self.layers:
+            for tokens, choice in each.choices.items():
+                weighed = [c for c in each.candidates if c.tokens == tokens]
+                chosen = next(c for c in weighed if c.chosen)
+                dense = next((c for c in weighed if c.path == "dense"), chosen)
+                timed = None not in (chosen.measured_us, dense.measured_us)
+                pair = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
+                dense_us, us = pair
+                rows.append({"layer": each.name or "layer", "nnz": each.nnz, "tokens": tokens, "choice": str(choice),
+                             "us": us, "dense_us": dense_us, "x_dense": dense_us / us if us else None,
+                             "how": "measured" if timed else "predicted", "why": chosen.why})  # fmt: skip
+        columns = {"layer": "layer", "nnz": "mean nnz", "tokens": "tokens", "choice": "choice", "us": "us",
+                   "dense_us": "dense us", "x_dense": "x dense", "how": "how", "why": "why"}  # fmt: skip
+        left = f"; dense throughout: {', '.join(self.dense_layers)}" if self.dense_layers else ""
+        return f"plan for {self.device}, {self.dtype}{left}\n{records.table(rows, columns)}"
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""
+        layers = [{**vars(each), "neuron_counts": list(each.neuron_counts), "candidates": each.table()} for each in self.layers]
+        content = {"format": FORMAT, "version": VERSION, "device": self.device, "dtype": self.dtype, "rates": self.rates,
+                   "inputs": self.inputs, "layers": layers}  # fmt: skip
+        try:
+            text = json.dumps(content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"the plan cannot be written as JSON: {error}") from None
+        records.write_atomically(path, text + "\n")
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Plan:
+        """The plan that `save` wrote. RecordError names the file and the field missing or wrong."""
+        where = f"plan {str(path)!r}"
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"{where} cannot be read: {error}") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise RecordError(f"{where} is no plan: its field 'format' is not {FORMAT!r}")
+        if content.get("version") != VERSION:
+            raise RecordError(f"{where} has version {content.get('version')!r}; this release reads {VERSION}")
+        content = {name: value for name, value in content.items() if name not in ("format", "version")}
+        kinds = {"device": str, "dtype": str, "rates": dict, "inputs": (str, type(None)), "layers": list}
+        fields = _fields(content, kinds, where)
+        layers = [_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(fields.pop("layers"))]
+        return cls(layers=layers, **fields)
+
+
+def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
+    """InputError where `layers`, of a profile or plan, are not the model's (found: its FeedForwards), by name and shape."""
+    have = {each.name: (each.up.weight.shape[1], each.up.weight.shape[0], each.gate is not None) for each in found}
+    want = {each.name: (each.d_model, each.d_ff, each.gated) for each in layers}
+    if sorted(have) != sorted(want):
+        raise InputError(f"the {what} has layers {sorted(want)}, the model {sorted(have)}; the same ones are accepted")
+    for name, shape in have.items():
+        if want[name] != shape:
+            described = ["d_model {}, d_ff {}, {}".format(*each[:2], "gated" if each[2] else "plain") for each in (want[name], shape)]
+            raise InputError(f"the {what}'s layer {name!r} has {described[0]}, the model's {described[1]}; the same is accepted")
+
+
+_LAYER = {"name": str, "d_model": int, "d_ff": int, "gated": bool, "profiled": int, "neuron_counts": list, "candidates": list}
+_CANDIDATE = {"tokens": int, "path": str, "hot": int, "predicted_us": (int, float),
+              "measured_us": (int, float, type(None)), "chosen": bool, "why": str}  # fmt: skip
+
+
+def _fields(content, kinds: dict, where: str) -> dict:
+    """The content, if it has exactly these fields, each of its kind, and no number below zero."""
+    if not isinstance(content, dict):
+        raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
+    for name, kind in kinds.items():
+        value = content.get(name)
+        wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if wrong or (isinstance(value, (int, float)) and not value >= 0):
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise RecordError(f"{where}: {name!r} is {value!r:.80}; accepted: {names}")
+    if unknown := sorted(set(content) - set(kinds)):
+        raise RecordError(f"{where}: unknown field {unknown[0]!r}; accepted: {', '.join(kinds)}")
+    return content
+
+
+def _layer_from(content, where: str) -> LayerPlan:
+    fields = _fields(content, _LAYER, where)
+    counts = fields["neuron_counts"]
+    if not all(type(value) is int and value >= 0 for value in counts):
+        raise RecordError(f"{where}: 'neuron_counts' is not a list of whole numbers from 0 up")
+    candidates = [_fields(each, _CANDIDATE, f"{where}, candidate {i}") for i, each in enumerate(fields["candidates"])]
+    try:
+        found = tuple(Candidate(**each) for each in candidates)
+        return LayerPlan(**{**fields, "neuron_counts": tuple(counts), "candidates": found})
+    except InputError as error:
+        raise RecordError(f"{where}: {error}") from None
