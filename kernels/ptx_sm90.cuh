@@ -176,9 +176,10 @@ __device__ __forceinline__ void store_matrices(u32 row, u32 m0, u32 m1, u32 m2, 
 }
 // By each thread that wrote to shared memory, before the threads meet and one of them starts a copy from there.
 __device__ __forceinline__ void copies_may_read() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Contiguous bytes, from shared to device memory; both on 16 bytes, a multiple of 16.
-__device__ __forceinline__ void bulk_store(void* to, u32 from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+// A box in shared memory to its place in a matrix; what lies outside the matrix is left out.
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 from, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+                 ::"l"(map), "r"(from), "r"(c0), "r"(c1) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the copies that this thread committed have read their source; until they are done.

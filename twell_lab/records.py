@@ -28,7 +28,8 @@ from .errors import RecordError
 
 SCHEMA = 1
 UNVERIFIED = "UNVERIFIED.json"
-LAUNCH_CODE = ("dispatch.py", "jit.py", "launch.py", "launch_decode.py", "launch_sm80.py", "launch_sm90.py", "tma.py")
+LAUNCH_CODE = ("dispatch.py", "jit.py", "launch.py", "launch_decode.py", "launch_sm80.py", "launch_sm90.py",
+               "launch_sm90_dense.py", "tma.py")
 FLAT_KEYS = ("record", "kind", "device", "dtype", "tokens", "d_model", "d_ff", "nnz", "workload", "path",
              "ms", "dense_ms", "x_dense", "spread", "date", "commit", "kernel_hash", "stale")
 

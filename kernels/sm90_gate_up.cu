@@ -1,0 +1,98 @@
+// gate_up: h [rows, d_ff] = relu(x Wg^T + bg) * (x Wu^T + bu), the first half of a dense gated feed-forward layer in one GEMM.
+// The gate is rounded to 16 bits before the ReLU, as torch's linear does, u stays fp32, and h is rounded once.
+//
+// Macros: VALUE_BF16 | VALUE_FP16, GATED 1 | 0 (a plain layer: h = relu(x Wu^T + bu)), CLUSTER 1 | 2.
+#include "twell.cuh"
+#include "sm90_rows_out.cuh"
+#ifndef GATED
+#define GATED 1
+#endif
+
+#define COLUMNS (GATED ? BN / 2 : BN)  // of h a tile
+#define HALVES (COLUMNS / OUT_COLUMNS)
+
+// Biases of the columns c and c + 1; d_ff is even.
+__device__ __forceinline__ float2 biases(const value_t* __restrict__ bias, int c, int d_ff) {
+    return bias && c < d_ff ? two_floats(*(const u32*)(bias + c)) : make_float2(0, 0);
+}
+
+// 128 columns of h, from `first`, in the order of the sums. half: which, of a plain layer's tile.
+template <bool BIASED>
+__device__ __forceinline__ void hidden(u32 (&pairs)[16][2], const float (&d)[128], const value_t* __restrict__ gate_bias,
+                                       const value_t* __restrict__ up_bias, int first, int d_ff, int half) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        const int c = first + 8 * j + 2 * (threadIdx.x % 4);
+        const float2 zero = make_float2(0, 0);
+        const float2 bg = BIASED && GATED ? biases(gate_bias, c, d_ff) : zero, bu = BIASED ? biases(up_bias, c, d_ff) : zero;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* s = d + 64 * half + 4 * j + 2 * r;
+#if GATED
+            float low = s[0], high = s[1], u0 = s[64], u1 = s[65];
+            if (BIASED) { low += bg.x; high += bg.y; u0 += bu.x; u1 += bu.y; }
+            const float2 g = two_floats(round_pair_relu(low, high));
+            pairs[j][r] = round_pair(g.x * u0, g.y * u1);
+#else
+            pairs[j][r] = BIASED ? round_pair_relu(s[0] + bu.x, s[1] + bu.y) : round_pair_relu(s[0], s[1]);
+#endif
+        }
+    }
+}
+
+// x [., d_model], gate and up [d_ff, d_model] by maps of (k, rows), boxes (64, 128); a plain layer passes `up` twice. h: by a
+// map of boxes (64, 16).
+// lost: null, or the number of rows is lost[0] - first, between 0 and `rows`. Row i of h is made from row first + i of x.
+extern "C" __global__ void HOPPER_GEMM
+gate_up(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap gate, const __grid_constant__ TensorMap up,
+        const __grid_constant__ TensorMap h, const value_t* __restrict__ gate_bias, const value_t* __restrict__ up_bias,
+        const int* __restrict__ lost, int first, int rows, int d_model, int d_ff) {
+    if (lost) rows = min(rows, lost[0] - first);
+    if (rows <= 0) return;
+    const u32 base = start_pipeline();
+    const Tiles tiles = tiles_for(rows, (d_ff + COLUMNS - 1) / COLUMNS);
+    const int group = threadIdx.x / 128, k_count = (d_model + BK - 1) / BK;
+    if (group == 0) {
+        give_registers<40>();
+        if (threadIdx.x == 0)
+            produce(tiles, base, &x, first, k_count, [&](u32 to, u32 barrier, int k, Tile t) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (CLUSTER > 1 && half != cluster_rank()) continue;
+                    const int row = GATED ? t.n * 128 : t.n * 256 + half * 128;
+                    tma_load_all(to + half * (B_BYTES / 2), half ? &up : &gate, barrier, k, row);
+                }
+            });
+    } else {
+        take_registers<232>();
+        const int consumer = group - 1, warp = threadIdx.x / 32 - 4;
+        const u32 boxes = out_boxes(base, warp);
+        Ring ring = {0, 0};
+        Tile t = {};
+        float d[128];
+        u32 pairs[HALVES][16][2];  // the finished tile before this one
+        int row = -1, column = 0;  // where it goes
+        const auto send = [&](int half) {
+            if (row >= 0) send_rows(pairs[half], boxes, &h, column + 128 * half, row);
+        };
+        for (int work = tiles.first; work < tiles.total; work += tiles.step) {
+            multiply_tile(d, ring, base, consumer, k_count, max(k_count, HALVES), [&](int k) {
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half)
+                    if (k == half) send(half);
+                if (k == HALVES - 1) t = tile_at(tiles, work);  // divisions: not between tiles
+            });
+            row = first_row(t) + 16 * warp;
+            column = t.n * COLUMNS;
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                if (gate_bias || up_bias) hidden<true>(pairs[half], d, gate_bias, up_bias, column + 128 * half, d_ff, half);
+                else hidden<false>(pairs[half], d, nullptr, nullptr, column + 128 * half, d_ff, half);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) send(half);
+        copies_done();
+    }
+    finish_pipeline();
+}

@@ -1,0 +1,154 @@
+"""gate_up and finish_lost on Hopper against float64, with what they must not write poisoned."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from twell_lab import launch_sm90_dense as dense
+from twell_lab.errors import InputError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="the sm90 kernels need a GPU of compute capability 9.0 (Hopper)",
+    ),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+ULP = {BF16: 2.0**-7, FP16: 2.0**-10}
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what torch allocates is filled with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def layer(rows, d_model, d_ff, dtype=BF16, gated=True, biased=False, seed=0):
+    """x, gate, up, gate_bias, up_bias, down, down_bias, start."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=g, device="cuda")  # noqa: E731
+    x, down = normal(rows, d_model), normal(d_model, d_ff) / d_ff**0.5
+    gate, up = (normal(d_ff, d_model) / d_model**0.5 for _ in range(2))
+    biases = [normal(d_ff) / 2, normal(d_ff) / 2, normal(d_model)] if biased else [None] * 3
+    made = [x, gate if gated else None, up, biases[0] if gated else None, biases[1], down, biases[2]]
+    return [None if t is None else t.to(dtype) for t in made] + [normal(rows, d_model)]
+
+
+def hidden_of(x, gate, up, gate_bias, up_bias):
+    """float64, the gate rounded as torch's linear rounds it."""
+    wide = lambda t: None if t is None else t.double()  # noqa: E731
+    u = linear(x.double(), up.double(), wide(up_bias))
+    if gate is None:
+        return torch.relu(u)
+    return torch.relu(linear(x.double(), gate.double(), wide(gate_bias)).to(x.dtype).double()) * u
+
+
+def close(y, exact):
+    """Equal where not finite; elsewhere two roundings off at most (the gate's may go the other way), and rarely."""
+    exact = exact.to(y.dtype).double()
+    finite, ulp = exact.isfinite(), ULP[y.dtype]
+    assert torch.equal(y[~finite].double().nan_to_num(7.0), exact[~finite].nan_to_num(7.0))
+    y, exact = y[finite].double(), exact[finite]
+    scale = exact.pow(2).mean().sqrt()
+    assert ((y - exact).abs() <= 2.05 * ulp * exact.abs() + 0.3 * ulp * scale).all()
+    assert (y - exact).norm() <= ulp / 3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("rows", [1, 128, 300, 4097])
+def test_gate_up(rows, biased, gated, dtype):
+    for d_model, d_ff in [(8, 8), (64, 256), (72, 1000), (768, 264), (2048, 5632), (4096, 512)]:
+        made = layer(rows, d_model, d_ff, dtype, gated, biased, seed=rows + d_ff)[:5]
+        h = dense.gate_up(*made)
+        close(h, hidden_of(*made))
+        assert torch.equal(h, dense.gate_up(*made))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_values_that_are_not_finite_go_where_torch_sends_them(gated):
+    x, gate, up, *_ = layer(300, 136, 1000, gated=gated)
+    x[3, 5], x[7, 6], x[299, 7] = torch.nan, torch.inf, -torch.inf
+    up[10, 5], up[999, 4] = torch.inf, torch.nan
+    close(dense.gate_up(x, gate, up), hidden_of(x, gate, up, None, None))
+
+
+def test_rows_of_larger_weights_and_a_wider_x():
+    x, gate, up, *_ = layer(300, 512, 1024)
+    h = dense.gate_up(x[:, 256:], gate[512:, 256:], up[512:, 256:])
+    close(h, hidden_of(x[:, 256:], gate[512:, 256:], up[512:, 256:], None, None))
+
+
+def losing(rows, tokens, seed):
+    """A list of lost rows as the readers leave it: their number, then them in any order, then anything."""
+    picked = torch.randperm(tokens, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")[:rows]
+    lost = torch.full((1 + tokens,), 2**30, dtype=torch.int32, device="cuda")
+    lost[0], lost[1 : 1 + rows] = rows, picked.int()
+    return lost, picked
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens, rows", [
+    (1, 0), (1, 1), (300, 1), (300, 300), (4097, 0), (4097, 129), (20000, 8192), (20000, 8193), (20000, 20000),
+])  # fmt: skip
+def test_finish_lost_writes_the_lost_rows_alone(tokens, rows, gated, dtype):
+    for d_model, d_ff, hot, full in [(64, 264, 0, False), (768, 1256, 256, True), (1024, 768, 512, True)]:
+        x, gate, up, gate_bias, up_bias, down, down_bias, start = layer(tokens, d_model, d_ff, dtype, gated, full, seed=tokens)
+        cold = [None if t is None else t[hot:] for t in (gate, up, gate_bias, up_bias)]
+        down, start = down[:, hot:], start if full else None
+        lost, picked = losing(rows, tokens, seed=rows)
+        lost_x = torch.full_like(x, torch.nan)
+        lost_x[:rows] = x[picked]
+        y = torch.full_like(x, 77.0)
+        dense.finish_lost(lost, lost_x, *cold, down, down_bias, start, y)
+        others = torch.ones(tokens, dtype=torch.bool, device="cuda")
+        others[picked] = False
+        assert (y[others] == 77.0).all()
+        if rows:
+            h = dense.gate_up(x[picked], *cold).double()
+            exact = linear(h, down.double(), None if down_bias is None else down_bias.double())
+            close(y[picked], exact if start is None else exact + start[picked])
+
+
+def test_both_run_inside_a_graph():
+    x, gate, up, _, _, down, _, _ = layer(600, 256, 512)
+    lost, picked = losing(100, 600, seed=1)
+    y = torch.full_like(x, 77.0)
+    dense.finish_lost(lost, x, gate, up, None, None, down, None, None, y)
+    graph, later = torch.cuda.CUDAGraph(), torch.full_like(x, 77.0)
+    with torch.cuda.graph(graph):
+        h = dense.gate_up(x, gate, up)
+        dense.finish_lost(lost, x, gate, up, None, None, down, None, None, later)
+    graph.replay()
+    assert torch.equal(later, y) and torch.equal(h, dense.gate_up(x, gate, up))
+    lost[0] = 0
+    later.fill_(3.0)
+    graph.replay()
+    assert (later == 3.0).all()
+
+
+def test_no_rows():
+    x, gate, up, _, _, down, _, _ = layer(1, 64, 256)
+    assert dense.gate_up(x[:0], gate, up).shape == (0, 256)
+    lost = torch.zeros(1, dtype=torch.int32, device="cuda")
+    dense.finish_lost(lost, x[:0], gate, up, None, None, down, None, None, x[:0])
+
+
+def test_what_is_not_taken_is_refused():
+    x, gate, up, _, _, down, _, start = layer(16, 64, 256)
+    lost, _ = losing(1, 16, seed=0)
+    assert dense.takes(x, gate, up, down) and not dense.takes(x.float(), up.float())
+    assert not dense.takes(x, up[:, 1:]) and not dense.takes(x, up[:250]) and not dense.takes(x, up.cpu())
+    for wrong in [(x.float(), gate, up), (x, gate[:128], up), (x, None, up[:, :32]), (x[:, 4:60], None, up[:, 4:60])]:
+        with pytest.raises(InputError, match="are accepted"):
+            dense.gate_up(*wrong)
+    with pytest.raises(InputError, match="up_bias"):
+        dense.gate_up(x, gate, up, None, up[0])
+    right = dict(lost=lost, lost_x=x, gate=gate, up=up, gate_bias=None, up_bias=None, down=down, down_bias=None, start=start, y=x.clone())
+    for name, wrong in [("lost", lost.long()), ("lost", lost[1:]), ("start", start.to(BF16)), ("y", x[:8]), ("down", down.t())]:
+        with pytest.raises(InputError, match=name):
+            dense.finish_lost(**{**right, name: wrong})
