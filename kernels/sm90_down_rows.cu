@@ -52,6 +52,10 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
         float d[128];
         for (int work = tiles.first; work < tiles.total; work += tiles.step) {
             const Tile t = tile_at(tiles, work);
+            if (first_row(t) + 64 * consumer >= rows) {
+                pass_tile(ring, base, k_count);
+                continue;
+            }
             multiply_tile(d, ring, base, consumer, k_count, k_count, [](int) {});
             const int slot = first_row(t) + 16 * warp;
             const float* from[2];

@@ -68,19 +68,25 @@ gate_up(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap g
         const int consumer = group - 1, warp = threadIdx.x / 32 - 4;
         const u32 boxes = out_boxes(base, warp);
         Ring ring = {0, 0};
-        Tile t = {};
         float d[128];
         u32 pairs[HALVES][16][2];  // the finished tile before this one
         int row = -1, column = 0;  // where it goes
         const auto send = [&](int half) {
             if (row >= 0) send_rows(pairs[half], boxes, &h, column + 128 * half, row);
         };
-        for (int work = tiles.first; work < tiles.total; work += tiles.step) {
+        Tile t = tile_at(tiles, min(tiles.first, tiles.total - 1)), next = t;
+        for (int work = tiles.first; work < tiles.total; work += tiles.step, t = next) {
+            const auto look_ahead = [&] { next = tile_at(tiles, min(work + tiles.step, tiles.total - 1)); };
+            if (first_row(t) + 64 * consumer >= rows) {
+                pass_tile(ring, base, k_count);
+                look_ahead();
+                continue;
+            }
             multiply_tile(d, ring, base, consumer, k_count, max(k_count, HALVES), [&](int k) {
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half)
                     if (k == half) send(half);
-                if (k == HALVES - 1) t = tile_at(tiles, work);  // divisions: not between tiles
+                if (k == HALVES - 1) look_ahead();  // divisions: not between tiles
             });
             row = first_row(t) + 16 * warp;
             column = t.n * COLUMNS;

@@ -132,3 +132,13 @@ __device__ __forceinline__ void multiply_tile(float (&d)[128], Ring& ring, u32 b
     wgmma_wait<0>();
     if (lane < CLUSTER) barrier_arrive_at(base + EMPTY + 8 * before, lane);
 }
+
+// By a whole consumer warpgroup that has no rows in a tile: let its stages go by.
+__device__ __forceinline__ void pass_tile(Ring& ring, u32 base, int k_count) {
+#pragma unroll 1
+    for (int k = 0; k < k_count; ++k) {
+        barrier_wait(base + FULL + 8 * ring.stage, ring.phase);
+        if (threadIdx.x % 32 < CLUSTER) barrier_arrive_at(base + EMPTY + 8 * ring.stage, threadIdx.x % 32);
+        ring.next();
+    }
+}
