@@ -1,0 +1,203 @@
+"""Figures of the work behind the Hopper kernels, drawn from what notebook 05 computes; in the style of `plots`."""
+
+from __future__ import annotations
+
+import math
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from .. import plots
+from ..errors import InputError
+
+LANES = (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE)  # the four lanes that share a row
+
+
+def lanes(holders: dict[str, list[int]]) -> go.Figure:
+    """Which lane of a quad holds each of the 256 columns of a tile, 64 columns a line.
+
+    holders: caption -> the lane (0 to 3) of every column.
+    """
+    for caption, each in holders.items():
+        if len(each) != 256 or not set(each) <= {0, 1, 2, 3}:
+            raise InputError(f"{caption!r} has {len(each)} lanes; 256 of 0 to 3 are accepted")
+    figure = make_subplots(rows=len(holders), cols=1, subplot_titles=list(holders), vertical_spacing=0.22)
+    for at, each in enumerate(holders.values(), 1):
+        figure.add_heatmap(
+            z=[each[64 * line : 64 * line + 64] for line in range(4)],
+            row=at,
+            col=1,
+            zmin=0,
+            zmax=3,
+            showscale=False,
+            xgap=1,
+            ygap=2,
+            colorscale=[[i / 4 + edge / 4, colour] for i, colour in enumerate(LANES) for edge in (0, 1)],
+            y=["0", "64", "128", "192"],
+            hovertemplate="column %{y} + %{x}: lane %{z}<extra></extra>",
+        )
+    for lane, colour in enumerate(LANES):
+        figure.add_scatter(
+            x=[None], y=[None], mode="markers", marker={"color": colour, "symbol": "square", "size": 11}, name=f"lane {lane}"
+        )
+    figure.update_yaxes(autorange="reversed", title_text="column from")
+    figure.update_xaxes(visible=False)
+    figure = plots.styled(figure, "", height=150 + 150 * len(holders))
+    figure.update_annotations(font_size=12)
+    return figure.update_layout(legend={"y": 1.1, "yanchor": "bottom"}, margin={"t": 80, "b": 20})
+
+
+def filled(lines: dict[str, list[tuple[int, float]]]) -> go.Figure:
+    """The share of the GPU's turns that hold a tile, over the number of tokens. lines: name -> (tokens, share)."""
+    figure = go.Figure()
+    for colour, (name, values) in zip(plots.COLOURS, lines.items(), strict=False):
+        figure.add_scatter(
+            x=[tokens for tokens, _ in values],
+            y=[100 * share for _, share in values],
+            mode="lines",
+            name=name,
+            line={"color": colour, "shape": "hv"},
+            hovertemplate="%{x:,} tokens: %{y:.0f}%",
+        )
+    ticks = [256 * 2**i for i in range(10)]
+    figure.update_xaxes(title_text="tokens", type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
+    figure.update_yaxes(title_text="turns that hold a tile, %", range=[0, 104])
+    return plots.styled(figure, "How much of the GPU the tiles fill, turn by turn")
+
+
+def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
+    """The counts of one group of rows in one tile, and whose values lie where in the words that they share.
+
+    rows: `hopper_work.pool_table`.
+    """
+    figure = make_subplots(
+        rows=2,
+        cols=1,
+        row_heights=[0.72, 0.28],
+        vertical_spacing=0.2,
+        subplot_titles=["each row's values in this tile: in its own words, and beyond", f"the {words} words that the rows share"],
+    )
+    over = [row for row in rows if row["excess"]]
+    colour = {row["row"]: plots.COLOURS[i % len(plots.COLOURS)] if not row["lost"] else plots.GREY for i, row in enumerate(over)}
+    x = [row["row"] for row in rows]
+    figure.add_bar(
+        x=x,
+        y=[row["words"] for row in rows],
+        marker_color=plots.FAINT,
+        marker_line={"color": plots.GREY, "width": 1},
+        name="own words",
+        row=1,
+        col=1,
+        hovertemplate="row %{x}: %{y} in its words<extra></extra>",
+    )
+    figure.add_bar(
+        x=x,
+        y=[row["excess"] for row in rows],
+        marker_color=[colour.get(row["row"], plots.FAINT) for row in rows],
+        name="beyond",
+        row=1,
+        col=1,
+        hovertemplate="row %{x}: %{y} beyond<extra></extra>",
+        text=["lost" if row["lost"] else "" for row in rows],
+        textposition="outside",
+    )
+    owner, hover = [None] * words, ["unused"] * words
+    for row in over:
+        for at in range(row["start"], min(row["end"], words)):
+            owner[at], hover[at] = row["row"], f"row {row['row']}" + ", lost: never read" * bool(row["lost"])
+    scale = [row["row"] for row in over] or [0]
+    steps = [[(i + edge) / len(scale), colour.get(row, plots.FAINT)] for i, row in enumerate(scale) for edge in (0, 1)]
+    figure.add_heatmap(
+        z=[[None if who is None else scale.index(who) + 0.5 for who in owner]],
+        x=list(range(words)),
+        zmin=0,
+        zmax=len(scale),
+        colorscale=steps,
+        showscale=False,
+        xgap=1,
+        customdata=[hover],
+        row=2,
+        col=1,
+        hoverongaps=False,
+        hovertemplate="word %{x}: %{customdata}<extra></extra>",
+    )
+    figure.update_xaxes(title_text="row of the group", dtick=1, row=1, col=1)
+    figure.update_xaxes(title_text="word", range=[-0.5, words - 0.5], showgrid=False, row=2, col=1)
+    figure.update_yaxes(visible=False, row=2, col=1)
+    figure.update_yaxes(title_text="values", row=1, col=1)
+    figure = plots.styled(figure, "", height=450).update_layout(barmode="stack", showlegend=False, margin_t=50)
+    figure.update_annotations(font_size=12)
+    return figure
+
+
+def frequencies(each: dict[str, list[float]], threshold: float) -> go.Figure:
+    """How often each neuron fires, most used first, and the share of tokens from which it is cheaper dense.
+
+    each: name -> shares of tokens, one a neuron (0 to 1).
+    """
+    figure = go.Figure()
+    for colour, (name, shares) in zip(plots.COLOURS, each.items(), strict=False):
+        ordered = sorted((share for share in shares if share > 0), reverse=True)
+        at = sorted(
+            {min(round(10 ** (i / 60)), len(ordered)) for i in range(int(60 * math.log10(len(ordered))) + 1)} | {len(ordered)}
+        )
+        figure.add_scatter(
+            x=at,
+            y=[100 * ordered[i - 1] for i in at],
+            mode="lines",
+            line={"color": colour},
+            name=name,
+            hovertemplate="neuron %{x:,}: %{y:.2g}% of tokens",
+        )
+    figure.add_hline(y=100 * threshold, line={"color": plots.INK, "width": 1, "dash": "dash"})
+    figure.add_annotation(
+        x=0,
+        xref="paper",
+        y=math.log10(100 * threshold),
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+        text=f"above {threshold:.1%}: cheaper dense",
+        font={"size": 11},
+    )
+    figure.update_xaxes(
+        title_text="neuron, most used first",
+        type="log",
+        tickvals=[1, 10, 100, 1000, 5632],
+        ticktext=["1", "10", "100", "1,000", "5,632"],
+    )
+    figure.update_yaxes(
+        title_text="fires on this share of tokens, %",
+        type="log",
+        range=[-2, 2.1],
+        tickvals=[0.01, 0.1, 1, 10, 100],
+        ticktext=["0.01", "0.1", "1", "10", "100"],
+    )
+    return plots.styled(figure, "How often each neuron fires")
+
+
+def splits(each: dict[str, list[dict]]) -> go.Figure:
+    """Predicted time over the number of hot neurons; a dot marks the fastest. each: name -> rows of hopper_work.split."""
+    figure = go.Figure()
+    for colour, (name, rows) in zip(plots.COLOURS, each.items(), strict=False):
+        best = min(rows, key=lambda row: row["ms"])
+        figure.add_scatter(
+            x=[row["hot"] for row in rows],
+            y=[row["ms"] for row in rows],
+            mode="lines",
+            line={"color": colour},
+            name=name,
+            customdata=[[row["cold_nnz"]] for row in rows],
+            hovertemplate="%{x:,} hot: %{y:.2f} ms, %{customdata[0]:.0f} firing ones left",
+        )
+        figure.add_scatter(
+            x=[best["hot"]],
+            y=[best["ms"]],
+            mode="markers",
+            marker={"color": colour, "size": 11},
+            showlegend=False,
+            hoverinfo="skip",
+        )
+    figure.update_xaxes(title_text="hot neurons, computed densely (left end: TwELL, right end: dense)")
+    figure.update_yaxes(title_text="predicted ms", rangemode="tozero")
+    return plots.styled(figure, "Where to cut? Predicted for 16,384 tokens")
