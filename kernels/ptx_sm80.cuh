@@ -63,6 +63,15 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 #endif
 
+__device__ __forceinline__ void store_shared(unsigned to, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// 16 bytes to shared memory where `want` holds: a predicate, where the compiler may make it a branch.
+__device__ __forceinline__ void store_shared_if(bool want, unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.v4.b32 [%1], {%2, %3, %4, %5};\n}"
+                 ::"r"((int)want), "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 // A barrier for `threads` threads of the block, whole warps; id 1 to 15 (0 is __syncthreads).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

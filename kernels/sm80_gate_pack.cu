@@ -1,7 +1,7 @@
 // gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, through mma.sync: Ampere and
 // Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never stored.
 //
-// Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, to take the way of sm_75 on a newer GPU, -DTURING.
+// Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, for sm_75 or to take its way on a newer GPU, -DTURING.
 #include "ptx_sm80.cuh"
 
 #define ROWS 128               // tokens of a block's tile
@@ -14,8 +14,20 @@
 #define GROUP 8                // tiles of rows that neighbouring blocks share the same weights in
 #endif
 #define SLOTS (POOLED_WORDS - 1)
-#define VALUE_BYTES (ROWS * COLUMNS * 2)
+#define MASKS (VERSION > 2)    // packed by a bit for each column; v1 and v2: by ballots
 #define LATER (VERSION > 1)    // v1 has one stage
+#define APART (VERSION > 3)    // tiles are laid out for packing beside the stages
+// Where half a tile's rows are laid out for packing: values, then the bits. The little shared memory of sm_75 has room for one
+// half, so the two take turns there from v3 on.
+#define HALF (ROWS / 2)
+#define STRIPS (COLUMNS / 16)
+#define HALF_VALUES (HALF * COLUMNS * 2)
+#define HALF_BYTES (HALF_VALUES + (MASKS ? HALF * COLUMNS / 8 : 0))
+#if defined(TURING)
+#define TURNS MASKS
+#else
+#define TURNS 0
+#endif
 
 struct Problem {
     const value_t *x, *gate, *bias;
@@ -49,67 +61,81 @@ __device__ __forceinline__ int neuron_at(int place) { return place / 64 * 64 + p
 class Feed {
 public:
     __device__ __forceinline__ Feed(const Problem& p, unsigned memory)
-        : p_(p), memory_(memory), row_((int)threadIdx.x / CHUNKS), chunk_((int)threadIdx.x % CHUNKS), tile_(blockIdx.x), k_(0), slot_(0) {
+        : p_(p), row_((int)threadIdx.x / CHUNKS), chunk_((int)threadIdx.x % CHUNKS), place_(place(row_, chunk_)),
+          to_(memory + place_), tile_(blockIdx.x), k_(0), slot_(0) {
         open_tile();
     }
     // Start a part of the next stage; the last part moves on. part and parts have to be known to the compiler.
     __device__ __forceinline__ void start(int part = 0, int parts = 1) {
-        const bool more = tile_ < p_.tiles();  // copies of zeros would run into what the memory is used for next
         const bool in_row = k_ + chunk_ * 8 < p_.d_model;
+        const int x_rows = in_row ? x_rows_ : 0, gate_rows = in_row ? gate_rows_ : 0;
+        const unsigned pitch = p_.d_model * 2;  // Python sees to it that 256 rows take less than 4 GiB
+        // After the last tile there is nothing to bring, and zeros would run into the tile laid out in the same memory.
+        if (APART || tile_ < p_.tiles()) {
 #pragma unroll
-        for (int i = 0; i < COPIES; ++i) {
-            if (i * parts / COPIES != part) continue;
-            const int at = i * STRIDE;  // row of the stage, less row_
-            const bool left = at < ROWS;
-            const int row = left ? at : neuron_at(at - ROWS);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
-            const bool inside = in_row && row < (left ? x_rows_ : gate_rows_);
-            const value_t* from = (left ? x_ : gate_) + (long long)row * p_.d_model + k_;
+            for (int i = 0; i < COPIES; ++i) {
+                if (i * parts / COPIES != part) continue;
+                const int at = i * STRIDE;  // row of the stage, less row_
+                const bool left = at < ROWS;
+                const int row = left ? at : neuron_at(at - ROWS);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
+                const bool inside = row < (left ? x_rows : gate_rows);
+                const char* from = (left ? x_ : gate_) + ((left ? x_offset() : gate_offset()) + row * pitch);
 #if LATER && ASYNC_COPIES
-            if (more) copy_async(memory_ + slot_ * STAGE_BYTES + place(row_ + at, chunk_), from, inside);
+                copy_async(to_ + at * ROW_BYTES, from, inside);
 #else
-            held_[i] = make_uint4(0, 0, 0, 0);
-            if (more && inside) held_[i] = *(const uint4*)from;
+                held_[i] = make_uint4(0, 0, 0, 0);
+                if (inside) held_[i] = *(const uint4*)from;
 #endif
+            }
         }
         if (part + 1 < parts) return;
 #if LATER && ASYNC_COPIES
         commit_copies();
-        if (++slot_ == STAGES) slot_ = 0;
+        next_slot();
 #endif
-        if ((k_ += K_STEP) >= p_.d_model) {
+        k_ += K_STEP, x_ += ROW_BYTES, gate_ += ROW_BYTES;
+        if (k_ >= p_.d_model) {
             k_ = 0, tile_ += gridDim.x;
             open_tile();
         }
     }
     // Make sure that the oldest stage that was started is in shared memory, as far as this thread brings it.
-    __device__ __forceinline__ void land(unsigned char* memory) {
+    __device__ __forceinline__ void land() {
 #if LATER && ASYNC_COPIES
         wait_copies<STAGES - 2>();
 #else
 #pragma unroll
-        for (int i = 0; i < COPIES; ++i) *(uint4*)(memory + slot_ * STAGE_BYTES + place(row_ + i * STRIDE, chunk_)) = held_[i];
-        if (LATER && ++slot_ == STAGES) slot_ = 0;
+        for (int i = 0; i < COPIES; ++i) store_shared(to_ + i * STRIDE * ROW_BYTES, held_[i]);
+        if (LATER) next_slot();
 #endif
     }
 
 private:
-    static constexpr int STRIDE = THREADS / CHUNKS, COPIES = (ROWS + COLUMNS) / STRIDE;
+    static constexpr int STRIDE = THREADS / CHUNKS, COPIES = (ROWS + COLUMNS) / STRIDE;  // STRIDE: a multiple of the swizzle
     const Problem& p_;
-    const unsigned memory_;
     const int row_, chunk_;
+    const unsigned place_;
+    unsigned to_;  // this thread's first place in the next stage
     int tile_, k_, slot_;
     int x_rows_, gate_rows_;  // rows of x and of the weights from this thread's first on
-    const value_t *x_, *gate_;
+    const char *x_, *gate_;   // the tile's first rows, at k_
 #if !(LATER && ASYNC_COPIES)
     uint4 held_[COPIES];
 #endif
 
+    __device__ __forceinline__ unsigned x_offset() const { return row_ * p_.d_model * 2 + chunk_ * 16; }
+    __device__ __forceinline__ unsigned gate_offset() const { return neuron_at(row_) * p_.d_model * 2 + chunk_ * 16; }
+    __device__ __forceinline__ void next_slot() {
+        const bool wrap = ++slot_ == STAGES;
+        to_ += wrap ? -(STAGES - 1) * STAGE_BYTES : STAGE_BYTES;
+        if (wrap) slot_ = 0;
+    }
     __device__ __forceinline__ void open_tile() {
-        const Tile t = tile_at(p_, min(tile_, p_.tiles() - 1));
-        const int x_row = t.m * ROWS + row_, gate_row = t.n * COLUMNS + neuron_at(row_);
-        x_rows_ = p_.tokens - x_row, gate_rows_ = p_.d_ff - gate_row;
-        x_ = p_.x + (long long)x_row * p_.d_model + chunk_ * 8;
-        gate_ = p_.gate + (long long)gate_row * p_.d_model + chunk_ * 8;
+        const int x_row = tile_ < p_.tiles() ? tile_at(p_, tile_).m * ROWS : p_.tokens;
+        const int gate_row = tile_ < p_.tiles() ? tile_at(p_, tile_).n * COLUMNS : p_.d_ff;
+        x_rows_ = p_.tokens - x_row - row_, gate_rows_ = p_.d_ff - gate_row - neuron_at(row_);
+        x_ = (const char*)(p_.x + (long long)x_row * p_.d_model);
+        gate_ = (const char*)(p_.gate + (long long)gate_row * p_.d_model);
     }
 };
 
@@ -142,12 +168,11 @@ struct Warp {  // where this thread's part of the product is
     __device__ __forceinline__ Warp() : lane(threadIdx.x % WARP), m(threadIdx.x / WARP / 4), n(threadIdx.x / WARP % 4) {}
     __device__ __forceinline__ unsigned x_place() const { return place(64 * m + lane % 16, lane / 16); }
     __device__ __forceinline__ unsigned gate_place() const { return place(ROWS + 64 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
-    __device__ __forceinline__ int row(int i, int half) const { return 64 * m + 16 * i + 8 * half + lane / 4; }
-    __device__ __forceinline__ int strip() const { return 4 * n + lane % 4; }  // its 16 neighbouring columns, of 16 strips
+    __device__ __forceinline__ int strip() const { return 4 * n + lane % 4; }  // its 16 neighbouring columns
 };
 
 // ---------------------------------------------------------------- packing
-// Rounded values of the tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds columns j
+// Rounded values of half a tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds columns j
 // and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different banks.
 __device__ __forceinline__ int value_place(int row, int column) {
     return row * (COLUMNS * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
@@ -162,9 +187,8 @@ __device__ __forceinline__ unsigned firing(const unsigned (&pairs)[8]) {
     return (bits | bits >> 8) & 0xffffu;
 }
 
-// Round the sums and write them where the whole warp row can read them; MASKS: with a bit for each column that fires, and
-// only the strips that have one. values: VALUE_BYTES, then the masks, 16 bits a strip.
-template <bool MASKS>
+// Round the sums and write them where all four warps of these rows can read them; with MASKS only the strips of which a
+// column fires. values: HALF_BYTES.
 __device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t, const Warp& w, unsigned char* values) {
     if (p.bias) {
         const int first = t.n * COLUMNS + w.strip() * 16;
@@ -179,22 +203,20 @@ __device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t
             }
         }
     }
+    const int row = w.lane / 4;  // the lane's first; the others are 8 apart
+    const unsigned first_half = shared_address(values) + value_place(row, w.strip() * 16);
+    const unsigned second_half = shared_address(values) + value_place(row, w.strip() * 16 + 4);
+    unsigned short* masks = (unsigned short*)(values + HALF_VALUES) + row * STRIPS + w.strip();
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 8; ++i) {
+        unsigned pairs[8];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = w.row(i, half);
-            unsigned pairs[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) pairs[j] = rounded_pair(sums[i][j][2 * half], sums[i][j][2 * half + 1]);
-            if (MASKS) {
-                const unsigned bits = firing(pairs);
-                *(unsigned short*)(values + VALUE_BYTES + row * (COLUMNS / 8) + w.strip() * 2) = bits;
-                if (!bits) continue;
-            }
-            *(uint4*)(values + value_place(row, w.strip() * 16)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            *(uint4*)(values + value_place(row, w.strip() * 16 + 4)) = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
-        }
+        for (int j = 0; j < 8; ++j) pairs[j] = rounded_pair(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]);
+        const unsigned bits = MASKS ? firing(pairs) : 1;
+        if (MASKS) masks[i * 8 * STRIPS] = bits;
+        store_shared_if(bits, first_half + i * 8 * COLUMNS * 2, pairs[0], pairs[1], pairs[2], pairs[3]);
+        store_shared_if(bits, second_half + i * 8 * COLUMNS * 2, pairs[4], pairs[5], pairs[6], pairs[7]);
+    }
 }
 
 // Where the kept values of one row go: the first SLOTS to its words, the others to the group's pool from `start` on.
@@ -214,15 +236,16 @@ __device__ __forceinline__ word_t* pool_of(const Problem& p, int token, int n) {
 }
 
 // One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in line.
-__device__ __forceinline__ void pack_by_ballots(const Problem& p, const Tile& t, int group, const unsigned char* values) {
-    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, COLUMNS, t.n), token = t.m * ROWS + group * POOL_ROWS;
+// row: the first of them in the half tile; token: in the matrix.
+__device__ __forceinline__ void pack_by_ballots(const Problem& p, int n, int row, int token, const unsigned char* values) {
+    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, COLUMNS, n);
     int start = 0;  // in the pool
     for (int r = 0; r < POOL_ROWS && token + r < p.tokens; ++r) {
-        const Destination to = {words_of(p, token + r, t.n), pool_of(p, token, t.n), start};
+        const Destination to = {words_of(p, token + r, n), pool_of(p, token, n), start};
         int count = 0;
 #pragma unroll
         for (int c = lane; c < COLUMNS; c += WARP) {
-            const value_t v = *(const value_t*)(values + value_place(group * POOL_ROWS + r, c));
+            const value_t v = *(const value_t*)(values + value_place(row + r, c));
             const bool keep = c < width && fires(v);
             const unsigned kept = __ballot_sync(ALL_LANES, keep);
             if (keep) to.put(count + __popc(kept & ((1u << lane) - 1)), make_word(v, c));
@@ -234,10 +257,11 @@ __device__ __forceinline__ void pack_by_ballots(const Problem& p, const Tile& t,
 }
 
 // One warp packs a group of 16 rows at once: two lanes a row, each half of its columns, from the bits that dump() left.
-__device__ __forceinline__ void pack_by_masks(const Problem& p, const Tile& t, int group, const unsigned char* values) {
-    const int lane = threadIdx.x % WARP, half = lane % 2, row = group * POOL_ROWS + lane / 2, token = t.m * ROWS + row;
-    const int width = token < p.tokens ? tile_width(p.d_ff, COLUMNS, t.n) : 0;
-    const uint4 m = *(const uint4*)(values + VALUE_BYTES + row * (COLUMNS / 8) + half * 16);
+__device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, int token, const unsigned char* values) {
+    const int lane = threadIdx.x % WARP, half = lane % 2;
+    row += lane / 2, token += lane / 2;
+    const int width = token < p.tokens ? tile_width(p.d_ff, COLUMNS, n) : 0;
+    const uint4 m = *(const uint4*)(values + HALF_VALUES + row * (COLUMNS / 8) + half * 16);
     unsigned long long bits[2] = {m.x | (unsigned long long)m.y << 32, m.z | (unsigned long long)m.w << 32};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // beyond the matrix lies 0, or NaN where the row of x is not finite
@@ -254,7 +278,7 @@ __device__ __forceinline__ void pack_by_masks(const Problem& p, const Tile& t, i
             if (lane >= step) through += before;
         }
     }
-    const Destination to = {words_of(p, token, t.n), pool_of(p, token, t.n), through - excess};
+    const Destination to = {words_of(p, token, n), pool_of(p, token, n), through - excess};
     if (half == 0 && token < p.tokens) to.words[0] = count;
     int rank = half ? other : 0;
 #pragma unroll
@@ -266,14 +290,18 @@ __device__ __forceinline__ void pack_by_masks(const Problem& p, const Tile& t, i
         }
 }
 
-// values: where the tile is laid out, in nobody's use. Four warps own 64 rows and pack them: only they wait for each other.
-template <bool MASKS>
-__device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* values) {
+// Four warps own half the rows, lay them out and pack them: only they wait for each other. memory: in nobody's use, HALF_BYTES
+// for each half, or for both where they take turns.
+__device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* memory) {
     const Tile t = tile_at(p, tile);
-    dump<MASKS>(sums, p, t, w, values);
+    unsigned char* values = memory + (TURNS ? 0 : w.m * HALF_BYTES);
+    const int row = w.n * POOL_ROWS, token = t.m * ROWS + w.m * HALF + row;
+    if (TURNS && w.m) named_barrier(3, THREADS);  // the first half has been packed
+    dump(sums, p, t, w, values);
     named_barrier(1 + w.m, THREADS / 2);
-    if (MASKS) pack_by_masks(p, t, w.m * 4 + w.n, values);
-    else pack_by_ballots(p, t, w.m * 4 + w.n, values);
+    if (MASKS) pack_by_masks(p, t.n, row, token, values);
+    else pack_by_ballots(p, t.n, row, token, values);
+    if (TURNS && !w.m) named_barrier(3, THREADS);
 }
 
 // ---------------------------------------------------------------- the kernels
@@ -286,8 +314,11 @@ __device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile
     const Warp w;                                                         \
     if (lost && blockIdx.x == 0 && threadIdx.x == 0) lost[0] = 0;  /* the reader of the words counts there */
 
+#define NUMBERED(VERSION) gate_pack_v##VERSION
+#define KERNEL(VERSION) NUMBERED(VERSION)
+
 #if VERSION == 1
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack_v1(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMETERS) {
     BEGIN
     Feed feed(p, shared_address(memory));
     const unsigned x_at = shared_address(memory) + w.x_place(), gate_at = shared_address(memory) + w.gate_place();
@@ -295,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack_v1(PARAMETERS
     for (int k = 0; k < d_model; k += K_STEP) {
         feed.start();
         __syncthreads();  // the step before has been read
-        feed.land(memory);
+        feed.land();
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < K_STEP / 16; ++i) {
@@ -305,19 +336,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack_v1(PARAMETERS
         }
     }
     __syncthreads();
-    pack_tile<false>(sums, p, blockIdx.x, w, memory);
+    pack_tile(sums, p, blockIdx.x, w, memory);
 }
 #else
-// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. APART: the tile
-// is laid out beside the stages, so that the next one's stages are under way while it is packed.
-template <bool MASKS, bool APART>
-__device__ __forceinline__ void pipeline(const Problem& p, const Warp& w, unsigned char* memory) {
+// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. v4 lays a tile
+// out beside the stages, so that the next tile's are under way while it is packed.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMETERS) {
+    BEGIN
     constexpr int STEPS = K_STEP / 16;
     const unsigned base = shared_address(memory);
     Feed feed(p, base);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) feed.start();
-    feed.land(memory);
+    feed.land();
     __syncthreads();
 
     unsigned x_at = base + w.x_place(), gate_at = base + w.gate_place();
@@ -328,12 +359,12 @@ __device__ __forceinline__ void pipeline(const Problem& p, const Warp& w, unsign
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
         Sums sums = {};
 #pragma unroll 1
-        for (int k = 0; k < p.d_model; k += K_STEP) {
+        for (int k = 0; k < d_model; k += K_STEP) {
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
                 if (i == STEPS - 1) {
                     // After the barrier this stage has been read by all warps, and the next one is there for all.
-                    feed.land(memory);
+                    feed.land();
                     __syncthreads();
                     const bool wrap = ++slot == STAGES;
                     const int by = wrap ? -(STAGES - 1) * STAGE_BYTES : STAGE_BYTES;
@@ -346,19 +377,7 @@ __device__ __forceinline__ void pipeline(const Problem& p, const Warp& w, unsign
             }
         }
         if (!APART) __syncthreads();  // every warp has read the stage after the last, which is none
-        pack_tile<MASKS>(sums, p, tile, w, memory + (APART ? STAGES * STAGE_BYTES : 0));
+        pack_tile(sums, p, tile, w, memory + (APART ? STAGES * STAGE_BYTES : 0));
     }
 }
-#define KERNEL(NAME, MASKS, APART)                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(PARAMETERS) {     \
-        BEGIN                                                                       \
-        pipeline<MASKS, APART>(p, w, memory);                                       \
-    }
-#if VERSION == 2
-KERNEL(gate_pack_v2, false, false)
-#elif VERSION == 3
-KERNEL(gate_pack_v3, true, false)
-#else
-KERNEL(gate_pack_v4, true, true)
-#endif
 #endif

@@ -16,7 +16,6 @@ from twell_lab.pool import packed_and_pool, pool_used
 
 pytestmark = pytest.mark.gpu
 SEED = random.SystemRandom().randrange(2**31)
-TURING = setup_for((7, 5))
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -33,8 +32,8 @@ def setups(dtype):
     if dtype == torch.bfloat16 and capability < (8, 0):
         return []
     newest = setup_for(capability).version
-    others = {Setup(3, 32, 4), Setup(4, 32, 3), setup_for((8, 6), 2), setup_for((8, 6), 3)} if newest == 4 else set()
-    others |= {TURING, setup_for((7, 5), 1)} if dtype == torch.float16 else set()
+    others = {Setup(4, 32, 5), setup_for((8, 6), 2), setup_for((8, 6), 3)} if newest == 4 else set()
+    others |= {setup_for((7, 5), v) for v in (1, 2, 3)} if dtype == torch.float16 else set()
     return sorted({setup_for(capability, v) for v in range(1, newest + 1)} | others)
 
 
