@@ -11,6 +11,7 @@ rows read from the cache for each entry; where the line lies is for the rates to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ __all__ = ["Candidate", "Choice", "LayerPlan", "Plan", "Rates", "measure_rates",
 TOKENS = (1, 64, 2048, 16384)
 MARGIN = 0.97  # a sparse path that was timed is taken up to this share of the dense time
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
+_CUTS = 3  # times a class is cut in two at most
 _TIMED = 3  # sparse candidates of one class that are timed
 _CPU_LONGEST = 5e5  # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
 _HOPELESS = 1.5  # those predicted to take this many times the dense path are not
@@ -91,25 +93,91 @@ def plan_layer(
     timed: Iterable[int] | None = None,
 ) -> LayerPlan:
     """The plan of one layer. found: the layer itself, to time candidates on; x: real inputs of it [rows, d_model], or None
-    for a drawn stand-in; timed: the classes that are timed, by default all of them if `found` is given."""
-    firing = Firing.of(layer)
-    itemsize = getattr(torch, rates.dtype).itemsize
-    counts = tuple(layer.neuron_counts.tolist())
+    for a drawn stand-in; timed: the classes that are timed, by default all of them if `found` is given.
+
+    A class's choice is weighed at its largest count. Where it would lose to the dense path at its smallest one, the class is
+    cut in two, up to three times; what then still loses is dense (in the table with the times of the class above it).
+    """
     tokens = _classes(tokens)
-    timed = sorted(set(tokens if timed is None else timed) & set(tokens)) if found is not None else []
-    predicted, measured = {}, {}
+    timed = set(tokens if timed is None else timed) if found is not None else set()
+    weigher = _Weigher(layer, rates, found, x)
+    candidates, least = [], None  # nothing is said of counts below the first class
     for most in tokens:
-        weighed = _weighed(firing, rates, most, itemsize)
-        predicted[most] = {c: costs.predict(c, firing, rates, most, itemsize)["total"] for c in weighed}
-    for most in timed:
-        if times := _measure(layer, found, x, predicted[most], most):
-            measured[most] = times
-    candidates = []
-    for most in tokens:
-        near = max((m for m in measured if m <= most), default=min(measured, default=None))
-        off = {} if near is None else _off(predicted[near], measured[near])
-        candidates += _judge(most, predicted[most], measured.get(most, {}), off)
+        candidates += weigher.cut(least, most, most in timed)
+        least = most + 1
+    counts = tuple(layer.neuron_counts.tolist())
     return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
+
+
+class _Weigher:
+    """Predicts, times and judges the candidates of one layer, from few tokens to many."""
+
+    def __init__(self, layer: LayerProfile, rates: Rates, found: FeedForward | None, x: Tensor | None) -> None:
+        self.layer, self.rates, self.found, self.x = layer, rates, found, x
+        self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
+        self.off: dict[str, float] = {}  # how far off predictions were where candidates were last timed, by path
+
+    def cut(self, least: int | None, most: int, timed: bool, cuts: int = _CUTS, found: list | None = None) -> list[Candidate]:
+        """The candidates of the class from `least` (None: not looked at) to `most`, in one class or several.
+
+        found: what was weighed at `most`, if it was.
+        """
+        found = found or self.weigh(most, timed)
+        (chosen,) = [each for each in found if each.chosen]
+        if least is None or least >= most or chosen.path == "dense":
+            return found
+        times = self.times([Choice("dense"), chosen.choice], least, timed)
+        if times[chosen.choice] * MARGIN <= times[Choice("dense")]:
+            return found
+        if not cuts:
+            return [_passed_over(each, least, most - 1) for each in found] + found
+        middle = max(least, min(most - 1, round((least * most) ** 0.5)))
+        below = self.cut(least, middle, timed, cuts - 1)
+        return below + self.cut(middle + 1, most, timed, cuts - 1, found)
+
+    def weigh(self, tokens: int, timed: bool) -> list[Candidate]:
+        weighed = _weighed(self.firing, self.rates, tokens, self.itemsize)
+        predicted = {choice: self.predicted(choice, tokens) for choice in weighed}
+        measured = self.measured(_worth_timing(predicted), tokens) if timed else {}
+        if measured:
+            self.off = _off(predicted, measured)
+        return _judge(tokens, predicted, measured, self.off)
+
+    def times(self, choices: list[Choice], tokens: int, timed: bool) -> dict[Choice, float]:
+        measured = self.measured(choices, tokens) if timed else {}
+        return measured or _corrected({choice: self.predicted(choice, tokens) for choice in choices}, self.off)
+
+    def predicted(self, choice: Choice, tokens: int) -> float:
+        return costs.predict(choice, self.firing, self.rates, tokens, self.itemsize)["total"]
+
+    def measured(self, choices: list[Choice], tokens: int) -> dict[Choice, float]:
+        """Measured microseconds; empty where a CPU would take too long over it."""
+        if not self.found.up.weight.is_cuda and self.predicted(Choice("dense"), tokens) > _CPU_LONGEST:
+            return {}
+        return _measure(self.layer, self.found, self.x, choices, tokens)
+
+
+def _worth_timing(predicted: dict[Choice, float]) -> list[Choice]:
+    """The dense path, the best few others, and twell, whose memory is no more than the transposed down projection."""
+    dense, twell = Choice("dense"), Choice("twell")
+    ranked = sorted((c for c in predicted if c != dense), key=predicted.get)
+    picked = dict.fromkeys([*ranked[:_TIMED], twell])
+    return [dense, *(c for c in picked if predicted[c] <= _HOPELESS * predicted[dense])]
+
+
+def _corrected(predicted: dict[Choice, float], off: dict[str, float]) -> dict[Choice, float]:
+    """Predictions, as far off as they were where each path was timed, or as the worst of those."""
+    worst = max(off.values(), default=1.0)
+    return {choice: us * off.get(choice.path, worst) for choice, us in predicted.items()}
+
+
+def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
+    """The candidate, timed just above this class, in a class that stays dense because the choice loses at its smallest count."""
+    if candidate.chosen:
+        return replace(candidate, tokens=most, chosen=False, why=f"slower than dense at {least} tokens")
+    if candidate.path == "dense":
+        return replace(candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on")
+    return replace(candidate, tokens=most)
 
 
 def _off(predicted: dict[Choice, float], measured: dict[Choice, float]) -> dict[str, float]:
@@ -154,9 +222,8 @@ def _judge(
     """
     times, margin, how = measured, MARGIN, "measured"
     if not measured:
-        worst = max((off or {}).values(), default=1.0)
-        times = {c: us * (off or {}).get(c.path, worst) for c, us in predicted.items()}
-        margin, how = MARGIN_PREDICTED, "predicted, as far off as it was where timed" if off else "predicted"
+        times, margin = _corrected(predicted, off or {}), MARGIN_PREDICTED
+        how = "predicted, as far off as it was where timed" if off else "predicted"
     dense = times[Choice("dense")]
     fastest = min(times, key=times.get)
     chosen = fastest if times[fastest] <= margin * dense else Choice("dense")
@@ -180,22 +247,15 @@ def _judge(
 
 
 @torch.no_grad()
-def _measure(layer, found, x, predicted: dict[Choice, float], tokens: int) -> dict[Choice, float]:
-    """Measured microseconds of the dense path and the best few others with this many tokens."""
-    dense = Choice("dense")
-    ranked = sorted((c for c in predicted if c != dense), key=predicted.get)
-    picked = [dense, *(c for c in ranked[:_TIMED] if predicted[c] <= _HOPELESS * predicted[dense])]
-    if Choice("twell") not in picked and predicted[Choice("twell")] <= _HOPELESS * predicted[dense]:
-        picked.append(Choice("twell"))  # the one path whose memory is no more than the transposed down projection
+def _measure(layer: LayerProfile, found: FeedForward, x: Tensor | None, choices: list[Choice], tokens: int) -> dict[Choice, float]:
+    """Measured microseconds of each choice with this many tokens."""
     weight = found.up.weight
-    if not weight.is_cuda and predicted[dense] > _CPU_LONGEST:
-        return {}
     if x is None:
         module, inputs = _stand_in(layer, tokens, weight.dtype, weight.device)
     else:
         module, inputs = _bare(found), _inputs(x.to(weight.dtype), tokens)
     calls = {}
-    for choice in picked:
+    for choice in choices:
         sparse = SparseFFN(module, plan=LayerPlan.forced(layer, choice))
         calls[choice] = lambda turn, f=sparse: f(inputs[turn % len(inputs)])
     taken = costs.clock(calls, weight.device)

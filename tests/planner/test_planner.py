@@ -73,6 +73,28 @@ def test_predictions_elsewhere_are_as_far_off_as_they_were_where_timed(profiled,
     assert any("as far off as it was where timed" in c.why for c in found.candidates if c.tokens == 4096)
 
 
+def test_a_class_whose_choice_loses_at_its_smallest_count_is_cut(profiled, layer, rates, monkeypatch):
+    def measure(first_wins):
+        def read(layer, found, x, choices, tokens):
+            asked.append(tokens)
+            return {c: 100.0 if c.path == "dense" else 50.0 if tokens >= first_wins else 200.0 for c in choices}
+
+        asked = []
+        monkeypatch.setattr(planner, "_measure", read)
+        plan = planner.plan_layer(profiled.layers[0], rates, (4, 64, 1024), feed_forwards(layer[0])[0], layer[1][1])
+        return {most: choice.path == "dense" for most, choice in plan.choices.items()}, asked, plan
+
+    classes, asked, _ = measure(first_wins=1)
+    assert classes == {4: False, 64: False, 1024: False} and asked == [4, 64, 5, 1024, 65]
+    classes, asked, _ = measure(first_wins=65)
+    assert classes == {4: True, 64: True, 1024: False} and asked == [4, 64, 1024, 65]
+    for first in (66, 70, 100, 200, 1000, 1024):
+        classes, asked, plan = measure(first_wins=first)
+        assert all(plan.choice(tokens) == DENSE for tokens in range(1, first)), first
+        assert all(plan.choice(tokens) != DENSE for tokens in range(int(1.5 * first), 3000)) and plan.choice(1024) != DENSE
+        assert len(classes) <= 8 and len(asked) <= 14
+
+
 # ---- plans of layers ----
 
 
