@@ -16,6 +16,7 @@ COMPARED = {
     "02-train-with-l1.ipynb": 8,
     "03-pack-it.ipynb": 12,
     "04-first-kernels.ipynb": 14,
+    "05-hopper-kernels.ipynb": 9,
 }
 MARK = "# NBVAL_CHECK_OUTPUT"
 WIDGET = "application/vnd.jupyter.widget-view+json"

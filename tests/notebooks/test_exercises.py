@@ -119,6 +119,16 @@ def pack_tile(gate: torch.Tensor, words: int) -> list[int]:
     return [count, *(word % 2**32 for word in stored[:count])]
 
 
+def pool_starts(counts: list[int], keep_place: bool = True, slots: int = 31) -> list[int | None]:
+    starts, at = [], 0
+    for count in counts:
+        excess = max(0, count - slots)
+        fits = excess > 0 and at + excess <= 64
+        starts.append(at if fits else None)
+        at += excess if fits or keep_place else 0
+    return starts
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -146,6 +156,15 @@ WRONG = {
         lambda addresses, size: len(addresses) * size // 32,  # as if nothing were shared or skipped
         lambda addresses, size: (max(addresses) + size - min(addresses) + 31) // 32,  # everything in between as well
         lambda addresses, size: -(-len({a // 4 for a in addresses}) * 4 // 32),
+    ],
+    "turns": [
+        lambda tokens, d_ff: tokens * d_ff // (256 * 256 * 66),  # parts of tiles and of turns left out
+        lambda tokens, d_ff: -(-tokens // 128) * -(-d_ff // 256) // 66,
+    ],
+    "pool_starts": [
+        lambda counts: [sum(max(0, c - 31) for c in counts[:i]) for i in range(len(counts))],  # rows that have nothing there
+        lambda counts: pool_starts(counts, keep_place=False),
+        lambda counts: pool_starts(counts, slots=32),
     ],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,

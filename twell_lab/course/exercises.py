@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .hopper_work import pool_table, waves
 from .training import firing_share
 from ..errors import CompileError, InputError, StackError
 from ..formats import CSR, TwELL
@@ -192,6 +193,27 @@ def _tile_counts(file) -> str:
     return "the counts of every tile, NaN and narrow tiles included, and each sector of a full tile is touched once."
 
 
+def _turns(answer) -> str:
+    cases = [(1, 5632), (256, 256), (2048, 5632), (16384, 5632), (768, 3000)]
+    cases += [(int(torch.randint(1, 50000, ())), int(torch.randint(8, 20000, ()))) for _ in range(3)]
+    for tokens, d_ff in cases:
+        _same(answer(tokens, d_ff), waves(tokens, d_ff)[0], f"turns({tokens}, {d_ff})")
+    return "tiles at the edges count whole, and so does the last turn."
+
+
+def _pool_starts(answer) -> str:
+    cases = [[0] * 16, [31] * 16, [32] * 16, [40, 20, 40, 100, 33], [256, 32], [95, 31, 32], [31, 95, 0, 32]]
+    cases += [torch.randint(0, 60, (16,)).tolist() for _ in range(3)]
+    for counts in cases:
+        want = [None if row["lost"] else row["start"] for row in pool_table(counts)]
+        got = answer(counts)
+        if got is None:
+            raise NotYet("the function gives None back; write its body first.")
+        if list(got) != want:
+            raise NotYet(f"pool_starts({counts}) should be {want}; yours gave {got!r}.")
+    return "each row after the earlier ones, and those that do not fit are lost, though their place stays taken."
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -203,4 +225,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "fewest_words": _fewest_words,
     "sectors": _sectors,
     "tile_counts": _tile_counts,
+    "turns": _turns,
+    "pool_starts": _pool_starts,
 }

@@ -146,8 +146,8 @@ def estimates(rows: list[dict], reached: Rates, nnzs: Iterable[float] = (8, 29, 
         }
         line = {"nnz": nnz, "gate": gate, "sparse": sparse, "twell": gate + sparse, "dense": dense, "x": dense / (gate + sparse)}
         shown.append({**line, "twell_ms": here.get("forced twell"), "dense_ms": here.get("dense eager")})
-    columns = {"nnz": "nnz", "gate": "gate", "sparse": "+ rest", "twell": "= TwELL, ms", "twell_ms": "recorded", "dense": "dense, ms",
-               "dense_ms": "recorded", "x": "dense / TwELL, estimated"}  # fmt: skip
+    columns = {"nnz": "nnz", "gate": "gate", "sparse": "+ rest", "twell": "= TwELL, ms", "twell_ms": "recorded",
+               "dense": "dense, ms", "dense_ms": "recorded", "x": "dense / TwELL, estimated"}  # fmt: skip
     return records.table(shown, columns)
 
 

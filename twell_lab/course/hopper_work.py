@@ -115,7 +115,7 @@ def floors_table(found: list[dict]) -> str:
             "l2_mb": "MB through L2",
             "intensity": "operations a byte",
             "limit": "limit",
-            "floor_ms": "at least, ms",
+            "floor_ms": "ms at that rate",
         },
     )
 
