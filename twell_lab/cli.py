@@ -99,6 +99,21 @@ def _parser() -> argparse.ArgumentParser:
                          help="how many windows (default: %(default)s)")
     profile.add_argument("--out", metavar="FILE", type=Path, help="save the counts here, as JSON")
 
+    plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
+    plan.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
+    plan.add_argument("--text", type=_given, metavar="PATH", help="a file or folder (default: the held-out part of the "
+                                                     "source of Python's standard library)")
+    plan.add_argument("--windows", type=_positive, default=256, metavar="N",
+                      help="how many windows to profile, and how many others to time on (default: %(default)s)")
+    plan.add_argument("--tokens", type=_positive, nargs="+", default=[1, 64, 2048, 16384], metavar="N",
+                      help="tokens at once to plan for (default: 1 64 2048 16384)")
+    plan.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    plan.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], metavar="DTYPE",
+                      help="bfloat16, float16 or float32 (default: bfloat16 on a GPU, else float32)")
+    plan.add_argument("--predict-only", action="store_true", help="time none of the candidates")
+    plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+    plan.add_argument("--out", metavar="FILE", type=Path, help="save the plan here, as JSON")
+
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
     bench.add_argument("--tokens", type=_positive, nargs="+", default=[1, 8, 64], metavar="N",
                        help="one or more (default: 1 8 64)")
@@ -246,16 +261,8 @@ def _profile(options) -> int:
     from . import records
     from .model import LanguageModel
     from .profile import profile
-    from .text import load, spread_windows
     model = LanguageModel.load(options.model)
-    text = load(options.text)
-    # A model was trained on the first part of the default text; a text of the reader's own is read whole.
-    part = text if options.text else text.split()[1]
-    context = model.config.context
-    if part.size <= context:
-        raise InputError(f"{part.name} has {part.size} bytes; the model reads windows of {context}, so at "
-                         f"least {context + 1} are needed")
-    windows = spread_windows(part.data, options.windows, context)[:, :-1]
+    part, windows = _windows(options.text, options.windows, model.config.context)
     firing = profile(model, windows.split(32))
     if options.out is not None:
         firing.save(options.out)
@@ -267,6 +274,45 @@ def _profile(options) -> int:
                                "dead": "dead neurons", "overflow_rows": "rows overflowing"}))
     print(f"profile: {firing.tokens:,} tokens of {part.name}" +
           (f"; the counts are in {options.out}" if options.out else ""))
+    return 0
+
+
+def _windows(given: str | None, count: int, context: int):
+    """(the text, windows [count, context] spread over it): a given text whole, of the default one the held-out part."""
+    from .text import load, spread_windows
+    text = load(given)
+    # A model was trained on the first part of the default text; a text of the reader's own is read whole.
+    part = text if given else text.split()[1]
+    if part.size <= context:
+        raise InputError(f"{part.name} has {part.size} bytes; the model reads windows of {context}, so at "
+                         f"least {context + 1} are needed")
+    return part, spread_windows(part.data, count, context)[:, :-1]
+
+
+def _plan(options) -> int:
+    import torch
+
+    from .bench import _device
+    from .model import LanguageModel
+    from .planner import plan
+    from .profile import profile
+    device = _device(options.device)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
+    part, windows = _windows(options.text, 2 * options.windows, model.config.context)
+    # Every other window is profiled, and the ones between are timed: the same text, other tokens.
+    firing = profile(model, windows[::2].split(32))
+    made = plan(firing, model, tokens=options.tokens, device=device, measure=not options.predict_only,
+                batches=windows[1::2].split(32) if len(windows) > 1 else None)
+    if options.out is not None:
+        made.save(options.out)
+    if options.json:
+        _print_json(made.table())
+        return 0
+    print("\n\n".join(map(str, made.layers)) if options.all else made)
+    timed = f"timed on inputs {made.inputs}" if made.inputs else "nothing was timed"
+    print(f"plan: from {firing.tokens:,} tokens of {part.name}; {timed}" +
+          (f"; the plan is in {options.out}" if options.out else ""))
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from twell_lab import bench, cli, records
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["doctor", "tour", "train", "profile", "bench", "record", "compile", "records"]
+COMMANDS = ["doctor", "tour", "train", "profile", "plan", "bench", "record", "compile", "records"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = ["--steps", "2", "--batch", "2", "--context", "16", "--d-model", "16", "--heads", "2",
          "--layers", "1", "--d-ff", "32", "--device", "cpu"]
@@ -72,6 +72,7 @@ def test_a_mistyped_command_line_is_status_2(capsys, arguments):
     (["train", "--text", "no/such/text"], "no/such/text"),
     (["train", "--device", "nonsense"], "nonsense"),
     (["profile", "no/such/model"], "no/such/model"),
+    (["plan", "no/such/model"], "no/such/model"),
     (["tour", "--render", "no/such/tour.json"], "no/such/tour.json"),
     (["records", "--folder", "HERE"], "broken.json"),
     (["bench", "--tokens", "1", "--nnz", "-3"], "-3"),
@@ -163,6 +164,19 @@ def test_verify_answers_by_its_status(capsys, folder):
     entry = {"kernel_hash": records.kernel_hash(), "why": "a test", "date": "2026-01-02"}
     (folder / records.UNVERIFIED).write_text(json.dumps(entry))
     assert "a test" in ask(capsys, "records", "--verify", "--folder", str(folder))
+
+
+def test_train_then_plan(capsys, tmp_path, text):
+    pytest.importorskip("safetensors")
+    model, saved = str(tmp_path / "model"), tmp_path / "plan.json"
+    ask(capsys, "train", "--text", text, "--out", model, "--json", *SMALL)
+    given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4", "64"]
+    rows = json.loads(ask(capsys, *given, "--out", str(saved), "--json"))
+    assert {row["tokens"] for row in rows if row["chosen"]} >= {4, 64} and any(row["measured_us"] for row in rows)
+    assert json.loads(saved.read_text())["inputs"] == "captured from the batches"
+    shown = ask(capsys, *given, "--predict-only", "--dtype", "bfloat16")
+    assert "plan for CPU, bfloat16" in shown and "nothing was timed" in shown and "x dense" in shown
+    assert "predicted us" in ask(capsys, *given, "--predict-only", "--all")
 
 
 def test_train_then_profile(capsys, tmp_path, text):
