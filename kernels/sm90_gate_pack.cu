@@ -1,4 +1,47 @@
-// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, on Hopper.
+// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, on Hopper. The gate itself
+// never reaches device memory: what a tile of it keeps is packed while the sums are still in registers.
+//
+// Floor: 16,384 tokens, d_model 2048, d_ff 5632 are 378 GFLOP, 0.54 ms at the 700 TFLOP/s that cuBLAS makes of this chip.
+// x, the weights and the words are 0.10 GB of device memory, 0.03 ms: arithmetic decides. Two more limits are near. A tile of
+// 128 x 256 needs 48 KB every 64 steps of k, 8.2 TB/s through the L2 cache in all: with clusters of two (sm90_mainloop.cuh)
+// 5.5. And wgmma reads 80 bytes of shared memory a cycle and the copy engine writes 48, of the 128 that there are: an
+// epilogue that moves all its values through shared memory takes that from the tensor cores.
+//
+// How a tile is packed. After wgmma four lanes share a row, and each holds every fourth pair of columns. Were the columns of
+// a lane neighbours, the slot of a value would be the counts of the lanes before it plus its own running count. So the weight
+// rows are loaded in that order: a tensor map of five dimensions (launch_sm90.py), no data moved, no time. A lane rounds its
+// two rows to 64 registers of pairs, finds what fires (two values an instruction), ranks by two shuffles for both rows at
+// once, and writes value << 16 | column to shared memory, from where whole sectors leave. A warp owns 16 rows: no barrier.
+//
+// Versions: ms (TFLOP/s) for the size above, mean nnz 29, on an H100 SXM, 2026-11-21, all in one run; short rounds beside
+// torch's linear, 0.555 (681), then 0.8 s without a pause, where power sets the clock, beside torch's 0.576 (656)
+//   gate_pack_v1  0.604 (626) | 0.623 (607)  no cluster, packing when a tile is done.
+//   gate_pack_v2  0.597 (633) | 0.605 (624)  clusters of two. Cool, it gains little, for the L2 gave more than was thought
+//                 (11.3 TB/s into shared memory without a product); under load it gains power, which is clock.
+//   gate_pack_v3  0.519 (728) | 0.557 (679)  the packing in pieces between the k-steps of the next tile. The rounded pairs are
+//                 64 registers beside the 128 of the sums, and the tensor cores work meanwhile. The same loop without any
+//                 epilogue (version 0, packed null) takes 0.509 (743) | 0.533 (709): packing costs 2 to 4%.
+// Predicted for an epilogue at the tile's end: 1,000 cycles of a tile's 32,768, the other warpgroup's products hiding it.
+// Measured with the clock: 4,700. A branch a pair of columns costs 40 to 50 cycles (two instructions of latency each, one
+// warp a scheduler), and the warpgroups fall into step, so neither hides the other. Pairs in shared memory and a loop over
+// those that fire, for a register can't be picked at run time: 3,300. Only v3 got it out of the way: tile 33,960.
+// Other loads, v3 beside torch: nnz 8 0.526, 0.562; 60 0.525, 0.559; 300 0.562, 0.571; half of all 0.73, 0.55 (a warp's loop
+// runs as often as its fullest lane asks; such layers are computed densely). 131,072 tokens 4.34, 4.71. 2,048 tokens 0.073,
+// 0.064 and 512 tokens 0.030, 0.022 (graph replays): 2.67 waves of tiles, and 88 of 132 blocks. A bias costs 2%.
+//
+// Failed, or made no difference
+//   - mbarrier.arrive with `.release.cluster` spelled out: a full memory barrier each k-step; 502 TFLOP/s instead of 753.
+//   - Letting one warpgroup run two k-steps ahead, so that the other's products hide its packing: four stages are too few.
+//   - Bounded loops (8 values, then back to the products) against half-dense tiles: 1.5% slower at nnz 29, and there too.
+//   - A piece after every k-step: 3 to 5% slower than every fourth. Pieces of the two warpgroups at different k-steps: 6%
+//     slower, with 192 bytes spilled. Waiting for step k - 1 after the piece instead of before, to have two steps queued
+//     under it: 0.6 to 1.5% slower, the stage is refilled later.
+//   - Skipping what has no place in the words: 0.4% slower at nnz 300; in the pool alone (`room` below) half-dense gates gain
+//     10% and others lose nothing.
+//   - 240 registers for consumers, 3, 4 or 16 tile rows a group, 256-byte promotion, one arrival a warpgroup: nothing.
+//
+// Traps. Rows beyond the tokens are zeros, and a positive bias makes them fire: they once wrote past the pool. The next tile's
+// place takes four integer divisions (400 cycles): not between two tiles. Sums that nobody uses shrink the products.
 #include "twell.cuh"
 #ifndef VERSION
 #define VERSION 3
@@ -125,13 +168,15 @@ __device__ __forceinline__ void spill(int part, const Packing& p, u32 staging, u
     const u32 all = __shfl_sync(ALL_LANES, sum, 31);
     const u32 start = part < 2 ? (sum - excess) & 0xffff : ((sum - excess) >> 16) + (all & 0xffff);
     const Window out = {staging + 4 * (start - low), low, max(low, low + POOL_WORDS - (int)start)};
+    const u32 room = start < POOL_WORDS ? ~0u : 0;  // without it, nothing of the row has a place
     __syncwarp();  // every lane has read the words that lay here
     // p.rank is by now the rank after the lane's last value
-    if (part == 0) emit(p.v[0], p.mask[0][0], first, p.rank[0] - __popc(p.mask[0][0]) - __popc(p.mask[0][1]), out, scratch);
-    if (part == 1) emit(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0] - __popc(p.mask[0][1]), out, scratch);
-    if (part == 2) emit(p.v[1], p.mask[1][0], first, p.rank[1] - __popc(p.mask[1][0]) - __popc(p.mask[1][1]), out, scratch);
+    const int end0 = p.rank[0] - __popc(p.mask[0][1]), end1 = p.rank[1] - __popc(p.mask[1][1]);
+    if (part == 0) emit(p.v[0], p.mask[0][0] & room, first, end0 - __popc(p.mask[0][0]), out, scratch);
+    if (part == 1) emit(p.v[0] + 16, p.mask[0][1] & room, first + 32, end0, out, scratch);
+    if (part == 2) emit(p.v[1], p.mask[1][0] & room, first, end1 - __popc(p.mask[1][0]), out, scratch);
     if (part < 3) return;
-    emit(p.v[1] + 16, p.mask[1][1], first + 32, p.rank[1] - __popc(p.mask[1][1]), out, scratch);
+    emit(p.v[1] + 16, p.mask[1][1] & room, first + 32, end1, out, scratch);
     __syncwarp();
     const int spilled = min(POOL_WORDS, (all & 0xffff) + (all >> 16));
     word_t* to = pool + ((long long)(p.row0 / POOL_ROWS) * n_count + p.n) * POOL_WORDS;
