@@ -53,7 +53,9 @@ def _hidden(x, gate, up, gate_bias, up_bias) -> Tensor:
 
 def _hopper(x, gate, up, down, tile, words) -> bool:
     first = up if gate is None else gate
-    return (tile, words) == (256, 32) and x.shape[0] >= _LEAST and launch_sm90.takes(x, first) and launch_sm90_dense.takes(x, up, down)
+    if (tile, words) != (256, 32) or x.shape[0] < _LEAST or not launch.pooled_takes(x.dtype, x.shape[1]):
+        return False
+    return launch_sm90.takes(x, first) and launch_sm90_dense.takes(x, up, down)
 
 
 def _split(hot, gate, up, down, down_t, gate_bias, up_bias):
@@ -83,9 +85,9 @@ def _sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, 
     first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
     packed, pool = launch_sm90.gate_pack(x, first, first_bias, lost)
     if gate is None:
-        y = launch.down_pooled(x, packed, pool, down_t, down_bias, start, lost, lost_x, stats, y)
+        y = launch.down_pooled(x, packed, pool, down_t, down_bias, start, lost, lost_x, stats, y=y)
     else:
-        y = launch.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, y)
+        y = launch.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, y=y)
     launch_sm90_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down, down_bias, start, y)
     return y
 

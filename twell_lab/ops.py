@@ -6,8 +6,8 @@ once and call them. Weights are as torch.nn.Linear stores them: gate and up [d_f
 [d_model, d_ff]; x is [..., d_model]. dtypes: bfloat16, float16, float32, the same for x and every weight.
 
 `backend="simulator"` runs the CUDA kernels themselves on CPU tensors (twell_lab.simulator), slowly, for tests and
-notebooks; it is never picked otherwise. No CUDA implementation waits for the GPU. A tile with more values than slots is finished from the dense gate
-(inside `gated_ffn` and `plain_ffn`) or from the tail of a TwELL, row by row.
+notebooks; it is never picked otherwise. No CUDA implementation waits for the GPU. `gated_ffn` and `plain_ffn` run on the
+kernels that twell_lab.dispatch picks; where gradients are not needed, `infer` also has the dense and the hot/cold path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import checks, cpu, launch, reference
+from . import checks, cpu, dispatch, launch, reference
 from .errors import InputError
 from .formats import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 from .inference import infer as infer  # the operator without gradients, with its choice of path
@@ -251,8 +251,6 @@ def _plain_ffn_cpu(x, up, down, down_t, up_bias, down_bias, tile, words):
 
 # ---- CUDA ----
 
-_NO_TAIL = (None, None, None)
-
 
 @torch.library.impl(_library, "pack", "CUDA")
 def _pack_cuda(gate, tile, words):
@@ -273,14 +271,12 @@ def _packed_gated_cuda(x, packed, tail_pointer, tail_column, tail_value, up, dow
 
 @torch.library.impl(_library, "gated_ffn", "CUDA")
 def _gated_ffn_cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
-    g = linear(x, gate, gate_bias)
-    return launch.gated(x, launch.pack(g, tile, words), g, _NO_TAIL, up, down_t, up_bias, down_bias, tile)
+    return dispatch.infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, None, "twell", 0, tile, words)
 
 
 @torch.library.impl(_library, "plain_ffn", "CUDA")
 def _plain_ffn_cuda(x, up, down, down_t, up_bias, down_bias, tile, words):
-    g = linear(x, up, up_bias)
-    return launch.down(launch.pack(g, tile, words), g, _NO_TAIL, down_t, down_bias, g.shape[1], tile)
+    return dispatch.infer(x, None, up, down, down_t, None, up_bias, down_bias, None, "twell", 0, tile, words)
 
 
 _steps = 0  # a fused optimizer changes weights without raising their version, so its steps are counted
