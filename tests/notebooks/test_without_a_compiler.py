@@ -1,4 +1,4 @@
-"""The notebook on kernels, run where there is no C++ compiler: every cell runs, and says what it leaves out."""
+"""The notebooks on kernels, run where there is no C++ compiler: every cell runs, and says what it leaves out."""
 
 import os
 import shutil
@@ -17,17 +17,29 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "no-compiler"))
+def run(name: str, folder: Path, monkeypatch) -> list:
+    """The code cells of a notebook after a run without a compiler; a cell that fails raises."""
+    monkeypatch.setenv("TWELL_LAB_CXX", str(folder / "no-compiler"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
-    shutil.copy(FOLDER / "04-first-kernels.ipynb", tmp_path)
-    notebook = nbformat.read(tmp_path / "04-first-kernels.ipynb", as_version=4)
+    shutil.copy(FOLDER / name, folder)
+    notebook = nbformat.read(folder / name, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3",
-                            resources={"metadata": {"path": str(tmp_path)}}).execute()
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+                            resources={"metadata": {"path": str(folder)}}).execute()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
+    code = run("04-first-kernels.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])
     assert "packed by the reference\nthe same words as the reference: True" in printed(code[1])
     for cell in code:
         left_out = kernels.NEEDS in cell.source.splitlines()
         assert (printed(cell) == "Not run: this cell needs a C++ compiler.\n") == left_out, cell.source[:80]
     assert "apt install g++" in printed(next(cell for cell in code if '"tile_counts"' in cell.source))
+
+
+def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monkeypatch):
+    code = run("05-hopper-kernels.ipynb", tmp_path, monkeypatch)
+    assert "apt install g++" in printed(code[0])
+    left_out = [cell for cell in code if kernels.NEEDS in cell.source.splitlines()]
+    assert left_out == [cell for cell in code if printed(cell) == "Not run: this cell needs a C++ compiler.\n"] and len(left_out) == 1
