@@ -1,6 +1,29 @@
 // gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, through mma.sync: Ampere and
 // Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never stored.
 //
+// Floor: 378.0 GFLOP for 16,384 x 2,048 x 5,632. On an H100 a product of 16 x 8 x 16 keeps the tensor pipe of a scheduler busy
+// for 6 cycles (counted), two thirds of what wgmma does: 638 TFLOP/s or 0.592 ms at the 1.77 GHz it ran at. Bytes are no limit:
+// 4.4 GB from L2 to shared memory (5.7 TB/s), shared memory's data pipe busy 56% of the time.
+//
+// Versions, with their time there, bf16, mean nnz 29, on an H100 SXM (2026-11-21; inputs rotate, medians of 12 in one run in
+// which torch's linear took 0.507 ms (746 TFLOP/s), linear and pack_v4 0.596). No GPU of sm_75 to sm_89 was at hand.
+//   gate_pack_v1  1.832 ms, 206 TFLOP/s  one stage: load, wait, multiply. Packs by ballots, 32 columns of a row at a time.
+//   gate_pack_v2  0.943 ms, 401 TFLOP/s  stages of 64 of d_model under way (cp.async) and fragments loaded one product ahead.
+//                                        Predicted 0.78: missed by the ballots, which take 0.14.
+//   gate_pack_v3  0.803 ms, 471 TFLOP/s  each lane finds its firing columns as bits, in registers; a warp then packs 16 rows
+//                                        at once by counting bits, and only strips that fire go through shared memory. The
+//                                        weight rows are stored in an order that gives a lane 16 neighbouring columns.
+//   gate_pack_v4  0.778 ms, 486 TFLOP/s  blocks stay and walk over tiles; a tile is laid out beside the stages, so that the
+//                                        next one's are under way while it is packed. Predicted 4% less, measured 3%.
+// Between runs v4 took 0.766 to 0.819, as the clock went. It takes 0.832 at nnz 300; 0.112 for 2,048 tokens (linear 0.066);
+// 4.48 for (4096, 14336) at nnz 60 (linear 2.53). Where the time is: without packing 0.733; without copies from global memory
+// too 0.708; without loads of fragments as well 0.698. So it is the products: the tensor pipe is busy 76% of all cycles, the
+// last wave is two thirds empty (3%), and two warps a scheduler leave gaps between their products (wait for a fixed latency 1.8
+// of 5.5 cycles an instruction, for the pipe 1.7). Tried without gain: other orders of the products (1 to 3% slower), fewer
+// instructions for addresses (no change), 4 stages for 3 (4% slower), 2 (28%), stages of 32 for 64 (5%), groups of 4 or 16.
+// The way of sm_75 in fp16, forced on the same GPU: v1 2.06 ms, v2 2.06, v3 1.90: products of 16 x 8 x 8 run at a fraction of
+// the rate there, it seems (one stage or two make no difference), so this says nothing of a Turing.
+//
 // Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, for sm_75 or to take its way on a newer GPU, -DTURING.
 #include "ptx_sm80.cuh"
 
@@ -10,9 +33,7 @@
 #define ROW_BYTES (K_STEP * 2)
 #define STAGE_BYTES ((ROWS + COLUMNS) * ROW_BYTES)
 #define CHUNKS (K_STEP / 8)    // 16-byte pieces of one row of a stage
-#ifndef GROUP
-#define GROUP 8                // tiles of rows that neighbouring blocks share the same weights in
-#endif
+#define GROUP 8                // tiles of rows, one below the other, that neighbouring blocks take before they move to the right
 #define SLOTS (POOLED_WORDS - 1)
 #define MASKS (VERSION > 2)    // packed by a bit for each column; v1 and v2: by ballots
 #define LATER (VERSION > 1)    // v1 has one stage
@@ -296,12 +317,20 @@ __device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile
     const Tile t = tile_at(p, tile);
     unsigned char* values = memory + (TURNS ? 0 : w.m * HALF_BYTES);
     const int row = w.n * POOL_ROWS, token = t.m * ROWS + w.m * HALF + row;
-    if (TURNS && w.m) named_barrier(3, THREADS);  // the first half has been packed
+#if TURNS
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        if (turn == w.m) dump(sums, p, t, w, values);
+        __syncthreads();
+        if (turn == w.m) pack_by_masks(p, t.n, row, token, values);
+        __syncthreads();
+    }
+#else
     dump(sums, p, t, w, values);
     named_barrier(1 + w.m, THREADS / 2);
     if (MASKS) pack_by_masks(p, t.n, row, token, values);
     else pack_by_ballots(p, t.n, row, token, values);
-    if (TURNS && !w.m) named_barrier(3, THREADS);
+#endif
 }
 
 // ---------------------------------------------------------------- the kernels
