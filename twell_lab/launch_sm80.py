@@ -19,6 +19,7 @@ from .formats import POOL_ROWS, POOL_WORDS, TILE, WORDS
 VECTOR = 8  # values in 16 bytes
 ROWS, COLUMNS, THREADS = 128, TILE, 256  # a block's tile and its threads, as in sm80_gate_pack.cu
 _VALUES, _MASKS = ROWS * COLUMNS, ROWS * COLUMNS // 16  # bytes of half a tile laid out for packing: values, a bit for each
+_WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _AMPERE = (8, 0)
 # KiB of shared memory that one block may have; for a GPU that is not named here, what the smallest since Ampere has.
@@ -84,7 +85,8 @@ def takes(x: Tensor, gate: Tensor) -> bool:
         return False
     capability, _ = _device(x.device.index)
     supported = capability >= (_AMPERE if x.dtype == torch.bfloat16 else (7, 5))
-    return supported and launch._aligned(x, gate) and _tiles(x.shape[0], gate.shape[0]) < 2**31
+    small = x.shape[1] <= _WIDEST and _tiles(x.shape[0], gate.shape[0]) < 2**30
+    return supported and small and launch._aligned(x, gate)
 
 
 def _tiles(tokens: int, d_ff: int) -> int:

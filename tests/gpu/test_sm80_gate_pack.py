@@ -180,6 +180,9 @@ def test_what_is_not_taken():
     assert not launch_sm80.takes(x[:, :60], weights[:, :60])
     assert not launch_sm80.takes(x, weights[:509])
     assert not launch_sm80.takes(x[:, 8:], weights[:, 8:].contiguous())
+    wide = torch.empty(8, 2**22 + 8, dtype=torch.float16, device="cuda")
+    assert launch_sm80.takes(wide.view(-1)[: 2**23].view(2, -1), wide.view(-1)[: 2**25].view(8, -1))
+    assert not launch_sm80.takes(wide, wide)
     shifted = torch.empty(512 * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(512, 64)
     assert not launch_sm80.takes(x, shifted)
     with pytest.raises(launch_sm80.InputError, match="16-byte alignment"):
