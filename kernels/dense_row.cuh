@@ -16,7 +16,13 @@ static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte 
 
 // Blocks of one token each. 512 threads on a multiprocessor leave each 128 registers, which measures best on an
 // H100; where that would spill, 448 threads leave 144.
-#if TEAMS == 1 && (defined(VALUE_FP32) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800))
+#if defined(LEAN)  // a kernel that needs fewer registers: more tokens at once
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)  // elsewhere it would spill
+#define RESIDENT_THREADS 768
+#else
+#define RESIDENT_THREADS 640
+#endif
+#elif TEAMS == 1 && (defined(VALUE_FP32) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800))
 #define RESIDENT_THREADS 448
 #else
 #define RESIDENT_THREADS 512
@@ -47,6 +53,23 @@ __device__ __forceinline__ RowVectors load_row_if(bool wanted, const value_t* ro
 }
 
 __device__ __forceinline__ RowVectors load_row(const value_t* row) { return load_row_if(true, row); }
+
+// The same of a row that nobody reads again: past the caches, which have better uses.
+__device__ __forceinline__ RowVectors load_row_once(const value_t* row) {
+    RowVectors r;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        r.v[k].raw = make_uint4(0, 0, 0, 0);
+        if (chunk_column(k) < D_MODEL) r.v[k].raw = __ldcs((const uint4*)(row + chunk_column(k)));
+    }
+    return r;
+}
+
+__device__ __forceinline__ sum_t warp_sum(sum_t v) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
+    return v;
+}
 
 // This thread's part of a . b; products are not rounded before they are added.
 __device__ __forceinline__ sum_t dot_part(const RowVectors& a, const RowVectors& b) {
@@ -140,11 +163,15 @@ __device__ __forceinline__ void store_teams_row(value_t* row, RowSums& sum) {
 __device__ __forceinline__ bool has_nonfinite(const RowVectors& row) {
     bool found = false;
 #pragma unroll
-    for (int k = 0; k < CHUNKS; ++k) {
-        float f[VECTOR];
-        row.v[k].to_floats(f);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) found |= !(fabsf(f[i]) <= 3.402823466e38f);
-    }
+    for (int k = 0; k < CHUNKS; ++k) found |= row.v[k].nonfinite();
     return found;
+}
+
+// Whether a value of x's row is infinite or NaN, which all of the block learns.
+__device__ __forceinline__ bool any_nonfinite(const RowVectors& in) {
+#if WARPS * TEAMS > 1
+    return __syncthreads_or(has_nonfinite(in));
+#else
+    return __any_sync(ALL_LANES, has_nonfinite(in));
+#endif
 }

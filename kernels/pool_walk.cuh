@@ -52,14 +52,21 @@ public:
         return true;
     }
 
+    // The place of this lane's entry, of the last call of next, in two arrays laid out like the words and the pool.
+    __device__ __forceinline__ float* beside(float* of_words, float* of_pool) const {
+        return in_pool_ ? of_pool + word_at_ : of_words + word_at_;
+    }
+
 private:
     const Pooled& m_;
     const int row_;
-    int group_;        // first tile of the group
-    int mine_;         // entries of this lane's tile
-    int through_;      // entries up to and including this lane's tile
-    int pooled_at_;    // where those of this lane's tile that lie in the pool begin
-    int listed_, at_;  // entries of the group, and how many were dealt
+    int group_;          // first tile of the group
+    int mine_;           // entries of this lane's tile
+    int through_;        // entries up to and including this lane's tile
+    int pooled_at_;      // where those of this lane's tile that lie in the pool begin
+    int listed_, at_;    // entries of the group, and how many were dealt
+    bool in_pool_;       // whether this lane's entry was read from the pool,
+    long long word_at_;  // and from which word
 
     __device__ __forceinline__ static int lane() { return threadIdx.x % WARP; }
     __device__ __forceinline__ int tiles() const { return tiles_of(m_.columns, POOLED_TILE); }
@@ -91,8 +98,10 @@ private:
         e.value = 0.0f, e.column = 0;
         if (i < listed_) {
             const int t = group_ + owner;
-            const word_t* pool = m_.pool + ((long long)(row_ / POOL_ROWS) * tiles() + t) * POOL_WORDS;
-            const word_t w = slot < SLOTS ? tile_words(row_, t)[1 + slot] : pool[pooled_at + slot - SLOTS];
+            in_pool_ = slot >= SLOTS;
+            word_at_ = in_pool_ ? ((long long)(row_ / POOL_ROWS) * tiles() + t) * POOL_WORDS + pooled_at + slot - SLOTS
+                                : ((long long)row_ * tiles() + t) * POOLED_WORDS + 1 + slot;
+            const word_t w = (in_pool_ ? m_.pool : m_.words_of)[word_at_];
             e.value = to_float(word_value(w));
             e.column = t * POOLED_TILE + word_column(w);
         }
@@ -107,6 +116,20 @@ __device__ __forceinline__ void count_row(unsigned long long* stats, const RowFa
     if (f.kept) atomicAdd(&stats[1], (unsigned long long)f.kept);
     if (f.pooled) atomicAdd(&stats[f.lost ? 3 : 2], 1ull);
 }
+
+// What the first pass of a gated layer (smxx_up.cu) leaves for the second (smxx_down.cu), for each row, in the row's part of
+// an array of floats laid out like the words: pairs of a hidden value's bits and its column, in the order of the walk.
+// Before them lies a pair whose first number says how many there are, or what became of the row.
+struct HiddenRow {
+    int2* pairs;
+    int room;  // how many pairs fit, the first included
+    __device__ __forceinline__ HiddenRow(float* hidden, int row, int columns)
+        : pairs((int2*)(hidden + (long long)row * tiles_of(columns, POOLED_TILE) * POOLED_WORDS)),
+          room(tiles_of(columns, POOLED_TILE) * POOLED_WORDS / 2) {}
+};
+#define ROW_LOST -1
+#define ROW_NAN -2     // all of y's row is NaN
+#define ROW_BESIDE -3  // too many for pairs: the hidden values lie beside the words (PoolWalk::beside)
 
 // A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row), and its x goes to lost_x[slot].
 // Rows come in any order; what is computed from them must not depend on it. All of the block calls it.

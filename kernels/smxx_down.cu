@@ -10,6 +10,9 @@
 //                      loads, the sums in registers from the first value to the last. Below the floor above: 12% of
 //                      the sectors come from L1, and the L2 gave the rest at about 7.8 TB/s.
 //   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
+#if defined(HIDDEN)
+#define LEAN
+#endif
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 #if defined(POOL)
@@ -46,20 +49,60 @@ down_v1(const word_t* __restrict__ packed, const value_t* __restrict__ gate,
 }
 #endif
 
+// sum += the value of lane k's entry times its row of down_t.
+__device__ __forceinline__ void add_entry(RowSums& sum, const Entries& e, int k, const value_t* __restrict__ down_t) {
+    const float value = __shfl_sync(ALL_LANES, e.value, k);
+    const int column = __shfl_sync(ALL_LANES, e.column, k);
+    add_scaled(sum, value, load_row(down_t + (long long)column * D_MODEL));
+}
+
 // sum += the row's entries, each times its row of down_t.
 template <class Walk>
 __device__ __forceinline__ void add_entries(RowSums& sum, Walk& walk, const value_t* __restrict__ down_t) {
     Entries e;
     while (walk.next(e)) {
-        for (unsigned left = drop(e.lanes, team()); left; left = drop(left, TEAMS)) {
-            const float value = __shfl_sync(ALL_LANES, e.value, __ffs(left) - 1);
-            const int column = __shfl_sync(ALL_LANES, e.column, __ffs(left) - 1);
-            add_scaled(sum, value, load_row(down_t + (long long)column * D_MODEL));
-        }
+        for (unsigned left = drop(e.lanes, team()); left; left = drop(left, TEAMS))
+            add_entry(sum, e, __ffs(left) - 1, down_t);
     }
 }
 
-#if !defined(POOL)
+#if defined(HIDDEN)
+extern "C" __global__ void ONE_TOKEN_BLOCK
+down_v6(const word_t* __restrict__ packed, const word_t* __restrict__ pool, float* __restrict__ hidden,
+        float* __restrict__ hidden_pool, const value_t* __restrict__ down_t, const value_t* __restrict__ bias,
+        const float* __restrict__ start, value_t* __restrict__ y, int columns) {
+    const int row = blockIdx.x, lane = threadIdx.x % WARP;
+    const HiddenRow list(hidden, row, columns);
+    int2 pair = make_int2(0, 0);  // lane k: pair number at + k. The first are loaded before it is known how many there are
+    if (lane < list.room) pair = list.pairs[lane];
+    RowSums sum = start_row(bias);
+    if (start) add_floats(sum, start + (long long)row * D_MODEL);
+    const int head = __shfl_sync(ALL_LANES, pair.x, 0);
+    if (head >= 0) {
+        for (int i = 1, at = 0; i <= head; ++i) {
+            if (i == at + WARP) {
+                at = i;
+                if (at + lane <= head) pair = list.pairs[at + lane];
+            }
+            add_entry(sum, {ALL_LANES, __int_as_float(pair.x), pair.y}, i - at, down_t);
+        }
+    } else if (head == ROW_BESIDE) {
+        const Pooled m = {packed, pool, columns};
+        PoolWalk walk(m, row);
+        Entries e;
+        while (walk.next(e)) {
+            if (e.lanes >> lane & 1) e.value = *walk.beside(hidden, hidden_pool);
+            for (unsigned left = e.lanes; left; left &= left - 1) add_entry(sum, e, __ffs(left) - 1, down_t);
+        }
+    } else if (head == ROW_LOST) {
+        return;
+    } else {
+        sum = row_of(nanf(""));
+    }
+    store_row(y + (long long)row * D_MODEL, sum);
+}
+
+#elif !defined(POOL)
 #if TEAMS == 1
 #define DOWN_REGISTER_KERNEL down_v2
 #else

@@ -26,12 +26,6 @@
 
 #define SLAB 2048
 
-__device__ __forceinline__ sum_t warp_sum(sum_t v) {
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
-    return v;
-}
-
 #if !defined(POOL)
 extern "C" __global__ void __launch_bounds__(128)
 gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const value_t* __restrict__ gate,
@@ -96,15 +90,6 @@ __device__ __forceinline__ sum_t team_sum(sum_t v, int& turn) {
     turn ^= 1;
 #endif
     return v;
-}
-
-// Whether a value of x's row is infinite or NaN, which all of the block learns.
-__device__ __forceinline__ bool any_nonfinite(const RowVectors& in) {
-#if WARPS * TEAMS > 1
-    return __syncthreads_or(has_nonfinite(in));
-#else
-    return __any_sync(ALL_LANES, has_nonfinite(in));
-#endif
 }
 
 // sum += the row's entries, each times its row of down_t. in: x's row.
@@ -184,7 +169,7 @@ GATED_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ pa
                     const float* __restrict__ start, value_t* __restrict__ y, int* __restrict__ lost,
                     value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns) {
     const int row = blockIdx.x;
-    const RowVectors in = load_row(x + (long long)row * D_MODEL);
+    const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts();

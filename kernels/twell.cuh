@@ -92,6 +92,19 @@ __device__ __forceinline__ int tile_width(int columns, int tile, int t) {
     return min(tile, columns - t * tile);
 }
 
+// In 32 bits of values: the signs, and the last bit of each exponent.
+#if defined(VALUE_FP32)
+#define SIGNS 0x80000000u
+#define EXPONENT_ONE 0x00800000u
+#else
+#define SIGNS 0x80008000u
+#if defined(VALUE_BF16)
+#define EXPONENT_ONE 0x00800080u
+#else
+#define EXPONENT_ONE 0x04000400u
+#endif
+#endif
+
 // 16 bytes of values in registers, read and written as floats.
 struct Vector {
     uint4 raw;
@@ -112,6 +125,14 @@ struct Vector {
         float2 a = two_floats(raw.x), b = two_floats(raw.y), c = two_floats(raw.z), d = two_floats(raw.w);
         f[0] = a.x; f[1] = a.y; f[2] = b.x; f[3] = b.y; f[4] = c.x; f[5] = c.y; f[6] = d.x; f[7] = d.y;
 #endif
+    }
+    // Whether some value is infinite or NaN: its exponent is all ones, so that one more carries into the place of the sign.
+    __device__ __forceinline__ bool nonfinite() const {
+        const unsigned int r[4] = {raw.x, raw.y, raw.z, raw.w};
+        unsigned int found = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) found |= (r[i] & ~SIGNS) + EXPONENT_ONE;
+        return found & SIGNS;
     }
     __device__ __forceinline__ static Vector of_floats(const float* f) {
         Vector v;

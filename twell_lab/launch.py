@@ -23,6 +23,8 @@ _MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocesso
 _TEAMS = 8  # teams that share a token when there are few
 _FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
 _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
+POOLED_FILES = [("smxx_gated.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True}),
+                ("smxx_up.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True, "HIDDEN": True})]  # fmt: skip
 _BY_VALUE = (ctypes._SimpleCData, ctypes.Array)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
@@ -197,7 +199,7 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
 
 
 def gated_pooled(
-    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, version: int | None = None
+    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, version: int | None = None, y: Tensor | None = None
 ) -> Tensor:
     """x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model] -> y [tokens, d_model].
 
@@ -205,21 +207,36 @@ def gated_pooled(
     [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost: each
     takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x there, and
     its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the pool, lost rows.
-    version: 5, or 6 for few tokens. Raises InputError for what the kernels do not take (pooled_takes).
+    version: 7 (two passes, many tokens), 6 (teams, few tokens), 5 (one pass). Raises InputError for what they do not take.
     """
-    vectors = (x, up, down_t, down_bias, start, lost_x)
+    vectors = (x, up, down_t, down_bias, start, lost_x, y)
+    _check_pooled(x, packed, pool, up.shape[0], vectors, version, (5, 6, 7))
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
+    if version is None:
+        version = 6 if _few(y) else 7
     weights = (up, down_t, up_bias, down_bias)
-    return _pooled("gated", 5, x, packed, pool, weights, vectors, start, lost, lost_x, stats, version)
+    if version < 7:
+        _pooled("gated", version, 5, y, (x, packed, pool, *weights, start, y, lost, lost_x, stats), up.shape[0])
+        return y
+    hidden = [torch.empty(t.shape, dtype=torch.float32, device=x.device) for t in (packed, pool)]
+    _pooled("up", 1, 1, y, (x, packed, pool, up, up_bias, *hidden, lost, lost_x, stats), up.shape[0])
+    _pooled("down", 6, 6, y, (packed, pool, *hidden, down_t, down_bias, start, y), up.shape[0], (("HIDDEN", True),))
+    return y
 
 
-def down_pooled(x, packed, pool, down_t, bias, start, lost, lost_x, stats, version: int | None = None) -> Tensor:
+def down_pooled(
+    x, packed, pool, down_t, bias, start, lost, lost_x, stats, version: int | None = None, y: Tensor | None = None
+) -> Tensor:
     """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model]; see gated_pooled.
 
     x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for few
-    tokens.
+    tokens. y: where to write, if not into a new tensor.
     """
-    vectors = (x, down_t, bias, start, lost_x)
-    return _pooled("down", 4, x, packed, pool, (down_t, bias), vectors, start, lost, lost_x, stats, version)
+    _check_pooled(x, packed, pool, down_t.shape[0], (x, down_t, bias, start, lost_x, y), version, (4, 5))
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
+    arguments = (x, packed, pool, down_t, bias, start, y, lost, lost_x, stats)
+    _pooled("down", version or 4 + _few(y), 4, y, arguments, down_t.shape[0])
+    return y
 
 
 def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
@@ -227,36 +244,35 @@ def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
     return dtype.itemsize == 2 and specialisation(dtype, d_model) is not None
 
 
-def _pooled(name, many, x, packed, pool, weights, vectors, start, lost, lost_x, stats, version) -> Tensor:
-    tokens, d_model = x.shape
-    down_t = weights[-2] if name == "down" else weights[1]
-    columns = down_t.shape[0]
-    tiles = -(-columns // TILE)
-    if not pooled_takes(x.dtype, d_model):
+def _check_pooled(x, packed, pool, columns, vectors, version, versions) -> None:
+    tokens, tiles = x.shape[0], -(-columns // TILE)
+    if not pooled_takes(x.dtype, x.shape[1]):
         raise InputError(f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384")
-    if tuple(packed.shape) != (tokens, tiles, WORDS) or tuple(pool.shape) != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
+    if packed.shape != (tokens, tiles, WORDS) or pool.shape != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
         raise InputError(
-            f"packed is {list(packed.shape)} and pool {list(pool.shape)}; {tokens} tokens and {columns} columns make "
+            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {columns} columns make "
             f"{[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
         )
-    if version not in (None, many, many + 1):
-        raise InputError(f"version is {version}; {many} and {many + 1} have a pool")
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if tokens == 0:
-        return y
+    if version not in (None, *versions):
+        raise InputError(f"version is {version}; {', '.join(map(str, versions))} take a pool")
     if not _aligned(*vectors):
         raise InputError("the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them")
-    if version is None:
-        version = many + _few(y)
-    defines = specialisation(x.dtype, d_model, _TEAMS if version > many else 1)
-    if "TEAMS" not in dict(defines):
-        version = many
+
+
+def _pooled(name, version, one, y, tensors, columns, extra=()) -> None:
+    """Launch a kernel with a pool, a block a token. one: its version of one team a token; the next has several."""
+    if not len(y):
+        return
+    defines = specialisation(y.dtype, y.shape[1], _TEAMS if version > one else 1)
     sizes = dict(defines)
-    arguments = [t if t is None else t.contiguous() for t in (x, packed, pool, *weights, start)]
-    arguments += [y, lost, lost_x, stats, ctypes.c_int(columns)]
+    if "TEAMS" not in sizes:
+        version = one  # also where one team of so wide a row fills the block
     block = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1)
-    _launch(f"smxx_{name}.cu", f"{name}_v{version}", (*defines, ("POOL", True)), (tokens, 1), block, y.device, arguments)
-    return y
+    arguments = [t if t is None else t.contiguous() for t in tensors]
+    _launch(
+        f"smxx_{name}.cu", f"{name}_v{version}", (*defines, ("POOL", True), *extra), (len(y), 1), block, y.device,
+        (*arguments, ctypes.c_int(columns)),
+    )  # fmt: skip
 
 
 def _few(y: Tensor) -> bool:
@@ -279,6 +295,9 @@ def prebuild(folder, architectures, dtypes, d_models) -> list[str]:
         for dtype in dtypes:
             made.append(jit.compile("smxx_pack.cu", arch, {_DEFINE[dtype]: True}, cache_in=folder).name)
             widths = {specialisation(dtype, d, teams) for d in d_models for teams in (1, _TEAMS)} - {None}
+            for defines in sorted(widths if dtype.itemsize == 2 else (), key=str):
+                for file, more in POOLED_FILES[: 2 if "TEAMS" in dict(defines) else 4]:
+                    made.append(jit.compile(file, arch, dict(defines) | more, cache_in=folder).name)
             for defines in sorted(widths | {_any_width(dtype)}, key=str):
                 for file in ("smxx_down.cu", "smxx_gated.cu"):
                     made.append(jit.compile(file, arch, dict(defines), cache_in=folder).name)

@@ -323,6 +323,8 @@ def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
                         launch._any_width(dtype)):
             for file in ("smxx_down.cu", "smxx_gated.cu"):
                 assert jit.compile(file, "sm_90", dict(defines)).name in names
+        for file, more in launch.POOLED_FILES if dtype.itemsize == 2 else ():
+            assert jit.compile(file, "sm_90", dict(launch.specialisation(dtype, 2048)) | more).name in names
         assert jit.compile("smxx_pack.cu", "sm_90", {launch._DEFINE[dtype]: True}).name in names
     assert len(runs) == before
 

@@ -26,6 +26,9 @@ def _jobs():
         defines = launch.specialisation(dtype, d_model, teams) if d_model else launch._any_width(dtype)
         for file in ("smxx_down.cu", "smxx_gated.cu"):
             jobs.append((file, arch, str(dtype).removeprefix("torch."), d_model, defines))
+        if d_model and launch.pooled_takes(dtype, d_model):
+            for file, more in launch.POOLED_FILES[: 4 if teams == ONE else 2]:
+                jobs.append((file, arch, str(dtype).removeprefix("torch."), d_model, (*defines, *more.items())))
 
     for arch in jit.ARCHITECTURES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -57,13 +60,18 @@ def cubins(tmp_path_factory):
 def called(job):
     file, arch, dtype, d_model, defines = job
     teams = dict(defines).get("TEAMS", 1)
-    return " ".join(map(str, (file, arch, dtype, d_model or "any width", f"{teams} teams" if teams > 1 else ""))).strip()
+    more = (f"{teams} teams" if teams > 1 else "", *(name.lower() for name in ("POOL", "HIDDEN") if name in dict(defines)))
+    return " ".join(filter(None, (file, arch, dtype, str(d_model or "any width"), *more)))
+
+
+def of_any_width(file, kernel):
+    return kernel.endswith("_v1") and file != "smxx_up.cu"
 
 
 def threads_a_block(file, kernel, defines):
     if file == "smxx_pack.cu":
         return launch._PACK_BLOCKS[int(kernel[-1])][0]
-    return 128 if kernel.endswith("_v1") else 32 * defines["WARPS"] * defines.get("TEAMS", 1)
+    return 128 if of_any_width(file, kernel) else 32 * defines["WARPS"] * defines.get("TEAMS", 1)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=called)
@@ -79,7 +87,7 @@ def test_no_spills_and_registers_within_what_a_multiprocessor_has(job, cubins):
         # Registers are handed out eight at a time. What launches is one block; what runs well is more than that:
         # v1 and packing kernels need many threads in flight, token kernels 448 of them at the least.
         resident = REGISTERS // (-(-used["registers"] // 8) * 8 * threads) * threads
-        wanted = {"smxx_pack.cu": 1024}.get(file, 768 if name.endswith("_v1") else 448 // threads * threads)
+        wanted = {"smxx_pack.cu": 1024}.get(file, 768 if of_any_width(file, name) else 448 // threads * threads)
         assert 0 < used["registers"] <= 255 and resident >= max(wanted, threads), f"{name}: {used}, {threads} threads"
         assert used["shared_bytes"] <= 48 * 1024
 
@@ -97,9 +105,13 @@ def test_each_file_holds_the_versions_that_are_launched(cubins):
     for (file, _, _, _, defines), cubin in cubins.items():
         family, = found = versions(cubin)
         assert file == f"smxx_{family}.cu"
-        newest = {"pack": max(launch._PACK_BLOCKS), "down": 2, "gated": 3}[family]
-        expected = {newest + 1} if "TEAMS" in dict(defines) else set(range(1, newest + 1))
-        assert expected <= found[family], file
+        teams, hidden, pool = (name in dict(defines) for name in ("TEAMS", "HIDDEN", "POOL"))
+        newest = {"pack": max(launch._PACK_BLOCKS), "down": 2, "gated": 3}.get(family, 1)
+        expected = {newest + 1} if teams else set(range(1, newest + 1))
+        if pool:
+            assert found[family] == {{"down": 6 if hidden else 4 + teams, "gated": 5 + teams, "up": 1}[family]}
+        else:
+            assert expected <= found[family], file
 
 
 def test_every_portable_file_is_among_the_jobs():

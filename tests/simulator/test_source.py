@@ -42,7 +42,7 @@ def declared(text, defines={}, **headers):
 def test_a_name_is_a_file_of_kernels_with_its_headers():
     found = sources("smxx_gated.cu")
     assert list(found)[0] == "smxx_gated.cu"
-    assert set(found) == {"smxx_gated.cu", "dense_row.cuh", "row_walk.cuh", "twell.cuh"}
+    assert set(found) == {"smxx_gated.cu", "dense_row.cuh", "row_walk.cuh", "pool_walk.cuh", "twell.cuh"}
     assert found["twell.cuh"] == (paths.kernels_dir() / "twell.cuh").read_text()
 
 
