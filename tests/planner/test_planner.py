@@ -306,6 +306,19 @@ def test_training_compiling_and_copying_do_not_decide(soon, times, layer):
     assert isinstance(densify(sparse), GatedFeedForward)
 
 
+def test_deciding_inside_inference_mode(soon, layer, monkeypatch):
+    monkeypatch.setattr(planner, "measure_rates", costs.measure_rates)  # the real one, and the real clock
+    monkeypatch.setattr(planner, "TOKENS", (4,))
+    sparse, x = sparsify(copy.deepcopy(layer[0]), "auto"), layer[1][0]
+    with torch.inference_mode():
+        for _ in range(3):
+            y = sparse(x.clone())
+    assert sparse.plan is not None and not any(buffer.is_inference() for buffer in sparse.buffers())
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(x), layer[0](x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y, layer[0](x), rtol=1e-4, atol=1e-4)
+
+
 def test_autocast_and_empty_batches_are_not_counted(soon, layer):
     sparse = sparsify(copy.deepcopy(layer[0]), "auto")
     sparse(layer[1][0][:0])
