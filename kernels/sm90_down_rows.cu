@@ -1,9 +1,24 @@
 // down_rows: y[lost[1 + first + i], :] = start[that row, :] + bias + h[i] Wd^T for the slots i of a chunk, the second half of
-// the layer for the rows that the packed path gave up. fp32 sums, rounded once, scattered by row.
+// the layer for the rows that the packed path gave up. fp32 sums, rounded once, scattered by row. The host does not know how many
+// rows there are: the launch is for `slots`, and ends at once where there are none.
+//
+// Floor, d_model 2048, d_ff 5632, for gate_up and this together. Nothing lost: what a launch costs. A few rows: the weights once,
+// 69 MB at 3.0 TB/s, 23 us. All of 16,384: 1.13 TFLOP, 1.5 ms at 740 TFLOP/s.
+// Measured on an H100 SXM (2026-11-21), both launches of each 8,192 tokens replayed in a graph, us by rows lost of 16,384:
+//          0      1     64    128    300   1000   2048    all
+//   v1   5.3     92      -      -      -    135      -   1390   (cool card)
+//   v2   6.2     70     70     86    103    129      -   1635   warps without rows let a tile go by: predicted 40 at one row; it was
+//                                                               not the products but what one multiprocessor can take in
+//   v3   5.8     53     54     63     82    118    201      -   four clusters share a tile where there are few (SPLITS; eight
+//                                                               are no better). Predicted 45; half of the 53 is gate_up
+// Empty launches alone: 1.3 us each (1.15 with 2 blocks; clusters and shared memory cost nothing).
 //
 // Macros: VALUE_BF16 | VALUE_FP16, CLUSTER 1 | 2.
 #include "twell.cuh"
 #include "sm90_rows_out.cuh"
+#ifndef SPLITS
+#define SPLITS 4  // clusters that share a tile, at most
+#endif
 
 // 128 columns from `first` of the two rows that this lane has sums of, plus bias and what the row starts from (each may be
 // null). half: which of the tile's two.
@@ -23,18 +38,50 @@ __device__ __forceinline__ void finish(u32 (&pairs)[16][2], const float (&d)[128
     }
 }
 
+// Where a tile is shared by `splits` clusters, each with a part of k: the warp's sums of its part go to `parts`, and the last of
+// the warps with the same rows and columns adds all up, in the order of the parts, so that the result is the same each time.
+// True for that warp, which then has the whole sums. item: the number of the warp's rows and columns; counter: of item, from 0.
+__device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__ parts, int* counter, int item, int split, int splits) {
+    const int lane = threadIdx.x % 32;
+    float4* to = parts + ((long long)item * splits + split) * 1024 + lane;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) to[32 * i] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) before = atomicAdd(counter, 1);
+    if (__shfl_sync(ALL_LANES, before, 0) != splits - 1) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < 128; ++i) d[i] = 0;
+#pragma unroll 1
+    for (int s = 0; s < splits; ++s) {
+        const float4* from = parts + ((long long)item * splits + s) * 1024 + lane;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float4 v = __ldcg(from + 32 * i);
+            d[4 * i] += v.x; d[4 * i + 1] += v.y; d[4 * i + 2] += v.z; d[4 * i + 3] += v.w;
+        }
+    }
+    return true;
+}
+
 // h [slots, d_ff] and down [d_model, d_ff] by maps of (k, rows), boxes (64, 128); a chunk's rows are `lost[0] - first`, between 0
-// and `slots`. start: null or fp32 [., d_model].
+// and `slots`. start: null or fp32 [., d_model]. counters: 0, one for each consumer warp of the grid; parts: 16 KB for each.
 extern "C" __global__ void HOPPER_GEMM
 down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap down, const value_t* __restrict__ bias,
           const float* __restrict__ start, value_t* __restrict__ y, const int* __restrict__ lost, int first, int slots,
-          int d_ff, int d_model) {
+          int d_ff, int d_model, int* __restrict__ counters, float4* __restrict__ parts) {
     const int rows = min(slots, lost[0] - first);
     if (rows <= 0) return;
     const int* index = lost + 1 + first;
     const u32 base = start_pipeline();
-    const Tiles tiles = tiles_for(rows, (d_model + BN - 1) / BN);
-    const int group = threadIdx.x / 128, k_count = (d_ff + BK - 1) / BK;
+    Tiles tiles = tiles_for(rows, (d_model + BN - 1) / BN);
+    // Few tiles leave most of the GPU idle: then several clusters share a tile, and each has only that one.
+    const int k_all = (d_ff + BK - 1) / BK, splits = max(1, min(min(SPLITS, tiles.step / tiles.total), k_all / 8));
+    const int split = tiles.first % splits, k_first = k_all * split / splits, k_count = k_all * (split + 1) / splits - k_first;
+    tiles.first /= splits;
+    const int group = threadIdx.x / 128;
     if (group == 0) {
         give_registers<40>();
         if (threadIdx.x == 0)
@@ -43,7 +90,7 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
                 for (int half = 0; half < 2; ++half)
                     if (CLUSTER == 1 || half == cluster_rank())
                         tma_load_all(to + half * (B_BYTES / 2), &down, barrier, k, t.n * BN + half * (BN / 2));
-            });
+            }, k_first);
     } else {
         take_registers<232>();
         const int consumer = group - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
@@ -57,6 +104,10 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
                 continue;
             }
             multiply_tile(d, ring, base, consumer, k_count, k_count, [](int) {});
+            if (splits > 1) {
+                const int item = (work * CLUSTER + (int)cluster_rank()) * CONSUMERS * 4 + warp;
+                if (!join_parts(d, parts, counters + item, item, split, splits)) continue;
+            }
             const int slot = first_row(t) + 16 * warp;
             const float* from[2];
 #pragma unroll

@@ -85,9 +85,11 @@ __device__ __forceinline__ void finish_pipeline() { cluster_sync(); }
 
 // By one thread. a: map of (k, rows), box (64, 128); row 0 of the tiles is row `row0` of the map. load_b(to, barrier, k, tile)
 // starts copies into the BN rows of 128 bytes at `to`, which together bring B_BYTES to this block's barrier: with a cluster,
-// this block's half of the rows goes to every block (tma_load_all), and the other block's half comes from there.
+// this block's half of the rows goes to every block (tma_load_all), and the other block's half comes from there. k_first: the
+// step along k that the block starts from.
 template <class LoadB>
-__device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const TensorMap* a, int row0, int k_count, LoadB load_b) {
+__device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const TensorMap* a, int row0, int k_count, LoadB load_b,
+                                        int k_first = 0) {
     Ring ring = {0, 1};  // a fresh barrier's previous phase counts as over
     for (int work = tiles.first; work < tiles.total; work += tiles.step) {
         const Tile t = tile_at(tiles, work);
@@ -96,8 +98,8 @@ __device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const Tens
             const u32 at = base + ring.stage * STAGE_BYTES, full = base + FULL + 8 * ring.stage;
             barrier_wait(base + EMPTY + 8 * ring.stage, ring.phase);
             barrier_expect(full, STAGE_BYTES);
-            tma_load(at, a, full, k * BK, row);
-            load_b(at + A_BYTES, full, k * BK, t);
+            tma_load(at, a, full, (k_first + k) * BK, row);
+            load_b(at + A_BYTES, full, (k_first + k) * BK, t);
             ring.next();
         }
     }

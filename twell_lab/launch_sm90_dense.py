@@ -19,6 +19,8 @@ from .launch_sm90 import BM, BN, RING_BYTES, THREADS, VECTOR, fits, multiprocess
 CHUNK = 8192  # lost rows whose h has room at a time
 _CLUSTER = 2  # CLUSTER in sm90_mainloop.cuh
 _OUT_ROWS = 16  # of one consumer warp
+_WARPS = 8 * _CLUSTER  # consumer warps of a cluster
+_PART_BYTES = 16 * 1024  # what a consumer warp adds to a tile that clusters share (sm90_down_rows.cu)
 _SHARED = -(-RING_BYTES // 1024) * 1024 + BM * 128 * 2  # and 128 columns of every row: OUT_END of sm90_rows_out.cuh
 
 
@@ -92,17 +94,18 @@ def gate_up(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None
     return h
 
 
-def _gate_up(x, gate, up, gate_bias, up_bias, h, lost):
+def _gate_up(x, gate, up, gate_bias, up_bias, h, lost, counters=None, counted=0):
     """A function of (first, rows) that fills the first rows of h [., d_ff] from rows first, first + 1, ... of x.
 
-    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open.
+    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where there are
+    rows, `counted` words of `counters` are set to 0.
     """
     gated = gate is not None
     (d_ff, d_model), device = up.shape, up.device
     of_up = _map(up)
     maps = _map(x), _map(gate) if gated else of_up, of_up, tma.matrix_map(h, _OUT_ROWS)
     tensors = _bias(gate_bias) if gated else None, _bias(up_bias), lost
-    sizes = ctypes.c_int(d_model), ctypes.c_int(d_ff)
+    sizes = ctypes.c_int(d_model), ctypes.c_int(d_ff), counters, ctypes.c_int(counted)
     defines = (_DEFINE[x.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
 
     def launch(first: int, rows: int) -> None:
@@ -143,15 +146,18 @@ def finish_lost(
         return
     d_ff, device = up.shape[0], y.device
     h = torch.empty(min(tokens, CHUNK), d_ff, dtype=y.dtype, device=device)
-    fill = _gate_up(lost_x, gate, up, gate_bias, up_bias, h, lost)
+    clusters = multiprocessors(device) // _CLUSTER
+    parts = torch.empty(clusters * _WARPS * (_PART_BYTES + 4), dtype=torch.uint8, device=device)  # the counters come last
+    counters = ctypes.c_void_p(parts.data_ptr() + clusters * _WARPS * _PART_BYTES)
+    fill = _gate_up(lost_x, gate, up, gate_bias, up_bias, h, lost, counters, clusters * _WARPS)
     given = _map(h), _map(down), _bias(down_bias), start, y, lost
-    sizes = ctypes.c_int(d_ff), ctypes.c_int(d_model)
+    sizes = ctypes.c_int(d_ff), ctypes.c_int(d_model), counters, parts
     defines = (_DEFINE[y.dtype], True), ("CLUSTER", _CLUSTER)
     for first in range(0, tokens, CHUNK):
         slots = min(CHUNK, tokens - first)
         fill(first, slots)
         arguments = *given, ctypes.c_int(first), ctypes.c_int(slots), *sizes
-        grid = _grid(slots, d_model, BN, device)
+        grid = clusters * _CLUSTER, 1  # all of them: few tiles are shared
         _launch("sm90_down_rows.cu", "down_rows", defines, grid, (THREADS, 1), device, arguments, _SHARED)
 
 

@@ -114,6 +114,22 @@ def test_finish_lost_writes_the_lost_rows_alone(tokens, rows, gated, dtype):
             close(y[picked], exact if start is None else exact + start[picked])
 
 
+@pytest.mark.parametrize("rows", [1, 70, 200, 600])
+def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(rows):
+    x, gate, up, _, _, down, down_bias, start = layer(600, 2048, 5632, biased=True)
+    lost, picked = losing(rows, 600, seed=rows)
+    made = []
+    for order in (torch.arange(rows, device="cuda"), torch.randperm(rows, device="cuda"), torch.randperm(rows, device="cuda")):
+        lost[1 : 1 + rows] = picked[order].int()
+        lost_x, y = torch.full_like(x, torch.nan), torch.full_like(x, 77.0)
+        lost_x[:rows] = x[picked[order]]
+        dense.finish_lost(lost, lost_x, gate, up, None, None, down, down_bias, start, y)
+        made.append(y)
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+    h = dense.gate_up(x[picked], gate, up).double()
+    close(made[0][picked], linear(h, down.double(), down_bias.double()) + start[picked])
+
+
 def test_both_run_inside_a_graph():
     x, gate, up, _, _, down, _, _ = layer(600, 256, 512)
     lost, picked = losing(100, 600, seed=1)
