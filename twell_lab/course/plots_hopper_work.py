@@ -201,3 +201,64 @@ def splits(each: dict[str, list[dict]]) -> go.Figure:
     figure.update_xaxes(title_text="hot neurons, computed densely (left end: TwELL, right end: dense)")
     figure.update_yaxes(title_text="predicted ms", rangemode="tozero")
     return plots.styled(figure, "Where to cut? Predicted for 16,384 tokens")
+
+
+PARTS = {"gate": ("the gate", plots.GREY), "dense": ("the hot, densely", plots.ORANGE), "sparse": ("rows for the cold", plots.BLUE),
+         "start": ("their sums, joined", plots.PURPLE)}  # fmt: skip
+
+
+def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
+    """One place to cut between hot and cold: how often the neurons on either side fire, and where the predicted time goes.
+
+    shares: of tokens, one a neuron; rows: hopper_work.split of the same shares, the first of them TwELL and the last dense;
+    index: which of them.
+    """
+    ordered = sorted((100 * share for share in shares), reverse=True)
+    figure = make_subplots(rows=1, cols=2, column_widths=[0.45, 0.55], horizontal_spacing=0.16)
+    for colour, name in ((plots.ORANGE, "hot"), (plots.BLUE, "cold")):
+        figure.add_scatter(
+            mode="lines",
+            fill="tozeroy",
+            line={"color": colour},
+            showlegend=False,
+            row=1,
+            col=1,
+            hovertemplate=f"{name}, neuron %{{x:,}}: %{{y:.2g}}% of tokens<extra></extra>",
+        )
+    for key, (name, colour) in PARTS.items():
+        figure.add_bar(
+            y=["dense", "TwELL", "this cut"],
+            x=[rows[-1][key], rows[0][key], 0],
+            orientation="h",
+            marker_color=colour,
+            name=name,
+            row=1,
+            col=2,
+            hovertemplate=f"{name}: %{{x:.2f}} ms<extra></extra>",
+        )
+    figure.update_xaxes(title_text="neuron, most used first", row=1, col=1)
+    figure.update_yaxes(
+        title_text="fires on this share of tokens, %", range=[0, 1.05 * ordered[len(ordered) // 50]], row=1, col=1
+    )
+    figure.update_xaxes(title_text="predicted ms", range=[0, 1.08 * max(row["ms"] for row in rows)], row=1, col=2)
+    figure = plots.styled(figure, "", height=360).update_layout(
+        barmode="stack", legend={"x": 0.45, "traceorder": "normal"}, margin_t=90
+    )
+    figure.update_layout(meta=ordered)
+    move_cut(figure, rows, index)
+    return figure
+
+
+def move_cut(figure: go.Figure, rows: list[dict], index: int) -> None:
+    """Move the cut in a figure that `cut` made."""
+    if not 0 <= index < len(rows):
+        raise InputError(f"index is {index!r}; there are cuts 0 to {len(rows) - 1}")
+    row, ordered = rows[index], figure.layout.meta
+    every = max(1, len(ordered) // 700)  # points enough for a line
+    hot = range(0, row["hot"], every)
+    cold = range(row["hot"], len(ordered), every)
+    for trace, part in zip(figure.data[:2], (hot, cold), strict=True):
+        trace.x, trace.y = [i + 1 for i in part], [ordered[i] for i in part]
+    for trace, key in zip(figure.data[2:], PARTS, strict=True):
+        trace.x = [*trace.x[:2], row[key]]
+    figure.layout.title.text = f"{row['hot']:,} hot, {row['cold_nnz']:.1f} firing ones left among the others: {row['ms']:.2f} ms"
