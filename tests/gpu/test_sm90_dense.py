@@ -132,7 +132,7 @@ def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(
 
 def test_both_run_inside_a_graph():
     x, gate, up, _, _, down, _, _ = layer(600, 256, 512)
-    lost, picked = losing(100, 600, seed=1)
+    lost, _ = losing(100, 600, seed=1)
     y = torch.full_like(x, 77.0)
     dense.finish_lost(lost, x, gate, up, None, None, down, None, None, y)
     graph, later = torch.cuda.CUDAGraph(), torch.full_like(x, 77.0)
@@ -164,7 +164,8 @@ def test_what_is_not_taken_is_refused():
             dense.gate_up(*wrong)
     with pytest.raises(InputError, match="up_bias"):
         dense.gate_up(x, gate, up, None, up[0])
-    right = dict(lost=lost, lost_x=x, gate=gate, up=up, gate_bias=None, up_bias=None, down=down, down_bias=None, start=start, y=x.clone())
+    right = {"lost": lost, "lost_x": x, "gate": gate, "up": up, "gate_bias": None, "up_bias": None, "down": down, "down_bias": None,
+             "start": start, "y": x.clone()}  # fmt: skip
     for name, wrong in [("lost", lost.long()), ("lost", lost[1:]), ("start", start.to(BF16)), ("y", x[:8]), ("down", down.t())]:
         with pytest.raises(InputError, match=name):
             dense.finish_lost(**{**right, name: wrong})
