@@ -19,7 +19,9 @@ from . import launch, launch_decode, launch_sm90, launch_sm90_dense
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost
-_LEAST = 512  # tokens from which the 128 x 256 tiles of the sm90 kernels fill enough of the GPU
+_LEAST = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
+_LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
+_LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
 
 
 def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words) -> Tensor:
@@ -29,7 +31,7 @@ def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path,
     weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if not hot and launch_decode.takes(x, up) and (tile, words) == (256, 32):
         return launch_decode.decode(x, gate, up, down_t, gate_bias, up_bias, down_bias, stats)
-    if not _hopper(x, gate, up, down, tile, words):
+    if not _hopper(x, gate, up, down, hot, tile, words):
         return _portable(x, *weights, stats, hot, tile, words)
     if x.shape[0] <= _PIECE:
         return _sm90(x, *weights, stats, hot, None)
@@ -41,19 +43,19 @@ def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path,
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
     """Every neuron: on Hopper relu(gate) * up in one GEMM, so that neither is written; elsewhere torch's operations."""
-    if x.shape[0] >= _LEAST and launch_sm90_dense.takes(x, *(w for w in (gate, up) if w is not None)):
-        return linear(launch_sm90_dense.gate_up(x, gate, up, gate_bias, up_bias), down, down_bias)
     return linear(_hidden(x, gate, up, gate_bias, up_bias), down, down_bias)
 
 
 def _hidden(x, gate, up, gate_bias, up_bias) -> Tensor:
+    if x.shape[0] >= _LEAST_DENSE and launch_sm90_dense.takes(x, *(w for w in (gate, up) if w is not None)):
+        return launch_sm90_dense.gate_up(x, gate, up, gate_bias, up_bias)
     first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
     return first if gate is None else first.mul_(linear(x, up, up_bias))
 
 
-def _hopper(x, gate, up, down, tile, words) -> bool:
+def _hopper(x, gate, up, down, hot, tile, words) -> bool:
     first = up if gate is None else gate
-    if (tile, words) != (256, 32) or x.shape[0] < _LEAST or not launch.pooled_takes(x.dtype, x.shape[1]):
+    if (tile, words) != (256, 32) or x.shape[0] < (_LEAST_HOT if hot else _LEAST) or not launch.pooled_takes(x.dtype, x.shape[1]):
         return False
     return launch_sm90.takes(x, first) and launch_sm90_dense.takes(x, up, down)
 
@@ -78,7 +80,7 @@ def _sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, 
     start = None
     if hot:
         warm, cold = _split(hot, gate, up, down, down_t, gate_bias, up_bias)
-        start = _start(launch_sm90_dense.gate_up(x, warm[0], warm[1], warm[4], warm[5]), warm[2])
+        start = _start(_hidden(x, warm[0], warm[1], warm[4], warm[5]), warm[2])
         gate, up, down, down_t, gate_bias, up_bias = cold
     lost = torch.empty(1 + tokens, dtype=torch.int32, device=x.device)
     lost_x = torch.empty_like(x)

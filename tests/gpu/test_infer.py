@@ -59,7 +59,7 @@ def keeps(made, path, hot, rows=200, down_t=True):
 
 @pytest.mark.parametrize("path, hot", PATHS)
 @pytest.mark.parametrize("d_model, d_ff, gated", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 64, 600])
+@pytest.mark.parametrize("tokens", [1, 64, 600, 2100])
 def test_shapes(d_model, d_ff, gated, tokens, path, hot):
     keeps(tensors(tokens, d_model, d_ff, gated), path, hot)
 
@@ -68,21 +68,21 @@ def test_shapes(d_model, d_ff, gated, tokens, path, hot):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("tokens", [1, 3, 65, 300, 513, 1100])
+@pytest.mark.parametrize("tokens", [1, 3, 65, 300, 1100, 2049])
 def test_dtypes_biases_and_token_counts(tokens, biased, gated, dtype, path, hot):
     keeps(tensors(tokens, dtype=dtype, gated=gated, biased=biased, seed=tokens), path, hot)
 
 
 @pytest.mark.parametrize("path, hot", PATHS)
 @pytest.mark.parametrize("d_model, d_ff", [(64, 264), (200, 777), (100, 300), (8, 513)])
-@pytest.mark.parametrize("tokens", [5, 700])
+@pytest.mark.parametrize("tokens", [5, 700, 2050])
 def test_widths_that_some_kernels_do_not_take(d_model, d_ff, tokens, path, hot):
     keeps(tensors(tokens, d_model, d_ff), path, hot)
 
 
 @pytest.mark.parametrize("path, hot", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens", [40, 1000])
+@pytest.mark.parametrize("tokens", [40, 1000, 2100])
 def test_overflow(tokens, gated, path, hot):
     """Tiles of 32, 40, 64 and 256, groups of 16 rows that exceed the pool, rows that fire everything or nothing."""
     made = tensors(tokens, gated=gated, d_ff=1536)
@@ -104,7 +104,7 @@ def test_overflow(tokens, gated, path, hot):
 
 @pytest.mark.parametrize("path, hot", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens", [20, 800])
+@pytest.mark.parametrize("tokens", [20, 800, 2060])
 def test_rows_that_are_not_finite(tokens, gated, path, hot):
     made = tensors(tokens, gated=gated)
     for row, value in [(0, torch.nan), (7, torch.inf), (15, -torch.inf), (tokens - 1, torch.nan)]:
@@ -114,19 +114,19 @@ def test_rows_that_are_not_finite(tokens, gated, path, hot):
 
 @pytest.mark.parametrize("path, hot", PATHS[1:])
 def test_stats(path, hot):
-    for tokens in (30, 700):
+    for tokens in (30, 700, 2100):
         made = tensors(tokens)
         stats = torch.tensor([5, 5, 5, 5], device="cuda")
         made[0][1, 0] = -8.0  # fires everything: recomputed, where there is a pool
         ops.infer(*made, path=path, hot=hot, stats=stats)
         kept = int(reference.fires(linear(made[0], made[1]))[:, hot:].sum())
         seen, entries, pooled, lost = (stats - 5).tolist()
-        if tokens == 700 or not hot:  # few tokens behind a hot part are not counted: it would cost a launch
+        if tokens in (30, 2100) and not hot or tokens >= 700 and hot:  # others are not counted: it would cost a launch
             assert seen == tokens and abs(entries - kept) <= 3 and 0 <= lost <= 1 and 0 <= pooled <= 16
 
 
 @pytest.mark.parametrize("path, hot", PATHS)
-@pytest.mark.parametrize("tokens", [8, 600])
+@pytest.mark.parametrize("tokens", [8, 2100])
 def test_nothing_waits_graphs_and_streams(tokens, path, hot):
     made = tensors(tokens, 256, 1024)
     made[0][2, 0] = -8.0
@@ -159,7 +159,7 @@ def test_nothing_waits_graphs_and_streams(tokens, path, hot):
 
 @pytest.mark.parametrize("path, hot", PATHS)
 def test_inside_compile_autocast_and_deterministic_mode(path, hot):
-    made = tensors(600, 256, 1024)
+    made = tensors(2100, 256, 1024)
     stats = torch.zeros(4, dtype=torch.int64, device="cuda")
     expected = ops.infer(*made, path=path, hot=hot)
     compiled = torch.compile(lambda *t: ops.infer(*t, path=path, hot=hot, stats=stats) * 2, fullgraph=True)
@@ -177,7 +177,7 @@ def test_inside_compile_autocast_and_deterministic_mode(path, hot):
 
 
 def test_two_layers_in_two_threads():
-    made = [tensors(700, seed=1), tensors(700, 512, 2048, seed=2)]
+    made = [tensors(2100, seed=1), tensors(2500, 512, 2048, seed=2)]
     expected = [ops.infer(*m) for m in made]
     torch.cuda.synchronize()
     wrong = []
@@ -198,7 +198,7 @@ def test_two_layers_in_two_threads():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_second_gpu_from_the_first():
-    for tokens in (4, 600):
+    for tokens in (4, 2100):
         made = tensors(tokens)
         there = [None if t is None else t.to("cuda:1") for t in made]
         assert torch.equal(ops.infer(*there).cpu(), ops.infer(*made).cpu())
