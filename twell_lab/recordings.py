@@ -43,6 +43,24 @@ def portable() -> Record:
     return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
 
 
+def inference() -> Record:
+    """Every path of a layer beside torch's dense layer, eager and compiled: the tables of the inference kernels, bf16.
+
+    Without a folder of cubins the kernels are compiled on first use; what that took is in the notes.
+    """
+    _need_gpu()
+    from . import bench_inference as tables
+
+    rows, seconds = [], {}
+    for name, section in tables.SECTIONS.items():
+        start = time.perf_counter()
+        rows += section()
+        torch.cuda.empty_cache()
+        seconds[name] = round(time.perf_counter() - start, 1)
+        print(f"{name}: {seconds[name]} s, {len(rows)} rows", file=sys.stderr, flush=True)
+    return Record.new("inference", "each path of a feed-forward layer beside the dense layer", rows, {"seconds": seconds})
+
+
 def cpu() -> Record:
     """The CPU path, float32 and bfloat16, d_model 2048, d_ff 5632, 99.5% zeros, at 1, 8 and 64 tokens."""
     rows = []
@@ -113,6 +131,6 @@ def _need_gpu() -> None:
 
 
 RECORDINGS = {
-    "portable": portable, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
+    "portable": portable, "inference": inference, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
     "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
 }  # fmt: skip
