@@ -143,6 +143,13 @@ def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize:
     return _microseconds(parts)
 
 
+def compiling_saves(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> float:
+    """Microseconds by which torch.compile should shorten the dense path: relu and multiply in one pass over their values."""
+    if not firing.gated or (rates.fused_from is not None and tokens >= rates.fused_from):
+        return 0.0
+    return 1e6 * (2 * tokens * firing.d_ff * itemsize / rates.bandwidth + rates.launch)
+
+
 def _rows_time(frequency: Tensor, tokens: int, row: int, rates: Rates) -> float:
     """Seconds in which the packed neurons' rows are read: all that fire once from memory, each entry from the cache."""
     touched = (1 - (1 - frequency).clamp(min=0) ** tokens).sum().item() * row
@@ -212,7 +219,7 @@ def _sparse_call(shape: tuple, nnz: int, dtype: torch.dtype, device: torch.devic
     return lambda turn: ops.infer(inputs[turn % len(inputs)], *weights, down_t=down_t, path="twell")
 
 
-def clock(calls: dict, device: torch.device, seconds: float = 0.3) -> dict[str, float]:
+def clock(calls: dict, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
     """Median seconds of each call: on a GPU by bench.time_cuda; on a CPU in turns, for about `seconds` in all.
 
     On a CPU a call is timed as it comes, warm, at least three times: bench.time_cpu takes forty calls or more, which

@@ -376,8 +376,8 @@ def sparsify(
     A Plan (twell_lab.plan): its paths, for the layers of its names and shapes; those it leaves dense become SparseFFNs too,
     on the dense path and without extra memory (`Plan.dense_layers` names them). "auto": without a profile, each layer
     counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
-    decides by itself, timing the best candidates on the next input. It does not inside torch.compile or a CUDA graph: run
-    a few batches before either. Layers that are sparse already follow the new plan.
+    decides by itself, timing the best candidates on the next input; that forward takes a second or so a layer. Not inside
+    torch.compile or a CUDA graph: run a few batches before either. Layers that are sparse already follow the new plan.
 
     Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError if the
     model has no ReLU feed-forward layer, or for a plan of another model.

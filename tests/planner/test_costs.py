@@ -50,6 +50,12 @@ def test_parts_add_up_and_a_fused_layer_saves_its_values_trips(rates):
         assert us(choice, firing(60), fused, 64) == us(choice, firing(60), rates, 64)
 
 
+def test_what_compiling_saves(rates):
+    assert costs.compiling_saves(firing(29), rates, 16384, 2) == pytest.approx(125, rel=0.1)
+    assert costs.compiling_saves(firing(29, gated=False), rates, 16384, 2) == 0
+    assert costs.compiling_saves(firing(29), replace(rates, fused_from=512), 16384, 2) == 0
+
+
 def test_a_plain_layer_costs_less(rates):
     for choice in PATHS:
         assert us(choice, firing(60, gated=False), rates) < us(choice, firing(60), rates)
