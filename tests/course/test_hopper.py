@@ -51,7 +51,8 @@ def everything():
     for tokens in (1, 4, 16, 64):
         rows += compared(27 + tokens % 4, tokens=tokens)
     for layer in (0, 1):
-        rows += compared(40, workload=f"trained, L1 0.001, layer {layer}", l1=0.001, layer=layer)
+        rows += compared(40, workload=f"trained, L1 0.001, layer {layer}", l1=0.001, layer=layer, validation_bits_per_byte=1.5,
+                         nnz_curve=[[1, 900.0], [50, 55.0], [99, 41.0]])
     for label, slow in (("no overflow", 1.0), ("every row beyond the pool", 2.4)):
         rows += compared(60, twell=slow, workload=f"overflow: {label}")
     rows += [each | {"d_model": 1024, "d_ff": 4096, "gated": False} for tokens in (1, 2048) for each in compared(21, tokens=tokens)]
@@ -161,7 +162,8 @@ def test_the_planner_is_judged_by_its_own_trials():
 
 def test_trained_layers_overflow_decode_and_shapes():
     rows = everything()
-    assert hopper.trained_sentences(hopper.trained(rows)).count("the choice") == 2
+    told = hopper.trained_sentences(hopper.trained(rows))
+    assert told.count("the choice") == 2 and told.startswith("L1 0.001: 1.500 bits per byte of validation text; nnz 55 at step 50, 41 at step 99\n")
     none, all_of_them = hopper.overflow_rows(rows)
     assert none["times_base"] == 1 and all_of_them["times_base"] == pytest.approx(2.4) and all_of_them["times_dense"] == pytest.approx(1.2)
     few = hopper.decode(rows, RATES)

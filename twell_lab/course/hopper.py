@@ -269,50 +269,36 @@ def _at(cell: dict) -> str:
 
 
 def trained(rows: list[dict]) -> list[dict]:
-    """Layers of trained models: l1, layer, nnz, tokens, path, x, ms, choice, by L1 and layer."""
-    found = [
-        {**_cell(row, family(row["path"])), "l1": row["l1"], "layer": row["layer"], "x": row["x_dense"]}
-        for row in rows
-        if row["kind"] == "inference"
-        and "l1" in row
-        and not row["path"].endswith(GRAPH)
-        and row.get("x_dense")
-        and family(row["path"]) in ("planned", "forced twell", "forced hot_cold", "forced dense")
-    ]
+    """Layers of trained models: l1, layer, nnz, tokens, path, x, ms, choice, bits, curve, by L1 and layer.
+
+    bits: the model's bits per byte of validation text; curve: [step, neurons firing for a token] during its training.
+    """
+    paths = ("planned", "forced twell", "forced hot_cold", "forced dense")
+    found = []
+    for row in rows:
+        if row["kind"] == "inference" and "l1" in row and family(row["path"]) in paths and not row["path"].endswith(GRAPH):
+            cell = _cell(row, family(row["path"])) | {"x": row["x_dense"], "l1": row["l1"], "layer": row["layer"]}
+            found.append(cell | {"bits": row.get("validation_bits_per_byte"), "curve": row.get("nnz_curve")})
     return sorted(found, key=lambda cell: (cell["l1"], cell["layer"]))
 
 
 def trained_sentences(found: list[dict]) -> str:
-    """The planned layers against dense, and whether some forced path would have beaten the choice."""
-    lines = []
-    for l1 in dict.fromkeys(cell["l1"] for cell in found):
-        for layer in dict.fromkeys(cell["layer"] for cell in found if cell["l1"] == l1):
-            here = {cell["path"]: cell for cell in found if (cell["l1"], cell["layer"]) == (l1, layer)}
-            if "planned" not in here:
-                continue
-            planned = here.pop("planned")
-            best = min([planned, *here.values()], key=lambda cell: cell["ms"])
-            lines.append(
-                {
-                    "l1": f"{l1:g}",
-                    "layer": layer,
-                    "nnz": planned["nnz"],
-                    "choice": planned["choice"],
-                    "x": planned["x"],
-                    "best": "the choice" if planned["ms"] <= 1.02 * best["ms"] else best["path"],
-                    "cost": planned["ms"] / best["ms"],
-                }
+    """How the models were trained; the planned layers against dense, and whether some forced path would have beaten the choice."""
+    models, lines = [], []
+    for l1, layer in dict.fromkeys((cell["l1"], cell["layer"]) for cell in found):
+        here = {cell["path"]: cell for cell in found if (cell["l1"], cell["layer"]) == (l1, layer)}
+        planned = here.get("planned") or next(iter(here.values()))
+        if planned["curve"] and not any(line.startswith(f"L1 {l1:g}:") for line in models):
+            (before, some), (after, last) = planned["curve"][-2:] if len(planned["curve"]) > 1 else planned["curve"] * 2
+            models.append(
+                f"L1 {l1:g}: {planned['bits']:.3f} bits per byte of validation text; nnz {some:.0f} at step {before:,}, {last:.0f} at step {after:,}"
             )
-    columns = {
-        "l1": "L1",
-        "layer": "layer",
-        "nnz": "mean nnz",
-        "choice": "planned path",
-        "x": "times dense",
-        "best": "fastest (within 2%)",
-        "cost": "choice / fastest",
-    }
-    return records.table(lines, columns) if lines else "No trained layer is recorded."
+        best = min(here.values(), key=lambda cell: cell["ms"])
+        fastest = "the choice" if planned["ms"] <= 1.02 * best["ms"] else best["path"]
+        lines.append({**planned, "l1": f"{l1:g}", "best": fastest, "cost": planned["ms"] / best["ms"]})
+    columns = {"l1": "L1", "layer": "layer", "nnz": "mean nnz", "choice": "planned path", "x": "times dense",
+               "best": "fastest (within 2%)", "cost": "choice / fastest"}  # fmt: skip
+    return "\n".join([*models, records.table(lines, columns)]) if lines else "No trained layer is recorded."
 
 
 # ---- overflow, recorded ----
