@@ -236,7 +236,7 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
         gate = layer.gate_proj.weight
         calls = {"gate GEMM (torch)": lambda x: linear(x, gate),
                  "gate GEMM (torch), then pack": lambda x: launch.pack(linear(x, gate), TILE, WORDS)}  # fmt: skip
-        calls |= {f"sm90 gate_pack v{v}": functools.partial(launch_sm90.gate_pack, gate=gate, gate_bias=None, version=v) for v in launch_sm90.VERSIONS}
+        calls |= {f"sm90 gate_pack v{v}": functools.partial(launch_sm90.gate_pack, gate=gate, gate_bias=None, version=v) for v in launch_sm90.PACK_VERSIONS}
         calls["sm80 gate_pack"] = functools.partial(launch_sm80.gate_pack, gate=gate, gate_bias=None)
         want = launch.pack(linear(inputs[0], gate), TILE, WORDS)
         for name, call in calls.items():

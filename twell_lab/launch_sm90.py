@@ -22,7 +22,7 @@ VECTOR = 8  # values in 16 bytes: the copy engine moves rows in steps of these
 _MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
 _DTYPES = (torch.bfloat16, torch.float16)
 _PACK_SHARED = RING_BYTES + BM * WORDS * 4 + 2 * 128 * 64 + 2 * 2 * BN * 2  # words, scratch, bias (sm90_gate_pack.cu)
-_PACK_VERSIONS = (1, 2, 3)
+PACK_VERSIONS = (1, 2, 3)
 
 
 @lru_cache
@@ -66,8 +66,8 @@ def gate_pack(
     the kernels that follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate).
     """
     _check(x, gate)
-    if version not in (None, *_PACK_VERSIONS):
-        raise InputError(f"version is {version}; {_PACK_VERSIONS[0]} to {_PACK_VERSIONS[-1]} are accepted")
+    if version not in (None, *PACK_VERSIONS):
+        raise InputError(f"version is {version}; {PACK_VERSIONS[0]} to {PACK_VERSIONS[-1]} are accepted")
     (tokens, _), tiles = x.shape, -(-gate.shape[0] // TILE)
     packed = torch.empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
     pool = torch.empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
@@ -75,7 +75,7 @@ def gate_pack(
         if lost is not None:
             lost[:1].zero_()
         return packed, pool
-    _gate(x, gate, gate_bias, packed, pool, lost, version or _PACK_VERSIONS[-1])
+    _gate(x, gate, gate_bias, packed, pool, lost, version or PACK_VERSIONS[-1])
     return packed, pool
 
 
@@ -135,5 +135,5 @@ def builds(dtypes=_DTYPES) -> list[tuple[str, tuple]]:
     """(file, macros) of everything that gate_pack and dense_gate compile for these dtypes, for sm_90a."""
     return [
         ("sm90_gate_pack.cu", ((launch._DEFINE[dtype], True), ("BIAS", bias), ("VERSION", version)))
-        for dtype in dtypes for bias in (0, 1) for version in (0, *_PACK_VERSIONS)
+        for dtype in dtypes for bias in (0, 1) for version in (0, *PACK_VERSIONS)
     ]  # fmt: skip
