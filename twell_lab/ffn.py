@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import ops
+from . import checks, ops
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
 from .inference import STATS
@@ -237,7 +237,7 @@ class SparseFFN(HotFirst):
         learning = torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
         )
-        if choice.path == "dense" and (learning or torch.compiler.is_compiling()):
+        if choice.path == "dense" and (learning or torch.compiler.is_compiling() or not weights[1].is_cuda):
             return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
         if choice.path == "hot_cold" and not learning:
             sources = [*weights, *biases[:2]]
@@ -360,6 +360,8 @@ class SparseFFN(HotFirst):
 
 def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
     gate, up, down = weights
+    checks.check_tensor("x", x)
+    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, *biases)
     if gate is None:
         hidden = torch.relu(linear(x, up, biases[1]))
     else:

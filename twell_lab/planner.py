@@ -79,7 +79,7 @@ def plan(
     for layer in profile.layers:
         x = None
         if timed and batches is not None:
-            x = _captured(model, batches, layer.name, max(tokens)).to(device)
+            x = _captured(model, batches, layer.name, max(tokens))
         layers.append(plan_layer(layer, rates, tokens, found.get(layer.name) if timed else None, x))
     inputs = None if not timed else DRAWN if batches is None else CAPTURED
     return Plan(layers, rates.device, rates.dtype, rates.as_dict(), inputs)
@@ -261,7 +261,7 @@ def _measure(layer: LayerProfile, found: FeedForward, x: Tensor | None, choices:
     if x is None:
         module, inputs = _stand_in(layer, tokens, weight.dtype, weight.device)
     else:
-        module, inputs = _bare(found), _inputs(x.to(weight.dtype), tokens)
+        module, inputs = _bare(found), _inputs(x.to(weight.device, weight.dtype), tokens)
     calls = {}
     for choice in choices:
         sparse = SparseFFN(module, plan=LayerPlan.forced(layer, choice))

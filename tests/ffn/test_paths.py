@@ -238,8 +238,8 @@ def test_the_number_of_tokens_picks_the_path(module, monkeypatch):
     for shape in [(4,), (2, 2), (5,), (2, 4), (9,), (1000,), (0,), ()]:
         x = torch.randn(*shape, D_MODEL)
         assert_follows(sparse, module, x)
-    dense, twell, hot = ("dense", 0), ("twell", 0), ("hot_cold", 256)
-    assert taken == [dense, dense, twell, twell, hot, hot, dense, dense]
+    twell, hot = ("twell", 0), ("hot_cold", 256)
+    assert taken == [twell, twell, hot, hot]  # on a CPU the dense path is torch's own layer
     taken.clear()
     SparseFFN(module)(torch.randn(3, D_MODEL))
     assert taken == [twell]
