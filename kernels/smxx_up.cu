@@ -23,11 +23,12 @@
 #define LEAN
 #include "pool_walk.cuh"
 
+// first: the number of row 0, in `lost`.
 extern "C" __global__ void ONE_TOKEN_BLOCK
 up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
       const value_t* __restrict__ up, const value_t* __restrict__ up_bias, float* __restrict__ hidden,
       float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x,
-      unsigned long long* __restrict__ stats, int columns) {
+      unsigned long long* __restrict__ stats, int columns, int first) {
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
     const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
     const Pooled m = {packed, pool, columns};
@@ -39,7 +40,7 @@ up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const wo
     const bool listed = facts.kept < list.room;
     if (threadIdx.x == 0)
         list.pairs[0] = make_int2(facts.lost ? ROW_LOST : spoilt ? ROW_NAN : listed ? facts.kept : ROW_BESIDE, 0);
-    if (facts.lost) return hand_on(in, row, lost, lost_x);
+    if (facts.lost) return hand_on(in, first + row, lost, lost_x);
     if (spoilt) return;
 
     Entries e;

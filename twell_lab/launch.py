@@ -28,6 +28,7 @@ POOLED_FILES = [("smxx_gated.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": Tru
 _BY_VALUE = (ctypes._SimpleCData, ctypes.Array)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
+_TWO_PASS_ROWS = 32768  # rows whose hidden values lie between the two passes at once: a multiple of the pool's groups
 _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive
@@ -218,9 +219,13 @@ def gated_pooled(
     if version < 7:
         _pooled("gated", version, 5, y, (x, packed, pool, *weights, start, y, lost, lost_x, stats), up.shape[0])
         return y
-    hidden = [torch.empty(t.shape, dtype=torch.float32, device=x.device) for t in (packed, pool)]
-    _pooled("up", 1, 1, y, (x, packed, pool, up, up_bias, *hidden, lost, lost_x, stats), up.shape[0])
-    _pooled("down", 6, 6, y, (packed, pool, *hidden, down_t, down_bias, start, y), up.shape[0], (("HIDDEN", True),))
+    hidden, beside = (torch.empty(t[:n].shape, dtype=torch.float32, device=x.device)
+                      for t, n in ((packed, _TWO_PASS_ROWS), (pool, _TWO_PASS_ROWS // POOL_ROWS)))  # fmt: skip
+    for first in range(0, len(y), _TWO_PASS_ROWS):
+        part = [t if t is None or len(y) <= _TWO_PASS_ROWS else t[first : first + _TWO_PASS_ROWS] for t in (y, x, packed, start)]
+        group = pool[first // POOL_ROWS :]
+        _pooled("up", 1, 1, part[0], (*part[1:3], group, up, up_bias, hidden, beside, lost, lost_x, stats), up.shape[0], first)
+        _pooled("down", 6, 6, part[0], (part[2], group, hidden, beside, down_t, down_bias, part[3], part[0]), up.shape[0])
     return y
 
 
@@ -259,7 +264,7 @@ def _check_pooled(x, packed, pool, columns, vectors, version, versions) -> None:
         raise InputError("the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them")
 
 
-def _pooled(name, version, one, y, tensors, columns, extra=()) -> None:
+def _pooled(name, version, one, y, tensors, columns, *more) -> None:
     """Launch a kernel with a pool, a block a token. one: its version of one team a token; the next has several."""
     if not len(y):
         return
@@ -268,11 +273,10 @@ def _pooled(name, version, one, y, tensors, columns, extra=()) -> None:
     if "TEAMS" not in sizes:
         version = one  # also where one team of so wide a row fills the block
     block = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1)
+    defines += (("POOL", True), ("HIDDEN", True)) if (name, version) == ("down", 6) else (("POOL", True),)
     arguments = [t if t is None else t.contiguous() for t in tensors]
-    _launch(
-        f"smxx_{name}.cu", f"{name}_v{version}", (*defines, ("POOL", True), *extra), (len(y), 1), block, y.device,
-        (*arguments, ctypes.c_int(columns)),
-    )  # fmt: skip
+    arguments += map(ctypes.c_int, (columns, *more))
+    _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, (len(y), 1), block, y.device, arguments)
 
 
 def _few(y: Tensor) -> bool:

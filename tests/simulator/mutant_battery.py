@@ -17,6 +17,8 @@ import torch
 
 from tests.simulator import cases, mutants
 from tests.simulator.cases import Layer
+from tests.simulator.pooled_cases import Pooled, gate_of
+from twell_lab import launch as launching
 from twell_lab import simulator
 from twell_lab.formats import TwELL
 from twell_lab.simulator import Program
@@ -25,12 +27,21 @@ BF16 = {"VALUE_BF16": True}
 # One warp with a chunk that is not full, and every way of several warps and teams.
 DEFINES = {
     "smxx_pack.cu": [BF16],
-    "smxx_down.cu": [BF16 | {"D_MODEL": 264, "WARPS": 1}, BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 3}],
+    "smxx_down.cu": [
+        BF16 | {"D_MODEL": 264, "WARPS": 1},
+        BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 3},
+        BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 2, "POOL": True},
+        BF16 | {"D_MODEL": 264, "WARPS": 1, "POOL": True},
+        BF16 | {"D_MODEL": 264, "WARPS": 2, "POOL": True, "HIDDEN": True},
+    ],
     "smxx_gated.cu": [
         BF16 | {"D_MODEL": 264, "WARPS": 1},
         BF16 | {"D_MODEL": 264, "WARPS": 2},
         BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 2},
+        BF16 | {"D_MODEL": 264, "WARPS": 2, "TEAMS": 2, "POOL": True},
+        BF16 | {"D_MODEL": 264, "WARPS": 1, "POOL": True},
     ],
+    "smxx_up.cu": [BF16 | {"D_MODEL": 264, "WARPS": warps, "POOL": True} for warps in (1, 2)],
 }
 UNWRITTEN = 12345.0  # what y holds before a launch: a NaN could be meant
 
@@ -131,11 +142,54 @@ def token_checks(kernels: list[str], layers: list[Layer], both: bool = True) -> 
                 yield partial(token_kernel, kernel=kernel, layer=layer, gate=gate, tail=tail)
 
 
+# ---- what takes its overflow from the pool
+
+
+def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
+    """As the launch layer has it, with this program in the place of its own; of two passes the other is not a mutant."""
+    ours, sizes = launching._launch, program.defines
+
+    def in_its_place(file, kernel, defines, grid, block, device, arguments, shared=0):
+        if kernel in program.kernels:
+            launch(program, kernel, grid, 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), arguments)
+        else:
+            ours(file, kernel, defines, grid, block, device, arguments, shared)
+
+    launching._launch = in_its_place
+    try:
+        layer.check(name, version)
+    except AssertionError as error:
+        raise Differs from error
+    finally:
+        launching._launch = ours
+
+
+@cache
+def pooled_layers() -> list[Pooled]:
+    """A group whose pool overflows and one that holds a row; rows that are not finite; more tiles than lanes."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch poisons what it allocates
+    gate = torch.full((18, 300), -1.0)
+    for row, kept in enumerate([40, 31, 32, 33, 30, 45, 60, 40, 0, 1]):  # the pool holds 9 + 1 + 2 + 14 + 29 + 9 = 64
+        gate[row, 256 - kept : 256] = 1.0 + 0.125 * torch.arange(kept)
+    gate[10], gate[11, 255:], gate[17, 100:150] = 1.0, 2.0, 0.5  # a row that is lost, and one behind it
+    first = Pooled.draw(gate.bfloat16(), 264, biases=True, start=True)
+    first.x[4, 3], first.x[9, 263], first.x[10, 0] = torch.nan, torch.inf, torch.nan
+    full = Pooled.draw(torch.tensor([1.0, 1.0, -1.0]).repeat_interleave(32).view(3, 32).bfloat16(), 264)
+    full.gate[1, 9], full.x[:2, 7] = -1.0, torch.inf
+    wide = Pooled.draw(gate_of(2, 256 * 33 + 8, torch.bfloat16, 0.02), 264)
+    wide.gate[0, 256 * 32 : 256 * 32 + 50] = wide.gate[1, -6:] = 1.0
+    return [first, full, wide]
+
+
 @cache
 def checks(file: str, defines: int) -> list[Callable[[Program], None]]:
     if file == "smxx_pack.cu":
         return list(pack_checks())
     sizes, name = DEFINES[file][defines], file.removeprefix("smxx_").removesuffix(".cu")
+    if "POOL" in sizes:
+        two_passes = name == "up" or "HIDDEN" in sizes
+        name, version = ("gated", 7) if two_passes else (name, {"gated": 5, "down": 4}[name] + ("TEAMS" in sizes))
+        return [partial(pooled, name=name, version=version, layer=layer) for layer in pooled_layers()]
     newest = {"gated": [2, 3, 4], "down": [2, 3]}[name]
     kernels = [f"{name}_v{version}" for version in (newest[-1:] if "TEAMS" in sizes else newest[:-1])]
     first = [f"{name}_v1"] if defines == 0 else []

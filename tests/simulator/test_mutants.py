@@ -19,7 +19,7 @@ from twell_lab.simulator import source, toolchain
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 ROOT = Path(__file__).parents[2]
-FILES = ["smxx_pack.cu", "smxx_down.cu", "smxx_gated.cu"]  # headers: in the first of these that notices
+FILES = ["smxx_pack.cu", "smxx_down.cu", "smxx_gated.cu", "smxx_up.cu"]  # headers: in the first of these that notices
 PROCESSES = 2
 
 VECTORS = "rows, tiles and chunks are whole vectors: no column lies between"

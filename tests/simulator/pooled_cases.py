@@ -1,0 +1,122 @@
+"""Layers whose overflow lies in the pool, and all that must come out: shared by the tests and by the mutants' battery."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.simulator import cases
+from twell_lab import accuracy, launch, reference
+from twell_lab.formats import POOL_ROWS
+from twell_lab.pool import packed_and_pool
+
+STATS = [50, 60, 70, 80]  # what stats holds before a launch
+POISON = 12345
+
+
+@dataclasses.dataclass
+class Pooled:
+    """A layer, its gate with a pool, and what a launch wrote."""
+
+    x: Tensor
+    gate: Tensor
+    up: Tensor
+    down_t: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    start: Tensor | None
+
+    @classmethod
+    def draw(cls, gate: Tensor, d_model: int, biases: bool = False, start: bool = False, seed: int = 0):
+        generator = torch.Generator().manual_seed(d_model + gate.shape[1] + seed)
+        normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        (tokens, d_ff), dtype = gate.shape, gate.dtype
+        x, up, down_t = normal(tokens, d_model), normal(d_ff, d_model) / d_model**0.5, normal(d_ff, d_model) / d_ff**0.5
+        both = (normal(d_ff).to(dtype), normal(d_model).to(dtype)) if biases else (None, None)
+        return cls(x.to(dtype), gate, up.to(dtype), down_t.to(dtype), *both, normal(tokens, d_model) if start else None)
+
+    def run(self, name: str, version: int, stats: bool = True) -> Tensor:
+        """y; self.lost, self.lost_x, self.stats: what was handed on and counted."""
+        tokens = len(self.x)
+        packed, pool, self.expected_lost = packed_and_pool(self.gate)
+        counts = packed[..., 0]
+        self.kept, self.over = counts.sum().item(), (counts > 31).any(1)
+        unread = torch.arange(31) >= counts[..., None]
+        packed[..., 1:][unread] = POISON  # nobody may read these, nor what lies past the pool's end
+        used = (counts - 31).clamp(min=0)
+        used = torch.cat([used, used.new_zeros(-tokens % POOL_ROWS, used.shape[1])]).view(-1, POOL_ROWS, used.shape[1]).sum(1)
+        pool[torch.arange(64) >= used[..., None]] = POISON
+        self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32)
+        self.lost[0] = 0
+        self.lost_x = torch.full_like(self.x, POISON)
+        self.stats = torch.tensor(STATS) if stats else None
+        rest = (self.start, self.lost, self.lost_x, self.stats, version)
+        if name == "down":
+            return launch.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
+        return launch.gated_pooled(self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
+
+    def exact_and_dense(self, name: str) -> tuple[Tensor, Tensor]:
+        wide = lambda t: None if t is None else t.double()  # noqa: E731
+        active, act = reference.relu(self.gate.double()), torch.relu(self.gate)
+        if name == "gated":
+            active = active * linear(self.x.double(), wide(self.up), wide(self.up_bias))
+            act = act * linear(self.x, self.up, self.up_bias)
+        exact = linear(active, wide(self.down_t).t(), wide(self.down_bias))
+        dense = linear(act, self.down_t.t(), self.down_bias)
+        if self.start is None:
+            return exact, dense
+        return exact + self.start.double(), (dense.float() + self.start).to(dense.dtype)
+
+    def check(self, name: str, version: int) -> Tensor:
+        """Run it; y, the list of lost rows and the counts are as they must be. Returns y."""
+        y = self.run(name, version)
+        lost, count = self.expected_lost, int(self.expected_lost.sum())
+        rows = self.lost[1 : 1 + count].long()
+        assert self.lost[0] == count and sorted(rows.tolist()) == lost.nonzero()[:, 0].tolist()
+        assert (self.lost[1 + count :] == POISON).all()
+        assert torch.equal(cases.bits(self.lost_x[:count]), cases.bits(self.x[rows]))
+        assert (self.lost_x[count:] == torch.tensor(POISON, dtype=self.x.dtype)).all()
+        pooled = int((self.over & ~lost).sum())
+        assert self.stats.tolist() == [STATS[0] + len(y), STATS[1] + self.kept, STATS[2] + pooled, STATS[3] + count]
+        assert y[lost].isnan().all()  # torch's poison
+        exact, dense = (t[~lost] for t in self.exact_and_dense(name))
+        if name == "gated":
+            spoilt = ~self.x.isfinite().all(1) & (self.gate <= 0).any(1)
+            assert y[spoilt & ~lost].isnan().all()
+            keep = ~spoilt[~lost]
+            exact, dense = exact[keep], dense[keep]
+            got = y[~lost][keep]
+        else:
+            got = y[~lost]
+        assert len(got) == 0 or accuracy.worst_row(got, dense, exact)[0] <= 1.0, (name, version)
+        return y
+
+
+def gate_of(tokens: int, d_ff: int, dtype: torch.dtype, rate: float = 0.05, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens + d_ff + seed)
+    keep = torch.rand(tokens, d_ff, generator=generator) < rate
+    value = torch.randn(tokens, d_ff, generator=generator).abs() + 1e-3
+    return torch.where(keep, value, -value).to(dtype)
+
+
+def adversarial(tokens: int, d_ff: int, dtype: torch.dtype) -> Tensor:
+    """Rows with one full tile, one over, 40 in a tile, several tiles over, all, none: in groups that fit and that do not."""
+    gate = gate_of(tokens, d_ff, dtype)
+
+    def put(row: int, tile: int, count: int) -> None:
+        if row < tokens and tile * 256 < d_ff:
+            part = gate[row, tile * 256 : (tile + 1) * 256]
+            part.copy_(-part.abs())
+            part[-count:] = part[-count:].abs()
+
+    put(0, 0, 40), put(1, 0, 31), put(2, 0, 32), put(2, 1, 45), put(3, 0, 33), put(14, 1, 63)
+    for row in range(16, 32):
+        put(row, 0, 40)  # 64 / 9: seven of them fit
+    gate[32:34] = 1.0
+    put(34, 0, 30)  # behind a lost row, with no need of the pool
+    gate[48:49], gate[49:50] = -1.0, -0.0
+    put(299, d_ff // 256, 45)
+    return gate
