@@ -1,14 +1,15 @@
 """What notebook 05 reads from records and computes: on small rows made for these tests, which are no measurements."""
 
-import itertools
+import inspect
 
 import numpy as np
 import pytest
 import torch
 
-from twell_lab import bench, pool
+from twell_lab import bench, bench_inference, launch, launch_sm80, launch_sm90, pool
 from twell_lab.course import hopper
 from twell_lab.course import hopper_work as work
+from twell_lab.formats import TwELL
 from twell_lab.planner import plan
 from twell_lab.profile import profile
 from twell_lab.records import Record
@@ -93,11 +94,10 @@ def test_without_a_gpu_nothing_is_measured():
 
 
 def test_what_a_gpu_measures_has_the_form_of_the_record(monkeypatch):
-    inference = pytest.importorskip("twell_lab.bench_inference")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
     drawn = bench.workload(4, 32, 512, 8, "lognormal", torch.float32, "cpu")
-    monkeypatch.setattr(inference, "drawn", lambda tokens, d_model, d_ff, nnz: (*drawn, drawn[1][:2]))
-    monkeypatch.setattr(inference, "plan_for", lambda layer, seen: plan(profile(layer, seen[:1]), layer, tokens=4, batches=seen[1:]))
+    monkeypatch.setattr(bench_inference, "drawn", lambda tokens, d_model, d_ff, nnz: (*drawn, drawn[1][:2]))
+    monkeypatch.setattr(bench_inference, "plan_for", lambda layer, seen: plan(profile(layer, seen[:1]), layer, tokens=4, batches=seen[1:]))
     monkeypatch.setattr(bench, "time_cuda", lambda calls: {name: [4.0, 4.0] if "dense" in name else [2.0, 2.0] for name in calls})
     rows = hopper._compare(4, 8)  # on the CPU: a clock that was replaced, and real layers
     assert [each["path"] for each in rows] == ["dense eager", "planned", "forced twell"]
@@ -247,8 +247,25 @@ def test_hot_and_cold():
     assert work.split_sentence(even).startswith("TwELL, nothing hot")
 
 
-def test_every_row_of_the_benchmark_has_a_place():
-    """The names of paths here are those that twell_lab.bench_inference writes."""
-    source = (work.paths.kernels_dir().parent / "twell_lab" / "bench_inference.py").read_text()
-    for word in itertools.chain(work.IDEAS, ("planned compiled", "forced twell", "forced hot_cold", "independent, {kind}", "overflow: ")):
-        assert word in source or word.startswith("sm90 gate_pack v"), word
+def test_the_versions_that_the_benchmark_times_are_those_explained(monkeypatch):
+    """A dry run of its gate section on the CPU: torch in the place of the kernels, and a clock that was replaced."""
+
+    def packs(x, gate, gate_bias=None, lost=None, version=None):
+        return pool.packed_and_pool(torch.nn.functional.linear(x, gate))[:2]
+
+    drawn = bench.workload(4, 64, 512, 8, "lognormal", torch.bfloat16, "cpu")
+    monkeypatch.setattr(bench_inference, "drawn", lambda *sizes: (*drawn, drawn[1]))
+    monkeypatch.setattr(launch_sm90, "gate_pack", packs)
+    monkeypatch.setattr(launch_sm80, "gate_pack", packs)
+    monkeypatch.setattr(launch, "pack", lambda gate, tile, words: TwELL.from_gate(gate, tile, words).packed)
+    monkeypatch.setattr(bench, "time_cuda", lambda calls: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    rows = bench_inference.gate_rows(4, (8,))
+    assert {each["path"] for each in rows} == set(work.IDEAS) and {each["kind"] for each in rows} == {"gate"}
+    assert len(work.versions([each | {"where": WHERE} for each in rows], rows[0]["nnz"], tokens=4)) == len(work.IDEAS)
+
+
+def test_the_paths_that_the_benchmark_names_are_those_read():
+    source = inspect.getsource(bench_inference)
+    for word in ("dense compiled", "planned compiled", "forced twell", "forced hot_cold", "independent, {kind}", "overflow: ", "(graph)"):
+        assert word in source, word
