@@ -1,4 +1,4 @@
-"""Layers whose overflow lies in the pool, and all that must come out: shared by the tests and by the mutants' battery."""
+"""Layers whose overflow lies in the pool, and all that must come out: for the tests here and on a GPU, and the mutants."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.simulator import cases
 from twell_lab import accuracy, launch, reference
 from twell_lab.formats import POOL_ROWS
 from twell_lab.pool import packed_and_pool
 
 STATS = [50, 60, 70, 80]  # what stats holds before a launch
 POISON = 12345
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.int16)
 
 
 @dataclasses.dataclass
@@ -38,21 +41,25 @@ class Pooled:
         both = (normal(d_ff).to(dtype), normal(d_model).to(dtype)) if biases else (None, None)
         return cls(x.to(dtype), gate, up.to(dtype), down_t.to(dtype), *both, normal(tokens, d_model) if start else None)
 
-    def run(self, name: str, version: int, stats: bool = True) -> Tensor:
+    def to(self, device: str) -> Pooled:
+        return Pooled(*(None if t is None else t.to(device) for t in vars(self).values()))
+
+    def run(self, name: str, version: int | None, stats: bool = True) -> Tensor:
         """y; self.lost, self.lost_x, self.stats: what was handed on and counted."""
         tokens = len(self.x)
         packed, pool, self.expected_lost = packed_and_pool(self.gate)
         counts = packed[..., 0]
         self.kept, self.over = counts.sum().item(), (counts > 31).any(1)
-        unread = torch.arange(31) >= counts[..., None]
+        here = {"device": self.x.device}
+        unread = torch.arange(31, **here) >= counts[..., None]
         packed[..., 1:][unread] = POISON  # nobody may read these, nor what lies past the pool's end
         used = (counts - 31).clamp(min=0)
         used = torch.cat([used, used.new_zeros(-tokens % POOL_ROWS, used.shape[1])]).view(-1, POOL_ROWS, used.shape[1]).sum(1)
-        pool[torch.arange(64) >= used[..., None]] = POISON
-        self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32)
+        pool[torch.arange(64, **here) >= used[..., None]] = POISON
+        self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32, **here)
         self.lost[0] = 0
         self.lost_x = torch.full_like(self.x, POISON)
-        self.stats = torch.tensor(STATS) if stats else None
+        self.stats = torch.tensor(STATS, **here) if stats else None
         rest = (self.start, self.lost, self.lost_x, self.stats, version)
         if name == "down":
             return launch.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
@@ -77,8 +84,8 @@ class Pooled:
         rows = self.lost[1 : 1 + count].long()
         assert self.lost[0] == count and sorted(rows.tolist()) == lost.nonzero()[:, 0].tolist()
         assert (self.lost[1 + count :] == POISON).all()
-        assert torch.equal(cases.bits(self.lost_x[:count]), cases.bits(self.x[rows]))
-        assert (self.lost_x[count:] == torch.tensor(POISON, dtype=self.x.dtype)).all()
+        assert torch.equal(bits(self.lost_x[:count]), bits(self.x[rows]))
+        assert (self.lost_x[count:] == torch.full_like(self.x[0], POISON)).all()
         pooled = int((self.over & ~lost).sum())
         assert self.stats.tolist() == [STATS[0] + len(y), STATS[1] + self.kept, STATS[2] + pooled, STATS[3] + count]
         assert y[lost].isnan().all()  # torch's poison

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.simulator import cases
-from tests.simulator.pooled_cases import Pooled, adversarial, gate_of
+from tests.simulator.pooled_cases import Pooled, adversarial, bits, gate_of
 from twell_lab import launch, simulator
 from twell_lab.errors import InputError
 from twell_lab.formats import TwELL
@@ -92,7 +92,7 @@ def test_the_bits_are_those_of_tiles_with_a_slot_for_every_column(name):
     for version in {"gated": (5, 7), "down": (4,)}[name]:
         y = layer.run(name, version)
         kept = ~layer.expected_lost
-        assert 0 < kept.sum() < 35 and torch.equal(cases.bits(y[kept]), cases.bits(expected[kept])), version
+        assert 0 < kept.sum() < 35 and torch.equal(bits(y[kept]), bits(expected[kept])), version
 
 
 @pytest.mark.parametrize("name, version", EVERY)
@@ -103,7 +103,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name, version):
     for row in (2, 14, 22, 34):
         alone = Pooled(*(t[row : row + 1] for t in (layer.x, gate)), *(layer.up, layer.down_t, layer.up_bias, layer.down_bias),
                        layer.start[row : row + 1])  # fmt: skip
-        assert not lost[row] and torch.equal(cases.bits(alone.run(name, version)[0]), cases.bits(y[row]))
+        assert not lost[row] and torch.equal(bits(alone.run(name, version)[0]), bits(y[row]))
 
 
 def test_no_fault_and_which_kernels_run():
@@ -120,7 +120,7 @@ def test_stats_and_the_list_are_wanted_or_not():
     layer = Pooled.draw(gate_of(17, 300, torch.bfloat16), 264)
     for name, version in EVERY:
         y = layer.check(name, version)
-        assert torch.equal(cases.bits(layer.run(name, version, stats=False)), cases.bits(y))
+        assert torch.equal(bits(layer.run(name, version, stats=False)), bits(y))
 
 
 def test_two_passes_over_more_rows_than_the_workspace_takes(monkeypatch):
@@ -128,7 +128,7 @@ def test_two_passes_over_more_rows_than_the_workspace_takes(monkeypatch):
     y = layer.check("gated", 7)
     monkeypatch.setattr(launch, "_TWO_PASS_ROWS", 16)
     with simulator.watching("faults") as runs:
-        assert torch.equal(cases.bits(layer.check("gated", 7)), cases.bits(y))
+        assert torch.equal(bits(layer.check("gated", 7)), bits(y))
     assert [run.kernel for run in runs] == ["up_v1", "down_v6"] * 4
 
 
