@@ -21,7 +21,7 @@ _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost
 _LEAST = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
 _LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
-_LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
+LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
 
 
 def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words) -> Tensor:
@@ -46,8 +46,14 @@ def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
     return linear(_hidden(x, gate, up, gate_bias, up_bias), down, down_bias)
 
 
+def fuses(weight: Tensor) -> bool:
+    """Whether `dense` beats torch's operations on a layer with this gate or up weight, also compiled, from LEAST_DENSE tokens."""
+    sizes = weight.dim() == 2 and all(n and n % launch_sm90_dense.VECTOR == 0 for n in weight.shape)
+    return sizes and launch_sm90_dense.fits(weight)
+
+
 def _hidden(x, gate, up, gate_bias, up_bias) -> Tensor:
-    if x.shape[0] >= _LEAST_DENSE and launch_sm90_dense.takes(x, *(w for w in (gate, up) if w is not None)):
+    if x.shape[0] >= LEAST_DENSE and launch_sm90_dense.takes(x, *(w for w in (gate, up) if w is not None)):
         return launch_sm90_dense.gate_up(x, gate, up, gate_bias, up_bias)
     first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
     return first if gate is None else first.mul_(linear(x, up, up_bias))

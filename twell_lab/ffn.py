@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import checks, ops
+from . import checks, dispatch, ops
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
 from .inference import STATS
@@ -207,6 +207,7 @@ class SparseFFN(HotFirst):
         else:
             self.down_t = None
         self._renew_stats()
+        self._fuses = dispatch.fuses(self.up.weight)  # asked here: a forward that is being compiled sees no addresses
 
     @property
     def extra_bytes(self) -> int:
@@ -237,7 +238,8 @@ class SparseFFN(HotFirst):
         learning = torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
         )
-        if choice.path == "dense" and (learning or torch.compiler.is_compiling() or not weights[1].is_cuda):
+        fused = self._fuses and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
+        if choice.path == "dense" and (learning or not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda)):
             return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
         if choice.path == "hot_cold" and not learning:
             sources = [*weights, *biases[:2]]
@@ -355,6 +357,7 @@ class SparseFFN(HotFirst):
         if self.order is not None:
             self._renew_order(self._sources(), anew=True)
         self._renew_stats()  # to_empty leaves anything in them
+        self._fuses = dispatch.fuses(self.up.weight)
         return self
 
 
