@@ -168,10 +168,11 @@ __device__ __forceinline__ bool has_nonfinite(const RowVectors& row) {
 }
 
 // Whether a value of x's row is infinite or NaN, which all of the block learns.
-__device__ __forceinline__ bool any_nonfinite(const RowVectors& in) {
+__device__ __forceinline__ bool any_nonfinite(const RowVectors& row) {
+    const bool found = has_nonfinite(row);
 #if WARPS * TEAMS > 1
-    return __syncthreads_or(has_nonfinite(in));
+    return __syncthreads_or(found);
 #else
-    return __any_sync(ALL_LANES, has_nonfinite(in));
+    return __any_sync(ALL_LANES, found);
 #endif
 }

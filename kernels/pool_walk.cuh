@@ -118,18 +118,36 @@ __device__ __forceinline__ void count_row(unsigned long long* stats, const RowFa
 }
 
 // What the first pass of a gated layer (smxx_up.cu) leaves for the second (smxx_down.cu), for each row, in the row's part of
-// an array of floats laid out like the words: pairs of a hidden value's bits and its column, in the order of the walk.
-// Before them lies a pair whose first number says how many there are, or what became of the row.
+// an array of floats laid out like the words: pairs of a hidden value's bits and its column, in the order of the walk. In
+// the first word of the first pair's place is a head, what became of the row: kept values * 8 + (in the pool ? 4 : 0) + one of
+#define ROW_LISTED 0
+#define ROW_BESIDE 1  // too many for pairs: the hidden values lie beside the words (PoolWalk::beside)
+#define ROW_NAN 2     // all of y's row is NaN
+#define ROW_LOST 3
 struct HiddenRow {
     int2* pairs;
-    int room;  // how many pairs fit, the first included
+    int room;  // how many pairs fit, the head's included
     __device__ __forceinline__ HiddenRow(float* hidden, int row, int columns)
         : pairs((int2*)(hidden + (long long)row * tiles_of(columns, POOLED_TILE) * POOLED_WORDS)),
           room(tiles_of(columns, POOLED_TILE) * POOLED_WORDS / 2) {}
+    __device__ __forceinline__ int& head() const { return pairs->x; }
 };
-#define ROW_LOST -1
-#define ROW_NAN -2     // all of y's row is NaN
-#define ROW_BESIDE -3  // too many for pairs: the hidden values lie beside the words (PoolWalk::beside)
+
+// As count_row, but once for the POOL_ROWS rows of a group: the first row's block does it, by the rows' heads. Where a row
+// takes few nanoseconds, an atomic operation for each on one number would be felt.
+__device__ __forceinline__ void count_rows(unsigned long long* stats, float* hidden, int columns) {
+    const int row = blockIdx.x + threadIdx.x;
+    if (!stats || blockIdx.x % POOL_ROWS != 0 || threadIdx.x >= WARP) return;
+    const bool mine = threadIdx.x < POOL_ROWS && row < (int)gridDim.x;
+    const int head = mine ? HiddenRow(hidden, row, columns).head() : 0;
+    const int kept = sum_over_lanes(head >> 3);
+    const unsigned lost = __ballot_sync(ALL_LANES, (head & 3) == ROW_LOST), pooled = __ballot_sync(ALL_LANES, head & 4) & ~lost;
+    if (threadIdx.x != 0) return;
+    if (blockIdx.x == 0) atomicAdd(&stats[0], (unsigned long long)gridDim.x);
+    if (kept) atomicAdd(&stats[1], (unsigned long long)kept);
+    if (pooled) atomicAdd(&stats[2], (unsigned long long)__popc(pooled));
+    if (lost) atomicAdd(&stats[3], (unsigned long long)__popc(lost));
+}
 
 // A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row), and its x goes to lost_x[slot].
 // Rows come in any order; what is computed from them must not depend on it. All of the block calls it.

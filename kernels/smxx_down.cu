@@ -10,7 +10,7 @@
 //                      loads, the sums in registers from the first value to the last. Below the floor above: 12% of
 //                      the sectors come from L1, and the L2 gave the rest at about 7.8 TB/s.
 //   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
-#if defined(HIDDEN)
+#if defined(HIDDEN) || defined(POOL) && !defined(TEAMS)
 #define LEAN
 #endif
 #include "dense_row.cuh"
@@ -70,23 +70,25 @@ __device__ __forceinline__ void add_entries(RowSums& sum, Walk& walk, const valu
 extern "C" __global__ void ONE_TOKEN_BLOCK
 down_v6(const word_t* __restrict__ packed, const word_t* __restrict__ pool, float* __restrict__ hidden,
         float* __restrict__ hidden_pool, const value_t* __restrict__ down_t, const value_t* __restrict__ bias,
-        const float* __restrict__ start, value_t* __restrict__ y, int columns) {
+        const float* __restrict__ start, value_t* __restrict__ y, unsigned long long* __restrict__ stats, int columns) {
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
+    count_rows(stats, hidden, columns);
     const HiddenRow list(hidden, row, columns);
     int2 pair = make_int2(0, 0);  // lane k: pair number at + k. The first are loaded before it is known how many there are
     if (lane < list.room) pair = list.pairs[lane];
     RowSums sum = start_row(bias);
     if (start) add_floats(sum, start + (long long)row * D_MODEL);
     const int head = __shfl_sync(ALL_LANES, pair.x, 0);
-    if (head >= 0) {
-        for (int i = 1, at = 0; i <= head; ++i) {
+    const int became = head & 3, kept = head >> 3;
+    if (became == ROW_LISTED) {
+        for (int i = 1, at = 0; i <= kept; ++i) {
             if (i == at + WARP) {
                 at = i;
-                if (at + lane <= head) pair = list.pairs[at + lane];
+                if (at + lane <= kept) pair = list.pairs[at + lane];
             }
             add_entry(sum, {ALL_LANES, __int_as_float(pair.x), pair.y}, i - at, down_t);
         }
-    } else if (head == ROW_BESIDE) {
+    } else if (became == ROW_BESIDE) {
         const Pooled m = {packed, pool, columns};
         PoolWalk walk(m, row);
         Entries e;
@@ -94,7 +96,7 @@ down_v6(const word_t* __restrict__ packed, const word_t* __restrict__ pool, floa
             if (e.lanes >> lane & 1) e.value = *walk.beside(hidden, hidden_pool);
             for (unsigned left = e.lanes; left; left &= left - 1) add_entry(sum, e, __ffs(left) - 1, down_t);
         }
-    } else if (head == ROW_LOST) {
+    } else if (became == ROW_LOST) {
         return;
     } else {
         sum = row_of(nanf(""));

@@ -27,19 +27,19 @@
 extern "C" __global__ void ONE_TOKEN_BLOCK
 up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
       const value_t* __restrict__ up, const value_t* __restrict__ up_bias, float* __restrict__ hidden,
-      float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x,
-      unsigned long long* __restrict__ stats, int columns, int first) {
+      float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x, int columns, int first) {
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
     const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts();
-    count_row(stats, facts);
     const bool spoilt = any_nonfinite(in) && facts.kept < columns;  // see gated_v1
     const HiddenRow list(hidden, row, columns);
     const bool listed = facts.kept < list.room;
-    if (threadIdx.x == 0)
-        list.pairs[0] = make_int2(facts.lost ? ROW_LOST : spoilt ? ROW_NAN : listed ? facts.kept : ROW_BESIDE, 0);
+    if (threadIdx.x == 0) {
+        const int became = facts.lost ? ROW_LOST : spoilt ? ROW_NAN : listed ? ROW_LISTED : ROW_BESIDE;
+        list.head() = facts.kept << 3 | facts.pooled << 2 | became;
+    }
     if (facts.lost) return hand_on(in, first + row, lost, lost_x);
     if (spoilt) return;
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ _CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; 
 _MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
 _TEAMS = 8  # teams that share a token when there are few
 _FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
+_MANY_TOKENS = 32  # tokens a multiprocessor, from which on two passes with one weight matrix each pay
 _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
 POOLED_FILES = [("smxx_gated.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True}),
                 ("smxx_up.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True, "HIDDEN": True})]  # fmt: skip
@@ -208,13 +210,13 @@ def gated_pooled(
     [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost: each
     takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x there, and
     its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the pool, lost rows.
-    version: 7 (two passes, many tokens), 6 (teams, few tokens), 5 (one pass). Raises InputError for what they do not take.
+    version: 5 (one pass), 6 (one, with teams, for few tokens), 7 (two passes, for many). Raises InputError for what they do not take.
     """
     vectors = (x, up, down_t, down_bias, start, lost_x, y)
     _check_pooled(x, packed, pool, up.shape[0], vectors, version, (5, 6, 7))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
     if version is None:
-        version = 6 if _few(y) else 7
+        version = 6 if _few(y) else 7 if not _few(y, _MANY_TOKENS) else 5
     weights = (up, down_t, up_bias, down_bias)
     if version < 7:
         _pooled("gated", version, 5, y, (x, packed, pool, *weights, start, y, lost, lost_x, stats), up.shape[0])
@@ -224,8 +226,9 @@ def gated_pooled(
     for first in range(0, len(y), _TWO_PASS_ROWS):
         part = [t if t is None or len(y) <= _TWO_PASS_ROWS else t[first : first + _TWO_PASS_ROWS] for t in (y, x, packed, start)]
         group = pool[first // POOL_ROWS :]
-        _pooled("up", 1, 1, part[0], (*part[1:3], group, up, up_bias, hidden, beside, lost, lost_x, stats), up.shape[0], first)
-        _pooled("down", 6, 6, part[0], (part[2], group, hidden, beside, down_t, down_bias, part[3], part[0]), up.shape[0])
+        _pooled("up", 1, 1, part[0], (*part[1:3], group, up, up_bias, hidden, beside, lost, lost_x), up.shape[0], first)
+        rest = (part[2], group, hidden, beside, down_t, down_bias, part[3], part[0], stats)
+        _pooled("down", 6, 6, part[0], rest, up.shape[0])
     return y
 
 
@@ -279,9 +282,14 @@ def _pooled(name, version, one, y, tensors, columns, *more) -> None:
     _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, (len(y), 1), block, y.device, arguments)
 
 
-def _few(y: Tensor) -> bool:
-    """Whether there are so few tokens that sharing each among teams pays."""
-    return y.is_cuda and y.shape[0] <= _FEW_TOKENS * torch.cuda.get_device_properties(y.device).multi_processor_count
+def _few(y: Tensor, most: int = _FEW_TOKENS) -> bool:
+    """Whether there are at most so many tokens a multiprocessor; a CPU has none."""
+    return y.is_cuda and len(y) <= most * _multiprocessors(y.device.index)
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _any_width(dtype: torch.dtype) -> tuple:
