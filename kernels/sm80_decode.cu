@@ -1,28 +1,43 @@
 // decode: a whole sparse feed-forward layer for 1 to 64 tokens, in two launches: `gate` finds who fires and what each
 // of them contributes, `down` adds their rows up. Gated: h = g * (x Wu^T + bu) where g = x Wg^T + bg is kept; plain:
-// h = g. y = h Wd^T + bd.
+// h = g. y = h Wd^T + bd. Weights are [d_ff][D_MODEL]; bf16 or fp16; sums fp32; the same bits on every run.
+//@WORKLOG@
 #include "ptx_sm80.cuh"
 #include "ptx_sm80_decode.cuh"
 
+// From the command line: D_MODEL; ROWS, the tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 the tiles of a
+// block, its warps, the stages of a warp, the values of a row in a stage, and the blocks of a multiprocessor.
+#ifndef ROWS
+#define ROWS 8
+#endif
+#ifndef TILES
+#define TILES 1
+#endif
 #ifndef WARPS
 #define WARPS 8
+#endif
+#ifndef STAGES
+#define STAGES 2
+#endif
+#ifndef PIECE
+#define PIECE 64
 #endif
 #ifndef RESIDENT
 #define RESIDENT 1
 #endif
-#ifndef GROUPS
-#define GROUPS 1
-#endif
-#define TILE 16                // neurons of a block of gate: the rows of one mma
-#define TOKENS (8 * GROUPS)    // columns of GROUPS mma
-#define SLAB (WARP * VECTOR)   // columns of y of a block of down: 16 bytes a lane
+#define TILE 16                       // neurons of a tile: the rows of one product
+#define NEURONS (TILES * TILE)        // neurons of a block
+#define GROUPS ((ROWS + 7) / 8)       // groups of eight tokens: the columns of one product
+#define TOKENS (8 * GROUPS)
+#define SLAB (WARP * VECTOR)          // values of a row that a warp reads at once: 16 bytes a lane
 #define DOWN_WARPS 16
 #define DOWN_THREADS (DOWN_WARPS * WARP)
-#define AT_ONCE 4              // rows of down that a warp has under way
+#define DOWN_AT_ONCE 4                // rows of down_t that a warp has under way
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
+static_assert(PIECE == 64 || PIECE == 32, "a piece of a row is 128 or 64 bytes");
 
-// What `gate` leaves for `down`. Neuron 16 i + b of a token contributes if bit b of mask[token][i] is set; then, and
-// only then, hidden[token][i][b] is its h.
+// What gate leaves for down. Neuron 16 i + b of a token contributes if bit b of mask[token][i] is set; then, and only
+// then, value[token][i][b] is its h. Fixed places: nothing to count, nothing that could overflow.
 struct Hidden {
     unsigned short* __restrict__ mask;
     float* __restrict__ value;
@@ -37,41 +52,14 @@ __device__ __forceinline__ bool row_is_finite(const value_t* row) {
     return finite;
 }
 
-// ---- gate, v1: a warp a neuron ----
-
-// This lane's part of x . row
-__device__ __forceinline__ float lane_dot(const value_t* x, const value_t* row) {
-    const int lane = threadIdx.x % WARP;
-    constexpr int chunks = (D_MODEL + SLAB - 1) / SLAB;
-    float sum = 0;
-#pragma unroll 8
-    for (int k = 0; k < chunks; ++k) {
-        const int c = k * SLAB + lane * VECTOR;
-        if (c >= D_MODEL) break;
-        Vector w, v;
-        w.raw = load_weights(row + c, true), v.raw = __ldg((const uint4*)(x + c));
-        float a[VECTOR], b[VECTOR];
-        w.to_floats(a), v.to_floats(b);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum = fmaf(a[i], b[i], sum);
-    }
-    return sum;
-}
-
-__device__ __forceinline__ float warp_dot(const value_t* x, const value_t* row) {
-    float sum = lane_dot(x, row);
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-    return sum;
-}
-
 // The gate value as torch's linear gives it: fp32 sums, one rounding.
 __device__ __forceinline__ float gate_value(float sum, const value_t* bias, int neuron) {
     return to_float(from_float(bias ? sum + to_float(bias[neuron]) : sum));
 }
 
 // In a row of x that is not finite every up value is infinite or NaN; the dense layer multiplies those of silent neurons
-// by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its own sum cannot be finite then.
+// by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its own sum cannot be finite then: the row
+// itself is looked at only where that is so.
 __device__ __forceinline__ bool spoils(float sum, float g, const value_t* x) {
     return g <= 0.0f && !is_finite(sum) && !row_is_finite(x);
 }
@@ -82,86 +70,104 @@ __device__ __forceinline__ void count(unsigned long long* stats, int tokens, int
     if (kept) atomicAdd(stats + 1, (unsigned long long)kept);
 }
 
+// This lane's part of x . row
+__device__ __forceinline__ float lane_dot(const value_t* x, const value_t* row) {
+    float sum = 0;
+#pragma unroll 8
+    for (int k = 0; k < (D_MODEL + SLAB - 1) / SLAB; ++k) {
+        const int c = k * SLAB + threadIdx.x % WARP * VECTOR;
+        if (c >= D_MODEL) break;
+        Vector w, v;
+        w.raw = __ldg((const uint4*)(row + c)), v.raw = __ldg((const uint4*)(x + c));
+        float a[VECTOR], b[VECTOR];
+        w.to_floats(a), v.to_floats(b);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum = fmaf(a[i], b[i], sum);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ float warp_sum(float sum) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    return sum;
+}
+
+// ---- gate, v1: a warp a neuron ----
+
 extern "C" __global__ void __launch_bounds__(TILE * WARP)
 decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
                Hidden out, unsigned long long* stats, int tokens, int d_ff) {
     __shared__ unsigned mask;
     __shared__ int kept;
-    const int neuron = blockIdx.x * TILE + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP, neuron = blockIdx.x * TILE + warp;
     if (threadIdx.x == 0) kept = 0;
+    wait_for_previous();
     for (int token = 0; token < tokens; ++token) {
         const long long tile = (long long)token * gridDim.x + blockIdx.x;
         if (threadIdx.x == 0) mask = 0;
         __syncthreads();
         if (neuron < d_ff) {
             const value_t* in = x + (long long)token * D_MODEL;
-            const float sum = warp_dot(in, gate + (long long)neuron * D_MODEL);
+            const float sum = warp_sum(lane_dot(in, gate + (long long)neuron * D_MODEL));
             const float g = gate_value(sum, gate_bias, neuron);
             const bool fired = !(g <= 0.0f), spoilt = up && spoils(sum, g, in);
-            if (fired || spoilt) {
-                float h = spoilt ? nanf("") : g;
-                if (up && fired) h = g * (warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f));
-                if (lane == 0) {
-                    atomicOr(&mask, 1u << threadIdx.x / WARP);
-                    atomicAdd(&kept, (int)fired);
-                    out.value[tile * TILE + threadIdx.x / WARP] = h;
-                }
+            float h = spoilt ? nanf("") : g;
+            if (up && fired) h *= warp_sum(lane_dot(in, up + (long long)neuron * D_MODEL)) + (up_bias ? to_float(up_bias[neuron]) : 0.0f);
+            if (threadIdx.x % WARP == 0 && (fired || spoilt)) {
+                atomicOr(&mask, 1u << warp);
+                atomicAdd(&kept, (int)fired);
+                out.value[tile * TILE + warp] = h;
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0) out.mask[tile] = mask;
+        if (threadIdx.x == 0) out.mask[tile] = (unsigned short)mask;
     }
     if (threadIdx.x == 0) count(stats, tokens, kept);
 }
 
-// ---- gate, v3: asynchronous copies ----
+// ---- gate, v2: tensor cores; each warp takes a part of every row ----
 
-#ifndef TILES
-#define TILES 1                // tiles of a block
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef PIECE_UNROLL
-#define PIECE_UNROLL 1
-#endif
-#ifndef ROWS
-#define ROWS TOKENS            // rows of x that are kept: the tokens, rounded up
-#endif
-#define PIECE 64               // values of a row that are copied at a time: 128 bytes
-#define PIECES ((D_MODEL + PIECE * WARPS - 1) / (PIECE * WARPS))  // pieces of a warp
-#define NEURONS (TILES * TILE)
-#define STAGE_BYTES ((NEURONS + ROWS) * 128)
-#define PART_STRIDE (NEURONS + 4)
-#define PART_BYTES (WARPS * TOKENS * PART_STRIDE * 4)
+#define PIECES ((D_MODEL + PIECE * WARPS - 1) / (PIECE * WARPS))  // pieces of a row that one warp takes
+#define PIECE_CHUNKS (PIECE / VECTOR)
+#define ROWS_AT_ONCE (WARP / PIECE_CHUNKS)                        // rows that a warp copies with one instruction
+#define STAGE_BYTES ((NEURONS + ROWS) * PIECE * 2)
+#define PART_STRIDE (NEURONS + 4)                                 // floats; keeps a warp's writes out of each other's banks
+#define THREADS (WARPS * WARP)
+#define PAIRS ((ROWS * NEURONS + THREADS - 1) / THREADS)          // pairs of a token and a neuron, a thread
+#define FEW (ROWS > 16 ? 16 * WARPS : 8 * WARPS)                  // pairs that fire, up to which each is a dot product
+#define AT_A_TIME (ROWS > 16 ? 2 : 1)                             // of them for a warp
 
 struct Wanted {
     unsigned rows[TILES];  // neurons of each tile
     unsigned groups;       // groups of eight tokens
 };
 
-// Where 16 bytes number `chunk` of 128-byte row `row` lie: shuffled so that eight rows' same chunk meet in no bank.
-__device__ __forceinline__ unsigned swizzled(int row, int chunk) { return row * 128 + ((chunk ^ row) & 7) * 16; }
-
-__device__ __forceinline__ void copy_piece(unsigned stage, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens, int piece) {
-    const int lane = threadIdx.x % WARP, chunk = lane % 8;
-    const int column = (threadIdx.x / WARP * PIECES + piece) * PIECE + chunk * VECTOR;
-    const bool within = column < D_MODEL;
-    const long long here = (long long)(lane / 8) * D_MODEL + column;  // what is not to be taken is not read
-#pragma unroll
-    for (int i = 0; i < NEURONS; i += 4)
-        copy_async(stage + swizzled(i + lane / 8, chunk), weights + here + i * D_MODEL, within && (wanted.rows[i / TILE] >> (i % TILE + lane / 8) & 1));
-#pragma unroll
-    for (int i = 0; i < ROWS; i += 4) {
-        const int row = i + lane / 8;
-        if (ROWS >= 4 || row < ROWS)
-            copy_async(stage + swizzled(NEURONS + row, chunk), x + here + i * D_MODEL, within && row < tokens && (wanted.groups >> row / 8 & 1));
-    }
+// Where 16 bytes number `chunk` of row `row` of a stage lie: shuffled so that eight rows' same chunk meet in no bank.
+__device__ __forceinline__ unsigned swizzled(int row, int chunk) {
+    return (row * PIECE_CHUNKS + (PIECE == 64 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3))) * 16;
 }
 
-__device__ __forceinline__ void multiply_staged(unsigned memory, float* part, const value_t* weights, const Wanted& wanted,
-                                                const value_t* x, int tokens) {
+// Starts the copies of a piece of the tiles' rows, then of x's. What is not wanted is not read: there, and past the rows'
+// end, zeros are written.
+__device__ __forceinline__ void copy_piece(unsigned stage, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens, int piece) {
+    const int lane = threadIdx.x % WARP, chunk = lane % PIECE_CHUNKS, row = lane / PIECE_CHUNKS;
+    const int column = (threadIdx.x / WARP * PIECES + piece) * PIECE + chunk * VECTOR;
+    const bool within = column < D_MODEL;
+    const long long here = (long long)row * D_MODEL + column;
+#pragma unroll
+    for (int i = 0; i < NEURONS; i += ROWS_AT_ONCE)
+        copy_async(stage + swizzled(i + row, chunk), weights + here + i * D_MODEL, within && (wanted.rows[i / TILE] >> (i % TILE + row) & 1));
+#pragma unroll 2
+    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE)
+        if (ROWS % ROWS_AT_ONCE == 0 || i + row < ROWS)
+            copy_async(stage + swizzled(NEURONS + i + row, chunk), x + here + i * D_MODEL, within && i + row < tokens && (wanted.groups >> (i + row) / 8 & 1));
+}
+
+// part[warp][token][neuron] = this warp's part of weights[neuron] . x[token], for what is wanted. Nobody but the warp
+// reads what it copies, so the copies need no barrier. `part` lies where the stages were.
+__device__ __forceinline__ void multiply(unsigned memory, float* part, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const unsigned stages = memory + warp * STAGES * STAGE_BYTES;
     float sum[TILES][GROUPS][4] = {};
@@ -170,23 +176,23 @@ __device__ __forceinline__ void multiply_staged(unsigned memory, float* part, co
         if (p < PIECES) copy_piece(stages + p * STAGE_BYTES, weights, wanted, x, tokens, p);
         commit_copies();
     }
-#pragma unroll PIECE_UNROLL
+#pragma unroll 1
     for (int p = 0; p < PIECES; ++p) {
         const unsigned stage = stages + p % STAGES * STAGE_BYTES;
         wait_copies<STAGES - 1>();
         __syncwarp();
-#pragma unroll
-        for (int k = 0; k < PIECE / 16; k += 2) {
+#pragma unroll (GROUPS > 4 ? 1 : PIECE / 32)
+        for (int k = 0; k < PIECE_CHUNKS; k += 4) {
             unsigned left[2][TILES][4];
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
-                load_matrices(left[0][m], stage + swizzled(m * TILE + lane % 16, k * 2 + lane / 16));
-                load_matrices(left[1][m], stage + swizzled(m * TILE + lane % 16, k * 2 + 2 + lane / 16));
+                load_matrices(left[0][m], stage + swizzled(m * TILE + lane % 16, k + lane / 16));
+                load_matrices(left[1][m], stage + swizzled(m * TILE + lane % 16, k + 2 + lane / 16));
             }
 #pragma unroll
             for (int n = 0; n < GROUPS; ++n) {
-                unsigned right[4];
-                load_matrices(right, stage + swizzled(NEURONS + (n * 8 + lane % 8) % ROWS, k * 2 + lane / 8));
+                unsigned right[4];  // with one row of x, the other seven columns repeat it, unread
+                load_matrices(right, stage + swizzled(NEURONS + (n * 8 + lane % 8) % ROWS, k + lane / 8));
 #pragma unroll
                 for (int m = 0; m < TILES; ++m) {
                     multiply_add(sum[m][n], left[0][m], right[0], right[1]);
@@ -199,7 +205,7 @@ __device__ __forceinline__ void multiply_staged(unsigned memory, float* part, co
         commit_copies();
     }
     wait_copies<0>();
-    __syncthreads();  // the parts lie where the stages were
+    __syncthreads();
     float* mine = part + warp * TOKENS * PART_STRIDE;
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
@@ -213,90 +219,112 @@ __device__ __forceinline__ void multiply_staged(unsigned memory, float* part, co
     __syncthreads();
 }
 
-__device__ __forceinline__ float total_staged(const float* part, int token, int row) {
+// The warps' parts, in their order
+__device__ __forceinline__ float total(const float* part, int token, int row) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += part[(w * TOKENS + token) * PART_STRIDE + row];
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, RESIDENT)
-decode_gate_v3(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
                Hidden out, unsigned long long* stats, int tokens, int d_ff) {
     extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ unsigned found[TILES + 1];  // neurons that fire for some token, tile by tile; groups of tokens with one
+    __shared__ unsigned found[TILES + 1];  // neurons of each tile that fire for some token; groups of tokens with one
     __shared__ float gates[ROWS * NEURONS];
+    __shared__ unsigned short list[FEW];   // pairs that fire, in any order: each has a place of its own in the end
     __shared__ int kept;
-    constexpr int THREADS = WARPS * WARP, PAIRS = (ROWS * NEURONS + THREADS - 1) / THREADS;
     const int first = blockIdx.x * NEURONS, tiles = (d_ff + TILE - 1) / TILE;
     float* part = (float*)memory;
     if (threadIdx.x <= TILES) found[threadIdx.x] = 0;
     if (threadIdx.x == 0) kept = 0;
-    let_next_start();
+    wait_for_previous();
+    if (threadIdx.x == 0 && gate_bias) prefetch_to_l2(gate_bias + first);
+    if (threadIdx.x == 0 && up_bias) prefetch_to_l2(up_bias + first);
     Wanted wanted;
 #pragma unroll
     for (int m = 0; m < TILES; ++m) wanted.rows[m] = (1u << max(0, min(TILE, d_ff - first - m * TILE))) - 1;
     wanted.groups = ~0u;
-    multiply_staged(shared_address(memory), part, gate + (long long)first * D_MODEL, wanted, x, tokens);
-
-    // Pair number i * THREADS + threadIdx.x: neurons of a tile first, then tiles, then tokens.
-    unsigned fired = 0;  // bit i: pair i of this thread
+    unsigned fired = 0;  // bit i: pair i * THREADS + threadIdx.x; a tile's neurons come first, then tiles, then tokens
+    const value_t* weights = gate;
 #pragma unroll 1
-    for (int i = 0; i < PAIRS; ++i) {
-        const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
-        bool fires = false, spoilt = false;
-        float g = 0;
-        if (token < tokens && first + row < d_ff) {
-            const float sum = total_staged(part, token, row);
-            g = gate_value(sum, gate_bias, first + row);
-            fires = !(g <= 0.0f);
-            spoilt = up && spoils(sum, g, x + (long long)token * D_MODEL);
-            gates[pair] = g;
-        }
-        fired |= (unsigned)fires << i;
-        const long long place = (long long)token * tiles * TILE + first + row;
-        const unsigned here = __ballot_sync(ALL_LANES, fires) >> (threadIdx.x & 16) & 0xffffu;
-        const unsigned listed = __ballot_sync(ALL_LANES, spoilt) >> (threadIdx.x & 16) & 0xffffu | here;
-        if (token < tokens && row % TILE == 0 && first + row < d_ff) {
-            out.mask[place / TILE] = (unsigned short)listed;
-            if (here) {
-                atomicOr(&found[row / TILE], here);
-                atomicOr(&found[TILES], 1u << token / 8);
-                atomicAdd(&kept, __popc(here));
+    for (bool second = false;; second = true) {
+        multiply(shared_address(memory), part, weights + (long long)first * D_MODEL, wanted, x, tokens);
+        if (second) break;
+        let_next_start();
+#pragma unroll 1
+        for (int i = 0; i < PAIRS; ++i) {
+            const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
+            const long long place = (long long)token * tiles * TILE + first + row;
+            const bool inside = token < tokens && first + row < d_ff;
+            bool fires = false, spoilt = false;
+            if (inside) {
+                const float sum = total(part, token, row), g = gate_value(sum, gate_bias, first + row);
+                fires = !(g <= 0.0f);
+                spoilt = up && spoils(sum, g, x + (long long)token * D_MODEL);
+                gates[pair] = g;
+                if (spoilt || (!up && fires)) out.value[place] = spoilt ? nanf("") : g;
+            }
+            fired |= (unsigned)fires << i;
+            const unsigned here = __ballot_sync(ALL_LANES, fires) >> (threadIdx.x & 16) & 0xffffu;
+            const unsigned spoil = __ballot_sync(ALL_LANES, spoilt) >> (threadIdx.x & 16) & 0xffffu;
+            if (inside && row % TILE == 0) {
+                out.mask[place / TILE] = (unsigned short)(here | spoil);
+                if (here) {
+                    atomicOr(&found[row / TILE], here);
+                    atomicOr(&found[TILES], 1u << token / 8);
+                    int n = atomicAdd(&kept, __popc(here));
+                    for (unsigned left = here; left && n < FEW; left &= left - 1) list[n++] = (unsigned short)(pair + __ffs(left) - 1);
+                }
             }
         }
-        if (spoilt) out.value[place] = nanf("");
-        if (!up && fires) out.value[place] = g;
-    }
-    __syncthreads();
+        __syncthreads();
+        if (threadIdx.x == 0) count(stats, tokens, kept);
+        if (kept == 0) return;
+        // The rows of down_t will be read by the next launch: have them fetched while up is being read.
+        constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
+        for (int i = threadIdx.x; i < NEURONS * LINES && ROWS <= 16; i += THREADS)
+            if (found[i / LINES / TILE] >> i / LINES % TILE & 1)
+                prefetch_to_l2((const char*)(down_t + (long long)(first + i / LINES) * D_MODEL) + i % LINES * 128);
+        if (!up) return;
+        if (kept <= FEW) {
+#pragma unroll 1
+            for (int n = threadIdx.x / WARP; n < kept; n += WARPS * AT_A_TIME) {
+                float u[AT_A_TIME];
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) wanted.rows[m] = found[m];
-    wanted.groups = found[TILES];
-    if (threadIdx.x == 0) count(stats, tokens, kept);
-    if (!wanted.groups) return;
-
-    // The rows of down_t will be read by the next launch: have them fetched while up is being read.
-    constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
-    for (int i = threadIdx.x; i < NEURONS * LINES; i += THREADS) {
-        const int row = i / LINES;
-        if (found[row / TILE] >> row % TILE & 1)
-            prefetch_to_l2((const char*)(down_t + (long long)(first + row) * D_MODEL) + i % LINES * 128);
+                for (int i = 0; i < AT_A_TIME; ++i) {
+                    const int pair = list[min(n + i * WARPS, kept - 1)];
+                    u[i] = lane_dot(x + (long long)(pair / NEURONS) * D_MODEL, up + (long long)(first + pair % NEURONS) * D_MODEL);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_A_TIME; ++i) {
+                    const int pair = list[min(n + i * WARPS, kept - 1)], row = pair % NEURONS;
+                    const float sum = warp_sum(u[i]) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
+                    if (threadIdx.x % WARP == 0 && n + i * WARPS < kept) out.value[(long long)(pair / NEURONS) * tiles * TILE + first + row] = gates[pair] * sum;
+                }
+            }
+            return;
+        }
+        // Many: a second product, of the rows of up whose neurons fire for some token.
+        weights = up;
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) wanted.rows[m] = found[m];
+        wanted.groups = found[TILES];
     }
-    if (!up) return;
-    multiply_staged(shared_address(memory), part, up + (long long)first * D_MODEL, wanted, x, tokens);
 #pragma unroll 1
     for (int i = 0; i < PAIRS; ++i) {
         const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
         if (!(fired >> i & 1)) continue;
-        const float u = total_staged(part, token, row) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
+        const float u = total(part, token, row) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
         out.value[(long long)token * tiles * TILE + first + row] = gates[pair] * u;
     }
 }
 
-// ---- down ----
+// ---- down: a block a token and SLAB columns of y ----
 
-extern "C" __global__ void __launch_bounds__(DOWN_THREADS)
+extern "C" __global__ void __launch_bounds__(DOWN_THREADS, 2)
 decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int tiles) {
     __shared__ unsigned short list[DOWN_THREADS * TILE];  // who contributes, of as many tiles as there are threads
     __shared__ int totals[DOWN_WARPS];
@@ -304,44 +332,44 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int column = blockIdx.x * SLAB + lane * VECTOR;
     const long long token = blockIdx.y;
-    const bool inside = column < D_MODEL;
     float sum[VECTOR] = {};
     wait_for_previous();
+    let_next_start();
     for (int first = 0; first < tiles; first += DOWN_THREADS) {
         const int tile = first + threadIdx.x;
         unsigned mask = tile < tiles ? in.mask[token * tiles + tile] : 0;
-        int before = __popc(mask);
+        int place = __popc(mask);
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) {
-            const int other = __shfl_up_sync(ALL_LANES, before, step);
-            if (lane >= step) before += other;
+            const int other = __shfl_up_sync(ALL_LANES, place, step);
+            if (lane >= step) place += other;
         }
-        if (lane == WARP - 1) totals[warp] = before;
-        before -= __popc(mask);
+        if (lane == WARP - 1) totals[warp] = place;
+        place -= __popc(mask);
         __syncthreads();
         int entries = 0;
 #pragma unroll
         for (int w = 0; w < DOWN_WARPS; ++w) {
-            if (w == warp) before += entries;
+            if (w == warp) place += entries;
             entries += totals[w];
         }
-        for (; mask; mask &= mask - 1) list[before++] = (unsigned short)(threadIdx.x * TILE + __ffs(mask) - 1);
+        for (; mask; mask &= mask - 1) list[place++] = (unsigned short)(threadIdx.x * TILE + __ffs(mask) - 1);
         __syncthreads();
         const float* value = in.value + (token * tiles + first) * TILE;
         const value_t* rows = down_t + (long long)first * TILE * D_MODEL + column;
-        for (int e = warp; e < entries; e += DOWN_WARPS * AT_ONCE) {
-            Vector w[AT_ONCE];
-            float h[AT_ONCE];
+        for (int e = warp; e < entries; e += DOWN_WARPS * DOWN_AT_ONCE) {
+            Vector w[DOWN_AT_ONCE];
+            float h[DOWN_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < DOWN_AT_ONCE; ++i) {
                 const bool there = e + i * DOWN_WARPS < entries;
                 const int neuron = there ? list[e + i * DOWN_WARPS] : 0;
                 w[i].raw = make_uint4(0, 0, 0, 0);
-                if (there && inside) w[i].raw = __ldg((const uint4*)(rows + (long long)neuron * D_MODEL));
+                if (there && column < D_MODEL) w[i].raw = __ldg((const uint4*)(rows + (long long)neuron * D_MODEL));
                 h[i] = there ? value[neuron] : 0.0f;
             }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < DOWN_AT_ONCE; ++i) {
                 float f[VECTOR];
                 w[i].to_floats(f);
 #pragma unroll
