@@ -1,7 +1,7 @@
 """The operator of a layer that is not being trained: one call, one of three paths (see twell_lab.dispatch).
 
 `torch.ops.twell_lab.infer` is registered for CPU and CUDA, with a fake implementation for torch.compile; it has no
-gradient. It adds what it saw to `stats`, so that a layer can say how often it fires without a second pass.
+gradient. `infer_counted` also adds what it saw to `stats`, so that a layer can say how often it fires without a second pass.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ PATHS = ("dense", "twell", "hot_cold")
 STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` add up
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
-_library.define(
-    "infer(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? down_t, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, Tensor(a!)? stats, str path, int hot, int tile, int words) -> Tensor"
-)
+_WEIGHTS = "Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? down_t, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias"
+_HOW = "str path, int hot, int tile, int words"
+# Two operators, because torch.compile cannot lower one that writes to an argument which may be None.
+_library.define(f"infer({_WEIGHTS}, {_HOW}) -> Tensor")
+_library.define(f"infer_counted({_WEIGHTS}, Tensor(a!) stats, {_HOW}) -> Tensor")
 
 
 def infer(
@@ -69,11 +70,12 @@ def infer(
         down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     gate = None if gate is None else gate.contiguous()
-    arguments = (rows, gate, up.contiguous(), down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words)
+    counted = () if stats is None else (stats,)
+    arguments = (rows, gate, up.contiguous(), down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
     # As in ops: the dispatcher is for whoever watches the call; on its own a layer goes straight to its kernels.
     seen = torch.compiler.is_compiling() or any(t is not None and type(t) not in (Tensor, Parameter) for t in tensors)
-    operator = torch.ops.twell_lab.infer if seen else _infer_cuda if rows.is_cuda else _infer_cpu
-    return operator(*arguments).view(x.shape)
+    kinds = torch.ops.twell_lab if seen else _CUDA if rows.is_cuda else _CPU
+    return (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
 
 
 def _check_path(path: str, hot: int, d_ff: int, tile: int) -> None:
@@ -95,17 +97,15 @@ def _check_stats(stats: Tensor | None, x: Tensor) -> None:
         raise InputError(f"stats is on {stats.device} but the input is on {x.device}; one device is accepted")
 
 
-@torch.library.impl(_library, "infer", "CUDA")
-@torch.no_grad()
-def _infer_cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
+def _cuda(*arguments):
     from . import dispatch
 
-    return dispatch.infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words)
+    with torch.no_grad():
+        return dispatch.infer(*arguments)
 
 
-@torch.library.impl(_library, "infer", "CPU")
 @torch.no_grad()
-def _infer_cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
+def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
     with torch.autocast("cpu", enabled=False):  # the weights have their dtype, and so has the result
         first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
         if path == "dense":
@@ -134,6 +134,24 @@ def _cpu_packed(x, first, gate, up, down, down_t, up_bias, down_bias):
     return cpu.gated(x, first, up, down, down_t, up_bias, down_bias)
 
 
+class _Implementation:
+    """Both operators on one kind of device."""
+
+    def __init__(self, run, key: str) -> None:
+        self.infer = lambda *a: run(*a[:8], None, *a[8:])
+        self.infer_counted = run
+        torch.library.impl(_library, "infer", key)(self.infer)
+        torch.library.impl(_library, "infer_counted", key)(self.infer_counted)
+
+
+_CUDA, _CPU = _Implementation(_cuda, "CUDA"), _Implementation(_cpu, "CPU")
+
+
 @torch.library.register_fake("twell_lab::infer", lib=_library)
+def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, path, hot, tile, words):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("twell_lab::infer_counted", lib=_library)
 def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
     return torch.empty_like(x)

@@ -79,6 +79,8 @@ def test_inside_torch(path, hot):
     compiled = torch.compile(lambda *t: ops.infer(*t, path=path, hot=hot, stats=stats) + 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*tensors), plain + 1)
     assert int(stats[0]) == (9 if path != "dense" else 0)
+    unseen = torch.compile(lambda *t: ops.infer(*t, path=path, hot=hot) + 1, fullgraph=True)  # inductor, nothing counted
+    torch.testing.assert_close(unseen(*tensors), plain + 1)
     with torch.autocast("cpu", torch.bfloat16):
         cast = ops.infer(*tensors, path=path, hot=hot)
     assert cast.dtype == torch.bfloat16
@@ -89,8 +91,11 @@ def test_inside_torch(path, hot):
 @pytest.mark.parametrize("path, hot", PATHS)
 def test_opcheck(path, hot):
     x, gate, up, down, *biases = layer(7)
-    arguments = (x, gate, up, down, down.t().contiguous(), *biases, torch.zeros(4, dtype=torch.int64), path, hot, 256, 32)
-    torch.library.opcheck(torch.ops.twell_lab.infer.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    weights, how = (x, gate, up, down, down.t().contiguous(), *biases), (path, hot, 256, 32)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.twell_lab.infer.default, (*weights, *how), test_utils=tests)
+    counted = (*weights, torch.zeros(4, dtype=torch.int64), *how)
+    torch.library.opcheck(torch.ops.twell_lab.infer_counted.default, counted, test_utils=tests)
 
 
 def test_refusals():
