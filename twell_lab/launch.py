@@ -202,18 +202,20 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
 
 
 def gated_pooled(
-    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, version: int | None = None, y: Tensor | None = None
-) -> Tensor:
+    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats,
+    version: int | None = None, y: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model] -> y [tokens, d_model].
 
     packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], as kernels/twell.cuh has them. start: float32
     [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost: each
     takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x there, and
     its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the pool, lost rows.
-    version: 5 (one pass), 6 (one, with teams, for few tokens), 7 (two passes, for many). Raises InputError for what they do not take.
+    version: 5 (one pass), 6 (one, with teams, for few tokens), 7 (two passes, for many). y: where to write, if not into a
+    new tensor. Raises InputError for what the kernels do not take.
     """
     vectors = (x, up, down_t, down_bias, start, lost_x, y)
-    _check_pooled(x, packed, pool, up.shape[0], vectors, version, (5, 6, 7))
+    _check_pooled(x, packed, pool, up.shape[0], vectors, lost, lost_x, version, (5, 6, 7))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
     if version is None:
         version = 6 if _few(y) else 7 if not _few(y, _MANY_TOKENS) else 5
@@ -240,7 +242,7 @@ def down_pooled(
     x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for few
     tokens. y: where to write, if not into a new tensor.
     """
-    _check_pooled(x, packed, pool, down_t.shape[0], (x, down_t, bias, start, lost_x, y), version, (4, 5))
+    _check_pooled(x, packed, pool, down_t.shape[0], (x, down_t, bias, start, lost_x, y), lost, lost_x, version, (4, 5))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
     arguments = (x, packed, pool, down_t, bias, start, y, lost, lost_x, stats)
     _pooled("down", version or 4 + _few(y), 4, y, arguments, down_t.shape[0])
@@ -252,7 +254,7 @@ def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
     return dtype.itemsize == 2 and specialisation(dtype, d_model) is not None
 
 
-def _check_pooled(x, packed, pool, columns, vectors, version, versions) -> None:
+def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, versions) -> None:
     tokens, tiles = x.shape[0], -(-columns // TILE)
     if not pooled_takes(x.dtype, x.shape[1]):
         raise InputError(f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384")
@@ -261,6 +263,8 @@ def _check_pooled(x, packed, pool, columns, vectors, version, versions) -> None:
             f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {columns} columns make "
             f"{[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
         )
+    if lost is None or lost_x is None or lost.numel() <= tokens or lost_x.numel() < x.numel():
+        raise InputError(f"lost and lost_x are for {tokens} rows: int32 [{1 + tokens}] and {x.dtype} {list(x.shape)} are accepted")
     if version not in (None, *versions):
         raise InputError(f"version is {version}; {', '.join(map(str, versions))} take a pool")
     if not _aligned(*vectors):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.simulator.pooled_cases import Pooled, adversarial, bits, gate_of
-from twell_lab import launch
+from twell_lab import launch, simulator
 from twell_lab.pool import packed_and_pool
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +54,17 @@ def test_one_pass_and_two_give_the_same_bits(d_model):
     kept = ~layer.expected_lost
     assert torch.equal(bits(one[kept]), bits(two[kept]))
     assert all(torch.equal(bits(layer.run("gated", 7)[kept]), bits(two[kept])) for _ in range(3))
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, version", EVERY)
+def test_the_simulator_has_the_same_bits(name, version, dtype):
+    for d_model in (264, 2048):
+        layer = Pooled.draw(adversarial(40, 600, dtype), d_model, biases=True, start=True)
+        here, there = layer.run(name, version), layer.to("cuda").run(name, version).cpu()
+        kept = ~layer.expected_lost
+        assert torch.equal(bits(here[kept]), bits(there[kept]))
 
 
 @pytest.mark.parametrize("tokens", [40, 1000])

@@ -147,7 +147,7 @@ def test_what_is_refused():
     packed, pool, _ = packed_and_pool(layer.gate)
     lost = torch.zeros(18, dtype=torch.int32)
 
-    def down(x=layer.x, packed=packed, pool=pool, down_t=layer.down_t, version=None):
+    def down(x=layer.x, packed=packed, pool=pool, down_t=layer.down_t, version=None, lost=lost):
         return launch.down_pooled(x, packed, pool, down_t, None, None, lost, x, None, version)
 
     assert launch.pooled_takes(torch.bfloat16, 264) and not launch.pooled_takes(torch.bfloat16, 12)
@@ -159,6 +159,9 @@ def test_what_is_refused():
         down(packed=packed[:, :1])
     with pytest.raises(InputError, match="version is 2; 4, 5"):
         down(version=2)
+    for short in (lost[:17], None):
+        with pytest.raises(InputError, match=r"lost and lost_x are for 17 rows: int32 \[18\]"):
+            down(lost=short)
     shifted = torch.cat([layer.x.new_zeros(1), layer.x.reshape(-1)])[1:].view(layer.x.shape)
     with pytest.raises(InputError, match="16 bytes at a time"):
         down(x=shifted)
