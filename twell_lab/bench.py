@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import accuracy, launch, reference
+from . import accuracy, dispatch, launch, launch_sm80, reference
 from .errors import DeviceError, InputError, TwellError
-from .ffn import SparseFFN, feed_forwards
+from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, VALUE_DTYPES, WORDS
 from .model import GatedFeedForward
 from .records import Record
@@ -273,6 +273,8 @@ def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bo
         return lambda turn: f(inputs[turn % len(inputs)])
 
     calls = {"dense eager": over_inputs(dense), "twell": over_inputs(sparse)}
+    if x.is_cuda:
+        calls |= {name: over_inputs(call) for name, call in _other_kernels(dense, sparse, inputs).items()}
     if compiled:
         torch._dynamo.reset()
         calls["dense compiled"] = over_inputs(torch.compile(dense))
@@ -301,8 +303,40 @@ def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bo
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
 
 
+def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The layer on kernels that dispatch may pass over on this GPU, each checked: the portable ones behind torch's gate
+    GEMM, and, on Hopper, where they can be finished, those whose gate GEMM packs through mma.sync."""
+    gate, up, down = sparse.gate, sparse.up, sparse.down
+    first, weights = up if gate is None else gate, (None if gate is None else gate.weight, up.weight)
+    biases = (None if gate is None else gate.bias, up.bias, down.bias)
+
+    def portable(x):
+        return dispatch.twell(x, *weights, sparse.down_t, *biases, sparse.tile, sparse.words)
+
+    def through_mma(x):
+        return dispatch.sm90(x, *weights, down.weight, sparse.down_t, *biases, None, 0, packs=launch_sm80)
+
+    found = {"portable": portable}
+    x = inputs[0]
+    if (sparse.tile, sparse.words) == (TILE, WORDS) and launch_sm80.takes(x, first.weight) and dispatch.fuses(first.weight):
+        found["mma.sync"] = through_mma
+    for call in found.values():
+        check(dense, As(sparse, call), x)
+    return found
+
+
+class As:
+    """The projections of a layer with another way through it: what `check` wants."""
+
+    def __init__(self, layer: SparseFFN | FeedForward, call: Callable[[Tensor], Tensor]) -> None:
+        self.gate, self.up, self.down, self.call = layer.gate, layer.up, layer.down, call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
 def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int], object]]:
-    """The sparse forward cut into its three launches, each on the real output of the one before."""
+    """The portable forward cut into its three launches, each on the real output of the one before."""
     pattern, up, down = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
     gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
     packs = [launch.pack(g, sparse.tile, sparse.words) for g in gates]

@@ -34,10 +34,10 @@ def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path,
     if not _hopper(x, gate, up, down, hot, tile, words):
         return _portable(x, *weights, stats, hot, tile, words)
     if x.shape[0] <= _PIECE:
-        return _sm90(x, *weights, stats, hot, None)
+        return sm90(x, *weights, stats, hot)
     y = torch.empty_like(x)
     for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
-        _sm90(piece, *weights, stats, hot, out)
+        sm90(piece, *weights, stats, hot, out)
     return y
 
 
@@ -81,7 +81,11 @@ def _start(h: Tensor, down: Tensor) -> Tensor:
     return torch.mm(h, down.t(), out_dtype=torch.float32)
 
 
-def _sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y) -> Tensor:
+def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y=None, packs=launch_sm90) -> Tensor:
+    """Packed inside the gate GEMM, finished by the readers with a pool; rows that the pool lost are computed densely.
+
+    packs: launch_sm90, or launch_sm80 to time its GEMM in the same place.
+    """
     tokens = x.shape[0]
     start = None
     if hot:
@@ -91,7 +95,7 @@ def _sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, 
     lost = torch.empty(1 + tokens, dtype=torch.int32, device=x.device)
     lost_x = torch.empty_like(x)
     first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
-    packed, pool = launch_sm90.gate_pack(x, first, first_bias, lost)
+    packed, pool = packs.gate_pack(x, first, first_bias, lost)
     if gate is None:
         y = launch.down_pooled(x, packed, pool, down_t, down_bias, start, lost, lost_x, stats, y=y)
     else:

@@ -58,7 +58,40 @@ def inference() -> Record:
         torch.cuda.empty_cache()
         seconds[name] = round(time.perf_counter() - start, 1)
         print(f"{name}: {seconds[name]} s, {len(rows)} rows", file=sys.stderr, flush=True)
-    return Record.new("inference", "each path of a feed-forward layer beside the dense layer", rows, {"seconds": seconds})
+    notes = {"seconds": seconds, "startup_seconds": _startup()}
+    return Record.new("inference", "each path of a feed-forward layer beside the dense layer", rows, notes)
+
+
+_FIRST_CALL = """
+import time, torch
+torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
+w = torch.randn(5632, 2048, device="cuda", dtype=torch.bfloat16)
+x, down = w[:{tokens}].clone() - 1, w.t().contiguous()
+torch.cuda.synchronize()
+start = time.perf_counter()
+from twell_lab import ops
+ops.infer(x, w, w, down, down_t=w)
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def _startup() -> dict:
+    """Seconds from importing twell_lab to the first result, torch and the GPU being up and the cubins cached; and those that
+    it takes to compile every kernel of this GPU for bfloat16 at d_model 2048."""
+    from . import prebuild
+
+    found = {}
+    for tokens in (1, 4096):
+        command = [sys.executable, "-c", _FIRST_CALL.format(tokens=tokens)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[f"first call, {tokens} tokens"] = round(float(done.stdout.split()[-1]), 3)
+    major, minor = torch.cuda.get_device_capability()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        cubins = prebuild.prebuild(Path(folder), [f"sm_{major}{minor}"], [torch.bfloat16], [2048])
+        found[f"compiling {len(cubins)} cubins"] = round(time.perf_counter() - start, 2)
+    return found
 
 
 def cpu() -> Record:
