@@ -10,6 +10,12 @@
 //                      loads, the sums in registers from the first value to the last. Below the floor above: 12% of
 //                      the sectors come from L1, and the L2 gave the rest at about 7.8 TB/s.
 //   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
+// With POOL (16-bit values) overflow comes from the pool (pool_walk.cuh), lost rows are handed on, and the sums can start from
+// `start`:
+//   down_v4  v2: 0.231 ms beside 0.227 of v2 in the same run, at nnz 4 / 8 / 60 0.054 / 0.077 / 0.455 beside 0.048 / 0.075 / 0.445;
+//            with start 0.251. (At 82 registers; now at most 80, so that 12 tokens fit a multiprocessor: not timed.)
+//   down_v5  v3: 9 / 11 / 11 / 16 us at 1 / 8 / 64 / 256 tokens, as v3.
+//   down_v6  with HIDDEN, the second pass of a gated layer, see smxx_up.cu: its values come from a list that up_v1 left.
 #if defined(HIDDEN) || defined(POOL) && !defined(TEAMS)
 #define LEAN
 #endif

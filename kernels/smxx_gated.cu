@@ -15,9 +15,20 @@
 //   gated_v4  for few tokens: TEAMS teams share the kept values of one token and add up at the end. At 1 / 8 / 64 / 256
 //             tokens 14 / 17 / 18 / 27 us instead of v3's 31 / 42 / 37 / 33. At 16,384 it is slower (1.02 ms): the GPU
 //             is full without it.
+// With POOL (16-bit values) the kernels take overflow from the pool (pool_walk.cuh), hand lost rows on, and can start from sums
+// that are there already (`start`):
+//   gated_v5  v3 in one pass; x and start are read past the caches, so that they push out fewer weights. 0.503 ms beside 0.502
+//             of v3 in the same run, at nnz 4 / 8 / 60 0.098 / 0.154 / 0.995 beside 0.103 / 0.156 / 0.994. start adds 0.035 ms at
+//             nnz 4 and 0.02 from nnz 8 on: 134 MB, 0.045 ms at 3.0 TB/s, partly hidden. Counting into stats: no difference.
+//   gated_v6  v5 with teams, for few tokens: 12 / 15 / 16 / 24 us at 1 / 8 / 64 / 256 tokens, beside 13 / 17 / 17 / 27 of v4.
+//   For many tokens the two passes of smxx_up.cu are faster.
+// A fifth of the rows with a tile of 40 instead of 31 values, at nnz 60: 1.120 instead of 1.089 ms, what 1.8 values more a row
+// cost anyway.
 // Tried, in an exploring run of which no record was kept (leads rather than evidence): v3 at WARPS = 1 and eight chunks a
 // lane, 0.593 ms; its 231 registers a thread leave 9 warps on a multiprocessor, two warps a token at 128 leave 16. Four
-// warps a token: 0.541 ms, eight: 0.812 ms. The one-warp version capped at 168 registers spilled: 1.02 ms.
+// warps a token: 0.541 ms, eight: 0.812 ms. The one-warp version capped at 168 registers spilled: 1.02 ms. Of v5: all dot
+// products of a turn first, then all the sums, 0.108 / 0.162 / 0.497 ms at nnz 4 / 8 / 29 instead of 0.099 / 0.156 / 0.493;
+// that with four warps a token, 0.122 / 0.177 / 0.506; rows of weights past L1, 0.100 / 0.161 / 0.519.
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 #if defined(POOL)
