@@ -32,6 +32,11 @@
 #define SLAB (WARP * VECTOR)          // values of a row that a warp reads at once: 16 bytes a lane
 #define DOWN_WARPS 16
 #define DOWN_THREADS (DOWN_WARPS * WARP)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define DOWN_RESIDENT 2               // blocks of a multiprocessor; four would spill there
+#else
+#define DOWN_RESIDENT 4
+#endif
 #define DOWN_AT_ONCE 4                // rows of down_t that a warp has under way
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
 static_assert(PIECE == 64 || PIECE == 32, "a piece of a row is 128 or 64 bytes");
@@ -70,21 +75,26 @@ __device__ __forceinline__ void count(unsigned long long* stats, int tokens, int
     if (kept) atomicAdd(stats + 1, (unsigned long long)kept);
 }
 
-// This lane's part of x . row
-__device__ __forceinline__ float lane_dot(const value_t* x, const value_t* row) {
-    float sum = 0;
-#pragma unroll 8
+// sum[i] = this lane's part of x[i] . row[i], for COUNT of them side by side
+template <int COUNT>
+__device__ __forceinline__ void lane_dots(const value_t* const (&x)[COUNT], const value_t* const (&row)[COUNT], float (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sum[i] = 0;
+#pragma unroll (COUNT > 2 ? 4 : 8)
     for (int k = 0; k < (D_MODEL + SLAB - 1) / SLAB; ++k) {
         const int c = k * SLAB + threadIdx.x % WARP * VECTOR;
         if (c >= D_MODEL) break;
-        Vector w, v;
-        w.raw = __ldg((const uint4*)(row + c)), v.raw = __ldg((const uint4*)(x + c));
-        float a[VECTOR], b[VECTOR];
-        w.to_floats(a), v.to_floats(b);
+        Vector w[COUNT], v[COUNT];
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum = fmaf(a[i], b[i], sum);
+        for (int i = 0; i < COUNT; ++i) w[i].raw = __ldg((const uint4*)(row[i] + c)), v[i].raw = __ldg((const uint4*)(x[i] + c));
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            float a[VECTOR], b[VECTOR];
+            w[i].to_floats(a), v[i].to_floats(b);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) sum[i] = fmaf(a[j], b[j], sum[i]);
+        }
     }
-    return sum;
 }
 
 __device__ __forceinline__ float warp_sum(float sum) {
@@ -94,6 +104,13 @@ __device__ __forceinline__ float warp_sum(float sum) {
 }
 
 // ---- gate, v1: a warp a neuron ----
+
+__device__ __forceinline__ float warp_dot(const value_t* x, const value_t* row) {
+    const value_t *in[] = {x}, *weights[] = {row};
+    float sum[1];
+    lane_dots<1>(in, weights, sum);
+    return warp_sum(sum[0]);
+}
 
 extern "C" __global__ void __launch_bounds__(TILE * WARP)
 decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
@@ -110,11 +127,11 @@ decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         __syncthreads();
         if (neuron < d_ff) {
             const value_t* in = x + (long long)token * D_MODEL;
-            const float sum = warp_sum(lane_dot(in, gate + (long long)neuron * D_MODEL));
+            const float sum = warp_dot(in, gate + (long long)neuron * D_MODEL);
             const float g = gate_value(sum, gate_bias, neuron);
             const bool fired = !(g <= 0.0f), spoilt = up && spoils(sum, g, in);
             float h = spoilt ? nanf("") : g;
-            if (up && fired) h *= warp_sum(lane_dot(in, up + (long long)neuron * D_MODEL)) + (up_bias ? to_float(up_bias[neuron]) : 0.0f);
+            if (up && fired) h *= warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f);
             if (threadIdx.x % WARP == 0 && (fired || spoilt)) {
                 atomicOr(&mask, 1u << warp);
                 atomicAdd(&kept, (int)fired);
@@ -194,9 +211,9 @@ __device__ __forceinline__ void multiply(unsigned memory, float* part, const val
                 unsigned right[4];  // with one row of x, the other seven columns repeat it, unread
                 load_matrices(right, stage + swizzled(NEURONS + (n * 8 + lane % 8) % ROWS, k + lane / 8));
 #pragma unroll
-                for (int m = 0; m < TILES; ++m) {
-                    multiply_add(sum[m][n], left[0][m], right[0], right[1]);
-                    multiply_add(sum[m][n], left[1][m], right[2], right[3]);
+                for (int half = 0; half < 2; ++half) {  // outermost, so that neighbouring products do not wait for each other
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m) multiply_add(sum[m][n], left[half][m], right[half * 2], right[half * 2 + 1]);
                 }
             }
         }
@@ -292,12 +309,14 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         if (kept <= FEW) {
 #pragma unroll 1
             for (int n = threadIdx.x / WARP; n < kept; n += WARPS * AT_A_TIME) {
+                const value_t *in[AT_A_TIME], *row_of_up[AT_A_TIME];
                 float u[AT_A_TIME];
 #pragma unroll
                 for (int i = 0; i < AT_A_TIME; ++i) {
                     const int pair = list[min(n + i * WARPS, kept - 1)];
-                    u[i] = lane_dot(x + (long long)(pair / NEURONS) * D_MODEL, up + (long long)(first + pair % NEURONS) * D_MODEL);
+                    in[i] = x + (long long)(pair / NEURONS) * D_MODEL, row_of_up[i] = up + (long long)(first + pair % NEURONS) * D_MODEL;
                 }
+                lane_dots<AT_A_TIME>(in, row_of_up, u);
 #pragma unroll
                 for (int i = 0; i < AT_A_TIME; ++i) {
                     const int pair = list[min(n + i * WARPS, kept - 1)], row = pair % NEURONS;
@@ -324,7 +343,7 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
 
 // ---- down: a block a token and SLAB columns of y ----
 
-extern "C" __global__ void __launch_bounds__(DOWN_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(DOWN_THREADS, DOWN_RESIDENT)
 decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int tiles) {
     __shared__ unsigned short list[DOWN_THREADS * TILE];  // who contributes, of as many tiles as there are threads
     __shared__ int totals[DOWN_WARPS];

@@ -49,9 +49,26 @@ def rounded_up(tokens: int) -> int:
     return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
-def specialisation(dtype: torch.dtype, d_model: int, rows: int, capability: tuple[int, int]) -> tuple[tuple, int]:
-    """(macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens, as `rounded_up` gives them."""
-    shape = _SHAPES[rows] if capability[0] in (9, 10) else _SMALLER.get(rows, _SHAPES[rows])
+def shape_for(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
+    """What `_NAMES` are for `rows` tokens, as `rounded_up` gives them.
+
+    From 17 tokens on a multiprocessor holds one block, and what it reads of the weights and of x is what takes the time:
+    of three tiles a block and two, whichever leaves the busiest one less to read.
+    """
+    shape = _SHAPES[rows]
+    if capability[0] not in (9, 10):
+        return _SMALLER.get(rows, shape)
+    if rows <= 16:
+        return shape
+
+    def busiest(tiles: int) -> int:
+        return -(-d_ff // (_TILE * tiles * multiprocessors)) * (_TILE * tiles + rows)
+
+    return (min((shape[0], shape[0] - 1), key=busiest), *shape[1:])
+
+
+def specialisation(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...]) -> tuple[tuple, int]:
+    """(macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from `shape_for`."""
     tiles, warps, stages, piece, _ = shape
     stage = (_TILE * tiles + rows) * piece * 2
     parts = warps * 8 * -(-rows // 8) * (_TILE * tiles + 4) * 4
@@ -60,6 +77,14 @@ def specialisation(dtype: torch.dtype, d_model: int, rows: int, capability: tupl
         shared = max(shared, launch._SHARED_BY_DEFAULT + 16)  # with its static part it passes what needs no permission: so ask
     value = ("VALUE_BF16" if dtype == torch.bfloat16 else "VALUE_FP16", True)
     return (value, ("D_MODEL", d_model), ("ROWS", rows), *zip(_NAMES, shape)), shared
+
+
+def builds(dtype: torch.dtype, d_models) -> list[tuple[str, tuple]]:
+    """(file, macros) of everything that `decode` may compile for these widths, on any GPU that it runs on."""
+    wide = [(rows, (tiles, *_SHAPES[rows][1:])) for rows in (32, 64) for tiles in (2, 3)]
+    shapes = [*((rows, _SHAPES[rows]) for rows in (1, 8, 16)), *wide, *_SMALLER.items()]
+    widths = [d for d in d_models if d % 8 == 0]
+    return [(FILE, specialisation(dtype, d, rows, shape)[0]) for d in widths for rows, shape in shapes]
 
 
 class _Config(ctypes.Structure):
@@ -119,7 +144,9 @@ class _Prepared:
     """The two kernels for one shape, on one device, of one thread."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, version: int):
-        defines, shared = specialisation(dtype, d_model, rows, _capability(device.index))
+        sizes = torch.cuda.get_device_properties(device)
+        shape = shape_for(rows, d_ff, _capability(device.index), sizes.multi_processor_count)
+        defines, shared = specialisation(dtype, d_model, rows, shape)
         found = dict(defines)
         neurons, threads = (_TILE * found["TILES"], 32 * found["WARPS"]) if version > 1 else (_TILE, 32 * _TILE)
         self.gate = _Kernel(f"decode_gate_v{version}", defines, (1,) * 6 + (2, 1, 1, 1), threads, shared if version > 1 else 0, device)

@@ -17,14 +17,22 @@ except StackError as error:
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 MOST_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KiB a block may have
 TOKENS = [1, 8, 16, 32, 64]
-JOBS = [(c, torch.bfloat16, 2048, rows) for c, rows in itertools.product(CAPABILITIES, TOKENS)]
-JOBS += [(c, torch.float16, 2048, rows) for c, rows in itertools.product(CAPABILITIES, (1, 64))]
-JOBS += [((9, 0), torch.bfloat16, d_model, rows) for d_model, rows in itertools.product((8, 768, 2056, 5120), TOKENS)]
+D_FF = {3: 5632, 2: 8192}  # widths for which, on 132 multiprocessors and with many tokens, so many tiles a block are best
+# Each job: capability, dtype, d_model, d_ff, rows.
+JOBS = [(c, torch.bfloat16, 2048, D_FF[3], rows) for c, rows in itertools.product(CAPABILITIES, TOKENS)]
+JOBS += [(c, torch.float16, 2048, D_FF[3], rows) for c, rows in itertools.product(CAPABILITIES, (1, 64))]
+JOBS += [((9, 0), torch.bfloat16, d_model, D_FF[3], rows) for d_model, rows in itertools.product((8, 768, 2056, 5120), TOKENS)]
+JOBS += [((9, 0), dtype, 2048, D_FF[2], rows) for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (32, 64))]
 
 
 def called(job):
-    (major, minor), dtype, d_model, rows = job
-    return f"sm_{major}{minor} {str(dtype).removeprefix('torch.')} {d_model} {rows} tokens"
+    (major, minor), dtype, d_model, d_ff, rows = job
+    return f"sm_{major}{minor} {str(dtype).removeprefix('torch.')} {d_model} {d_ff} {rows} tokens"
+
+
+def specialised(job):
+    capability, dtype, d_model, d_ff, rows = job
+    return launch_decode.specialisation(dtype, d_model, rows, launch_decode.shape_for(rows, d_ff, capability, 132))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +41,7 @@ def cubins(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cubins")
 
     def made(job):
-        capability, dtype, d_model, rows = job
-        defines, _ = launch_decode.specialisation(dtype, d_model, rows, capability)
+        (capability, *_), (defines, _) = job, specialised(job)
         return jit.compile(launch_decode.FILE, f"sm_{capability[0]}{capability[1]}", dict(defines), cache_in=folder)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
@@ -44,12 +51,12 @@ def cubins(tmp_path_factory):
 
 @pytest.mark.parametrize("job", JOBS, ids=called)
 def test_no_spills_and_as_many_blocks_as_were_meant(job, cubins):
-    capability, dtype, d_model, rows = job
+    capability = job[0]
     kernels = jit.resources(cubins[job].log)
     assert set(kernels) == {f"decode_gate_v{v}" for v in launch_decode.VERSIONS} | {"decode_down"}
     assert all(used["spill_bytes"] == 0 and used["stack_bytes"] == 0 for used in kernels.values()), kernels
     assert all(used["shared_bytes"] <= 48 * 1024 for used in kernels.values())
-    defines, shared = launch_decode.specialisation(dtype, d_model, rows, capability)
+    defines, shared = specialised(job)
     found, gate = dict(defines), kernels["decode_gate_v2"]
     assert gate["registers"] <= 255 and gate["registers"] * 32 * found["WARPS"] * found["RESIDENT"] <= 65_536
     assert gate["shared_bytes"] + shared <= MOST_SHARED[capability] * 1024
@@ -61,3 +68,16 @@ def test_no_spills_and_as_many_blocks_as_were_meant(job, cubins):
 def test_how_tokens_are_rounded_up():
     assert [launch_decode.rounded_up(t) for t in (1, 2, 8, 9, 16, 17, 32, 33, 64)] == [1, 8, 8, 16, 16, 32, 32, 64, 64]
     assert {launch_decode.rounded_up(t) for t in range(1, launch_decode.MOST_TOKENS + 1)} == set(TOKENS)
+
+
+def test_tiles_a_block():
+    tiles = lambda rows, d_ff, capability=(9, 0): launch_decode.shape_for(rows, d_ff, capability, 132)[0]  # noqa: E731
+    assert [tiles(rows, 5632) for rows in TOKENS] == [1, 1, 1, 3, 3]
+    assert tiles(64, D_FF[2]) == 2 and tiles(64, 3072) == 2 and tiles(64, 18944) == 3
+    assert all(tiles(rows, d_ff, (8, 6)) == 1 for rows in TOKENS for d_ff in (333, 5632))
+
+
+def test_every_macro_that_a_call_may_need_is_among_the_builds():
+    made = set(launch_decode.builds(torch.bfloat16, (2048, 100)))
+    assert {(launch_decode.FILE, specialised(job)[0]) for job in JOBS if job[1:3] == (torch.bfloat16, 2048)} <= made
+    assert all(dict(defines)["D_MODEL"] == 2048 for _, defines in made)
