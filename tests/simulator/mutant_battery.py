@@ -153,7 +153,8 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
         if kernel in program.kernels:
             launch(program, kernel, grid, 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), arguments)
         else:
-            ours(file, kernel, defines, grid, block, device, arguments, shared)
+            with simulator.watching("faults"):  # it reads what a mutant wrote
+                ours(file, kernel, defines, grid, block, device, arguments, shared)
 
     launching._launch = in_its_place
     try:
@@ -166,19 +167,19 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
 
 @cache
 def pooled_layers() -> list[Pooled]:
-    """A group whose pool overflows and one that holds a row; rows that are not finite; more tiles than lanes."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch poisons what it allocates
+    """A pool that a row just fills and the next exceeds; rows that are not finite; more tiles than lanes; a single row."""
     gate = torch.full((18, 300), -1.0)
-    for row, kept in enumerate([40, 31, 32, 33, 30, 45, 60, 40, 0, 1]):  # the pool holds 9 + 1 + 2 + 14 + 29 + 9 = 64
+    for row, kept in enumerate([40, 31, 32, 33, 30, 45, 60, 40, 32, 1]):  # 9 + 1 + 2 + 14 + 29 + 9 = 64 in the pool, then 1
         gate[row, 256 - kept : 256] = 1.0 + 0.125 * torch.arange(kept)
-    gate[10], gate[11, 255:], gate[17, 100:150] = 1.0, 2.0, 0.5  # a row that is lost, and one behind it
+    gate[10], gate[11, 255:], gate[15:, 100:150] = 1.0, 2.0, 0.5  # a row that is lost, one behind it; both sides of a group's end
     first = Pooled.draw(gate.bfloat16(), 264, biases=True, start=True)
     first.x[4, 3], first.x[9, 263], first.x[10, 0] = torch.nan, torch.inf, torch.nan
     full = Pooled.draw(torch.tensor([1.0, 1.0, -1.0]).repeat_interleave(32).view(3, 32).bfloat16(), 264)
-    full.gate[1, 9], full.x[:2, 7] = -1.0, torch.inf
-    wide = Pooled.draw(gate_of(2, 256 * 33 + 8, torch.bfloat16, 0.02), 264)
-    wide.gate[0, 256 * 32 : 256 * 32 + 50] = wide.gate[1, -6:] = 1.0
-    return [first, full, wide]
+    full.gate[1, 9], full.x[:2] = -1.0, full.x[:2].abs()
+    full.x[:2, 7], full.up, full.down_t = torch.inf, full.up.abs(), full.down_t.abs()
+    wide = Pooled.draw(gate_of(2, 256 * 32 + 60, torch.bfloat16, 0.02), 264)  # 33 tiles
+    wide.gate[0, -50:] = wide.gate[1, -6:] = 1.0
+    return [first, full, wide, Pooled.draw(gate_of(1, 300, torch.bfloat16), 264, biases=True)]
 
 
 @cache

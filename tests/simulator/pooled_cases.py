@@ -60,7 +60,7 @@ class Pooled:
         self.lost[0] = 0
         self.lost_x = torch.full_like(self.x, POISON)
         self.stats = torch.tensor(STATS, **here) if stats else None
-        rest = (self.start, self.lost, self.lost_x, self.stats, version)
+        rest = (self.start, self.lost, self.lost_x, self.stats, version, torch.full_like(self.x, POISON))
         if name == "down":
             return launch.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
         return launch.gated_pooled(self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
@@ -88,7 +88,7 @@ class Pooled:
         assert (self.lost_x[count:] == torch.full_like(self.x[0], POISON)).all()
         pooled = int((self.over & ~lost).sum())
         assert self.stats.tolist() == [STATS[0] + len(y), STATS[1] + self.kept, STATS[2] + pooled, STATS[3] + count]
-        assert y[lost].isnan().all()  # torch's poison
+        assert (y[lost] == torch.full_like(y[0], POISON)).all()  # left alone
         exact, dense = (t[~lost] for t in self.exact_and_dense(name))
         if name == "gated":
             spoilt = ~self.x.isfinite().all(1) & (self.gate <= 0).any(1)
@@ -98,6 +98,7 @@ class Pooled:
             got = y[~lost][keep]
         else:
             got = y[~lost]
+        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.isinf(), exact.isinf())
         assert len(got) == 0 or accuracy.worst_row(got, dense, exact)[0] <= 1.0, (name, version)
         return y
 
