@@ -198,7 +198,29 @@ def decode_rows() -> list[dict]:
     for nnz in (8, 29, 120):
         for tokens in (1, 4, 16, 64) if nnz == 29 else (1, 16):
             rows += compare(*drawn(tokens, D_MODEL, D_FF, nnz), "independent, lognormal", forced=nnz == 29)
+    for tokens in (1, 4, 16, 64):
+        rows += stack_rows(tokens)
     return rows
+
+
+@torch.no_grad()
+def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
+    """A layer's share of a CUDA graph of `layers` layers, each with weights of its own, as a model is decoded: so many that none
+    of them is left in the L2 cache by the replay before."""
+    stack = [drawn(tokens, D_MODEL, D_FF, nnz, seed=seed) for seed in range(layers)]
+    sparse = [SparseFFN.from_module(layer) for layer, _, _ in stack]
+    for (layer, inputs, _), each in zip(stack, sparse):
+        check(layer, each, inputs)
+    gate = [functools.partial(linear, weight=layer.gate_proj.weight) for layer, _, _ in stack]
+    ways = {"dense eager": [layer for layer, _, _ in stack], "forced twell": sparse, "gate GEMM (torch)": gate}
+
+    def through(calls):
+        return lambda turn: [call(inputs[turn % len(inputs)]) for call, (_, inputs, _) in zip(calls, stack)]
+
+    shared = _describe(stack[0][0], stack[0][1], "independent, lognormal")
+    suffix = f" (graph of {layers} layers)"
+    samples = bench.time_cuda({name + suffix: bench.graphed(through(calls)) for name, calls in ways.items()})
+    return _rows(shared, {name: [ms / layers for ms in values] for name, values in samples.items()})
 
 
 def shape_rows() -> list[dict]:

@@ -359,16 +359,22 @@ def _record(options) -> int:
 def _compile(options) -> int:
     import torch
 
-    from . import jit, launch
+    from . import jit
+    from .prebuild import prebuild
     if unknown := sorted(set(options.arch) - set(jit.ARCHITECTURES)):
         raise InputError(f"--arch is {', '.join(unknown)}; accepted: {', '.join(jit.ARCHITECTURES)}")
     dtypes = [getattr(torch, name) for name in options.dtype]
-    names = launch.prebuild(options.out, options.arch, dtypes, options.d_model)
+    names = prebuild(options.out, options.arch, dtypes, options.d_model, _progress if sys.stderr.isatty() else None)
     if options.json:
         _print_json(names)
     else:
         print(f"compile: {len(names)} cubins in {options.out}")
     return 0
+
+
+def _progress(done: int, of: int, name: str) -> None:
+    """One line on a terminal, written over until everything is there."""
+    print(f"\r{done} of {of}: {name[:60]:60s}", end="\n" if done == of else "", file=sys.stderr, flush=True)
 
 
 def _records(options) -> int:

@@ -299,24 +299,3 @@ def _multiprocessors(device: int) -> int:
 def _any_width(dtype: torch.dtype) -> tuple:
     """The v1 kernels take any width at run time; the file's other kernels still need some D_MODEL to compile."""
     return ((_DEFINE[dtype], True), ("D_MODEL", 256), ("WARPS", 1))
-
-
-def prebuild(folder, architectures, dtypes, d_models) -> list[str]:
-    """Compile every kernel file for these targets into `folder`, for TWELL_LAB_CUBINS elsewhere; their names.
-
-    Raises InputError if the folder cannot be written.
-    """
-    made = []
-    for arch in architectures:
-        for dtype in dtypes:
-            made.append(jit.compile("smxx_pack.cu", arch, {_DEFINE[dtype]: True}, cache_in=folder).name)
-            widths = {specialisation(dtype, d, teams) for d in d_models for teams in (1, _TEAMS)} - {None}
-            for defines in sorted(widths if dtype.itemsize == 2 else (), key=str):
-                for file, more in POOLED_FILES[: 2 if "TEAMS" in dict(defines) else 4]:
-                    made.append(jit.compile(file, arch, dict(defines) | more, cache_in=folder).name)
-            for defines in sorted(widths | {_any_width(dtype)}, key=str):
-                for file in ("smxx_down.cu", "smxx_gated.cu"):
-                    made.append(jit.compile(file, arch, dict(defines), cache_in=folder).name)
-    if lost := [name for name in made if not (folder / f"{name}.cubin").is_file()]:
-        raise InputError(f"{folder} is no folder that can be written: {len(lost)} of {len(made)} cubins are missing")
-    return made

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import jit, launch, paths
+from twell_lab import jit, launch, launch_decode, launch_sm90, launch_sm90_dense, paths, prebuild
 from twell_lab.errors import CompileError, DeviceError, InputError, StackError
 
 SOURCE = '#include "outer.cuh"\n#include <cuda_fp16.h>\nextern "C" __global__ void k() {}\n'
@@ -313,7 +313,7 @@ def test_cubins_of_other_sources_are_left_alone(kernels, runs, folder, tmp_path,
 
 
 def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
-    names = launch.prebuild(tmp_path, ["sm_90"], [torch.bfloat16, torch.float32], [2048])
+    names = prebuild.prebuild(tmp_path, ["sm_90"], [torch.bfloat16, torch.float32], [2048])
     assert len(names) == len(set(names)) == len(runs)
     assert sorted(p.stem for p in tmp_path.glob("*.cubin")) == sorted(names)
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
@@ -326,6 +326,11 @@ def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
         for file, more in launch.POOLED_FILES if dtype.itemsize == 2 else ():
             assert jit.compile(file, "sm_90", dict(launch.specialisation(dtype, 2048)) | more).name in names
         assert jit.compile("smxx_pack.cu", "sm_90", {launch._DEFINE[dtype]: True}).name in names
+    hopper = [*launch_sm90.builds([torch.bfloat16]), *launch_sm90_dense.builds([torch.bfloat16])]
+    for file, defines in hopper:
+        assert jit.compile(file, "sm_90a", dict(defines)).name in names
+    for file, defines in launch_decode.builds(torch.bfloat16, [2048]):
+        assert jit.compile(file, "sm_90", dict(defines)).name in names
     assert len(runs) == before
 
 
@@ -333,7 +338,7 @@ def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
 def test_prebuilding_where_nothing_can_be_written(runs, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="no folder that can be written"):
-        launch.prebuild(tmp_path / "file", ["sm_90"], [torch.bfloat16], [2048])
+        prebuild.prebuild(tmp_path / "file", ["sm_90"], [torch.bfloat16], [2048])
 
 
 # ---- which architecture ----
