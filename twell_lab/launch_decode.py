@@ -156,10 +156,21 @@ class _Prepared:
         self.down.slots[5] = self.tiles
 
 
+def _make_context_current(index: int) -> None:
+    """Give this thread torch's context if it has none: the driver launches into it, and torch sets it only when it must."""
+    context, driver = ctypes.c_void_p(), _driver()
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        status = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index) or driver.cuCtxSetCurrent(context)
+        if status:
+            raise DeviceError(f"the driver gave no context for CUDA device {index}: CUDA error {status}")
+
+
 def _prepare(key: tuple, device: torch.device) -> _Prepared:
     if key[-1] not in VERSIONS:
         raise InputError(f"version is {key[-1]}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
     if not hasattr(_own, "prepared"):
+        _make_context_current(device.index)
         _own.prepared = {}
     return _own.prepared.setdefault(key, _Prepared(device, *key[1:]))
 

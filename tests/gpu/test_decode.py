@@ -1,5 +1,7 @@
 """The decode kernels: 1 to 64 tokens, beside torch's dense layer and float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -145,6 +147,19 @@ def test_in_a_graph_on_a_side_stream_and_after_a_change_of_input():
             layer.x.copy_(Layer(3, 2048, 5632, torch.bfloat16, seed=seed).x)
             graph.replay()
             assert same_bits(y, layer.decode())
+
+
+def test_in_threads_of_their_own():
+    layers = [Layer(5, 768, 3072, torch.bfloat16, seed=seed) for seed in range(4)]
+    expected = [layer.decode() for layer in layers]
+    torch.cuda.synchronize()
+
+    def repeated(layer):
+        return [layer.decode() for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for results, first in zip(pool.map(repeated, layers), expected):
+            assert all(same_bits(y, first) for y in results)
 
 
 def test_what_it_does_not_take():
