@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab import launch, launch_sm90, ops, reference
+from twell_lab import launch, launch_sm80, launch_sm90, ops, reference
 from twell_lab.formats import TwELL
 from twell_lab.pool import packed_and_pool, pool_used
 
@@ -101,3 +101,19 @@ def test_sm90_gate_pack(version, tokens, d_ff):
         assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
         used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
         assert torch.equal(spilled[used], pool[used])
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+@pytest.mark.parametrize("tokens, d_ff", [(20, 24), (300, 520)])
+def test_sm80_gate_pack(tokens, d_ff):
+    """Whole numbers, so that every order of summing gives the same gate."""
+    generator = torch.Generator().manual_seed(7)
+    x, weight = (torch.randint(-3, 4, (n, 136), generator=generator).bfloat16().cuda() for n in (tokens, d_ff))
+    x[:, 0], weight[:, 0] = 4.0, -16.0
+    x[3, 0] = -16.0  # everything fires
+    packed, pool, _ = packed_and_pool(torch.nn.functional.linear(x, weight))
+    found, spilled = launch_sm80.gate_pack(x, weight)
+    used = torch.arange(32, device="cuda") <= packed[..., :1]
+    assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
+    used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
+    assert torch.equal(spilled[used], pool[used])
