@@ -51,6 +51,7 @@ def everything():
     rows = [*compared(8), *compared(29.1, twell=1.2), *compared(120, twell=3.0), *gates()]
     for tokens in (1, 4, 16, 64):
         rows += compared(27 + tokens % 4, tokens=tokens)
+        rows += [row(f"{path} (graph of 8 layers)", ms, 0.03, nnz=28, tokens=tokens) for path, ms in (("dense eager", 0.03), ("forced twell", 0.012))]
     for layer in (0, 1):
         rows += compared(40, workload=f"trained, L1 0.001, layer {layer}", l1=0.001, layer=layer, validation_bits_per_byte=1.5,
                          nnz_curve=[[1, 900.0], [50, 55.0], [99, 41.0]])
@@ -168,6 +169,7 @@ def test_trained_layers_overflow_decode_and_shapes():
     assert none["times_base"] == 1 and all_of_them["times_base"] == pytest.approx(2.4) and all_of_them["times_dense"] == pytest.approx(1.2)
     few = hopper.decode(rows, RATES)
     assert [each["tokens"] for each in few] == [1, 4, 16, 64] and few[0]["planned"] == pytest.approx(10) and few[0]["dense"] == pytest.approx(20)
+    assert few[0]["stack_dense"] == pytest.approx(30) and few[0]["stack_twell"] == pytest.approx(12)
     assert few[0]["floor"] < few[0]["dense_floor"] == pytest.approx(3 * 2 * 2048 * 5632 / 3e12 * 1e6, rel=0.01)
     (plain,) = hopper.shapes(rows)
     assert plain["shape"] == "1024 x 4096, plain" and plain[2048] == 2.0 and plain[1] == pytest.approx(2.0)

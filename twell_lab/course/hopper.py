@@ -19,6 +19,7 @@ from .hopper_work import GRAPH, LOGNORMAL, Rates, floors, select, work
 UNIFORM = "independent, uniform"
 NAME = "inference"  # of the records; what a section adds to the name is its own
 COMMAND = "twell-lab record inference"
+STACK = " (graph of "  # so many layers: a layer's share
 FEW = 256  # up to here a layer is about as short as its launches, and graph replays are what counts
 LEAST = 0.97  # times as fast as dense; a cell below it counts as a loss, above it may be noise
 
@@ -141,9 +142,7 @@ def estimates(rows: list[dict], reached: Rates, nnzs: Iterable[float] = (8, 29, 
     shown = []
     for nnz in nnzs:
         dense, gate, sparse = (step["floor_ms"] for step in floors(work(nnz=nnz), reached))
-        here = {
-            row["path"]: row["ms"] for row in select(rows, nnz=nnz, tokens=16384, workload=LOGNORMAL, d_model=2048, d_ff=5632)
-        }
+        here = {row["path"]: row["ms"] for row in select(rows, nnz=nnz, tokens=16384, workload=LOGNORMAL, d_model=2048, d_ff=5632)}
         line = {"nnz": nnz, "gate": gate, "sparse": sparse, "twell": gate + sparse, "dense": dense, "x": dense / (gate + sparse)}
         shown.append({**line, "twell_ms": here.get("forced twell"), "dense_ms": here.get("dense eager")})
     columns = {"nnz": "nnz", "gate": "gate", "sparse": "+ rest", "twell": "= TwELL, ms", "twell_ms": "recorded",
@@ -347,46 +346,44 @@ def overflow_table(found: list[dict]) -> str:
 
 
 def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
-    """A row for each number of tokens up to 64: microseconds of graph replays with cold weights, and what memory alone needs."""
+    """A row for each number of tokens up to 64: microseconds of graph replays with cold weights, and what memory alone needs.
+
+    stack_dense, stack_twell: a layer's share of a graph of several layers, each with weights of its own, as in a model.
+    """
     found = []
     for tokens in (1, 4, 16, 64):
-        here = {
-            row["path"].removesuffix(GRAPH): row
-            for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632, nnz=None)
-            if row["path"].endswith(GRAPH) and abs(row["nnz"] - nnz) < 0.4 * nnz
-        }  # one token's count varies
-        if "planned" not in here:
+        here = [row for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
+                if abs(row["nnz"] - nnz) < 0.4 * nnz]  # fmt: skip  # the count of one token varies
+        alone = {row["path"].removesuffix(GRAPH): row for row in here if row["path"].endswith(GRAPH)}
+        stack = {row["path"].partition(STACK)[0]: 1e3 * row["ms"] for row in here if STACK in row["path"]}
+        if "planned" not in alone:
             continue
-        dense, gate, sparse = work(tokens, 2048, 5632, here["planned"]["nnz"])
-        us = {name: 1e3 * row["ms"] for name, row in here.items()}
-        found.append(
-            {
-                "tokens": tokens,
-                "nnz": here["planned"]["nnz"],
-                "dense": us.get("dense eager"),
-                "planned": us["planned"],
-                "twell": us.get("forced twell"),
-                "choice": here["planned"].get("choice"),
-                "x": here["planned"]["x_dense"],
-                "dense_floor": 1e6 * dense["memory"] / reached.memory,
-                "floor": 1e6 * (gate["memory"] + sparse["memory"]) / reached.memory,
-            }
-        )
+        planned = alone["planned"]
+        dense, gate, sparse = work(tokens, 2048, 5632, planned["nnz"])
+        line = {
+            "tokens": tokens,
+            "nnz": planned["nnz"],
+            "choice": planned.get("choice"),
+            "x": planned["x_dense"],
+            "planned": 1e3 * planned["ms"],
+        }
+        line |= {
+            "dense": 1e3 * planned["dense_ms"],
+            "stack_dense": stack.get("dense eager"),
+            "stack_twell": stack.get("forced twell"),
+        }
+        line |= {
+            "dense_floor": 1e6 * dense["memory"] / reached.memory,
+            "floor": 1e6 * (gate["memory"] + sparse["memory"]) / reached.memory,
+        }
+        found.append(line)
     return found
 
 
 def decode_table(found: list[dict]) -> str:
     """`decode` as text."""
-    columns = {
-        "tokens": "tokens",
-        "nnz": "mean nnz",
-        "dense": "dense us",
-        "dense_floor": "memory alone",
-        "planned": "planned us",
-        "floor": "memory alone",
-        "choice": "path",
-        "x": "times as fast",
-    }
+    columns = {"tokens": "tokens", "nnz": "mean nnz", "dense": "dense us", "dense_floor": "memory alone", "planned": "planned us",
+               "floor": "memory alone", "choice": "path", "x": "times as fast", "stack_dense": "in a stack: dense", "stack_twell": "TwELL"}  # fmt: skip
     return records.table(found, columns) if found else "No such run is recorded."
 
 
