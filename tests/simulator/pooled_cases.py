@@ -42,7 +42,7 @@ class Pooled:
         return cls(x.to(dtype), gate, up.to(dtype), down_t.to(dtype), *both, normal(tokens, d_model) if start else None)
 
     def to(self, device: str) -> Pooled:
-        values = (getattr(self, each.name) for each in fields(self))  # a run leaves more attributes than these
+        values = (getattr(self, each.name) for each in dataclasses.fields(self))  # a run leaves more attributes than these
         return Pooled(*(None if t is None else t.to(device) for t in values))
 
     def run(self, name: str, version: int | None, stats: bool = True) -> Tensor:
