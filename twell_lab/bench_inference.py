@@ -123,14 +123,14 @@ def _rows(shared: dict, samples: dict, *extra: dict) -> list[dict]:
     medians = {path: bench.quartiles(values) for path, values in samples.items()}
     rows = []
     for path, values in samples.items():
-        how = path.partition(" (")[2]
-        dense = medians[f"dense eager ({how}" if how else "dense eager"][0]
+        name, how, _ = path.partition(" (graph")  # a replay is set beside a replay
+        dense = medians["dense eager" + path[len(name) :]][0]
         median, spread = medians[path]
         row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense, "x_dense": dense / median}
         if not how:
             row["x_compiled"] = medians["dense compiled"][0] / median
         for each in extra:
-            row |= each.get(path.partition(" (")[0], {})
+            row |= each.get(name, {})
         rows.append({**row, "samples": [round(v, 6) for v in values]})
     return rows
 
