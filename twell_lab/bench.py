@@ -19,6 +19,7 @@ from .errors import DeviceError, InputError, TwellError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, VALUE_DTYPES, WORDS
 from .model import GatedFeedForward
+from .plain import OTHER_KERNELS
 from .records import Record
 
 _GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
@@ -210,18 +211,20 @@ def ffn(
     device: str | torch.device | None = None,
     workload_kind: str = "lognormal",
     compiled: bool = False,
+    others: bool = False,
     seconds: float = 2.0,
     seed: int = 0,
 ) -> Record:
     """Time a gated layer of the given size on a drawn workload (see `workload`), dense beside sparse.
 
-    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer.
+    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer. others: on a
+    GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
     seconds: how long to measure on a CPU. Returns a Record with a row for each path.
     """
     device = _device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
-    return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, seconds=seconds)
+    return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
 
 
 def _device(name: str | torch.device | None) -> torch.device:
@@ -248,7 +251,9 @@ def layer(
 
 
 @torch.no_grad()
-def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float) -> Record:
+def _compare(
+    dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float, others: bool = False
+) -> Record:
     x = inputs[0]
     (found,) = feed_forwards(dense)[:1]
     if found.module is not dense:
@@ -273,7 +278,7 @@ def _compare(dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bo
         return lambda turn: f(inputs[turn % len(inputs)])
 
     calls = {"dense eager": over_inputs(dense), "twell": over_inputs(sparse)}
-    if x.is_cuda:
+    if others and x.is_cuda:
         calls |= {name: over_inputs(call) for name, call in _other_kernels(dense, sparse, inputs).items()}
     if compiled:
         torch._dynamo.reset()
@@ -316,10 +321,10 @@ def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) ->
     def through_mma(x):
         return dispatch.sm90(x, *weights, down.weight, sparse.down_t, *biases, None, 0, packs=launch_sm80)
 
-    found = {"portable": portable}
+    found = {OTHER_KERNELS[0]: portable}
     x = inputs[0]
     if (sparse.tile, sparse.words) == (TILE, WORDS) and launch_sm80.takes(x, first.weight) and dispatch.fuses(first.weight):
-        found["mma.sync"] = through_mma
+        found[OTHER_KERNELS[1]] = through_mma
     for call in found.values():
         check(dense, As(sparse, call), x)
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import plots, records
 from .errors import RecordError
-from .plain import layer_names, layer_rows, share
+from .plain import layer_names, layer_rows, picked, share
 
 FORMAT = 1  # of notes["tour"] that this page reads
 
@@ -260,7 +260,7 @@ def see_recorded(rows: list[dict]) -> str:
 
 
 def _is_sparse(row: dict) -> bool:
-    return row.get("x_dense") is not None and not row["path"].startswith("dense")
+    return row.get("x_dense") is not None and not row["path"].startswith("dense") and picked(row["path"])
 
 
 def _at(row: dict) -> str:

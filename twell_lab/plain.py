@@ -7,6 +7,13 @@ from collections.abc import Iterable
 
 from .errors import InputError
 
+OTHER_KERNELS = ("portable", "mma.sync")  # paths of rows that say what a layer takes on kernels which were not picked for it
+
+
+def picked(path: str) -> bool:
+    """Whether a row's path is the layer as it runs (or the dense one), rather than kernels that are there for comparison."""
+    return path.partition(" (")[0] not in OTHER_KERNELS
+
 
 def layer_names(names: list[str]) -> list[str]:
     """`layers.3.mlp` -> `layer 3`, for a list of module names; as they are where that would not be unique."""

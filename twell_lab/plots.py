@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from .errors import InputError, StackError
-from .plain import decode, layer_names, percentiles, tile_of
+from .plain import decode, layer_names, percentiles, picked, tile_of
 
 try:
     import plotly.graph_objects as go
@@ -242,7 +242,7 @@ def _percent(value: float) -> str:
 def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
     """Measurement rows grouped into named lines, in the order in which they come; mine None: recorded."""
     rows = [row for row in rows if not row["path"].startswith("dense eager")
-            and row.get("x_dense") is not None and row.get("tokens")]
+            and picked(row["path"]) and row.get("x_dense") is not None and row.get("tokens")]
     several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
     groups: dict[tuple, list[dict]] = {}
     for row in rows:

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import bench, formats, ops, records, reference
 from .errors import RecordError, TwellError
 from .ffn import feed_forwards
-from .plain import layer_names, layer_rows, tile_of
+from .plain import layer_names, layer_rows, picked, tile_of
 from .profile import FiringProfile, activations, profile
 from .text import Text, load, spread_windows
 from .train import TOUR, TrainConfig, TrainResult, train
@@ -101,7 +101,7 @@ def summary(record: records.Record) -> str:
                       "dead": f"{sum(result['dead'])} of {d_ff * len(result['dead'])}"})
     first = records.table(lines, {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density",
                                   "dead": "dead neurons"})
-    timed = [row for row in record.rows if row["x_dense"] is not None]
+    timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
     second = records.table(
         [{**row, "layer": row.get("label", "LLM size")} for row in timed if not row["path"].startswith("dense eager")],
         {"layer": "layer", "tokens": "tokens", "dtype": "dtype", "path": "path", "nnz": "mean nnz",
