@@ -6,14 +6,14 @@
 // device memory, 0.045 ms at 3.0 TB/s, mostly hidden behind it.
 //
 // Versions, with their time for 16,384 tokens, mean nnz 29, on an H100 SXM (2026-11-21, cold L2)
-//   gated_v1  2.60 ms   one block a token and 2048 columns of y; the block's threads share each dot product and meet
+//   gated_v1  2.58 ms   one block a token and 2048 columns of y; the block's threads share each dot product and meet
 //                       at a barrier twice for every kept value. Scalar loads, any d_model.
-//   gated_v2  0.515 ms  a warp (WARPS of them, so that each lane holds at most four chunks of a row) a token: x and the
+//   gated_v2  0.497 ms  a warp (WARPS of them, so that each lane holds at most four chunks of a row) a token: x and the
 //                       sums stay in registers, 16-byte loads, the dot product is summed by shuffles.
-//   gated_v3  0.495 ms  the row of down_t is fetched before the dot product is known: both rows of a kept value are
+//   gated_v3  0.491 ms  the row of down_t is fetched before the dot product is known: both rows of a kept value are
 //                       under way together, so their latencies overlap.
 //   gated_v4  for few tokens: TEAMS teams share the kept values of one token and add up at the end. At 1 / 8 / 64 / 256
-//             tokens 14 / 17 / 18 / 27 us instead of v3's 31 / 42 / 37 / 33. At 16,384 it is slower (1.02 ms): the GPU
+//             tokens 13 / 17 / 17 / 27 us instead of v3's 31 / 43 / 36 / 33. At 16,384 it is slower (0.97 ms): the GPU
 //             is full without it.
 // With POOL (16-bit values) the kernels take overflow from the pool (pool_walk.cuh), hand lost rows on, and can start from sums
 // that are there already (`start`):

@@ -5,19 +5,19 @@
 //
 // Versions, with their time for 16,384 x 5,632 bf16, mean nnz 29, on an H100 SXM (2026-11-21, cold L2), and what the
 // hardware counters of the same day say was busy
-//   pack_v1  0.411 ms  one thread a tile. Each thread walks its 256 columns alone, so neighbouring threads read
+//   pack_v1  0.410 ms  one thread a tile. Each thread walks its 256 columns alone, so neighbouring threads read
 //                      addresses 512 bytes apart and every load of a warp touches 32 sectors of 32 lines. L1 finds 81%
 //                      of the sectors, but its data pipe serves a line a cycle, and is busy 88% of the time.
-//   pack_v2  0.204 ms  one warp a tile: 32 neighbouring columns at a time, a ballot gives each kept value its slot.
+//   pack_v2  0.203 ms  one warp a tile: 32 neighbouring columns at a time, a ballot gives each kept value its slot.
 //                      Reads are contiguous (64 bytes a warp for bf16). Any shape, any alignment. Device memory is busy
 //                      31% of the time, the issue slots 55%.
-//   pack_v3  0.099 ms  16-byte loads: a lane holds 8 (fp32: 4) neighbouring columns, so a bf16 tile is one load a
+//   pack_v3  0.098 ms  16-byte loads: a lane holds 8 (fp32: 4) neighbouring columns, so a bf16 tile is one load a
 //                      lane; a prefix sum over the lanes' counts gives the slots. Needs columns and tile to be
 //                      multiples of the vector. Predicted 0.07. Device memory is busy 64% of the time, the issue slots
 //                      76%: the instructions for each tile are the nearer limit.
 //   pack_v4  0.095 ms  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under
 //                      way. Predicted 0.07: bytes under way were not the limit (device memory 66%, issue slots 66%).
-//                      At 1 / 8 / 64 / 256 tokens it takes 6.5 / 6.4 / 7.0 / 7.8 us and v3 5.5 / 5.0 / 6.0 / 6.7.
+//                      At 1 / 8 / 64 / 256 tokens it takes 6.3 / 7.1 / 6.6 / 8.2 us and v3 5.0 / 6.0 / 5.4 / 6.9.
 #include "twell.cuh"
 
 // Where tile `item` of the matrix begins; tiles are numbered row by row.
