@@ -80,11 +80,23 @@ def test_the_newest_of_each_measurement_is_read(monkeypatch):
     assert hopper.recorded()[0]["where"] == "recorded on NVIDIA H100, 2026-01-02"
 
 
+def test_the_record_of_the_portable_kernels_fills_in(monkeypatch):
+    rows = [row(path, ms, kind="ffn_forward") for path, ms in (("dense eager", 2.0), ("twell", 0.9), ("portable", 1.1), ("part: pack", 0.1))]
+    portable = record("portable", "2026-01-01T00:00:00Z", [{key: value for key, value in each.items() if key != "where"} for each in rows])
+    monkeypatch.setattr(hopper.records, "load_all", lambda: [portable])
+    found = hopper.recorded()
+    assert [each["path"] for each in found] == ["dense eager", "forced twell", "forced portable"]
+    assert found[1]["where"].startswith("recorded on NVIDIA H100, 2026-01-01") and "1.1" in hopper.ways(found)
+    newer = record("inference", "2026-01-02T00:00:00Z", [row("forced twell", 0.8)])
+    monkeypatch.setattr(hopper.records, "load_all", lambda: [portable, newer])
+    assert [(each["path"], each["ms"]) for each in hopper.recorded()] == [("forced twell", 0.8), ("forced portable", 1.1)]
+
+
 def test_without_a_record_the_command_is_named_and_nothing_fails():
     assert hopper.COMMAND in hopper.about([])
     for told in (hopper.headline_table(hopper.headline([])), work.gained([]), work.packing_left([]), work.of_the_roof([], work.datasheet()),
                  hopper.plan_sentences([]), hopper.losses([]), hopper.trained_sentences([]), hopper.decode_table(hopper.decode([], RATES)),
-                 hopper.shapes_table(hopper.shapes([])), hopper.overflow_table(hopper.overflow_rows([]))):
+                 hopper.ways([]), hopper.shapes_table(hopper.shapes([])), hopper.overflow_table(hopper.overflow_rows([]))):
         assert told.startswith("No ") and "recorded" in told
     assert work.rates([]).tensor > 1e14  # from the record of the portable kernels
 

@@ -19,7 +19,10 @@ from .hopper_work import GRAPH, LOGNORMAL, Rates, floors, select, work
 UNIFORM = "independent, uniform"
 NAME = "inference"  # of the records; what a section adds to the name is its own
 COMMAND = "twell-lab record inference"
+MISSING = f"No such run is recorded in this checkout; `{COMMAND}` makes one."
 STACK = " (graph of "  # so many layers: a layer's share
+SAME = {"dense eager": "dense eager", "dense compiled": "dense compiled", "twell": "forced twell"}  # in the record of the portable kernels
+SHOWN = ("planned", "forced twell", "forced hot_cold", "forced dense", "forced portable", "forced mma.sync")
 FEW = 256  # up to here a layer is about as short as its launches, and graph replays are what counts
 LEAST = 0.97  # times as fast as dense; a cell below it counts as a loss, above it may be noise
 
@@ -41,7 +44,39 @@ def recorded(device: str = "H100") -> list[dict]:
         old = "; stale: code has changed since" * bool(rows and records.stale(record))
         found += [{**row, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"} for row in rows]
         taken |= {_what(row) for row in rows}
+    return found + _portable(device, taken)
+
+
+def _portable(device: str, taken: set[tuple]) -> list[dict]:
+    """The rows of the newest record of the portable kernels, by the names used here; a layer that `taken` holds is not repeated."""
+    record = next(
+        (r for r in reversed(records.load_all()) if r.name == "portable" and any(device in row.get("device", "") for row in r.rows)), None
+    )
+    found = []
+    for row in record.rows if record else ():
+        how, graph = row.get("path", "").removesuffix(GRAPH), row.get("path", "").endswith(GRAPH)
+        if row.get("kind") != "ffn_forward" or how not in (*SAME, "portable", "mma.sync"):
+            continue
+        old = "; stale: code has changed since" * records.stale(record)
+        named = {**row, "kind": "inference", "gated": True, "path": SAME.get(how, f"forced {how}") + GRAPH * graph}
+        if how not in SAME or _what(named) not in taken:
+            found.append({**named, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"})
     return found
+
+
+def ways(rows: list[dict], tokens: int = 16384) -> str:
+    """TwELL layers on each sort of kernels beside the dense one, in ms and times dense, by nnz, as a table."""
+    here = select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
+    lines: dict[float, dict] = {}
+    for row in here:
+        line = lines.setdefault(row["nnz"], {"nnz": row["nnz"]})
+        line[row["path"]] = row["ms"]
+        line[f"{row['path']} x"] = row["x_dense"]
+    columns = {"nnz": "mean nnz", "dense eager": "dense ms", "dense compiled": "compiled"}
+    for path, name in (("forced portable", "portable"), ("forced mma.sync", "mma.sync"), ("forced twell", "Hopper")):
+        columns |= {path: f"TwELL, {name} ms", f"{path} x": "x dense"}
+    shown = [line for _, line in sorted(lines.items()) if "forced twell" in line]
+    return records.table(shown, columns) if shown else MISSING
 
 
 def _what(row: dict) -> tuple:
@@ -121,19 +156,9 @@ def headline(rows: list[dict], tokens: int = 16384, workload: str = LOGNORMAL) -
     for planned in sorted((row for row in here if row["path"] == "planned"), key=lambda row: row["nnz"]):
         beside = {row["path"]: row for row in here if row["nnz"] == planned["nnz"] and row["where"] == planned["where"]}
         compiled = beside.get("planned compiled", {})
-        shown.append(
-            {
-                "nnz": planned["nnz"],
-                "choice": planned.get("choice"),
-                "dense_ms": planned["dense_ms"],
-                "ms": planned["ms"],
-                "x_dense": planned["x_dense"],
-                "compiled_dense_ms": beside.get("dense compiled", {}).get("ms"),
-                "compiled_ms": compiled.get("ms"),
-                "x_compiled": compiled.get("x_compiled"),
-                "where": planned["where"],
-            }
-        )
+        line = {key: planned.get(key) for key in ("nnz", "choice", "dense_ms", "ms", "x_dense", "where")}
+        line |= {"compiled_dense_ms": beside.get("dense compiled", {}).get("ms")}
+        shown.append(line | {"compiled_ms": compiled.get("ms"), "x_compiled": compiled.get("x_compiled")})
     return shown
 
 
@@ -162,7 +187,11 @@ def headline_table(shown: list[dict]) -> str:
         "compiled_ms": "planned ms",
         "x_compiled": "times as fast",
     }
-    return records.table(shown, columns) if shown else "No such run is recorded."
+    return (
+        records.table(shown, columns)
+        if shown
+        else f"No planned layer is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` does it."
+    )
 
 
 # ---- the planner, judged ----
@@ -217,20 +246,13 @@ def cells(rows: list[dict], workload: str = LOGNORMAL, d_model: int = 2048, d_ff
         name = family(row["path"])
         if name == "planned compiled" and row.get("x_compiled"):
             found.append({**_cell(row, name), "x": row["x_compiled"], "how": "compiled"})
-        elif name in ("planned", "forced twell", "forced hot_cold", "forced dense") and graph == few:
+        elif name in SHOWN and graph == few:
             found.append({**_cell(row, name), "x": row["x_dense"], "how": "graph" if graph else "eager"})
     return found
 
 
 def _cell(row: dict, name: str) -> dict:
-    return {
-        "tokens": row["tokens"],
-        "nnz": row["nnz"],
-        "path": name,
-        "choice": row.get("choice"),
-        "ms": row["ms"],
-        "where": row["where"],
-    }
+    return {**{key: row.get(key) for key in ("tokens", "nnz", "choice", "ms", "where")}, "path": name}
 
 
 def losses(found: list[dict]) -> str:
@@ -240,17 +262,8 @@ def losses(found: list[dict]) -> str:
         here = sorted((cell for cell in found if cell["path"] == path), key=lambda cell: cell["x"])
         low, high = here[0], here[-1]
         below = sum(cell["x"] < LEAST for cell in here)
-        lines.append(
-            {
-                "path": path,
-                "cells": len(here),
-                "below": below,
-                "low": f"{low['x']:.2f}x",
-                "low_at": _at(low),
-                "high": f"{high['x']:.2f}x",
-                "high_at": _at(high),
-            }
-        )
+        line = {"path": path, "cells": len(here), "below": below, "low": f"{low['x']:.2f}x", "low_at": _at(low)}
+        lines.append(line | {"high": f"{high['x']:.2f}x", "high_at": _at(high)})
     columns = {
         "path": "",
         "cells": "cells",
@@ -260,7 +273,7 @@ def losses(found: list[dict]) -> str:
         "high": "highest",
         "high_at": "at",
     }
-    return records.table(lines, columns) if lines else "No such run is recorded."
+    return records.table(lines, columns) if lines else MISSING
 
 
 def _at(cell: dict) -> str:
@@ -339,7 +352,7 @@ def overflow_table(found: list[dict]) -> str:
         "choice": "path",
         "planned_dense": "of dense",
     }
-    return records.table(found, columns) if found else "No such run is recorded."
+    return records.table(found, columns) if found else MISSING
 
 
 # ---- decode, and other shapes ----
@@ -351,14 +364,14 @@ def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
     stack_dense, stack_twell: a layer's share of a graph of several layers, each with weights of its own, as in a model.
     """
     found = []
-    for tokens in (1, 4, 16, 64):
+    for tokens in sorted({row["tokens"] for row in rows if row["kind"] == "inference" and row["tokens"] <= 64}):
         here = [row for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
                 if abs(row["nnz"] - nnz) < 0.4 * nnz]  # fmt: skip  # the count of one token varies
         alone = {row["path"].removesuffix(GRAPH): row for row in here if row["path"].endswith(GRAPH)}
         stack = {row["path"].partition(STACK)[0]: 1e3 * row["ms"] for row in here if STACK in row["path"]}
-        if "planned" not in alone:
+        planned = alone.get("planned") or alone.get("forced twell")  # the same kernels, where no plan is recorded
+        if planned is None:
             continue
-        planned = alone["planned"]
         dense, gate, sparse = work(tokens, 2048, 5632, planned["nnz"])
         line = {
             "tokens": tokens,
@@ -384,7 +397,7 @@ def decode_table(found: list[dict]) -> str:
     """`decode` as text."""
     columns = {"tokens": "tokens", "nnz": "mean nnz", "dense": "dense us", "dense_floor": "memory alone", "planned": "planned us",
                "floor": "memory alone", "choice": "path", "x": "times as fast", "stack_dense": "in a stack: dense", "stack_twell": "TwELL"}  # fmt: skip
-    return records.table(found, columns) if found else "No such run is recorded."
+    return records.table(found, columns) if found else MISSING
 
 
 def shapes(rows: list[dict]) -> list[dict]:

@@ -20,6 +20,8 @@ PATHS = {
     "forced twell": plots.RED,
     "forced hot_cold": plots.ORANGE,
     "forced dense": plots.GREY,
+    "forced portable": plots.GREEN,
+    "forced mma.sync": plots.PURPLE,
 }
 NAMES = {
     "planned": "planned",
@@ -27,6 +29,8 @@ NAMES = {
     "forced twell": "TwELL, forced",
     "forced hot_cold": "hot/cold, forced",
     "forced dense": "dense, forced",
+    "forced portable": "TwELL, portable",
+    "forced mma.sync": "TwELL, mma.sync",
 }
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
 
@@ -42,7 +46,7 @@ def speedups(cells: list[dict], own: list[dict], tokens: int) -> go.Figure:
     if not cells and not own:
         return _nothing(title)
     figure = go.Figure()
-    for path in ("planned", "planned compiled", "forced twell"):
+    for path in ("planned", "planned compiled", "forced twell", "forced portable", "forced mma.sync"):
         here = sorted((cell for cell in cells if cell["path"] == path), key=lambda cell: cell["nnz"])
         if here:
             figure.add_scatter(
