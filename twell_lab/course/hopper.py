@@ -55,11 +55,14 @@ def _portable(device: str, taken: set[tuple]) -> list[dict]:
     found = []
     for row in record.rows if record else ():
         how, graph = row.get("path", "").removesuffix(GRAPH), row.get("path", "").endswith(GRAPH)
-        if row.get("kind") != "ffn_forward" or how not in (*SAME, "portable", "mma.sync"):
+        if row.get("kind") != "ffn_forward" or how not in (*SAME, "portable", "mma.sync", "part: gate GEMM"):
             continue
         old = "; stale: code has changed since" * records.stale(record)
         named = {**row, "kind": "inference", "gated": True, "path": SAME.get(how, f"forced {how}") + GRAPH * graph}
-        if how not in SAME or _what(named) not in taken:
+        if how == "part: gate GEMM":
+            tflops = 2e-9 * row["tokens"] * row["d_model"] * row["d_ff"] / row["ms"]
+            named |= {"kind": "gate", "path": "gate GEMM (torch)", "tflops": round(tflops, 1)}
+        if how in ("portable", "mma.sync") or _what(named) not in taken:
             found.append({**named, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"})
     return found
 
@@ -395,7 +398,7 @@ def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
 
 def decode_table(found: list[dict]) -> str:
     """`decode` as text."""
-    columns = {"tokens": "tokens", "nnz": "mean nnz", "dense": "dense us", "dense_floor": "memory alone", "planned": "planned us",
+    columns = {"tokens": "tokens", "nnz": "mean nnz", "dense": "dense us", "dense_floor": "memory alone", "planned": "sparse us",
                "floor": "memory alone", "choice": "path", "x": "times as fast", "stack_dense": "in a stack: dense", "stack_twell": "TwELL"}  # fmt: skip
     return records.table(found, columns) if found else MISSING
 

@@ -159,7 +159,7 @@ def gained(found: list[dict]) -> str:
     ]
     if "gate GEMM (torch)" in ms and "sm90 gate_pack v3" in ms:
         lines.append(f"v3 against torch's GEMM, which packs nothing: {_change(ms['gate GEMM (torch)'], ms['sm90 gate_pack v3'])}")
-    return "\n".join(lines) or "No version is recorded."
+    return "\n".join(lines) or "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
 
 
 def _change(before: float, after: float) -> str:
@@ -171,7 +171,7 @@ def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> st
     """What packing costs a tile in v2 beyond v3, from the two times."""
     ms = {row["path"]: row["ms"] for row in found}
     if not {"sm90 gate_pack v2", "sm90 gate_pack v3"} <= set(ms):
-        return "No version is recorded."
+        return "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
     turns, _ = waves(tokens, d_ff)
     each = 1e6 * (ms["sm90 gate_pack v2"] - ms["sm90 gate_pack v3"]) / turns
     whole = 1e6 * ms["sm90 gate_pack v3"] / turns

@@ -289,7 +289,7 @@ def decode(found: list[dict], where: str) -> go.Figure:
         return _nothing(title)
     names = [f"{row['tokens']} token{'s' * (row['tokens'] > 1)}" for row in found]
     figure = go.Figure()
-    for key, floor, name, colour in (("dense", "dense_floor", "dense", plots.GREY), ("planned", "floor", "planned", plots.BLUE)):
+    for key, floor, name, colour in (("dense", "dense_floor", "dense", plots.GREY), ("planned", "floor", "sparse", plots.BLUE)):
         figure.add_bar(
             x=names,
             y=[row[key] for row in found],
