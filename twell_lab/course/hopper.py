@@ -426,13 +426,14 @@ def shapes_table(found: list[dict]) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """The planned layer in a sentence: its worst and best figure over all cells, and where they come from. Empty for no rows."""
-    planned = [cell for cell in cells(rows) if cell["path"] == "planned"]
+    """The planned layer (TwELL, where none is recorded) in a sentence: its worst and best figure over all cells, and where they come from. Empty for no rows."""
+    name, path = ("The planned layer", "planned") if any(row["path"] == "planned" for row in rows) else ("TwELL", "forced twell")
+    planned = [cell for cell in cells(rows) if cell["path"] == path]
     if not planned:
         return ""
     low, high = (pick(planned, key=lambda cell: cell["x"]) for pick in (min, max))
     below = sum(cell["x"] < LEAST for cell in planned)
     return (
-        f"The planned layer, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} ({_at(high)}), "
+        f"{name}, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} ({_at(high)}), "
         f"below {LEAST} in {below} of {len(planned)} cells."
     )

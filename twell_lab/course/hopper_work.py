@@ -140,7 +140,7 @@ IDEAS = {
 
 def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dict]:
     """The rows of kind "gate" at this nnz and number of tokens, slowest first, each with `idea`."""
-    found = select(rows, "gate", nnz, tokens=tokens)
+    found = select(rows, "gate", nnz, tokens=tokens, workload=LOGNORMAL)
     return [{**row, "idea": IDEAS.get(row["path"], "")} for row in sorted(found, key=lambda row: -row["ms"])]
 
 
