@@ -83,6 +83,13 @@ def transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
     return down_t
 
 
+def plain(t: Tensor | None) -> Tensor | None:
+    """t itself if it is contiguous and starts on a 16-byte boundary, as the kernels read it; otherwise a copy that does."""
+    if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 def check_backend(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether the kernels are to run in the simulator: None (what the tensors' device has) or "simulator" is accepted."""
     if backend is None:

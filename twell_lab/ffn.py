@@ -146,7 +146,6 @@ class SparseFFN(HotFirst):
             self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
         self.register_buffer("down_t", None, persistent=False)
         self.register_buffer("stats", None, persistent=False)
-        self._watch: Watch | None = None
         self.follow(plan)
 
     @classmethod
@@ -174,7 +173,7 @@ class SparseFFN(HotFirst):
         return self._projection(2)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
-        """Take the paths of another plan from now on; the counts of `status` begin anew.
+        """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
         Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old buffers.
         """
@@ -194,6 +193,7 @@ class SparseFFN(HotFirst):
             choice.check(d_ff)
         if all(choice == choices[0][1] for _, choice in choices):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
+        self._watch: Watch | None = None
         self.plan = plan
         self._choices = choices
         hot = max(choice.hot for _, choice in choices)
@@ -207,7 +207,7 @@ class SparseFFN(HotFirst):
         else:
             self.down_t = None
         self._renew_stats()
-        self._fuses = dispatch.fuses(self.up.weight)  # asked here: a forward that is being compiled sees no addresses
+        self._fuses = dispatch.fuses(self.up.weight)
 
     @property
     def extra_bytes(self) -> int:
@@ -238,9 +238,12 @@ class SparseFFN(HotFirst):
         learning = torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
         )
-        fused = self._fuses and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
-        if choice.path == "dense" and (learning or not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda)):
-            return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
+        if choice.path == "dense":
+            if not torch.compiler.is_compiling():  # a forward that is being compiled sees no addresses, and keeps the last answer
+                self._fuses = dispatch.fuses(weights[1])
+            fused = self._fuses and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
+            if learning or not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
+                return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
         if choice.path == "hot_cold" and not learning:
             sources = [*weights, *biases[:2]]
             copies = self._hot_first(sources)
@@ -308,10 +311,15 @@ class SparseFFN(HotFirst):
             self._watch = self._watch if allowed is False else None
             return
         watch, self._watch = self._watch, None  # taken away meanwhile: of two threads, one decides
-        plan = watch.see(self, x)
-        if plan is None:
-            self._watch = watch
-        else:
+        if watch is None:
+            return
+        plan = None
+        try:
+            plan = watch.see(self, x)
+        finally:
+            if plan is None:  # not yet, or interrupted
+                self._watch = watch
+        if plan is not None:
             self.follow(plan)
 
     def _sources(self) -> list[Tensor | None]:

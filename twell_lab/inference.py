@@ -81,6 +81,8 @@ def infer(
 def _check_path(path: str, hot: int, d_ff: int, tile: int) -> None:
     if path not in PATHS:
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
+    if isinstance(hot, bool) or not isinstance(hot, int):
+        raise InputError(f"hot is {hot!r}; a whole number is accepted")
     if path != "hot_cold" and hot != 0:
         raise InputError(f"hot is {hot} on path {path!r}; 0 is accepted, and more on 'hot_cold'")
     if path == "hot_cold" and (hot % 256 or not 0 < hot < d_ff):
@@ -97,11 +99,12 @@ def _check_stats(stats: Tensor | None, x: Tensor) -> None:
         raise InputError(f"stats is on {stats.device} but the input is on {x.device}; one device is accepted")
 
 
-def _cuda(*arguments):
+@torch.no_grad()
+def _cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, *how):
     from . import dispatch
 
-    with torch.no_grad():
-        return dispatch.infer(*arguments)
+    down_t, gate_bias, up_bias, down_bias = map(checks.plain, (down_t, gate_bias, up_bias, down_bias))
+    return dispatch.infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, *how)
 
 
 @torch.no_grad()

@@ -271,11 +271,13 @@ def _packed_gated_cuda(x, packed, tail_pointer, tail_column, tail_value, up, dow
 
 @torch.library.impl(_library, "gated_ffn", "CUDA")
 def _gated_ffn_cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
+    down_t, gate_bias, up_bias, down_bias = map(checks.plain, (down_t, gate_bias, up_bias, down_bias))
     return dispatch.infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, None, "twell", 0, tile, words)
 
 
 @torch.library.impl(_library, "plain_ffn", "CUDA")
 def _plain_ffn_cuda(x, up, down, down_t, up_bias, down_bias, tile, words):
+    down_t, up_bias, down_bias = map(checks.plain, (down_t, up_bias, down_bias))
     return dispatch.infer(x, None, up, down, down_t, None, up_bias, down_bias, None, "twell", 0, tile, words)
 
 

@@ -32,8 +32,8 @@ class Watch:
         """Count one input of `layer`, a SparseFFN. Returns the LayerPlan once there is one, and None before."""
         rows = x.reshape(-1, x.shape[-1])
         weight = layer.up.weight
-        if not rows.shape[0] or rows.dtype != weight.dtype or rows.device != weight.device:
-            return None  # nothing to count, or under autocast: the plan is for the layer's own dtype
+        if not rows.shape[0] or rows.dtype != weight.dtype or rows.device != weight.device or rows.shape[1] != weight.shape[1]:
+            return None  # nothing to count, or nothing that this layer takes: its forward says so
         if self.tokens >= TOKENS or self.forwards >= FORWARDS:
             return self._decide(layer, rows)
         from .ffn import FeedForward
@@ -71,4 +71,6 @@ def may_watch(x) -> bool | None:
         return False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
+    if x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
+        return False  # under autocast: the plan is for the layer's own dtype
     return x.dim() > 0

@@ -365,3 +365,30 @@ def test_wrong_inputs_name_themselves(path, module):
     for wrong, named in [([1.0], "list"), (torch.randn(3, D_MODEL + 1), "shape"), (torch.randn(3, D_MODEL).double(), "float64")]:
         with pytest.raises(InputError, match=named):
             sparse(wrong)
+
+
+def test_a_plan_of_ones_own_ends_the_watch():
+    model = nn.ModuleList([GatedFeedForward(64, 1024)]).requires_grad_(False)
+    (layer,) = sparsify(model, "auto")
+    layer.follow(Choice("hot_cold", 256))
+    for _ in range(10):
+        layer(torch.randn(600, 64))
+    assert layer.status()["plan"] == "planned" and layer.plan == Choice("hot_cold", 256)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 63), torch.ones(2, 64).to_sparse()], ids=["width", "layout"])
+def test_wrong_input_is_an_input_error_and_the_watch_goes_on(wrong):
+    model = nn.ModuleList([GatedFeedForward(64, 1024)]).requires_grad_(False)
+    (layer,) = sparsify(model, "auto")
+    with pytest.raises(InputError):
+        layer(wrong)
+    assert layer.status()["plan"] == "watching"
+
+
+def test_an_interrupted_watch_goes_on(monkeypatch):
+    model = nn.ModuleList([GatedFeedForward(64, 1024)]).requires_grad_(False)
+    (layer,) = sparsify(model, "auto")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(layer._watch), "see", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        layer(torch.randn(3, 64))
+    assert layer.status()["plan"] == "watching"

@@ -209,3 +209,15 @@ def test_more_tokens_than_one_pass():
     made = tensors(32768 + 700, 64, 512)
     keeps(made, "twell", 0)
     keeps(made, "hot_cold", 256)
+
+
+@pytest.mark.parametrize("path, hot", PATHS)
+@pytest.mark.parametrize("tokens", [5, 300, 2100])
+def test_biases_and_transposes_that_lie_anywhere(tokens, path, hot):
+    """Strided biases, and what starts off a 16-byte boundary: the same bits as from copies that do not."""
+    made = tensors(tokens, biased=True)
+    expected = ops.infer(*made, path=path, hot=hot)
+    strided = [torch.stack([b, b + 1], 1)[:, 0] for b in made[4:6]]
+    odd = torch.cat([made[6][:1], made[6]])[1:]
+    down_t = torch.empty(made[3].numel() + 1, dtype=made[3].dtype, device="cuda")[1:].view(made[3].t().shape).copy_(made[3].t())
+    assert torch.equal(ops.infer(*made[:4], *strided, odd, down_t=down_t, path=path, hot=hot), expected)

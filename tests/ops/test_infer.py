@@ -101,7 +101,7 @@ def test_opcheck(path, hot):
 def test_refusals():
     tensors = layer(1)
     for bad, words in [(dict(path="warm"), "path is 'warm'"), (dict(path="twell", hot=256), "hot is 256 on path 'twell'"),
-                       (dict(path="hot_cold"), "hot is 0 of 640"), (dict(path="hot_cold", hot=100), "hot is 100"),
+                       (dict(path="hot_cold", hot="256"), "hot is '256'"), (dict(path="hot_cold"), "hot is 0 of 640"), (dict(path="hot_cold", hot=100), "hot is 100"),
                        (dict(path="hot_cold", hot=768), "hot is 768 of 640"), (dict(stats=torch.zeros(4)), "stats is torch.float32"),
                        (dict(stats=torch.zeros(3, dtype=torch.int64)), r"\[3\]"), (dict(stats=3), "stats is int")]:  # fmt: skip
         with pytest.raises(InputError, match=words):

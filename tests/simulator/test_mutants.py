@@ -71,12 +71,13 @@ SURVIVORS = {
     ("pool_walk.cuh", "threadIdx.x «!=»0) return", +1): SAME,
     ("pool_walk.cuh", "if (threadIdx.x «==»0) {", +1): "any thread can take the slot",
 }
-# Past the end of a thread's own array of structs, whose elements are used by their address: a compiler's check of bounds may
-# not see it, and what lies there is anything.
+# Past the end of a thread's own array of structs, whose elements are used by their address, or memory that nobody wrote: a check
+# of bounds may not see it, and what lies there is anything.
 OPEN = {
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) found |=", +1): "a chunk past the row's last is looked at",
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) {", +1): "a chunk past the row's last is loaded, or used",
     ("smxx_pack.cu", "for (int j = 0; j «<»TILES; ++j) {", +1): "a tile that is not used is loaded",
+    ("smxx_down.cu", "«for (int i =»1, at = 0; i <= kept; ++i) {", -1): "the head as an entry: next to nothing, of a column nobody wrote",
 }
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000
 MOST_LINES = 450
 # Written so that this file does not match itself.
-MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|opt/(wheel[s]|pyp[i]))\b/?")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]))\b/?")
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
 OUTER_ROOMS = {"__init__", "__main__", "plots", "page", "tour", "cli"}
 OUTER_ROOMS |= {"widgets", "notebook", *(f"{kind}_{part}" for kind in ("plots", "widgets")
