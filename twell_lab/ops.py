@@ -1,4 +1,4 @@
-"""The torch operators, and the one place that picks a kernel.
+"""The torch operators: what torch, its compiler and its autograd see (twell_lab.dispatch picks the kernels).
 
 `torch.ops.twell_lab.*` are registered for CPU (torch operations that skip the zeros) and CUDA (the kernels),
 with fake implementations for torch.compile and autograd. The functions of this module check their arguments

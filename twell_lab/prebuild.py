@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from . import jit, launch, launch_decode, launch_sm80, launch_sm90, launch_sm90_dense
 from .errors import InputError
 
-_THREADS = 8  # the compiler runs outside of Python's lock; more at once only wait for memory
+_THREADS = 8  # the compiler runs outside of Python's lock
 
 
 def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
     """(file, architecture, macros) of every kernel that a GPU of `arch` may be asked for, for these values and widths."""
     number = int(arch.removeprefix("sm_"))
-    found = []
+    found: list[tuple[str, tuple]] = []
     for dtype in dtypes:
         found.append(("smxx_pack.cu", ((launch._DEFINE[dtype], True),)))
         teams = (1, launch._TEAMS)
@@ -45,6 +46,12 @@ def prebuild(folder: Path, architectures, dtypes, d_models, progress: Callable[[
 
     progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written.
     """
+    try:  # before a minute is spent on compiling
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{folder} is no folder that can be written ({error.strerror})") from error
     wanted = [each for arch in architectures for each in builds(arch, dtypes, d_models)]
     made = []
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -29,7 +29,8 @@ class TestsFailed(TwellError, RuntimeError):
 
 
 def portable() -> Record:
-    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, across nnz and tokens."""
+    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, across nnz and tokens, beside the dense layer
+    and what `dispatch` picks for the TwELL path on this GPU; and each version of the portable kernels."""
     _need_gpu()
     rows = []
     for nnz in (8, 29, 60, 120, 300):
@@ -46,7 +47,7 @@ def portable() -> Record:
 def inference() -> Record:
     """Every path of a layer beside torch's dense layer, eager and compiled: the tables of the inference kernels, bf16.
 
-    Without a folder of cubins the kernels are compiled on first use; what that took is in the notes.
+    The notes say how long each section took, a first call, and the compilation of every kernel.
     """
     _need_gpu()
     from . import bench_inference as tables
