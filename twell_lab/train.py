@@ -4,128 +4,34 @@ The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged 
 h is what enters the down projection. This is the convention of the published code of "Sparser, Faster,
 Lighter Transformer Language Models" (arXiv 2603.23198), whose 2e-5 is meant so; the paper's formula averages
 over neurons as well, so the same pressure takes a coefficient d_ff times larger there.
+
+Nothing in a step waits for the device: numbers are read where a row of the history is made, and only there.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from os import PathLike
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .errors import DeviceError, InputError
-from .ffn import SparseFFN, feed_forwards
-from .model import LanguageModel, ModelConfig
+from .model import LanguageModel
+from .objective import (  # noqa: F401  (names that others import from here)
+    EVAL_BATCH,
+    Objective,
+    bits_per_byte,
+    cross_entropy,
+    hidden_activations,
+    l1_penalty,
+    mean_nnz,
+)
 from .profile import profile
-from .text import Text, check_enough, load, random_windows, spread_windows
-
-EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What to train, on what, and how long. A wrong value raises InputError that names the field.
-
-    l1: coefficient of the penalty (see the module); 0 trains without.
-    steps, batch, context: optimizer steps; windows a step; bytes a window.
-    d_model, layers, heads, d_ff, gated: the model (see ModelConfig); plain feed-forward layers if not gated.
-    lr, warmup, weight_decay: AdamW's peak learning rate, reached linearly over `warmup` steps, then falling
-        along a cosine to a tenth; weight decay applies to matrices alone.
-    clip: the largest norm of the gradient.
-    seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives
-        the same curve bit for bit.
-    device: "cpu", "cuda", "cuda:1"; None picks a GPU where there is one.
-    text: a file or folder, a Text, or None for the source of Python's standard library.
-    log_every, eval_every: steps between two rows of the history, between two validations.
-    eval_windows: how many windows of the held-out text a validation and the profile read, at most.
-
-    The defaults are the tour's; what they were chosen from stands beside TOUR, at the end of this module.
-    """
-
-    l1: float = 0.0
-    steps: int = 900
-    batch: int = 8
-    context: int = 64
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 4
-    d_ff: int = 512
-    gated: bool = True
-    lr: float = 2e-3
-    warmup: int = 50
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    device: str | None = None
-    text: str | PathLike | Text | None = None
-    log_every: int = 10
-    eval_every: int = 150
-    eval_windows: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "log_every", "eval_every", "eval_windows"):
-            self._check(name, int, lambda value: value >= 1, "a whole number from 1 up")
-        self._check("warmup", int, lambda value: value >= 0, "a whole number from 0 up")
-        self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
-        for name in ("l1", "weight_decay"):
-            self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
-        for name in ("lr", "clip"):
-            self._check(name, (int, float), lambda value: 0 < value < math.inf, "a finite number above 0")
-        if not isinstance(self.text, (str, PathLike, Text, type(None))):
-            raise InputError(f"text is a {type(self.text).__name__}; accepted: a path, a Text, or None")
-        try:
-            torch.device("cpu" if self.device is None else self.device)
-        except (RuntimeError, TypeError) as error:
-            raise InputError(f"device is {self.device!r}; accepted: a torch device, or None") from error
-        self.model()
-
-    def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
-            raise InputError(f"{name} is {value!r}; accepted: {accepted}")
-
-    def model(self) -> ModelConfig:
-        """The sizes of the model to train."""
-        return ModelConfig(d_model=self.d_model, layers=self.layers, heads=self.heads, d_ff=self.d_ff,
-                           context=self.context, gated=self.gated)
-
-
-@dataclass(frozen=True, eq=False)
-class TrainResult:
-    """A trained model and how it got there.
-
-    history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
-        1), loss, ce (nats a byte), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
-        layers), lr, seconds since the start; where the model was validated also val_bits_per_byte.
-    validation_bits_per_byte: cross-entropy on held-out text, in bits a byte, at the end.
-    mean_nnz, density, dead: firing on that text (see twell_lab.profile): neurons firing at a token, averaged
-        over layers; the share of neurons firing, by layer; neurons that never fire there, by layer.
-    text: name, sha256 and size of the whole text, and the sizes of its training and validation parts.
-    seconds, tokens: wall time of the loop, validations included; bytes trained on.
-    """
-
-    model: LanguageModel
-    config: TrainConfig
-    history: list[dict]
-    validation_bits_per_byte: float
-    mean_nnz: float
-    density: list[float]
-    dead: list[int]
-    text: dict
-    seconds: float
-    tokens: int
-
-    def summary(self) -> dict:
-        """Everything but the weights, JSON-able, without any path of this machine."""
-        config = {name: value for name, value in vars(self.config).items() if name != "text"}
-        return {"config": config, "parameters": sum(weight.numel() for weight in self.model.parameters()),
-                **{name: value for name, value in vars(self).items() if name not in ("model", "config")}}
+from .text import Text, check_enough, load, spread_windows
+from .train_config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 
 
 def train(config: TrainConfig, *, progress: bool = True,
@@ -144,44 +50,57 @@ def train(config: TrainConfig, *, progress: bool = True,
     check_enough(training, validation, config.batch, config.context)
     model = initial_model(config).to(device)
     optimizer = _optimizer(model, config)
-    order = torch.Generator().manual_seed(config.seed)
-    data = training.data.to(device)
+    order = Order(training.data, config, device)
     held_out = spread_windows(validation.data, config.eval_windows, config.context).to(device)
+    objective = Objective(model)
+    measure = torch.compile(objective) if config.compile else objective
+    weight = torch.zeros((), device=device) if config.l1 else None  # the penalty's, as a tensor: no new graph for it
     history: list[dict] = []
     start = time.perf_counter()
+    lap, lap_step = start, 0
     with _bar(config, progress) as bar:
         for step in range(1, config.steps + 1):
+            last = step == config.steps
+            validate = last or step % config.eval_every == 0
+            logged = validate or step == 1 or step % config.log_every == 0
             lr = learning_rate(config, step)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            windows = random_windows(data, config.batch, config.context, order)
-            with hidden_activations(model) as hidden:
-                ce = cross_entropy(model, windows)
-            l1_term = config.l1 * l1_penalty(hidden) if config.l1 else ce.new_zeros(())
-            loss = ce + l1_term
-            loss.backward()
+            if weight is not None:
+                weight.fill_(l1_coefficient(config, step))
+            parts = []
+            for windows in order.next().chunk(config.accumulate):
+                with _autocast(config, device):
+                    # Counting in a compiled graph is all but free, and a second graph is not.
+                    loss, *numbers = measure(windows, weight, logged or config.compile)
+                (loss / config.accumulate if config.accumulate > 1 else loss).backward()
+                parts.append([loss.detach(), *numbers])
             nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
             optimizer.step()
             optimizer.zero_grad()
             bar.update()
-            last = step == config.steps
-            validate = last or step % config.eval_every == 0
-            if not (step == 1 or step % config.log_every == 0 or validate):
-                continue  # reading a number waits for the device: not at every step
-            row = {"step": step, "loss": loss.item(), "ce": ce.item(), "l1_term": l1_term.item(),
-                   "nnz": mean_nnz(hidden), "lr": lr}
+            if not logged:
+                continue
+            row = {"step": step, **_read(parts), "lr": lr}
             if not math.isfinite(row["loss"]):
                 raise InputError(f"the loss is {row['loss']} at step {step} with lr {config.lr} and l1 "
                                  f"{config.l1}: training diverged; a lower lr is the first thing to try")
+            now = time.perf_counter()
+            row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (now - lap)
             if validate:
-                row["val_bits_per_byte"] = bits_per_byte(model, held_out)
-            row["seconds"] = time.perf_counter() - start
+                with _autocast(config, device):
+                    row["val_bits_per_byte"] = bits_per_byte(model, held_out)
+            lap, lap_step = time.perf_counter(), step
+            row["seconds"] = lap - start
             history.append(row)
-            bar.set_postfix(bits=f"{row['ce'] / math.log(2):.2f}", nnz=f"{row['nnz']:.0f}", refresh=False)
+            bar.set_postfix(loss=f"{row['loss']:.3f}", nnz=f"{row['nnz']:.0f}",
+                            tokens_s=f"{row['tokens_per_s']:,.0f}", refresh=False)
             if on_step is not None:
                 on_step(row)
     seconds = time.perf_counter() - start
-    firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
+    objective.remove()
+    with _autocast(config, device):
+        firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
     model.eval()
     return TrainResult(
         model=model, config=config, history=history,
@@ -192,61 +111,46 @@ def train(config: TrainConfig, *, progress: bool = True,
         seconds=seconds, tokens=config.steps * config.batch * config.context)
 
 
-def initial_model(config: TrainConfig) -> LanguageModel:
+def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
     """The model before its first step, on the CPU: the same weights for the same seed, wherever it trains."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        return LanguageModel(config.model())
+        return LanguageModel(config.model(vocabulary))
 
 
-def cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy of each next byte, in nats: int64 windows [batch, context + 1] -> a scalar."""
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+class Order:
+    """Which windows each step reads: text.random_windows, without waiting for the device.
 
-
-def l1_penalty(hidden: list[Tensor]) -> Tensor:
-    """Sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
-    return sum(h.abs().sum() / h[..., 0].numel() for h in hidden) / len(hidden)
-
-
-def mean_nnz(hidden: list[Tensor]) -> float:
-    """Neurons with h != 0 at a token, averaged over tokens and layers."""
-    counts = torch.stack([torch.count_nonzero(h) / h[..., 0].numel() for h in hidden])
-    return counts.mean().item()
-
-
-@contextmanager
-def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Within this context, each forward pass appends what enters every down projection to the list given.
-
-    The tensors carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
-    `sparsify`: it never forms them as a whole.
+    The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
     """
-    hidden: list[Tensor] = []
-    layers = feed_forwards(model)
-    swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
-    if swapped:
-        raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
-    hooks = [layer.down.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
-             for layer in layers]
-    try:
-        yield hidden
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def __init__(self, data: Tensor, config: TrainConfig, device: torch.device) -> None:
+        self.data = data.to(device)
+        self.count, self.context = config.batch, config.context
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.offsets = torch.arange(config.context + 1, device=device)
+
+    def next(self) -> Tensor:
+        """The windows of one step: int64 [batch, context + 1] on the device."""
+        starts = torch.randint(self.data.numel() - self.context, (self.count, 1), generator=self.generator)
+        if self.data.is_cuda:
+            starts = starts.pin_memory().to(self.data.device, non_blocking=True)
+        return self.data[starts + self.offsets].long()
 
 
-def bits_per_byte(model: nn.Module, windows: Tensor) -> float:
-    """Cross-entropy in bits on int64 windows [n, context + 1]; each window is read with nothing before it."""
-    with torch.no_grad():
-        nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(EVAL_BATCH))
-    return (nats / len(windows)).item() / math.log(2)
+def _read(parts: list[list[Tensor]]) -> dict:
+    """The numbers of a row, averaged over the parts of a step: one transfer from the device."""
+    loss, terms, l1, nnz = (torch.stack(each).mean(0) if len(parts) > 1 else each[0]
+                            for each in zip(*parts, strict=True))
+    layers = len(nnz)
+    values = torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz]).tolist()
+    return {"loss": values[0], "ce": values[1], "l1_term": values[2], "nnz": values[3],
+            "nnz_layers": values[4 + layers:], "l1_layers": values[4:4 + layers], "dead_layers": None}
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of `step` (from 1): a linear warm-up times a cosine from 1 down to 0.1."""
-    warm = min(1.0, step / config.warmup) if config.warmup else 1.0
-    return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / config.steps))
+def _autocast(config: TrainConfig, device: torch.device):
+    # Not torch.autocast(enabled=False): that would switch off a caller's own.
+    return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -1,0 +1,113 @@
+"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .errors import InputError
+from .ffn import SparseFFN, feed_forwards
+
+EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
+
+
+def cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar."""
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def bits_per_byte(model: nn.Module, windows: Tensor) -> float:
+    """Cross-entropy in bits on int64 windows [n, context + 1]; each window is read with nothing before it."""
+    with torch.no_grad():
+        nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(EVAL_BATCH))
+    return (nats / len(windows)).item() / math.log(2)
+
+
+def layer_l1(h: Tensor) -> Tensor:
+    """Sum over neurons of |h|, averaged over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
+    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
+
+
+def layer_nnz(h: Tensor) -> Tensor:
+    """Neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
+    return torch.count_nonzero(h) / h[..., 0].numel()
+
+
+def l1_penalty(hidden: list[Tensor]) -> Tensor:
+    """Sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
+    return sum(map(layer_l1, hidden)) / len(hidden)
+
+
+def mean_nnz(hidden: list[Tensor]) -> float:
+    """Neurons with h != 0 at a token, averaged over tokens and layers."""
+    return torch.stack([layer_nnz(h) for h in hidden]).mean().item()
+
+
+@contextmanager
+def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Within this context, each forward pass appends what enters every down projection to the list given.
+
+    The tensors carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
+    `sparsify`: it never forms them as a whole.
+    """
+    hidden: list[Tensor] = []
+    hooks = catch_hidden(model, hidden)
+    try:
+        yield hidden
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def catch_hidden(model: nn.Module, into: list[Tensor]) -> list:
+    """Hooks (to be removed by the caller) that append to `into`; see `hidden_activations`."""
+    layers = feed_forwards(model)
+    swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
+    if swapped:
+        raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
+    return [layer.down.register_forward_pre_hook(lambda module, args: into.append(args[0])) for layer in layers]
+
+
+class Objective(nn.Module):
+    """Model, cross-entropy and penalty as one module: what is compiled, and what several processes share.
+
+    The hooks on the model stay from the making of this module to `remove`, because torch.compile reads them
+    once. Everything stays on the device: reading a number is left to who needs it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.hidden: list[Tensor] = []
+        self.hooks = catch_hidden(model, self.hidden)
+
+    def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
+        """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> four tensors:
+        loss, with gradient; and without: cross-entropy and l1_term, [2]; l1 by layer and nnz by layer, both
+        float32 [layers], or two empty tensors if not `count`."""
+        self.hidden.clear()
+        ce = cross_entropy(self.model, windows)
+        hidden = list(self.hidden)
+        self.hidden.clear()  # or the last step's would stay in memory beside the next one's
+        return self.add_up(ce, l1, [layer_l1(h) for h in hidden] if l1 is not None else None, hidden, count)
+
+    @staticmethod
+    def add_up(ce: Tensor, l1: Tensor | None, penalties: list[Tensor] | None, hidden: list[Tensor],
+               count: bool) -> tuple[Tensor, ...]:
+        term = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
+        by_layer = nnz = ce.new_empty(0)
+        if count:
+            with torch.no_grad():
+                by_layer = torch.stack([value.detach() for value in penalties or map(layer_l1, hidden)])
+                nnz = torch.stack([layer_nnz(h) for h in hidden])
+        return ce + term, torch.stack([ce.detach(), term.detach()]), by_layer, nnz
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()

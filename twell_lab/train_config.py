@@ -1,0 +1,176 @@
+"""What a training run is told (TrainConfig), what it gives back (TrainResult), and its two schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+
+import torch
+
+from .errors import InputError
+from .model import LanguageModel, ModelConfig
+from .text import Text
+
+ACTIVATIONS = ("relu", "relu2")
+DTYPES = ("float32", "bfloat16")
+KERNELS = ("off", "auto", "sparse")
+PARALLEL = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, and how long. A wrong value raises InputError that names the field.
+
+    l1: coefficient of the penalty (see twell_lab.train); 0 trains without.
+    steps, batch, context: optimizer steps; windows a step; tokens a window (bytes, unless the text has a
+        tokenizer of its own).
+    d_model, layers, heads, d_ff, gated, activation: the model (see ModelConfig); plain feed-forward layers if
+        not gated; activation "relu", or "relu2" for its square.
+    lr, warmup, weight_decay: AdamW's peak learning rate, reached linearly over `warmup` steps, then falling
+        along a cosine to a tenth; weight decay applies to matrices alone.
+    clip: the largest norm of the gradient.
+    seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives
+        the same curve bit for bit.
+    device: "cpu", "cuda", "cuda:1"; None picks a GPU where there is one.
+    text: a file or folder, a Text, or None for the source of Python's standard library.
+    log_every, eval_every: steps between two rows of the history, between two validations.
+    eval_windows: how many windows of the held-out text a validation and the profile read, at most.
+    dtype: "float32", or "bfloat16": torch's autocast, the weights stay float32.
+    compile: run forward and loss through torch.compile; the first step then takes as long as compiling does.
+    accumulate: the windows of a step are read in this many parts, one after the other, to need less memory.
+    l1_delay, l1_warmup: steps without the penalty, then steps over which its coefficient grows linearly to l1.
+    dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
+    reinit, reinit_sigma, dead_every: every `dead_every` steps the gate rows of dead neurons are mixed with
+        fresh normal numbers of deviation reinit_sigma, which get the share `reinit`; 0 leaves them dead.
+        See twell_lab.dead. Needs a dead_window.
+    checkpoint_every: steps between two checkpoints, where train has a folder for them; 0 writes one at the end.
+    kernels: "off" trains the dense layers; "sparse" trains through this package's kernels (SparseFFN); "auto"
+        lets each layer go over to them when it fires little enough.
+    parallel: under torchrun, "ddp" keeps the whole model on each process, "fsdp" a share of it.
+
+    The defaults are the tour's; what they were chosen from stands beside TOUR, at the end of twell_lab.train.
+    """
+
+    l1: float = 0.0
+    steps: int = 900
+    batch: int = 8
+    context: int = 64
+    d_model: int = 128
+    layers: int = 4
+    heads: int = 4
+    d_ff: int = 512
+    gated: bool = True
+    lr: float = 2e-3
+    warmup: int = 50
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    device: str | None = None
+    text: str | PathLike | Text | None = None
+    log_every: int = 10
+    eval_every: int = 150
+    eval_windows: int = 256
+    activation: str = "relu"
+    dtype: str = "float32"
+    compile: bool = False
+    accumulate: int = 1
+    l1_delay: int = 0
+    l1_warmup: int = 0
+    dead_window: int = 0
+    dead_every: int = 100
+    reinit: float = 0.0
+    reinit_sigma: float = 0.02
+    checkpoint_every: int = 0
+    kernels: str = "off"
+    parallel: str = "ddp"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"):
+            self._check(name, int, lambda value: value >= 1, "a whole number from 1 up")
+        for name in ("warmup", "l1_delay", "l1_warmup", "dead_window", "checkpoint_every"):
+            self._check(name, int, lambda value: value >= 0, "a whole number from 0 up")
+        self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
+        for name in ("l1", "weight_decay", "reinit_sigma"):
+            self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        for name in ("lr", "clip"):
+            self._check(name, (int, float), lambda value: 0 < value < math.inf, "a finite number above 0")
+        self._check("reinit", (int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1")
+        for name, accepted in (("activation", ACTIVATIONS), ("dtype", DTYPES), ("kernels", KERNELS),
+                               ("parallel", PARALLEL)):
+            self._check(name, str, lambda value: value in accepted, " or ".join(map(repr, accepted)))
+        if not isinstance(self.compile, bool):
+            raise InputError(f"compile is {self.compile!r}; accepted: True or False")
+        if not isinstance(self.text, (str, PathLike, Text, type(None))):
+            raise InputError(f"text is a {type(self.text).__name__}; accepted: a path, a Text, or None")
+        if self.batch % self.accumulate:
+            raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
+        if self.reinit and not self.dead_window:
+            raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
+                             "tokens after which a silent neuron counts as dead")
+        try:
+            torch.device("cpu" if self.device is None else self.device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"device is {self.device!r}; accepted: a torch device, or None") from error
+        self.model()
+
+    def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+            raise InputError(f"{name} is {value!r}; accepted: {accepted}")
+
+    def model(self, vocabulary: int = 256) -> ModelConfig:
+        """The sizes of the model to train; `vocabulary` is the text's, 256 for bytes."""
+        more = {} if self.activation == "relu" else {"activation": self.activation}
+        return ModelConfig(vocabulary=vocabulary, d_model=self.d_model, layers=self.layers, heads=self.heads,
+                           d_ff=self.d_ff, context=self.context, gated=self.gated, **more)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainResult:
+    """A trained model and how it got there.
+
+    history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
+        1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
+        layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
+        one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
+        tracked), lr, tokens_per_s (since the row before, validations left out), seconds since the start;
+        where the model was validated also val_bits_per_byte.
+    validation_bits_per_byte: cross-entropy on held-out text, in bits a byte, at the end.
+    mean_nnz, density, dead: firing on that text (see twell_lab.profile): neurons firing at a token, averaged
+        over layers; the share of neurons firing, by layer; neurons that never fire there, by layer.
+    text: name, sha256 and size of the whole text, and the sizes of its training and validation parts.
+    seconds, tokens: wall time of the loop, validations included; tokens trained on.
+    """
+
+    model: LanguageModel
+    config: TrainConfig
+    history: list[dict]
+    validation_bits_per_byte: float
+    mean_nnz: float
+    density: list[float]
+    dead: list[int]
+    text: dict
+    seconds: float
+    tokens: int
+
+    def summary(self) -> dict:
+        """Everything but the weights, JSON-able, without any path of this machine."""
+        config = {name: value for name, value in vars(self.config).items() if name != "text"}
+        return {"config": config, "parameters": sum(weight.numel() for weight in self.model.parameters()),
+                **{name: value for name, value in vars(self).items() if name not in ("model", "config")}}
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of `step` (from 1): a linear warm-up times a cosine from 1 down to 0.1."""
+    warm = min(1.0, step / config.warmup) if config.warmup else 1.0
+    return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / config.steps))
+
+
+def l1_coefficient(config: TrainConfig, step: int) -> float:
+    """The penalty's coefficient at `step` (from 1): 0 for l1_delay steps, then a ramp of l1_warmup steps, then l1."""
+    after = step - config.l1_delay
+    if after <= 0:
+        return 0.0
+    return config.l1 * min(1.0, after / config.l1_warmup) if config.l1_warmup else config.l1
