@@ -1,8 +1,9 @@
 """A small decoder-only language model with ReLU feed-forward layers: what the course trains and takes apart.
 
 The shape is the usual one (Llama's): RMSNorm before each part, causal attention with rotary positions, and a
-feed-forward layer that is either gated, `down(relu(gate(x)) * up(x))`, or plain, `down(relu(up(x)))`. The
-feed-forward modules carry the attribute names of transformers' LlamaMLP: what takes one takes the other.
+feed-forward layer that is either gated, `down(relu(gate(x)) * up(x))`, or plain, `down(relu(up(x)))`; in both
+the ReLU may be a squared one. The feed-forward modules carry the attribute names of transformers' LlamaMLP: what
+takes one takes the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +20,31 @@ from torch.nn import functional as F
 
 from .errors import InputError, StackError
 
+if TYPE_CHECKING:
+    from .ffn import FeedForward
+
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
+
+
+class SquaredReLU(nn.Module):
+    """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
+
+    The sparse layers (twell_lab.ffn) compute ReLU alone: `sparsify` and `SparseFFN` refuse a layer with this one.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+ACTIVATIONS = {"relu": nn.ReLU, "relu2": SquaredReLU}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a LanguageModel; `context` bounds the length of an input. InputError names a wrong one."""
+    """The sizes of a LanguageModel; `context` bounds the length of an input. InputError names a wrong one.
+
+    gated: gated feed-forward layers, or plain ones. activation: "relu", or "relu2", its square (SquaredReLU).
+    """
 
     vocabulary: int = 256
     d_model: int = 128
@@ -32,6 +53,7 @@ class ModelConfig:
     d_ff: int = 512
     context: int = 128
     gated: bool = True
+    activation: str = "relu"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "d_model", "layers", "heads", "d_ff", "context"):
@@ -40,33 +62,35 @@ class ModelConfig:
                 raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up")
         if not isinstance(self.gated, bool):
             raise InputError(f"gated is {self.gated!r}; accepted: True or False")
+        if self.activation not in tuple(ACTIVATIONS):
+            raise InputError(f"activation is {self.activation!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
         if self.d_model % (2 * self.heads):
             raise InputError(f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of "
                              f"{2 * self.heads}, since rotary positions turn pairs within each head")
 
 
 class GatedFeedForward(nn.Module):
-    """down(relu(gate(x)) * up(x)): [..., d_model] -> [..., d_model]."""
+    """down(relu(gate(x)) * up(x)): [..., d_model] -> [..., d_model]. activation: a key of ACTIVATIONS."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, activation: str = "relu") -> None:
         super().__init__()
         self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)
         self.down_proj = nn.Linear(d_ff, d_model, bias=False)
-        self.act_fn = nn.ReLU()
+        self.act_fn = ACTIVATIONS[activation]()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class PlainFeedForward(nn.Module):
-    """down(relu(up(x))): [..., d_model] -> [..., d_model]."""
+    """down(relu(up(x))): [..., d_model] -> [..., d_model]. activation: a key of ACTIVATIONS."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, activation: str = "relu") -> None:
         super().__init__()
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)
         self.down_proj = nn.Linear(d_ff, d_model, bias=False)
-        self.act_fn = nn.ReLU()
+        self.act_fn = ACTIVATIONS[activation]()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.up_proj(x)))
@@ -106,7 +130,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.attention = Attention(config.d_model, config.heads)
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
-        self.mlp = (GatedFeedForward if config.gated else PlainFeedForward)(config.d_model, config.d_ff)
+        kind = GatedFeedForward if config.gated else PlainFeedForward
+        self.mlp = kind(config.d_model, config.d_ff, config.activation)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cosine, sine)
@@ -155,7 +180,10 @@ class LanguageModel(nn.Module):
         safetensors = _safetensors()
         folder = Path(folder)
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        described = json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n"
+        fields = asdict(self.config)
+        if fields["activation"] == "relu":  # what a file without the field means: readers from before it take this too
+            del fields["activation"]
+        described = json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in (("model.safetensors", safetensors.save(weights)),
@@ -187,6 +215,25 @@ class LanguageModel(nn.Module):
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
+
+
+def firing_layers(model: nn.Module) -> list[FeedForward]:
+    """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
+
+    Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
+    if there is neither.
+    """
+    from .ffn import FeedForward, _describe, _layout, feed_forwards
+
+    found = []
+    for name, module in model.named_modules():
+        layer, layout = _describe(name, module), _layout(module)
+        if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
+            gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
+            layer = FeedForward(name, module, gate, up, down)
+        if layer is not None:
+            found.append(layer)
+    return found or feed_forwards(model)  # which says what it found instead
 
 
 def _safetensors():
