@@ -1,0 +1,53 @@
+"""The real compiler on the row kernels of a training step: registers and spills for every kind of GPU. Needs no GPU."""
+
+import pytest
+import torch
+
+from twell_lab import jit, launch, launch_train
+from twell_lab.errors import StackError
+
+try:
+    jit.compiler()
+except StackError as error:
+    pytest.skip(f"kernels cannot be compiled here: {error}", allow_module_level=True)
+
+REGISTERS, LEAST_THREADS = 65_536, 448  # of a multiprocessor; that should fit it at the least
+SIZES = [("sm_90", d_model) for d_model in (64, 768, 2048, 4096, 5120)] + [(arch, 2048) for arch in ("sm_75", "sm_80", "sm_120")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch, d_model", SIZES)
+def test_no_spills_and_registers_within_what_a_multiprocessor_has(arch, d_model, dtype, tmp_path):
+    builds = launch_train.builds(dtype, d_model)
+    assert {file for file, _ in builds} == {launch_train.SURVIVORS, launch_train.ROWS}
+    for file, defines in builds:
+        kernels = jit.resources(jit.compile(file, arch, dict(defines), cache_in=tmp_path).log)
+        assert kernels
+        for name, used in kernels.items():
+            assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, f"{name}: {used}"
+            threads = 32 * dict(defines)["WARPS"]
+            resident = REGISTERS // (-(-used["registers"] // 8) * 8 * threads) * threads
+            assert resident >= max(LEAST_THREADS // threads * threads, threads), f"{name}: {used}, {threads} threads"
+            if name.startswith("survivor_places"):
+                assert used["registers"] * launch_train._PLACE_THREADS <= REGISTERS
+
+
+def test_the_builds_are_what_is_launched(monkeypatch):
+    """For the widths that are cut and those that are not."""
+    from tests.train_kernels.row_cases import RowCase, gate_of
+    from twell_lab import simulator
+
+    if not simulator.available():
+        pytest.skip("needs a C++ compiler")
+    launched, launch_one = set(), launch._launch
+
+    def note(file, name, defines, *rest, **more):
+        launched.add((file, defines))
+        return launch_one(file, name, defines, *rest, **more)
+
+    monkeypatch.setattr(launch, "_launch", note)
+    case = RowCase.draw(gate_of(2, 8, torch.bfloat16, 0.5), 1024)
+    s = case.survivors()
+    for slabs in (1, 2):
+        case.check_rows(s, case.check_survivors(s), slabs)
+    assert launched == set(launch_train.builds(torch.bfloat16, 1024))
