@@ -18,6 +18,7 @@ from . import checks, dispatch, ops
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
 from .inference import STATS
+from .learning import Learner
 from .permuted import HotFirst
 from .plans import Choice, LayerPlan, Plan, check_fits
 from .watching import Shared, Watch, may_watch
@@ -103,7 +104,7 @@ def feed_forwards(model: nn.Module) -> list[FeedForward]:
     return found
 
 
-class SparseFFN(HotFirst):
+class SparseFFN(Learner, HotFirst):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the
@@ -111,7 +112,7 @@ class SparseFFN(HotFirst):
     the number of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons as they
     lie. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers
     outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost).
-    Where a gradient is needed a planned path is not taken: dense layers run as torch's, the others as ops.gated_ffn.
+    Where a gradient is needed (twell_lab.training), `learn` says whether all neurons are computed or those that fire.
     """
 
     def __init__(
@@ -146,6 +147,8 @@ class SparseFFN(HotFirst):
             self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
         self.register_buffer("down_t", None, persistent=False)
         self.register_buffer("stats", None, persistent=False)
+        # FSDP2 hands the same parameter objects out again after a load, their versions unchanged.
+        self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.follow(plan)
 
     @classmethod
@@ -215,7 +218,7 @@ class SparseFFN(HotFirst):
         held = [each for each in (self.down_t, self.stats, *self._order_buffers) if each is not None]
         return sum(each.numel() * each.element_size() for each in held)
 
-    def refresh(self) -> None:
+    def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
 
         Only for what torch itself does not notice: a change in place of `down.weight.data`, such as
@@ -230,31 +233,29 @@ class SparseFFN(HotFirst):
         if self._watch is not None:
             self._see(x)
         gate, up, down = self.gate, self.up, self.down
-        # Read once: where a weight is parametrized, each reading makes a new tensor.
+        # Each is read once: where a weight is parametrized, reading makes a new tensor.
         weights = [None if gate is None else gate.weight, up.weight, down.weight]
         biases = [None if gate is None else gate.bias, up.bias, down.bias]
         at = self._class_of(x)
         choice = self._choices[at][1]
-        learning = torch.is_grad_enabled() and any(
-            isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
-        )
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)):
+            if self._terms is not None or not self._transposes or weights[1].is_cuda or self.learning == "dense":
+                return self._learn(x, weights, biases, choice.path)
+            call, given = (ops.plain_ffn, 1) if gate is None else (ops.gated_ffn, 0)  # a CPU skips the silent neurons forwards
+            return call(x, *weights[given:], *biases[given:], down_t=self._down_t(weights[2]), tile=self.tile, words=self.words)
         if choice.path == "dense":
             if not torch.compiler.is_compiling():  # a forward that is being compiled sees no addresses, and keeps the last answer
                 self._fuses = dispatch.fuses(weights[1])
             fused = self._fuses and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
-            if learning or not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
+            if not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
                 return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
-        if choice.path == "hot_cold" and not learning:
+        if choice.path == "hot_cold":
             sources = [*weights, *biases[:2]]
             copies = self._hot_first(sources)
             biases = [copies.pop("gate_bias"), copies.pop("up_bias"), biases[2]]
             weights, down_t = [copies["gate"], copies["up"], copies["down"]], copies["down_t"]
         else:
             down_t = self._down_t(weights[2]) if self._transposes else None
-        if learning:
-            given = [*weights, *biases] if gate is not None else [*weights[1:], *biases[1:]]
-            call = ops.plain_ffn if gate is None else ops.gated_ffn
-            return call(x, *given, down_t=down_t, tile=self.tile, words=self.words)
         if self.stats is not None and self.stats.device != weights[1].device:
             self._renew_stats()
         # On a CPU counting is work of its own, so a layer that nobody planned does without.

@@ -1,0 +1,48 @@
+"""What SparseFFN does where gradients are needed: which path it takes, and whom it tells about its L1 norm."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from . import training
+from .errors import InputError
+
+
+class LayerTerm(NamedTuple):
+    """One layer's part in one forward pass.
+
+    l1: scalar with gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without, the neurons that
+    fire at a token on average, float32; reading either waits for the device.
+    """
+
+    name: str
+    l1: Tensor
+    nnz: Tensor
+
+
+class Learner:
+    """The part of SparseFFN that trains. `learning` is what `learn` was told last."""
+
+    learning: str | None = None
+    _terms: list | None = None  # by itself: torch.compile does not see what is appended to a list inside a tuple
+    _name = ""
+
+    def learn(self, path: str | None) -> None:
+        """Which path to take where gradients are needed: "dense" for all neurons, "twell" for those that fire, None for "dense"
+        where the plan says so for inputs of that size, and "twell" otherwise. Parameters and gradients stay the same."""
+        if path not in (None, *training.PATHS):
+            raise InputError(f"path is {path!r}; {', '.join(map(repr, training.PATHS))} and None are accepted")
+        self.learning = path
+
+    def report_to(self, terms: list | None, name: str = "") -> None:
+        """Append a LayerTerm to `terms` at each forward with gradients from now on; None: stop. See twell_lab.penalty."""
+        self._terms, self._name = terms, name
+
+    def _learn(self, x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None], planned: str) -> Tensor:
+        path = self.learning or ("dense" if planned == "dense" else "twell")
+        y, l1, kept = training.train_ffn(x, *weights, *biases, path=path)
+        if self._terms is not None:
+            self._terms.append(LayerTerm(self._name, l1.mean(), kept.float().mean()))
+        return y

@@ -1,0 +1,86 @@
+"""While a model is trained: each sparse layer on the dense path until its measured density says that the sparse one is faster.
+
+Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each side costs, for a
+token, d_model x d_ff weights of `b` bytes and n neurons firing (twell_lab.training):
+  dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
+  sparse  one GEMM, and for each of the n entries 7 rows (plain: 4) of d_model values through the cache:
+          up and down forwards; down, gate and up for dx; x and dy for the weights' gradients
+So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from . import costs
+from .errors import InputError
+from .ffn import SparseFFN, feed_forwards
+from .learning import LayerTerm
+
+MARGIN = 0.1  # a layer changes over when it is this far past the break-even, so that noise does not send it to and fro
+_REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
+
+
+def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) -> float:
+    """Neurons firing at a token, below which a training step of this layer is faster on the sparse path; 0 if never."""
+    size = getattr(torch, rates.dtype).itemsize
+    gemm = 2 * d_model * d_ff / rates.matmul
+    gemms, values, rows = (9, 11, 7) if gated else (6, 5, 4)
+    dense = gemms * gemm + values * d_ff * size / rates.bandwidth
+    packed = 2 * d_ff * 4 / 8 / rates.bandwidth  # the words are written whole
+    fixed = gemm + packed + _REST * d_model * size / rates.bandwidth
+    return max(0.0, (dense - fixed) / (rows * d_model * size / rates.l2))
+
+
+def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
+    """Set the training path of every SparseFFN of the model by how many neurons fire; returns {layer: new path} of the changes.
+
+    terms: of one forward pass (twell_lab.penalty.layer_terms). below: the break-even, one number or one for each layer. Reads
+    the terms' nnz, which waits for the device. A layer without a term stays as it is. A layer whose `learning` is None counts
+    as sparse. Raises InputError for a threshold that is no number from 0 up.
+    """
+    layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
+    changes = {}
+    for term in terms:
+        layer = layers.get(term.name)
+        limit = below.get(term.name, math.nan) if isinstance(below, dict) else below
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+            raise InputError(f"below is {limit!r} for layer {term.name!r}; a number from 0 up is accepted")
+        if layer is None:
+            continue
+        nnz, now = float(term.nnz), "dense" if layer.learning == "dense" else "twell"
+        path = "twell" if nnz < limit * (1 - MARGIN) else "dense" if not nnz <= limit * (1 + MARGIN) else now
+        if layer.learning != path:
+            layer.learn(path)
+            if path != now:
+                changes[term.name] = path
+    return changes
+
+
+class Switch:
+    """`switch` with break-evens of this model on its device: measured once, when the first terms come.
+
+    below: a break-even for every layer instead, in neurons firing at a token.
+    """
+
+    def __init__(self, model: nn.Module, below: float | None = None) -> None:
+        self.model = model
+        self.below = below
+
+    def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
+        """Have the layers follow what the terms of one forward pass say; returns the changes, as `switch` does."""
+        if self.below is None:
+            self.below = self._measure()
+        return switch(self.model, terms, below=self.below)
+
+    def _measure(self) -> dict[str, float]:
+        layers = feed_forwards(self.model)
+        weight = layers[0].up.weight
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        rates = costs.measure_rates(weight.device, dtype)
+        return {each.name: break_even(rates, each.up.weight.shape[1], each.up.weight.shape[0], each.gate is not None) for each in layers}

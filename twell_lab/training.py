@@ -1,0 +1,307 @@
+"""The operator of a layer that is being trained: its output, its L1 norm, and gradients that skip the silent neurons too.
+
+`train_forward` keeps, for the backward pass, the entries that fired and nothing as wide as d_ff: for each row of x its
+survivors' columns, gate values and up values (twell_lab.launch_train). `train_backward` makes every gradient from them:
+
+  dh = dy . down[:, j] + dl1 * sign(h)    where neuron j fired, and nowhere else; L1 reaches the gate through h = g * u
+  dg = dh * u,  du = dh * g
+  dx = dg gate + du up                    rows of the weights, per token
+  dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
+
+Rows that do not fit into the compact form are finished densely, on the device, exactly (launch_lost). On a CPU, for
+float32 and for shapes the kernels do not take, the same operators recompute the gate and use torch's own operations.
+Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries a row, and what exceeds it in a dense tail).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from . import checks, launch, reference
+from .errors import InputError
+
+PATHS = ("dense", "twell")
+_MOST_COLUMNS = 65536  # a survivor's column is kept in 16 bits
+_WORD_BLOCK = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
+
+_library = torch.library.Library("twell_lab", "FRAGMENT")
+_library.define(
+    "train_forward(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias) -> "
+    "(Tensor y, Tensor l1, Tensor kept, Tensor down_t, Tensor spans, Tensor words, Tensor ups, Tensor lost)"
+)
+_library.define(
+    "train_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
+    "Tensor? down_bias, Tensor down_t, Tensor kept, Tensor spans, Tensor words, Tensor ups, Tensor lost) -> Tensor[]"
+)
+_library.define("train_middle(Tensor g, Tensor? u) -> (Tensor h, Tensor l1, Tensor kept)")
+_library.define("train_middle_backward(Tensor g, Tensor? u, Tensor dh, Tensor? dl1) -> Tensor[]")
+
+
+def train_ffn(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    path: str = "twell",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One feed-forward layer with gradients: (y, l1, kept).
+
+    x: [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]; gate None for a plain layer. y: [..., d_model].
+    l1: float32 [...], the sum over neurons of |h| at each token, differentiable: add it to the loss with any factor. kept: int32
+    [...], how many neurons fired. path: "twell" computes and differentiates only neurons that fire; "dense" all of
+    them, with the element-wise middle of the layer in one kernel each way. Same function, same gradients, either way.
+    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Raises InputError for arguments
+    that do not fit together.
+    """
+    checks.check_tensor("x", x)
+    x, gate, up, down, gate_bias, up_bias, down_bias = checks.autocast(x, gate, up, down, gate_bias, up_bias, down_bias)
+    named = dict(up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    checks.check_together(x, x.dtype, **named, **({} if gate is None else {"gate": gate}))
+    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    if path not in PATHS:
+        raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
+    rows = x.reshape(-1, x.shape[-1])
+    arguments = (rows, gate, up, down, gate_bias, up_bias, down_bias)
+    if path == "dense":
+        y, l1, kept = _dense(*arguments)
+    else:
+        y, l1, kept, *_ = torch.ops.twell_lab.train_forward(*arguments)
+    return y.view(x.shape), l1.view(x.shape[:-1]), kept.view(x.shape[:-1])
+
+
+def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
+    """Whether the sparse kernels train this layer: x [tokens, d_model] and the weights, 16-bit values on one GPU."""
+    d_ff, d_model = up.shape
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not x.shape[0]:
+        return False
+    if d_ff > _MOST_COLUMNS or d_ff % _WORD_BLOCK or d_model % _WORD_BLOCK or not launch.pooled_takes(x.dtype, d_model):
+        return False
+    supported = (8, 0) if x.dtype == torch.bfloat16 else (7, 5)
+    return torch.cuda.get_device_capability(x.device) >= supported
+
+
+# ---- the sparse path ----
+
+
+@torch.library.impl(_library, "train_forward", "CUDA")
+@torch.no_grad()
+def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
+    if not takes(x, gate, up):
+        return _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias)
+    from . import launch_lost, launch_sm80, launch_sm90, launch_train
+
+    x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
+    down_t = down.t().contiguous()
+    first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
+    packs = launch_sm90 if launch_sm90.takes(x, first) else launch_sm80
+    packed, pool = packs.gate_pack(x, first, first_bias)
+    multiplied = (None, None) if gate is None else (up, up_bias)
+    s = launch_train.survivors(x, packed, pool, *multiplied, up.shape[0])
+    del packed, pool
+    y = launch_train.weighted_rows(s, down_t, down_bias)
+    launch_lost.lost_forward(s.lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, s.l1, s.kept)
+    ups = x.new_empty(0, dtype=torch.float32) if s.ups is None else s.ups
+    return y, s.l1, s.kept, down_t, s.spans, s.words, ups, s.lost
+
+
+@torch.library.impl(_library, "train_backward", "CUDA")
+@torch.no_grad()
+def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
+    if not takes(x, gate, up):
+        return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
+    from . import launch_columns, launch_lost, launch_train
+
+    x, gate, up, gate_bias, up_bias, dy = map(checks.plain, (x, gate, up, gate_bias, up_bias, dy))
+    dl1 = None if dl1 is None else checks.plain(dl1)
+    s = launch_train.Survivors(spans, words, None if gate is None else ups, lost, kept, None)
+    dh = launch_train.hidden_gradient(dy, s, down_t, dl1)
+    biased = gate_bias is not None or up_bias is not None
+    # The weights' gradients first: their workspace is freed before dx is there.
+    dgate, dup, ddown_t, dgate_bias, dup_bias = launch_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased)
+    dx = launch_train.input_gradient(s, dh, gate, up)
+    launch_lost.lost_backward(lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias)
+    ddown = ddown_t.t().contiguous()
+    biases = (None if gate_bias is None else dgate_bias, None if up_bias is None else dup_bias,
+              None if down_bias is None else dy.sum(0))  # fmt: skip
+    return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
+
+
+def _or_nothing(like: Tensor, t: Tensor | None) -> Tensor:
+    """An operator returns tensors alone: an empty one stands for None."""
+    return like.new_empty(0) if t is None else t
+
+
+# ---- the same operators by torch's operations: on a CPU, and for what the kernels do not take ----
+
+
+def _first(x, gate, up, gate_bias, up_bias):
+    return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+
+
+@torch.library.impl(_library, "train_forward", "CPU")
+@torch.no_grad()
+def _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias):
+    with torch.autocast(x.device.type, enabled=False):
+        u = None if gate is None else linear(x, up, up_bias)
+        h, l1, kept = _middle(_first(x, gate, up, gate_bias, up_bias), u)
+        y = linear(h, down, down_bias)
+    nothing = [x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32)]
+    return y, l1, kept, *nothing
+
+
+@torch.library.impl(_library, "train_backward", "CPU")
+@torch.no_grad()
+def _backward_dense_cpu(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
+    return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
+    with torch.autocast(x.device.type, enabled=False):
+        g = _first(x, gate, up, gate_bias, up_bias)
+        u = None if gate is None else linear(x, up, up_bias)
+        h, dg, du = _middle_gradients(g, u, dy @ down, dl1)
+        dx = dg @ up if gate is None else dg @ gate + du @ up
+        dgate, dup = (None, dg.t() @ x) if gate is None else (dg.t() @ x, du.t() @ x)
+        bias = lambda b, d: None if b is None or d is None else d.sum(0)  # noqa: E731
+        biases = (bias(gate_bias, dg), bias(up_bias, dg if gate is None else du), bias(down_bias, dy))
+        return [_or_nothing(x, t) for t in (dx, dgate, dup, dy.t() @ h, *biases)]
+
+
+def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, l1, kept) from the gate before its ReLU and up."""
+    keep = reference.fires(g)
+    h = torch.where(keep, g if u is None else g * u, torch.zeros((), dtype=g.dtype, device=g.device))
+    return h, h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
+
+
+def _middle_gradients(g, u, dh, dl1):
+    """(h, dg, du) from dL/dh, with L1's part of it added."""
+    keep, zero = reference.fires(g), torch.zeros((), dtype=g.dtype, device=g.device)
+    h = torch.where(keep, g if u is None else g * u, zero)
+    if dl1 is not None:
+        dh = (dh + dl1[:, None] * h.sign()).to(dh.dtype)
+    if u is None:
+        return h, torch.where(keep, dh, zero), None
+    return h, torch.where(keep, dh * u, zero), torch.where(keep, dh * g, zero)
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    """What sums over neurons are made in: float32, and float64 for itself."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+# ---- the dense path: torch's GEMMs, and the middle of the layer fused ----
+
+
+def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
+    g = _first(x, gate, up, gate_bias, up_bias)
+    u = None if gate is None else linear(x, up, up_bias)
+    if torch.compiler.is_compiling() or not x.is_cuda:  # its compiler fuses these; on a CPU nothing is gained
+        relu = torch.relu(g)
+        h = relu if u is None else relu * u
+        l1, kept = h.abs().sum(1, dtype=_wide(h)), reference.fires(g.detach()).sum(1, dtype=torch.int32)
+    else:
+        h, l1, kept = torch.ops.twell_lab.train_middle(g, u)
+    return linear(h, down, down_bias), l1, kept
+
+
+@torch.library.impl(_library, "train_middle", "CPU")
+@torch.no_grad()
+def _middle_cpu(g, u):
+    return _middle(g, u)
+
+
+@torch.library.impl(_library, "train_middle", "CUDA")
+@torch.no_grad()
+def _middle_cuda(g, u):
+    from . import launch_train_dense
+
+    return launch_train_dense.dense_hidden(g.contiguous(), None if u is None else u.contiguous())
+
+
+@torch.library.impl(_library, "train_middle_backward", "CPU")
+@torch.no_grad()
+def _middle_backward_cpu(g, u, dh, dl1):
+    return [_or_nothing(g, t) for t in _middle_gradients(g, u, dh, dl1)[1:]]
+
+
+@torch.library.impl(_library, "train_middle_backward", "CUDA")
+@torch.no_grad()
+def _middle_backward_cuda(g, u, dh, dl1):
+    from . import launch_train_dense
+
+    u, dl1 = (None if t is None else t.contiguous() for t in (u, dl1))
+    dg, du = launch_train_dense.dense_gradients(g.contiguous(), u, dh.contiguous(), dl1)
+    return [_or_nothing(g, t) for t in (dg, du)]
+
+
+# ---- shapes for torch.compile ----
+
+
+@torch.library.register_fake("twell_lab::train_forward", lib=_library)
+def _(x, gate, up, down, gate_bias, up_bias, down_bias):
+    new = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)  # noqa: E731
+    facts = (new(x.shape[0], dtype=_wide(x)), new(x.shape[0], dtype=torch.int32))
+    if not takes(x, gate, up):
+        return torch.empty_like(x), *facts, *(new(0, dtype=d) for d in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32))
+    from .launch_train import capacity
+
+    room = capacity(x.shape[0], up.shape[0])
+    return (torch.empty_like(x), *facts, new(*up.shape, dtype=x.dtype), new(x.shape[0], 2, dtype=torch.int32),
+            new(room, dtype=torch.int32), new(0 if gate is None else room, dtype=torch.float32),
+            new(1 + x.shape[0], dtype=torch.int32))  # fmt: skip
+
+
+@torch.library.register_fake("twell_lab::train_backward", lib=_library)
+def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
+    like = lambda t: x.new_empty(0 if t is None else t.shape)  # noqa: E731
+    return [like(t) for t in (x, gate, up, down, gate_bias, up_bias, down_bias)]
+
+
+@torch.library.register_fake("twell_lab::train_middle", lib=_library)
+def _(g, u):
+    return torch.empty_like(g), g.new_empty(g.shape[0], dtype=_wide(g)), g.new_empty(g.shape[0], dtype=torch.int32)
+
+
+@torch.library.register_fake("twell_lab::train_middle_backward", lib=_library)
+def _(g, u, dh, dl1):
+    return [torch.empty_like(g), g.new_empty(0) if u is None else torch.empty_like(g)]
+
+
+# ---- autograd ----
+
+
+def _keep_survivors(ctx, inputs, output):
+    _, _, kept, *saved = output
+    ctx.mark_non_differentiable(kept, *saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *saved[:1], kept, *saved[1:])
+
+
+def _backward(ctx, dy, dl1, *_):
+    inputs, saved = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
+    made = torch.ops.twell_lab.train_backward(dy, dl1, *inputs, *saved)
+    return tuple(None if t is None else d for t, d in zip(inputs, made))
+
+
+def _keep_middle(ctx, inputs, output):
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs)
+
+
+def _middle_backward(ctx, dh, dl1, *_):
+    g, u = ctx.saved_tensors
+    dg, du = torch.ops.twell_lab.train_middle_backward(g, u, torch.zeros_like(g) if dh is None else dh, dl1)
+    return dg, None if u is None else du
+
+
+torch.library.register_autograd("twell_lab::train_forward", _backward, setup_context=_keep_survivors, lib=_library)
+torch.library.register_autograd("twell_lab::train_middle", _middle_backward, setup_context=_keep_middle, lib=_library)
