@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -64,13 +64,18 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def catch_hidden(model: nn.Module, into: list[Tensor]) -> list:
-    """Hooks (to be removed by the caller) that append to `into`; see `hidden_activations`."""
+def catch_hidden(model: nn.Module, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> list:
+    """Hooks (to be removed by the caller) that append to `into` while `when()`; see `hidden_activations`."""
     layers = feed_forwards(model)
     swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
     if swapped:
         raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
-    return [layer.down.register_forward_pre_hook(lambda module, args: into.append(args[0])) for layer in layers]
+
+    def keep(module: nn.Module, args: tuple) -> None:
+        if when():
+            into.append(args[0])
+
+    return [layer.down.register_forward_pre_hook(keep) for layer in layers]
 
 
 class Objective(nn.Module):
@@ -84,14 +89,17 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.hidden: list[Tensor] = []
-        self.hooks = catch_hidden(model, self.hidden)
+        self.running = False  # a validation of the model alone must not fill the list: that is gigabytes of a large model
+        self.hooks = catch_hidden(model, self.hidden, lambda: self.running)
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
         """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> four tensors:
         loss, with gradient; and without: cross-entropy and l1_term, [2]; l1 by layer and nnz by layer, both
         float32 [layers], or two empty tensors if not `count`."""
         self.hidden.clear()
+        self.running = True
         ce = cross_entropy(self.model, windows)
+        self.running = False
         hidden = list(self.hidden)
         self.hidden.clear()  # or the last step's would stay in memory beside the next one's
         return self.add_up(ce, l1, [layer_l1(h) for h in hidden] if l1 is not None else None, hidden, count)
