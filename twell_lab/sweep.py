@@ -62,7 +62,7 @@ class Plan:
     """
 
     base: TrainConfig = MODEL
-    lrs: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
     l1: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 2e-4, 4e-4, 7e-4, 1e-3, 2e-3)
     reinit: tuple[float, ...] = (7e-4, 2e-3)
     share: float = 0.1
