@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import checks, cpu, dispatch, launch, reference
+from . import checks, cpu, dispatch, launch, reference, training
 from .errors import InputError
 from .formats import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 from .inference import infer as infer  # the operator without gradients, with its choice of path
@@ -146,6 +146,8 @@ def gated_ffn(
     named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     checks.check_together(x, x.dtype, **named)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None:
+        return training.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
     down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weights = (gate.contiguous(), up.contiguous(), down, down_t)
@@ -174,6 +176,8 @@ def plain_ffn(
     x, up, down, down_t, up_bias, down_bias = checks.autocast(x, up, down, down_t, up_bias, down_bias)
     checks.check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
     checks.check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
+    if _learning(x, up, down, up_bias, down_bias) and backend is None:
+        return training.train_ffn(x, None, up, down, None, up_bias, down_bias)[0]
     down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     tensors = (rows, up.contiguous(), down, down_t, up_bias, down_bias)
@@ -197,6 +201,11 @@ def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> Non
     dispatched = torch.compiler.is_compiling() or type(weight) is not Tensor
     refresh = torch.ops.twell_lab.refresh_transposed if dispatched else _refresh_transposed
     refresh(weight, transposed, stamp, changing)
+
+
+def _learning(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is asked for on a GPU: a forward pass for training saves what its sparse backward pass needs."""
+    return tensors[0].is_cuda and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
@@ -338,7 +347,7 @@ def _(weight, transposed, stamp, changing):
     return None
 
 
-# ---- autograd: plain torch for now; a sparse backward pass takes its place in these functions ----
+# ---- autograd: by torch's operations. On a GPU the functions above take twell_lab.training instead, for a sparse backward ----
 
 
 def _save_for_backward(ctx, inputs, output):

@@ -250,9 +250,9 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     facts = (new(x.shape[0], dtype=_wide(x)), new(x.shape[0], dtype=torch.int32))
     if not takes(x, gate, up):
         return torch.empty_like(x), *facts, *(new(0, dtype=d) for d in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32))
-    from .launch_train import capacity
+    from .launch_train import capacity_for
 
-    room = capacity(x.shape[0], up.shape[0])
+    room = capacity_for(x.shape[0], up.shape[0])
     return (torch.empty_like(x), *facts, new(*up.shape, dtype=x.dtype), new(x.shape[0], 2, dtype=torch.int32),
             new(room, dtype=torch.int32), new(0 if gate is None else room, dtype=torch.float32),
             new(1 + x.shape[0], dtype=torch.int32))  # fmt: skip
