@@ -1,8 +1,9 @@
-"""The text a small model trains on: bytes, with a checksum, and a held-out part made of whole files.
+"""The text a model trains on: bytes, with a checksum, and a held-out part made of whole files.
 
-The vocabulary is the 256 byte values, so there is no tokenizer to train, ship or trust. The default text is
-the source of Python's own standard library (PSF licence), which is on every machine that runs this; it
-differs by Python version, so its SHA-256 goes into every record.
+Unless it is given a tokenizer (twell_lab.tokenizer), its tokens are its bytes, so there is nothing to train, ship or
+trust. The default text is the source of Python's own standard library (PSF licence), which is on every machine that
+runs this; it differs by Python version, so its SHA-256 goes into every record. `load_any` reads what a command line
+names: a file, a folder, a Hugging Face dataset.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import stat
 import sysconfig
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from .errors import TextError
+from .errors import InputError, TextError
+from .tokenizer import BPE, BYTES, Bytes
+from .tokenizer import load as load_tokenizer
+from .tokenizer import train as train_tokenizer
 
 # Not the library itself: what others installed into it, and its own tests (some broken on purpose).
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
@@ -36,21 +41,51 @@ class Text:
     sha256: hexadecimal digest of exactly the bytes in `data`.
     data: uint8 [size], on the CPU.
     starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
+    tokenizer: what a model reads the text as; its bytes, unless given. See `read_as`.
+    source: of a dataset: where it comes from, its licence where known (see twell_lab.datasets); JSON-able.
     """
 
     name: str
     sha256: str
     data: torch.Tensor
     starts: tuple[int, ...] = (0,)
+    tokenizer: Bytes | BPE = BYTES
+    source: dict | None = None
 
     @property
     def size(self) -> int:
         """Length in bytes."""
         return self.data.numel()
 
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """The text as token numbers, encoded when first asked for and kept: uint8, int16 or int32, on the CPU.
+
+        [size] and `data` itself for bytes. random_windows and spread_windows take it.
+        """
+        return self.tokenizer.encode(self.data, self.starts)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token numbers there are: the model's vocabulary."""
+        return self.tokenizer.vocabulary
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that a token of this text stands for, on average: bits a token / bytes_per_token = bits a byte."""
+        return self.size / max(len(self.tokens), 1)
+
+    def read_as(self, tokenizer: Bytes | BPE) -> Text:
+        """The same text, read through another tokenizer; its `split` parts are encoded apart."""
+        return replace(self, tokenizer=tokenizer)
+
     def describe(self) -> dict:
-        """What a record keeps of a text: its name, SHA-256 and size in bytes."""
-        return {"name": self.name, "sha256": self.sha256, "size": self.size}
+        """What a record keeps of a text: its name, SHA-256 and size in bytes, of a tokenizer its name, SHA-256 and
+        vocabulary, of a dataset its source."""
+        fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
+        if self.tokenizer != BYTES:
+            fields["tokenizer"] = self.tokenizer.describe()
+        return fields if self.source is None else {**fields, "source": self.source}
 
     def split(self, fraction: float = 0.9) -> tuple[Text, Text]:
         """Cut into a training text (about the first `fraction` of the bytes) and the rest, for validation.
@@ -86,7 +121,7 @@ class Text:
     def _part(self, begin: int, end: int, which: str) -> Text:
         data = self.data[begin:end]
         inside = tuple(start - begin for start in self.starts if begin < start < end)
-        return Text(f"{self.name}, {which}", _digest(data), data, (0, *inside))
+        return replace(self, name=f"{self.name}, {which}", sha256=digest(data), data=data, starts=(0, *inside))
 
 
 def standard_library() -> Text:
@@ -142,22 +177,57 @@ def load(path: str | os.PathLike | None) -> Text:
     return standard_library() if path is None else read(path)
 
 
+def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathLike | Bytes | BPE | None = None) -> Text:
+    """The text that a command line or a config names, with the tokenizer to read it through.
+
+    spec: None (Python's standard library), a path of a file or folder, "hf:owner/name?subset=...&split=...&bytes=..."
+        (a Hugging Face dataset, see twell_lab.datasets), or a Text.
+    tokenizer: None (that of the Text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
+        of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
+
+    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size,
+    StackError for a package that the extra "text" would install.
+    """
+    if isinstance(spec, Text):
+        text = spec
+    elif isinstance(spec, str) and spec.startswith("hf:"):
+        from .datasets import from_spec
+
+        text = from_spec(spec)
+    else:
+        text = load(spec)
+    if tokenizer is None:
+        return text
+    if isinstance(tokenizer, (Bytes, BPE)):
+        return text.read_as(tokenizer)
+    if tokenizer == "bytes":
+        return text.read_as(BYTES)
+    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
+        size = tokenizer.removeprefix("bpe:")
+        if not (size.isascii() and size.isdigit()):
+            raise InputError(f"tokenizer is {tokenizer!r}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
+        return text.read_as(train_tokenizer(text.split()[0], int(size)))
+    return text.read_as(load_tokenizer(tokenizer))
+
+
 def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
     """Raise TextError unless a batch fits into the training text and one window into the validation text.
 
-    A window is `context` bytes and the one that follows them.
+    A window is `context` tokens and the one that follows them.
     """
     for part, needed, of_what in (
         (training, batch * context + 1, f"a batch of {batch} windows of {context}"),
         (validation, context + 1, f"one window of {context}"),
     ):
-        if part.size < needed:
-            raise TextError(f"{part.name} has {part.size} bytes; {of_what} needs at least {needed}: "
-                            f"give a longer text, or lower batch or context")
+        if len(part.tokens) < needed:
+            raise TextError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; {of_what} needs at least "
+                            f"{needed}: give a longer text, or lower batch or context")
 
 
 def random_windows(data: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
     """`count` windows that begin anywhere in `data`: int64 [count, context + 1] on the device of `data`.
+
+    data: bytes or tokens, any integer dtype [n].
 
     The positions come from `generator`, a CPU one, so that every device trains on the same windows.
     """
@@ -166,7 +236,7 @@ def random_windows(data: torch.Tensor, count: int, context: int, generator: torc
 
 
 def spread_windows(data: torch.Tensor, count: int, context: int) -> torch.Tensor:
-    """At most `count` windows, evenly spread over `data`, no byte predicted twice: int64 [n, context + 1]."""
+    """At most `count` windows, evenly spread over `data`, no token predicted twice: int64 [n, context + 1]."""
     whole = (data.numel() - 1) // context
     count = min(count, whole)
     picked = torch.arange(count)[:, None] * whole // count
@@ -227,8 +297,9 @@ def _join(name: str, paths: Iterable[Path]) -> Text:
             size += len(content)
     content = bytearray(b"".join(pieces))
     data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return Text(name, _digest(data), data, tuple(starts) or (0,))
+    return Text(name, digest(data), data, tuple(starts) or (0,))
 
 
-def _digest(data: torch.Tensor) -> str:
+def digest(data: torch.Tensor) -> str:
+    """SHA-256 of uint8 `data` on the CPU, hexadecimal."""
     return hashlib.sha256(memoryview(data.numpy())).hexdigest()
