@@ -44,6 +44,27 @@ def portable() -> Record:
     return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
 
 
+def training() -> Record:
+    """Forward and backward of one layer on every path beside torch's, eager and compiled, and whole training steps, bf16."""
+    _need_gpu()
+    from . import bench_training as tables
+
+    rows, seconds = _sections(tables.SECTIONS)
+    return Record.new("training", "training steps of a feed-forward layer and of a model, beside the dense layer", rows, {"seconds": seconds})
+
+
+def _sections(sections: dict) -> tuple[list[dict], dict[str, float]]:
+    """The rows of all of them, and how long each took."""
+    rows, seconds = [], {}
+    for name, section in sections.items():
+        start = time.perf_counter()
+        rows += section()
+        torch.cuda.empty_cache()
+        seconds[name] = round(time.perf_counter() - start, 1)
+        print(f"{name}: {seconds[name]} s, {len(rows)} rows", file=sys.stderr, flush=True)
+    return rows, seconds
+
+
 def inference() -> Record:
     """Every path of a layer beside torch's dense layer, eager and compiled: the tables of the inference kernels, bf16.
 
@@ -52,13 +73,7 @@ def inference() -> Record:
     _need_gpu()
     from . import bench_inference as tables
 
-    rows, seconds = [], {}
-    for name, section in tables.SECTIONS.items():
-        start = time.perf_counter()
-        rows += section()
-        torch.cuda.empty_cache()
-        seconds[name] = round(time.perf_counter() - start, 1)
-        print(f"{name}: {seconds[name]} s, {len(rows)} rows", file=sys.stderr, flush=True)
+    rows, seconds = _sections(tables.SECTIONS)
     notes = {"seconds": seconds, "startup_seconds": _startup()}
     return Record.new("inference", "each path of a feed-forward layer beside the dense layer", rows, notes)
 
@@ -165,6 +180,6 @@ def _need_gpu() -> None:
 
 
 RECORDINGS = {
-    "portable": portable, "inference": inference, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
+    "portable": portable, "inference": inference, "training": training, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
     "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
 }  # fmt: skip
