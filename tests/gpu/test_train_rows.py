@@ -1,0 +1,122 @@
+"""The row kernels of a training step on the GPU, at real sizes: against float64, twice with the same bits, in graphs.
+
+Outputs are poisoned: torch fills what it allocates with NaN in deterministic mode, so a row that is forgotten is seen, and a
+lost row that somebody writes.
+"""
+
+import pytest
+import torch
+
+from tests.train_kernels.row_cases import RowCase, adversarial, gate_of, poisoned_pack, same_bits
+from twell_lab import launch_train, simulator
+from twell_lab.pool import packed_and_pool
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(tokens: int, d_model: int, d_ff: int, dtype=torch.bfloat16, **more) -> RowCase:
+    case = RowCase.draw(adversarial(tokens, d_ff, dtype).to("cuda"), d_model, **more)
+    for row, gate, value in ((5, "nan", torch.nan), (21, "silent", -torch.inf), (30, "mixed", torch.inf), (130, "nan", torch.inf)):
+        if row < tokens:
+            case.spoil(row, gate, value, column=-1 - row % 3)
+    return case
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens, d_model, d_ff", [(1, 8, 8), (300, 264, 600), (300, 2048, 5632), (70, 4096, 1100), (36, 1040, 65536)])
+def test_adversarial_rows(tokens, d_model, d_ff, gated, dtype):
+    case = drawn(tokens, d_model, d_ff, dtype, gated=gated, biases=d_model % 3 == 0)
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    case.check_rows(s, lost)
+    if d_model % 16 == 0:
+        case.check_rows(s, lost, slabs=2)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_real_size_and_the_same_bits_again(gated):
+    gate = gate_of(4096, 5632, torch.bfloat16, 0.008)
+    gate[::50, 256:400] = gate[::50, 256:400].abs()  # every one past the pool
+    gate[25::50, 600:640] = gate[25::50, 600:640].abs()
+    case = RowCase.draw(gate.to("cuda"), 2048, gated=gated, biases=True)
+    case.spoil(77, "silent")
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    assert 80 <= lost.sum() <= 90
+    first, entries = case.check_rows(s, lost), int(s.kept[~lost].sum())
+    for _ in range(3):
+        again = case.survivors()
+        assert torch.equal(again.spans, s.spans) and same_bits(again.l1, s.l1)
+        assert same_bits(again.words[:entries], s.words[:entries])
+        assert not gated or same_bits(again.ups[:entries], s.ups[:entries])
+        y, dh, dx = case.check_rows(again, lost)
+        assert same_bits(y, first[0]) and same_bits(dh[:entries], first[1][:entries]) and same_bits(dx, first[2])
+
+
+def test_past_the_capacity_and_many_rounds_of_the_prefix_sum():
+    case = RowCase.draw(gate_of(40_000, 264, torch.bfloat16, 0.05).to("cuda"), 64, capacity=450_000)
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    assert lost[-1] and not lost[0] and 1000 < lost.sum() < 39_000
+    case.check_rows(s, lost)
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_simulator_has_the_same_bits(gated, dtype):
+    for d_model in (264, 2048):
+        there = drawn(40, d_model, 600, dtype, gated=gated, biases=gated)
+        here = there.to("cpu")
+        s, t = here.survivors(), there.survivors()
+        lost = here.check_survivors(s)
+        entries = int(s.kept[~lost].sum())
+        made, made_there = (case.check_rows(part, case.expected_lost()) for case, part in ((here, s), (there, t)))
+        assert torch.equal(s.spans, t.spans.cpu()) and same_bits(s.words[:entries], t.words[:entries].cpu())
+        assert same_bits(s.l1[~lost], t.l1.cpu()[~lost]) and same_bits(made[1][:entries], made_there[1][:entries].cpu())
+        assert all(same_bits(a[~lost], b.cpu()[~lost]) for a, b in zip(made[::2], made_there[::2]))
+
+
+def test_in_a_graph():
+    case = drawn(1000, 2048, 1100)
+    s = case.survivors()
+    y, dh, dx = case.check_rows(s, case.check_survivors(s))
+    packed, pool, _ = packed_and_pool(case.gate)
+    graph, lost = torch.cuda.CUDAGraph(), case.expected_lost()
+    with torch.cuda.graph(graph):
+        t = launch_train.survivors(case.x, packed, pool, case.up, case.up_bias, 1100)
+        again = launch_train.weighted_rows(t, case.down_t, case.down_bias)
+        gradient = launch_train.hidden_gradient(case.dy, t, case.down_t, case.dl1)
+        into_x = launch_train.input_gradient(t, gradient, case.Wg, case.up)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(t.spans, s.spans) and torch.equal(t.lost[: 1 + int(lost.sum())], s.lost[: 1 + int(lost.sum())])
+        assert same_bits(again[~lost], y[~lost]) and same_bits(into_x[~lost], dx[~lost])
+
+
+def test_another_stream_waits_for_nothing():
+    case = drawn(300, 264, 600)
+    packed, pool, _ = poisoned_pack(case.gate)
+    expected = case.survivors()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            s = launch_train.survivors(case.x, packed, pool, case.up, None, 600)
+            y = launch_train.weighted_rows(s, case.down_t, None)
+            dh = launch_train.hidden_gradient(case.dy, s, case.down_t, None)
+            launch_train.input_gradient(s, dh, case.Wg, case.up)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(s.spans, expected.spans) and y.shape == case.x.shape
