@@ -14,6 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from . import train_command
 from .errors import InputError, RecordError, TwellError
 
 _ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_model": "d_model",
@@ -38,8 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print("twell-lab: this does not fit into memory; smaller sizes are accepted", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"\ntwell-lab: interrupted; to run it again: {_again(arguments)}", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
+            said = f"{error}; to go on: {_again(['train', '--resume', folder])}"
+        else:
+            said = f"interrupted; to run it again: {_again(arguments)}"
+        print(f"\ntwell-lab: {said}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.
@@ -84,12 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     tour.add_argument("--quick", action="store_true",
                       help="a few steps and small layers, to see that it works")
 
-    train = command("train", _train, "Train a small ReLU language model, with an L1 penalty if asked for.")
-    _add_fields(train)
-    train.add_argument("--text", type=_given, metavar="PATH", help="a file or folder (default: Python's standard library)")
-    train.add_argument("--plain", action="store_true", help="plain feed-forward layers instead of gated ones")
-    train.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
-    train.add_argument("--out", metavar="DIR", type=Path, help="save the model here, for twell-lab profile")
+    train = command("train", train_command.run, "Train a small ReLU language model, with an L1 penalty if asked for.")
+    train_command.add_options(train)
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
@@ -151,18 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     kept.add_argument("--verify", action="store_true",
                       help="instead, check that these kernels were tested on a GPU or are named as untested")
     return parser
-
-
-def _add_fields(parser: argparse.ArgumentParser) -> None:
-    """The numbers of TrainConfig as options; a default of None leaves the config's own."""
-    for name, kind, what in (
-            ("l1", float, "coefficient of the L1 penalty, 0 for none"), ("steps", int, "optimizer steps"),
-            ("batch", int, "windows a step"), ("context", int, "bytes a window"),
-            ("d_model", int, "model width"), ("layers", int, "number of layers"),
-            ("heads", int, "attention heads"), ("d_ff", int, "feed-forward width"),
-            ("lr", float, "peak learning rate"), ("seed", int, "of weights and batches")):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X",
-                            help=what)
 
 
 def _given(text: str) -> str:
@@ -232,28 +221,6 @@ def _tour(options) -> int:
     taken = f"tour: done in {sum(record.notes['tour']['seconds'].values()):.0f} s"
     print(f"{taken}; the page is {page}" if page else
           f"{taken}; the record is {saved}, and twell-lab tour --render {saved} draws its page")
-    return 0
-
-
-def _train(options) -> int:
-    from . import records
-    from .train import TrainConfig, train
-    given = {name: getattr(options, name) for name in ("l1", "steps", "batch", "context", "d_model", "layers",
-                                                       "heads", "d_ff", "lr", "seed")}
-    config = TrainConfig(text=options.text, device=options.device, gated=not options.plain,
-                         **{name: value for name, value in given.items() if value is not None})
-    result = train(config)
-    if options.out is not None:
-        result.model.save(options.out)
-    if options.json:
-        _print_json(result.summary())
-        return 0
-    print(records.table([{"layer": i, "density": share, "dead": dead} for i, (share, dead)
-                         in enumerate(zip(result.density, result.dead, strict=True))],
-                        {"layer": "layer", "density": "density", "dead": "dead neurons"}))
-    print(f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, mean nnz "
-          f"{result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s" +
-          (f"; the model is in {options.out}" if options.out else ""))
     return 0
 
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .errors import InputError
-from .ffn import SparseFFN, feed_forwards
+from .ffn import SparseFFN
+from .learning import LayerTerm
+from .model import firing_layers
 
 EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
 
@@ -66,7 +68,7 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
 
 def catch_hidden(model: nn.Module, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> list:
     """Hooks (to be removed by the caller) that append to `into` while `when()`; see `hidden_activations`."""
-    layers = feed_forwards(model)
+    layers = firing_layers(model)
     swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
     if swapped:
         raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
@@ -88,34 +90,38 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.running = False  # a validation of the model alone must not fill the lists: that is gigabytes of a large model
         self.hidden: list[Tensor] = []
-        self.running = False  # a validation of the model alone must not fill the list: that is gigabytes of a large model
-        self.hooks = catch_hidden(model, self.hidden, lambda: self.running)
+        self.terms: list[LayerTerm] = []
+        self.sparse = [layer for layer in firing_layers(model) if isinstance(layer.module, SparseFFN)]
+        for layer in self.sparse:  # `sparsify` swaps all layers or none
+            layer.module.report_to(self.terms, layer.name)
+        self.hooks = [] if self.sparse else catch_hidden(model, self.hidden, lambda: self.running)
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
         """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> four tensors:
         loss, with gradient; and without: cross-entropy and l1_term, [2]; l1 by layer and nnz by layer, both
         float32 [layers], or two empty tensors if not `count`."""
         self.hidden.clear()
+        self.terms.clear()
         self.running = True
         ce = cross_entropy(self.model, windows)
         self.running = False
-        hidden = list(self.hidden)
-        self.hidden.clear()  # or the last step's would stay in memory beside the next one's
-        return self.add_up(ce, l1, [layer_l1(h) for h in hidden] if l1 is not None else None, hidden, count)
-
-    @staticmethod
-    def add_up(ce: Tensor, l1: Tensor | None, penalties: list[Tensor] | None, hidden: list[Tensor],
-               count: bool) -> tuple[Tensor, ...]:
-        term = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
+        penalties: list[Tensor] = []
+        if l1 is not None or count:
+            penalties = [term.l1 for term in self.terms] or [layer_l1(h) for h in self.hidden]
+        penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
         by_layer = nnz = ce.new_empty(0)
         if count:
-            with torch.no_grad():
-                by_layer = torch.stack([value.detach() for value in penalties or map(layer_l1, hidden)])
-                nnz = torch.stack([layer_nnz(h) for h in hidden])
-        return ce + term, torch.stack([ce.detach(), term.detach()]), by_layer, nnz
+            by_layer = torch.stack([value.detach() for value in penalties])
+            nnz = torch.stack([term.nnz for term in self.terms] or [layer_nnz(h.detach()) for h in self.hidden])
+        self.hidden.clear()  # or the last step's would stay in memory beside the next one's
+        self.terms.clear()
+        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for hook in self.hooks:
             hook.remove()
+        for layer in self.sparse:
+            layer.module.report_to(None)

@@ -5,24 +5,33 @@ h is what enters the down projection. This is the convention of the published co
 Lighter Transformer Language Models" (arXiv 2603.23198), whose 2e-5 is meant so; the paper's formula averages
 over neurons as well, so the same pressure takes a coefficient d_ff times larger there.
 
-Nothing in a step waits for the device: numbers are read where a row of the history is made, and only there.
+Nothing in a step waits for a GPU: numbers are read where a row of the history is made, and only there.
+
+    torchrun --nproc-per-node 2 -m twell_lab.train --steps 1000 --out build/model
+
+trains on two GPUs what `twell-lab train` with the same options trains on one (see twell_lab.distributed).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .errors import DeviceError, InputError
+from . import checkpoint, distributed
+from .distributed import World
+from .errors import InputError
 from .model import LanguageModel
 from .objective import (  # noqa: F401  (names that others import from here)
     EVAL_BATCH,
-    Objective,
     bits_per_byte,
     cross_entropy,
     hidden_activations,
@@ -30,85 +39,153 @@ from .objective import (  # noqa: F401  (names that others import from here)
     mean_nnz,
 )
 from .profile import profile
-from .text import Text, check_enough, load, spread_windows
+from .running import Diverged, Run, Stop, warn_if_silent
+from .text import check_enough, load_any, spread_windows
+from .tokenizer import BYTES
 from .train_config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 
 
-def train(config: TrainConfig, *, progress: bool = True,
-          on_step: Callable[[dict], None] | None = None) -> TrainResult:
+def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
+          progress: bool = True, on_step: Callable[[dict], None] | None = None) -> TrainResult:
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
+    out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
+        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C; each replaces the one before.
+    resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
+        the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
     progress: show a bar on stderr, where tqdm is installed.
     on_step: called with each row of the history as it is made.
 
-    Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device
-    that is not there, and InputError when the loss stops being a number.
+    Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
+    there or more processes than GPUs; InputError when the loss stops being a number, for a checkpoint that is truncated or
+    of another model or config, and for an `out` that holds an unfinished run; checkpoint.Interrupted (a
+    KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more.
     """
-    device = _device(config.device)
-    whole = config.text if isinstance(config.text, Text) else load(config.text)
+    with distributed.joined(config.device) as world:
+        return _train(config, out, resume, progress and world.lead, on_step, world)
+
+
+def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: World) -> TrainResult:
+    if config.batch % (config.accumulate * world.size):
+        raise InputError(f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
+                         f"a multiple of {config.accumulate * world.size}, so that each part has as many windows")
+    whole = load_any(config.text, tokenizer=config.tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
-    model = initial_model(config).to(device)
-    optimizer = _optimizer(model, config)
-    order = Order(training.data, config, device)
-    held_out = spread_windows(validation.data, config.eval_windows, config.context).to(device)
-    objective = Objective(model)
-    measure = torch.compile(objective) if config.compile else objective
-    weight = torch.zeros((), device=device) if config.l1 else None  # the penalty's, as a tensor: no new graph for it
-    history: list[dict] = []
-    start = time.perf_counter()
-    lap, lap_step = start, 0
-    with _bar(config, progress) as bar:
-        for step in range(1, config.steps + 1):
-            last = step == config.steps
-            validate = last or step % config.eval_every == 0
-            logged = validate or step == 1 or step % config.log_every == 0
-            lr = learning_rate(config, step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            if weight is not None:
-                weight.fill_(l1_coefficient(config, step))
-            parts = []
-            for windows in order.next().chunk(config.accumulate):
-                with _autocast(config, device):
-                    # Counting in a compiled graph is all but free, and a second graph is not.
-                    loss, *numbers = measure(windows, weight, logged or config.compile)
-                (loss / config.accumulate if config.accumulate > 1 else loss).backward()
-                parts.append([loss.detach(), *numbers])
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.update()
-            if not logged:
-                continue
-            row = {"step": step, **_read(parts), "lr": lr}
-            if not math.isfinite(row["loss"]):
-                raise InputError(f"the loss is {row['loss']} at step {step} with lr {config.lr} and l1 "
-                                 f"{config.l1}: training diverged; a lower lr is the first thing to try")
-            now = time.perf_counter()
-            row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (now - lap)
-            if validate:
-                with _autocast(config, device):
-                    row["val_bits_per_byte"] = bits_per_byte(model, held_out)
-            lap, lap_step = time.perf_counter(), step
-            row["seconds"] = lap - start
-            history.append(row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}", nnz=f"{row['nnz']:.0f}",
-                            tokens_s=f"{row['tokens_per_s']:,.0f}", refresh=False)
-            if on_step is not None:
-                on_step(row)
-    seconds = time.perf_counter() - start
-    objective.remove()
-    with _autocast(config, device):
+    run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
+    described = checkpoint.describe(whole, config.text)
+    if resume is not None:
+        state = checkpoint.load(resume)
+        checkpoint.check_same(state, config, run.model.config, whole)
+        run.restore(state)
+        out = out or (checkpoint.newest(resume).parent if checkpoint.newest(resume) == Path(resume) else resume)
+    elif out is not None and world.lead:
+        checkpoint.prepare(out)
+    held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
+    tokens_a_step = config.batch * config.context
+
+    def save(keep_older: bool = False) -> None:
+        state = run.state(described)
+        if world.lead:
+            checkpoint.save(out, state, keep_older=keep_older)
+        world.wait()
+
+    metrics = _Metrics(out if world.lead else None, run.history)
+    weight = torch.zeros((), device=world.device) if config.l1 else None  # the penalty's; a tensor makes one graph for all
+    parts = config.accumulate
+    saved, warned = run.step, False
+    start = time.perf_counter() - run.seconds
+    lap, lap_step = time.perf_counter(), run.step
+    try:
+        with _bar(config, progress, run.step) as bar, Stop(out is not None, world.size > 1) as stop:
+            for step in range(run.step + 1, config.steps + 1):
+                last = step == config.steps
+                validate = last or step % config.eval_every == 0
+                logged = validate or step == 1 or step % config.log_every == 0
+                revive = config.reinit > 0 and step % config.dead_every == 0
+                keep = out is not None and (last or config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
+                for group in run.optimizer.param_groups:
+                    group["lr"] = learning_rate(config, step)
+                coefficient = l1_coefficient(config, step)
+                if weight is not None:
+                    weight.fill_(coefficient)
+                # Compiled, one graph serves all steps, and counting is all but free in it.
+                l1 = weight if coefficient or config.compile else None
+                run.guard.begin(step)
+                numbers = []
+                for number, windows in enumerate(world.share(run.order.next()).chunk(parts), start=1):
+                    if world.size > 1 and parts > 1:
+                        distributed.sync_gradients(run.joined, run.model, number == parts)
+                    with _autocast(config, world.device):
+                        loss, *others = run.measure(windows, l1, logged or config.compile)
+                    (loss / parts if parts > 1 else loss).backward()
+                    numbers.append([loss.detach(), *others])
+                if run.tracker is not None:
+                    run.see_dead(tokens_a_step)
+                norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
+                run.guard.see(step, sum(each[0] for each in numbers) / parts, norm)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                # Processes must agree to stop, which takes a message between them: only where there is one anyway.
+                stopping = stop.asked if world.size == 1 else logged and world.any(stop.asked)
+                if logged or revive or keep or stopping:
+                    run.guard.check()
+                run.step = step
+                if revive:
+                    run.revive()
+                bar.update()
+                if logged:
+                    row = {"step": step, **_read(numbers, world), "lr": learning_rate(config, step)}
+                    if not math.isfinite(row["loss"]):
+                        raise Diverged(config, step, row["loss"], norm.item())
+                    if run.tracker is not None:
+                        row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
+                    if run.switch is not None:
+                        with _autocast(config, world.device):
+                            run.follow(row["nnz_layers"])
+                    row["tokens_per_s"] = (step - lap_step) * tokens_a_step / (time.perf_counter() - lap)
+                    if validate:
+                        with _autocast(config, world.device):
+                            row["val_bits_per_byte"] = bits_per_byte(run.model, held_out) / validation.bytes_per_token
+                    warned = warned or warn_if_silent(row, config)
+                    lap, lap_step = time.perf_counter(), step
+                    row["seconds"] = lap - start
+                    run.history.append(row)
+                    metrics.write(row)
+                    bar.set_postfix(loss=f"{row['loss']:.3f}", nnz=f"{row['nnz']:.0f}",
+                                    tokens_s=f"{row['tokens_per_s']:,.0f}", refresh=False)
+                    if on_step is not None:
+                        on_step(row)
+                run.seconds = time.perf_counter() - start
+                if keep or stopping and not last:
+                    save()
+                    saved = step
+                if stopping and not last:
+                    raise checkpoint.Interrupted(out, step, config.steps)
+    except Diverged as error:
+        if out is None:
+            raise
+        if run.step > saved:  # not in the place of an older one, which may be the better start
+            save(keep_older=True)
+        raise InputError(f"{error}; the last good state, after step {run.step}, is in {os.fspath(out)!r}") from None
+    finally:
+        metrics.close()
+    seconds = run.seconds
+    model = run.plain()
+    with _autocast(config, world.device):
         firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
     model.eval()
+    if out is not None and world.lead:
+        model.save(out)
+        if whole.tokenizer != BYTES:
+            whole.tokenizer.save(Path(out) / "tokenizer.json")
     return TrainResult(
-        model=model, config=config, history=history,
-        validation_bits_per_byte=history[-1]["val_bits_per_byte"],
+        model=model, config=config, history=run.history,
+        validation_bits_per_byte=run.history[-1]["val_bits_per_byte"],
         mean_nnz=sum(layer.mean_nnz for layer in firing.layers) / len(firing.layers),
         density=[layer.density for layer in firing.layers], dead=[layer.dead for layer in firing.layers],
         text={**whole.describe(), "training_size": training.size, "validation_size": validation.size},
-        seconds=seconds, tokens=config.steps * config.batch * config.context)
+        seconds=seconds, tokens=config.steps * tokens_a_step)
 
 
 def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
@@ -118,32 +195,12 @@ def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
         return LanguageModel(config.model(vocabulary))
 
 
-class Order:
-    """Which windows each step reads: text.random_windows, without waiting for the device.
-
-    The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
-    """
-
-    def __init__(self, data: Tensor, config: TrainConfig, device: torch.device) -> None:
-        self.data = data.to(device)
-        self.count, self.context = config.batch, config.context
-        self.generator = torch.Generator().manual_seed(config.seed)
-        self.offsets = torch.arange(config.context + 1, device=device)
-
-    def next(self) -> Tensor:
-        """The windows of one step: int64 [batch, context + 1] on the device."""
-        starts = torch.randint(self.data.numel() - self.context, (self.count, 1), generator=self.generator)
-        if self.data.is_cuda:
-            starts = starts.pin_memory().to(self.data.device, non_blocking=True)
-        return self.data[starts + self.offsets].long()
-
-
-def _read(parts: list[list[Tensor]]) -> dict:
-    """The numbers of a row, averaged over the parts of a step: one transfer from the device."""
-    loss, terms, l1, nnz = (torch.stack(each).mean(0) if len(parts) > 1 else each[0]
-                            for each in zip(*parts, strict=True))
+def _read(numbers: list[list[Tensor]], world: World) -> dict:
+    """The numbers of a row, averaged over the parts of a step and over processes: one transfer from the device."""
+    loss, terms, l1, nnz = (torch.stack(each).mean(0) if len(numbers) > 1 else each[0]
+                            for each in zip(*numbers, strict=True))
     layers = len(nnz)
-    values = torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz]).tolist()
+    values = world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz])).tolist()
     return {"loss": values[0], "ce": values[1], "l1_term": values[2], "nnz": values[3],
             "nnz_layers": values[4 + layers:], "l1_layers": values[4:4 + layers], "dead_layers": None}
 
@@ -153,23 +210,21 @@ def _autocast(config: TrainConfig, device: torch.device):
     return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
 
 
-def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
-    others = [weight for weight in model.parameters() if weight.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay},
-              {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+class _Metrics:
+    """metrics.jsonl: a row of the history a line, there as soon as it is made. Without a folder nothing happens."""
 
+    def __init__(self, folder: str | os.PathLike | None, history: list[dict]) -> None:
+        self.file = None if folder is None else open(Path(folder) / "metrics.jsonl", "w", buffering=1)
+        for row in history:  # of a resumed run, up to its checkpoint
+            self.write(row)
 
-def _device(name: str | None) -> torch.device:
-    """The device to train on; DeviceError where it is not there."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise DeviceError(f"device {name!r} is not there: {error}; accepted here: "
-                          f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}") from None
-    return device
+    def write(self, row: dict) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
 
 class _NoBar:
@@ -188,12 +243,12 @@ class _NoBar:
         pass
 
 
-def _bar(config: TrainConfig, progress: bool):
+def _bar(config: TrainConfig, progress: bool, done: int):
     try:
         from tqdm import tqdm  # not tqdm.auto: its notebook form stores widget state
     except ImportError:
         progress = False
-    return tqdm(total=config.steps, desc=f"training, l1 {config.l1:g}", unit="step") if progress else _NoBar()
+    return tqdm(total=config.steps, initial=done, desc=f"training, l1 {config.l1:g}", unit="step") if progress else _NoBar()
 
 
 # What the tour trains: once like this, once with l1=0. Measured on 2026-11-21 on an AMD EPYC (Zen 5), torch
@@ -210,3 +265,9 @@ def _bar(config: TrainConfig, progress: bool):
 #   3 layers, 1000 steps            2.265   2.296 with l1=2e-3, nnz 19; 48 s of one core
 # So small a model, read so little, says nothing about what L1 costs a large one.
 TOUR = TrainConfig(l1=2e-3)
+
+
+if __name__ == "__main__":
+    from twell_lab.cli import main
+
+    sys.exit(main(["train", *sys.argv[1:]]))

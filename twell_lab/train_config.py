@@ -34,7 +34,9 @@ class TrainConfig:
     seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives
         the same curve bit for bit.
     device: "cpu", "cuda", "cuda:1"; None picks a GPU where there is one.
-    text: a file or folder, a Text, or None for the source of Python's standard library.
+    text: a file or folder, "hf:owner/name" for a Hugging Face dataset, a Text, or None for the source of Python's
+        standard library (text.load_any).
+    tokenizer: what the model reads the text as: None (bytes, or a Text's own), "bpe:4096", a tokenizer's file.
     log_every, eval_every: steps between two rows of the history, between two validations.
     eval_windows: how many windows of the held-out text a validation and the profile read, at most.
     dtype: "float32", or "bfloat16": torch's autocast, the weights stay float32.
@@ -69,6 +71,7 @@ class TrainConfig:
     seed: int = 0
     device: str | None = None
     text: str | PathLike | Text | None = None
+    tokenizer: str | PathLike | None = None
     log_every: int = 10
     eval_every: int = 150
     eval_windows: int = 256
@@ -104,6 +107,8 @@ class TrainConfig:
             raise InputError(f"compile is {self.compile!r}; accepted: True or False")
         if not isinstance(self.text, (str, PathLike, Text, type(None))):
             raise InputError(f"text is a {type(self.text).__name__}; accepted: a path, a Text, or None")
+        if not isinstance(self.tokenizer, (str, PathLike, type(None))):
+            raise InputError(f"tokenizer is {self.tokenizer!r}; accepted: 'bytes', 'bpe:4096', a path, or None")
         if self.batch % self.accumulate:
             raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
         if self.reinit and not self.dead_window:

@@ -1,0 +1,224 @@
+"""Checkpoints of a training run: everything that a run needs to go on as if nothing had happened.
+
+    out/checkpoint-000300/state.json             config, step, random states, history
+                          model.safetensors      weights; with config.json a model that twell-lab profile reads
+                          config.json
+                          optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
+
+A checkpoint is written under another name, forced to the disk and then renamed, so a folder of this name is whole. Once
+it is there the ones before it are removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .model import FORMAT as MODEL_FORMAT
+from .model import ModelConfig, _safetensors
+from .text import Text
+from .train_config import TrainConfig
+
+FORMAT = 1  # of state.json; raised when an older reader would misread it
+
+# What may differ between a run and its resumption: where and how it computes, and how often it saves.
+FREE = ("device", "compile", "kernels", "parallel", "checkpoint_every", "text")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that was interrupted and saved; the message says where."""
+
+    def __init__(self, folder: str | os.PathLike, step: int, steps: int) -> None:
+        super().__init__(f"stopped after step {step} of {steps}, saved in {os.fspath(folder)!r}")
+        self.folder, self.step = os.fspath(folder), step
+
+
+@dataclass
+class State:
+    """One checkpoint in memory. Tensors are whole (not sharded) and on the CPU.
+
+    step: steps made. config: what the run was told, but for its text: `text` says which (its name, sha256 and size, and
+    the path where there is one). seconds: trained so far. order, noise: states of the generators of windows and of fresh
+    gate rows, uint8. optimizer: {"<what>.<parameter>": tensor}. counts: of twell_lab.dead.Tracker; empty if not tracked.
+    """
+
+    step: int
+    config: dict
+    model_config: dict
+    text: dict
+    seconds: float
+    history: list[dict]
+    order: Tensor
+    noise: Tensor
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    counts: dict[str, Tensor]
+
+
+def describe(text: Text, given) -> dict:
+    """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption."""
+    path = str(given) if isinstance(given, (str, os.PathLike)) else None
+    return {**text.describe(), "path": path}
+
+
+def checkpoints(folder: str | os.PathLike) -> list[Path]:
+    """The checkpoints in a folder, by step, ascending; a folder that is one itself is the only one."""
+    folder = Path(folder)
+    if (folder / "state.json").is_file():
+        return [folder]
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
+
+
+def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
+    """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are removed,
+    unless keep_older. InputError where it can't be written."""
+    safetensors = _safetensors()
+    folder = Path(folder)
+    target = folder / f"checkpoint-{state.step:06d}"
+    part = target.with_name(target.name + ".part")
+    fields = {name: value for name, value in vars(state).items() if not isinstance(value, (Tensor, dict))}
+    fields |= {"config": state.config, "model_config": state.model_config, "text": state.text}
+    fields |= {name: getattr(state, name).numpy().tobytes().hex() for name in ("order", "noise")}
+    extra = {**state.optimizer, **{f"counts.{name}": value for name, value in state.counts.items()}}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        files = {"model.safetensors": safetensors.save({k: v.contiguous() for k, v in state.weights.items()}),
+                 "optimizer.safetensors": safetensors.save({k: v.contiguous() for k, v in extra.items()}),
+                 "config.json": _json({"format": MODEL_FORMAT, **state.model_config})}
+        sizes = {name: len(content) for name, content in files.items()}
+        files["state.json"] = _json({"format": FORMAT, "sizes": sizes, **fields})
+        for name, content in files.items():
+            with open(part / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        older = [path for path in checkpoints(folder) if path != target]
+        if target.exists():  # the same step, interrupted again right after a resumption
+            shutil.rmtree(target)
+        part.rename(target)
+        for path in () if keep_older else older:
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"cannot save a checkpoint in {str(folder)!r}: {error}") from None
+    return target
+
+
+def load(folder: str | os.PathLike) -> State:
+    """The newest checkpoint in `folder`. InputError names what is missing, truncated or of another format."""
+    safetensors = _safetensors()
+    path = newest(folder)
+    fields = _fields(path)
+    tensors = {}
+    for name, size in fields["sizes"].items():
+        try:
+            content = (path / name).read_bytes()
+        except OSError as error:
+            raise InputError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
+        if len(content) != size:
+            raise InputError(f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
+                             "it is truncated; accepted: a whole checkpoint")
+        if name.endswith(".safetensors"):
+            try:
+                tensors[name] = safetensors.load(content)
+            except Exception as error:  # the library raises its own kinds
+                raise InputError(f"{name} in the checkpoint {str(path)!r} is damaged: {error}") from None
+    optimizer = tensors["optimizer.safetensors"]
+    counts = {name[7:]: optimizer.pop(name) for name in list(optimizer) if name.startswith("counts.")}
+    plain = {name: fields[name] for name in ("step", "config", "model_config", "text", "seconds", "history")}
+    states = {name: torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8) for name in ("order", "noise")}
+    return State(**plain, **states, weights=tensors["model.safetensors"], optimizer=optimizer, counts=counts)
+
+
+def newest(folder: str | os.PathLike) -> Path:
+    """The newest checkpoint's own folder; InputError where there is none."""
+    found = checkpoints(folder)
+    if not found:
+        raise InputError(f"there is no checkpoint in {str(folder)!r}; accepted: the folder that training saved in, or one "
+                         "of its checkpoints")
+    return found[-1]
+
+
+def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
+    """The config of the newest checkpoint in `folder`, its text named by the path it had, with `changes`."""
+    fields = _fields(newest(folder))
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    if unknown := sorted(set(fields["config"]) - known):
+        raise InputError(f"the checkpoint's config has {', '.join(unknown)}, which this release does not know")
+    return TrainConfig(**{**fields["config"], "text": fields["text"]["path"], **changes})
+
+
+def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text) -> None:
+    """InputError naming the field and both values unless `config` and `text` go on with the run in `state`."""
+    for name, value in vars(config).items():
+        saved = state.config.get(name, _default(name))
+        if name not in FREE and saved != value:
+            raise InputError(f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
+                             f"(only {', '.join(each for each in FREE if each != 'text')} may change)")
+    for name in ("sha256", "size"):
+        if state.text[name] != getattr(text, name):
+            raise InputError(f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
+                             f"({state.text['name']}) in the checkpoint; accepted: the text the run began with")
+    for name, value in asdict(model).items():
+        if (saved := state.model_config.get(name, value)) != value:
+            raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")
+
+
+def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
+    """InputError naming the first tensor of a checkpoint that is missing, unknown, or of another shape."""
+    for name in sorted(found.keys() ^ wanted.keys()):
+        raise InputError(f"the checkpoint's {what} {'lack' if name in wanted else 'have an unknown'} {name!r}; "
+                         "accepted: the tensors of this model")
+    for name, shape in wanted.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise InputError(f"{name} has shape {list(found[name].shape)} in the checkpoint's {what}, and {list(shape)} "
+                             "here; accepted: a checkpoint of this model")
+
+
+def prepare(folder: str | os.PathLike) -> Path:
+    """The folder to save in, made if need be. InputError if it holds an unfinished run, which would be lost."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".twell-lab.part"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot save in {str(folder)!r}: {error}") from None
+    if found := checkpoints(folder):
+        fields = _fields(found[-1])
+        if fields["step"] < fields["config"]["steps"]:
+            raise InputError(f"{str(folder)!r} holds a run stopped at step {fields['step']} of {fields['config']['steps']}; "
+                             "accepted: to resume it, or another folder, or this one after removing its checkpoint")
+    return folder
+
+
+def _fields(path: Path) -> dict:
+    try:
+        fields = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"state.json in the checkpoint {str(path)!r} cannot be read: {error}") from None
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise InputError(f"state.json in the checkpoint {str(path)!r} is not of format {FORMAT}, the one read")
+    wanted = {"sizes", *(field.name for field in dataclasses.fields(State))} - {"weights", "optimizer", "counts"}
+    if missing := sorted(wanted - fields.keys()):
+        raise InputError(f"state.json in the checkpoint {str(path)!r} lacks {', '.join(missing)}")
+    return fields
+
+
+def _default(name: str):
+    return next(field.default for field in dataclasses.fields(TrainConfig) if field.name == name)
+
+
+def _json(value: dict) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

@@ -1,0 +1,239 @@
+"""A training run in progress: all that changes from step to step, and how it goes into a checkpoint and comes back."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import warnings
+from dataclasses import asdict
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+from . import checkpoint, dead, distributed
+from .distributed import World
+from .errors import InputError
+from .ffn import SparseFFN, feed_forwards, sparsify
+from .learning import LayerTerm
+from .model import LanguageModel, firing_layers
+from .objective import Objective
+from .switching import Switch
+from .train_config import TrainConfig
+
+
+class Order:
+    """Which windows each step reads: text.random_windows, without waiting for the device.
+
+    The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
+    """
+
+    def __init__(self, data: Tensor, config: TrainConfig, device: torch.device) -> None:
+        self.data = data.to(device)
+        self.count, self.context = config.batch, config.context
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.offsets = torch.arange(config.context + 1, device=device)
+
+    def next(self) -> Tensor:
+        """The windows of one step: int64 [batch, context + 1] on the device."""
+        starts = torch.randint(self.data.numel() - self.context, (self.count, 1), generator=self.generator)
+        if self.data.is_cuda:
+            starts = starts.pin_memory().to(self.data.device, non_blocking=True)
+        return self.data[starts + self.offsets].long()
+
+
+class Run:
+    """The model being trained and everything beside it that a step changes.
+
+    model: the LanguageModel itself; measure: its Objective as it is called, compiled and joined with other processes.
+    """
+
+    def __init__(self, config: TrainConfig, model: LanguageModel, tokens: Tensor, world: World) -> None:
+        self.config, self.world = config, world
+        self.model = model.to(world.device)
+        self.switch: Switch | None = None
+        if config.kernels != "off":
+            sparsify(model)
+            for layer in feed_forwards(model):
+                layer.module.learn("dense" if config.kernels == "auto" else "twell")
+            self.switch = Switch(model) if config.kernels == "auto" else None
+        self.sharded = world.size > 1 and config.parallel == "fsdp"
+        if self.sharded:
+            distributed.shard(model, world)
+        self.objective = Objective(model)
+        self.joined: nn.Module = self.objective
+        if world.size > 1 and not self.sharded:
+            self.joined = distributed.replicate(self.objective, world)
+        self.measure = torch.compile(self.joined) if config.compile else self.joined
+        self.layers = firing_layers(model)
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = _optimizer(model, config)
+        self.order = Order(tokens, config, world.device)
+        self.noise = torch.Generator().manual_seed(config.seed)
+        self.tracker = dead.Tracker(self.layers, config.dead_window) if config.dead_window else None
+        self.guard = Guard(self)
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict] = []
+
+    def see_dead(self, tokens: int) -> None:
+        """Count who fired in the step whose gradients are there: a gate row without any gradient did not."""
+        fired = [distributed.whole((layer.pattern.weight.grad != 0).any(1)) for layer in self.layers]
+        self.tracker.see(fired, tokens)
+
+    def revive(self) -> None:
+        """The paper's remedy, for the neurons that are dead now."""
+        for layer, silent in zip(self.layers, self.tracker.dead(), strict=True):
+            dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
+
+    def follow(self, nnz: list[float]) -> None:
+        """Let layers that train through the kernels change their path by how many of their neurons fire."""
+        terms = [LayerTerm(layer.name, None, value) for layer, value in zip(self.layers, nnz, strict=True)]
+        self.switch.see(terms)
+
+    def state(self, text: dict) -> checkpoint.State:
+        """Everything for a checkpoint; every process of a sharded run must ask for it."""
+        config = {name: str(value) if name == "tokenizer" and value is not None else value
+                  for name, value in vars(self.config).items() if name != "text"}
+        optimizer = {f"{what}.{name}": distributed.whole(value).cpu() for name, weight in self.parameters.items()
+                     for what, value in self.optimizer.state.get(weight, {}).items()}
+        return checkpoint.State(
+            step=self.step, config=config, model_config=asdict(self.model.config), text=text, seconds=self.seconds,
+            history=self.history, order=self.guard.order_state, noise=self.noise.get_state(), weights=self.weights(),
+            optimizer=optimizer, counts=self.tracker.state_dict() if self.tracker else {})
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights, whole, on the CPU."""
+        return {name: distributed.whole(value).cpu() for name, value in self.model.state_dict().items()}
+
+    def restore(self, state: checkpoint.State) -> None:
+        """Go on from a checkpoint of the same config. InputError for tensors of another model."""
+        shapes = {name: tuple(weight.shape) for name, weight in self.parameters.items()}
+        checkpoint.check_shapes("weights", state.weights, shapes)
+        moments = {f"{what}.{name}": shape for name, shape in shapes.items() for what in ("exp_avg", "exp_avg_sq")}
+        moments |= {f"step.{name}": () for name in shapes}
+        checkpoint.check_shapes("optimizer states", state.optimizer, moments if state.step else {})
+        for name, weight in self.parameters.items():
+            distributed.put(weight, state.weights[name])
+            if state.step:
+                kept = {"step": state.optimizer[f"step.{name}"].to(weight.device)}
+                for what in ("exp_avg", "exp_avg_sq"):
+                    kept[what] = torch.zeros_like(weight, requires_grad=False)
+                    distributed.put(kept[what], state.optimizer[f"{what}.{name}"])
+                self.optimizer.state[weight] = kept
+        self.order.generator.set_state(state.order)
+        self.noise.set_state(state.noise)
+        if self.tracker is not None:
+            self.tracker.load_state_dict(state.counts)
+        self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
+
+    def plain(self) -> LanguageModel:
+        """The trained model without anything of the training about it: dense layers, whole weights."""
+        self.objective.remove()
+        if not self.sharded and not any(isinstance(module, SparseFFN) for module in self.model.modules()):
+            return self.model
+        made = LanguageModel(self.model.config)
+        made.load_state_dict(self.weights())
+        return made.to(self.world.device)
+
+
+class Guard:
+    """Keeps the last good state: from the first step whose loss or gradient is no finite number, no weight changes.
+
+    On a GPU the optimizer itself is told to do nothing (a flag on the device, as torch's GradScaler gives it), so that no
+    step waits; `check` reads what happened. On a CPU, and where FSDP2 shards the weights, each step is read.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.waits = run.sharded or run.world.device.type == "cpu"
+        self.broken = torch.zeros(1, device=run.world.device)
+        self.first = torch.zeros(3, dtype=torch.float64, device=run.world.device)  # step, loss, norm of the gradient
+        self.before: dict[int, Tensor] = {}  # state of the order before each step since the last check
+        if not self.waits:
+            run.optimizer.found_inf = self.broken
+
+    @property
+    def order_state(self) -> Tensor:
+        """The state of the order from which the step after the run's last one draws its windows."""
+        return self.before.get(self.run.step + 1, self.run.order.generator.get_state())
+
+    def begin(self, step: int) -> None:
+        self.before[step] = self.run.order.generator.get_state()
+
+    def see(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Called with gradients there and before the optimizer's step. loss: of this process; norm: of all of them."""
+        norm = distributed.whole(norm)
+        # Several processes must agree, and a loss that is no number in one of them gives such a norm in all.
+        finite = torch.isfinite(norm) if self.run.world.size > 1 else torch.isfinite(norm) & torch.isfinite(loss)
+        if self.waits:
+            if not finite.item():
+                self.fail(step, loss.item(), norm.item())
+            return
+        now = torch.stack([torch.full_like(self.first[0], step), loss.double(), norm.double()])
+        self.first.copy_(torch.where(finite | (self.broken != 0), self.first, now))
+        self.broken.copy_(torch.where(finite, self.broken, 1.0))
+
+    def check(self) -> None:
+        """Raise if a step since the last check failed; reads the device."""
+        if not self.waits and (failed := self.first.tolist())[0]:
+            self.fail(int(failed[0]), *failed[1:])
+        self.before.clear()
+
+    def fail(self, step: int, loss: float, norm: float) -> None:
+        self.run.step = step - 1
+        raise Diverged(self.run.config, step, loss, norm)
+
+
+class Diverged(InputError):
+    """The loss or its gradient is no finite number; the run is as the step before left it."""
+
+    def __init__(self, config: TrainConfig, step: int, loss: float, norm: float) -> None:
+        what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
+        super().__init__(f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr is "
+                         "the first thing to try")
+
+
+class Stop:
+    """While a run that can save itself goes on, the first Ctrl-C only asks it to stop after its step; `asked` says so.
+
+    With several processes a second one is ignored too: the terminal sends it to each of them, and so does torchrun.
+    """
+
+    def __init__(self, active: bool, patient: bool) -> None:
+        self.active = active and threading.current_thread() is threading.main_thread()
+        self.patient, self.asked = patient, False
+
+    def __enter__(self) -> Stop:
+        if self.active:
+            self.old = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *raised) -> None:
+        if self.active:
+            signal.signal(signal.SIGINT, self.old)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if not self.patient:
+            signal.signal(signal.SIGINT, self.old)
+            print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
+
+
+def warn_if_silent(row: dict, config: TrainConfig) -> bool:
+    """Warn, with the numbers, where no neuron of any layer fires any more; returns whether it did."""
+    if row["nnz"] > 0:
+        return False
+    warnings.warn(f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} (mean nnz 0, "
+                  f"cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
+                  "does not fire gets no gradient; a smaller l1, a longer l1_warmup or reinit may help", stacklevel=4)
+    return True
+
+
+def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay},
+              {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+

@@ -1,0 +1,117 @@
+"""`twell-lab train`: the options of a training run and what it prints. Imports torch only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+EPILOG = """\
+on a text of your own, a file or a folder of files:
+
+  twell-lab train --text my-texts --l1 1e-3 --out build/mine
+  twell-lab profile build/mine --text my-texts
+
+Ctrl-C saves the run and says how to go on; --checkpoint-every saves it now and then as well:
+
+  twell-lab train --resume build/mine
+
+On a GPU, --dtype bfloat16 --compile is several times faster. On two of them:
+
+  torchrun --nproc-per-node 2 -m twell_lab.train --text my-texts --out build/mine
+
+About a tenth of the text is held out for validation. metrics.jsonl in --out has a line for every --log-every steps."""
+
+# (field of TrainConfig, type, help); a value that is not given leaves the config's own, which the brackets say.
+_MODEL = (
+    ("d_model", int, "model width [128]"), ("layers", int, "number of layers [4]"), ("heads", int, "attention heads [4]"),
+    ("d_ff", int, "feed-forward width [512]"),
+    ("activation", str, "relu, or relu2 for its square [relu]"),
+    ("tokenizer", str, "what the model reads: bytes, bpe:4096 (a BPE of that size, trained on the text), or a file [bytes]"),
+)
+_SPARSITY = (
+    ("l1", float, "coefficient of the L1 penalty, 0 for none [0]"),
+    ("l1_delay", int, "steps without the penalty [0]"),
+    ("l1_warmup", int, "steps over which its coefficient then grows to --l1 [0]"),
+    ("dead_window", int, "count a neuron silent for this many tokens as dead, 0 to count none [0]"),
+    ("reinit", float, "re-initialise the gate rows of dead neurons with this share of fresh numbers; the paper's is 0.1 [0]"),
+    ("reinit_sigma", float, "deviation of the fresh numbers [0.02]"),
+    ("dead_every", int, "steps between two re-initialisations [100]"),
+)
+_STEPS = (
+    ("steps", int, "optimizer steps [900]"), ("batch", int, "windows a step [8]"),
+    ("context", int, "tokens a window [64]"),
+    ("accumulate", int, "read the windows of a step in this many parts, to need less memory [1]"),
+    ("lr", float, "peak learning rate [2e-3]"), ("warmup", int, "steps up to it [50]"),
+    ("weight_decay", float, "of matrices [0.1]"), ("clip", float, "largest norm of the gradient [1]"),
+    ("seed", int, "of weights and batches [0]"),
+)
+_MACHINE = (
+    ("device", str, "cpu, cuda, cuda:1 [a GPU where there is one]"),
+    ("dtype", str, "float32 or bfloat16, which is torch's autocast [float32]"),
+    ("kernels", str, "off: dense layers; sparse: this package's kernels; auto: each layer changes over when it fires little "
+                     "enough [off]"),
+    ("parallel", str, "under torchrun: ddp, or fsdp to shard the model [ddp]"),
+)
+_REPORTS = (
+    ("log_every", int, "steps between two lines of metrics [10]"),
+    ("eval_every", int, "steps between two validations [150]"),
+    ("eval_windows", int, "windows of held-out text that a validation reads, at most [256]"),
+    ("checkpoint_every", int, "steps between two checkpoints in --out; 0: one at the end [0]"),
+)
+_GROUPS = (("the model", _MODEL), ("sparsity", _SPARSITY), ("the steps", _STEPS), ("the machine", _MACHINE),
+           ("reports", _REPORTS))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Every field of TrainConfig as an option, and where the run is kept."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, or hf:owner/name for a Hugging Face "
+                        "dataset [the source of Python's standard library]")
+    parser.add_argument("--out", metavar="DIR", type=_folder, help="save the model, metrics and checkpoints here, for twell-lab "
+                                                                   "profile and --resume")
+    parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there, as it began")
+    for title, fields in _GROUPS:
+        group = parser.add_argument_group(title)
+        for name, kind, what in fields:
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=what,
+                               metavar={int: "N", float: "X", str: "WORD"}[kind])
+        if title == "the model":
+            group.add_argument("--plain", action="store_const", const=False, dest="gated",
+                               help="plain feed-forward layers instead of gated ones")
+        if title == "the machine":
+            group.add_argument("--compile", action="store_const", const=True, help="run through torch.compile")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, save, and print what came of it; under torchrun only the first process prints."""
+    from . import checkpoint, records
+    from .train import TrainConfig, train
+    names = [name for _, fields in _GROUPS for name, _, _ in fields] + ["text", "gated", "compile"]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    config = checkpoint.config_of(options.resume, **given) if options.resume else TrainConfig(**given)
+    result = train(config, out=options.out, resume=options.resume)
+    if int(os.environ.get("RANK", "0")):
+        return 0
+    if options.json:
+        print(json.dumps(result.summary(), indent=1))
+        return 0
+    print(records.table([{"layer": i, "density": share, "dead": dead} for i, (share, dead)
+                         in enumerate(zip(result.density, result.dead, strict=True))],
+                        {"layer": "layer", "density": "density", "dead": "dead neurons"}))
+    print(f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, mean nnz "
+          f"{result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s" +
+          (f"; the model is in {options.out or options.resume}" if options.out or options.resume else ""))
+    return 0
+
+
+def _given(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; a file or folder is accepted")
+    return text
+
+
+def _folder(text: str) -> Path:
+    return Path(_given(text))
