@@ -239,7 +239,7 @@ class SparseFFN(Learner, HotFirst):
         at = self._class_of(x)
         choice = self._choices[at][1]
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)):
-            if self._terms is not None or not self._transposes or weights[1].is_cuda or self.learning == "dense":
+            if self._reports or not self._transposes or weights[1].is_cuda or self.learning == "dense":
                 return self._learn(x, weights, biases, choice.path)
             call, given = (ops.plain_ffn, 1) if gate is None else (ops.gated_ffn, 0)  # a CPU skips the silent neurons forwards
             return call(x, *weights[given:], *biases[given:], down_t=self._down_t(weights[2]), tile=self.tile, words=self.words)

@@ -28,6 +28,7 @@ class Learner:
     learning: str | None = None
     _terms: list | None = None  # by itself: torch.compile does not see what is appended to a list inside a tuple
     _name = ""
+    _reports = False  # once asked, always by the operator that can: a recomputed forward must save what the first one saved
 
     def learn(self, path: str | None) -> None:
         """Which path to take where gradients are needed: "dense" for all neurons, "twell" for those that fire, None for "dense"
@@ -39,6 +40,7 @@ class Learner:
     def report_to(self, terms: list | None, name: str = "") -> None:
         """Append a LayerTerm to `terms` at each forward with gradients from now on; None: stop. See twell_lab.penalty."""
         self._terms, self._name = terms, name
+        self._reports |= terms is not None
 
     def _learn(self, x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None], planned: str) -> Tensor:
         path = self.learning or ("dense" if planned == "dense" else "twell")

@@ -285,7 +285,8 @@ def _keep_survivors(ctx, inputs, output):
 
 
 def _backward(ctx, dy, dl1, *_):
-    inputs, saved = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
+    inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
     made = torch.ops.twell_lab.train_backward(dy, dl1, *inputs, *saved)
     return tuple(None if t is None else d for t, d in zip(inputs, made))
