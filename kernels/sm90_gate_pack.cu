@@ -1,11 +1,11 @@
 // gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, on Hopper. The gate itself
 // never reaches device memory: what a tile of it keeps is packed while the sums are still in registers.
 //
-// Floor: 16,384 tokens, d_model 2048, d_ff 5632 are 378 GFLOP, 0.54 ms at the 700 TFLOP/s that cuBLAS makes of this chip.
-// x, the weights and the words are 0.10 GB of device memory, 0.03 ms: arithmetic decides. Two more limits are near. A tile of
-// 128 x 256 needs 48 KB every 64 steps of k, 8.2 TB/s through the L2 cache in all: with clusters of two (sm90_mainloop.cuh)
-// 5.5. And wgmma reads 80 bytes of shared memory a cycle and the copy engine writes 48, of the 128 that there are: an
-// epilogue that moves all its values through shared memory takes that from the tensor cores.
+// Floor: 16,384 tokens, d_model 2048, d_ff 5632 are 378 GFLOP, 0.54 ms at the 700 TFLOP/s that cuBLAS makes of this chip (656
+// to 745, as the clock goes). x, the weights and the words are 0.10 GB of device memory, 0.03 ms: arithmetic decides. Two more
+// limits are near. A tile of 128 x 256 needs 48 KB every 64 steps of k, 8.2 TB/s through the L2 cache in all: with clusters of
+// two (sm90_mainloop.cuh) 5.5. And wgmma reads 80 bytes of shared memory a cycle and the copy engine writes 48, of the 128 that
+// there are: an epilogue that moves all its values through shared memory takes that from the tensor cores.
 //
 // How a tile is packed. After wgmma four lanes share a row, and each holds every fourth pair of columns. Were the columns of
 // a lane neighbours, the slot of a value would be the counts of the lanes before it plus its own running count. So the weight
@@ -13,21 +13,39 @@
 // two rows to 64 registers of pairs, finds what fires (two values an instruction), ranks by two shuffles for both rows at
 // once, and writes value << 16 | column to shared memory, from where whole sectors leave. A warp owns 16 rows: no barrier.
 //
-// Versions: ms (TFLOP/s) for the size above, mean nnz 29, on an H100 SXM, 2026-11-21, all in one run; short rounds beside
-// torch's linear, 0.555 (681), then 0.8 s without a pause, where power sets the clock, beside torch's 0.576 (656)
-//   gate_pack_v1  0.604 (626) | 0.623 (607)  no cluster, packing when a tile is done.
-//   gate_pack_v2  0.597 (633) | 0.605 (624)  clusters of two. Cool, it gains little, for the L2 gave more than was thought
+// Versions: ms (TFLOP/s) for the size above, mean nnz 29, on an H100 SXM, 2026-11-21: as in data/records/
+// inference-20261121T083719Z, beside torch's linear, 0.507 (745); then in another run 0.8 s without a pause, where power sets
+// the clock, torch 0.576 (656)
+//   gate_pack_v1  0.536 (705) | 0.623 (607)  no cluster, packing when a tile is done.
+//   gate_pack_v2  0.526 (718) | 0.605 (624)  clusters of two. Cool, it gains little, for the L2 gave more than was thought
 //                 (11.3 TB/s into shared memory without a product); under load it gains power, which is clock.
-//   gate_pack_v3  0.519 (728) | 0.557 (679)  the packing in pieces between the k-steps of the next tile. The rounded pairs are
+//   gate_pack_v3  0.481 (786) | 0.557 (679)  the packing in pieces between the k-steps of the next tile. The rounded pairs are
 //                 64 registers beside the 128 of the sums, and the tensor cores work meanwhile. The same loop without any
-//                 epilogue (version 0, packed null) takes 0.509 (743) | 0.533 (709): packing costs 2 to 4%.
+//                 epilogue (version 0, packed null) took 0.509 (743) | 0.533 (709) in the other run, v3 in short rounds
+//                 0.519 (728): packing costs 2 to 4%.
 // Predicted for an epilogue at the tile's end: 1,000 cycles of a tile's 32,768, the other warpgroup's products hiding it.
 // Measured with the clock: 4,700. A branch a pair of columns costs 40 to 50 cycles (two instructions of latency each, one
 // warp a scheduler), and the warpgroups fall into step, so neither hides the other. Pairs in shared memory and a loop over
 // those that fire, for a register can't be picked at run time: 3,300. Only v3 got it out of the way: tile 33,960.
-// Other loads, v3 beside torch: nnz 8 0.526, 0.562; 60 0.525, 0.559; 300 0.562, 0.571; half of all 0.73, 0.55 (a warp's loop
-// runs as often as its fullest lane asks; such layers are computed densely). 131,072 tokens 4.34, 4.71. 2,048 tokens 0.073,
-// 0.064 and 512 tokens 0.030, 0.022 (graph replays): 2.67 waves of tiles, and 88 of 132 blocks. A bias costs 2%.
+// Other loads, v3 beside torch, from the same record: nnz 8 0.477, 0.504; 60 0.485, 0.510; 131,072 tokens 3.94, 4.30. From the
+// other run: nnz 300 0.562, 0.571; half of all 0.73, 0.55 (a warp's loop runs as often as its fullest lane asks; such layers
+// are computed densely); 2,048 tokens 0.073, 0.064 and 512 tokens 0.030, 0.022 (graph replays): 2.67 waves of tiles, and 88 of
+// 132 blocks. A bias costs 2%.
+//
+// Overlap: the sparse part of one chunk of tokens beside this kernel at work on the next. Measured, not used. A block takes
+// 64,512 of a multiprocessor's 65,536 registers and nearly all its shared memory, so nothing stands beside it there, and the
+// multiprocessors have to be divided: this kernel with a smaller grid on a stream of high priority, so that its blocks are
+// placed first, the sparse part on the rest. TwELL layer in a graph, 16,384 tokens, exploring runs of 2026-11-21, ms:
+//           one chunk   two, no overlap   two, overlapped, best of 132 to 66 multiprocessors   four, best
+//   nnz  8     0.632         0.650        0.626 (88; 11,520 + 4,864 tokens), 0.629 (110)          0.668
+//   nnz 29     0.936         0.954        0.916 (66), 0.926 (88), 0.956 (132)                     0.976
+//   nnz 60     1.377         1.383        1.354 (66), 1.362 (88), 1.405 (132)                     1.495
+// On one priority the sparse blocks come first and this kernel's wait for the last of them: 0.930 at best at nnz 29. So 1 to
+// 2% at best, with a division to be found for each nnz; a wrong one costs as much and more (nnz 8 on 66: 0.758). Why so
+// little: both live on the L2 cache. At nnz 29 the gate moves 2.95 GB through it in 0.48 ms, 6.1 TB/s, the sparse part 4.0 GB
+// in 0.46, 8.8 TB/s (some of it found in L1). Half of each, one after the other, take 0.47; beside each other on 66
+// multiprocessors each 0.43 to 0.45, 8 TB/s: neither leaves much that the other could use. Four chunks moreover take 24 turns
+// of tiles where one takes 22. From nnz 29 on the planned layer is hot/cold; that was not tried in chunks.
 //
 // Failed, or made no difference
 //   - mbarrier.arrive with `.release.cluster` spelled out: a full memory barrier each k-step; 502 TFLOP/s instead of 753.
