@@ -87,6 +87,10 @@ def test_the_record_of_the_portable_kernels_fills_in(monkeypatch):
     found = hopper.recorded()
     assert [each["path"] for each in found] == ["dense eager", "forced twell", "forced portable"]
     assert found[1]["where"].startswith("recorded on NVIDIA H100, 2026-01-01") and "1.1" in hopper.ways(found)
+    newer = record("inference", "2026-01-02T00:00:00Z", [row("dense eager", 1.9, nnz=29.03), row("forced twell", 0.8, nnz=29.03)])
+    monkeypatch.setattr(hopper.records, "load_all", lambda: [portable, newer])
+    one = hopper.ways(hopper.recorded()).splitlines()  # of two runs, with the dense time of the newer one
+    assert len(one) == 2 and one[1].split()[:2] == ["29.03", "1.9"] and {"1.1", "0.8"} <= set(one[1].split())
     newer = record("inference", "2026-01-02T00:00:00Z", [row("forced twell", 0.8)])
     monkeypatch.setattr(hopper.records, "load_all", lambda: [portable, newer])
     assert [(each["path"], each["ms"]) for each in hopper.recorded()] == [("forced twell", 0.8), ("forced portable", 1.1)]
@@ -170,7 +174,8 @@ def test_the_family_of_a_path(path, name):
 def test_the_planner_is_judged_by_its_own_trials():
     found = hopper.plan_points(compared(8) + compared(29, twell=1.6))
     told = hopper.plan_sentences(found)
-    assert "4 candidates were timed: 4 within a factor of 1.25" in told and "In 1 of 2 layers" in told
+    assert told.startswith("4 candidates were timed.\nmore tokens: 4 of 4 within a factor of 1.25") and "In 1 of 2 layers" in told
+    assert "up to 256 tokens: 2 of 2 within" in hopper.plan_sentences([*found, *hopper.plan_points(compared(8, tokens=64))])
 
 
 def test_trained_layers_overflow_decode_and_shapes():
@@ -200,6 +205,15 @@ def test_floors_name_what_limits_each_step():
     assert one["limit"] == "memory" and one["intensity"] < 2
 
 
+def test_trials_on_other_tokens_are_set_beside_the_times():
+    layer = {"l1": 0.001, "layer": 3}
+    timed = [row("forced twell", 1.0, **layer), row("forced dense", 2.0, **layer), row("planned", 1.0, **layer)]
+    tried = [row("plan: twell", 1.4, kind="plan", **layer), row("plan: dense", 2.1, kind="plan", **layer), row("plan: hot_cold 256", 9, kind="plan", **layer)]
+    told = work.other_tokens([*timed, *tried])
+    assert told.startswith("In 1 of 2 trials") and told.endswith("; the others:\n  twell in layer 3, L1 0.001: 1.40 times that")
+    assert work.other_tokens([*timed, tried[1]]).endswith("timed here.") and work.other_tokens([]) == "No trained layer is recorded."
+
+
 def test_versions_are_explained_from_their_times():
     found = work.versions(gates())
     assert found[0]["path"] == "sm80 gate_pack" and all(each["idea"] for each in found)
@@ -216,6 +230,8 @@ def test_points_of_the_roofline():
     assert "gated_v3" in names and "pack_v1" not in names and "twell, 1 token" in names and "dense eager, 1 token" in names
     intensity = {p["name"]: p["operations"] / p["bytes"] for p in found}
     assert intensity["gate GEMM (torch), then pack"] < intensity["gate GEMM (torch)"] < intensity["sm90 gate_pack v3"]
+    twice = [*everything(), *compared(27.3, tokens=1)]  # an older run of one token drew another nnz
+    assert sorted(p["name"] for p in work.points(twice, fused)) == sorted(names)
     told = work.of_the_roof(found, work.datasheet())
     assert "tensor cores" in told and "memory" in told
 

@@ -68,13 +68,16 @@ def _portable(device: str, taken: set[tuple]) -> list[dict]:
 
 
 def ways(rows: list[dict], tokens: int = 16384) -> str:
-    """TwELL layers on each sort of kernels beside the dense one, in ms and times dense, by nnz, as a table."""
+    """TwELL layers on each sort of kernels, in ms and times the dense layer of the same run, by nnz, as a table.
+
+    nnz and the dense times are those of the newest run; nnz of two runs are the same if they agree to two digits.
+    """
     here = select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
     lines: dict[float, dict] = {}
     for row in here:
-        line = lines.setdefault(row["nnz"], {"nnz": row["nnz"]})
-        line[row["path"]] = row["ms"]
-        line[f"{row['path']} x"] = row["x_dense"]
+        line = lines.setdefault(float(f"{row['nnz']:.2g}"), {"nnz": row["nnz"]})
+        line.setdefault(row["path"], row["ms"])
+        line.setdefault(f"{row['path']} x", row["x_dense"])
     columns = {"nnz": "mean nnz", "dense eager": "dense ms", "dense compiled": "compiled"}
     for path, name in (("forced portable", "portable"), ("forced mma.sync", "mma.sync"), ("forced twell", "Hopper")):
         columns |= {path: f"TwELL, {name} ms", f"{path} x": "x dense"}
@@ -209,12 +212,13 @@ def plan_sentences(found: list[dict]) -> str:
     """How near the predictions are, and what the choices were worth."""
     if not found:
         return "No planner's trial is recorded."
-    ratios = sorted(row["ms"] / row["predicted_ms"] for row in found)
-    near = sum(1 / 1.25 <= ratio <= 1.25 for ratio in ratios)
-    lines = [
-        f"{len(found)} candidates were timed: {near} within a factor of 1.25 of the prediction; "
-        f"measured / predicted: median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}."
-    ]
+    lines = [f"{len(found)} candidates were timed."]
+    for which, few in ((f"up to {FEW} tokens", True), ("more tokens", False)):
+        ratios = sorted(row["ms"] / row["predicted_ms"] for row in found if (row["tokens"] <= FEW) == few)
+        if ratios:
+            near = sum(1 / 1.25 <= ratio <= 1.25 for ratio in ratios)
+            lines.append(f"{which}: {near} of {len(ratios)} within a factor of 1.25 of the prediction; measured / predicted: "
+                         f"median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}.")  # fmt: skip
     layers: dict[tuple, list[dict]] = {}
     for row in found:
         layers.setdefault((*_what(row), row["nnz"]), []).append(row)

@@ -196,6 +196,22 @@ def story(file: str) -> str:
     return "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
 
 
+def other_tokens(rows: list[dict]) -> str:
+    """How long a path of a trained layer took in the planner's trials, on other tokens, beside the time recorded for it."""
+    timed = {(row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
+             for row in rows if "l1" in row and row["path"].startswith("forced ")}  # fmt: skip
+    ratios = []
+    for row in rows:
+        which = (row.get("l1"), row.get("layer"), row["path"].removeprefix("plan: "))
+        if row["kind"] == "plan" and which in timed:
+            ratios.append((row["ms"] / timed[which], f"{which[2]} in layer {which[1]}, L1 {which[0]:g}"))
+    if not ratios:
+        return "No trained layer is recorded."
+    far = sorted((pair for pair in ratios if not 0.9 <= pair[0] <= 1.1), reverse=True)
+    near = f"In {len(ratios) - len(far)} of {len(ratios)} trials a path took within 10% of its time on the tokens timed here"
+    return "\n".join([f"{near}{'; the others:' if far else '.'}", *(f"  {name}: {ratio:.2f} times that" for ratio, name in far)])
+
+
 # ---- the roofline ----
 
 
@@ -221,8 +237,8 @@ def points(rows: list[dict], fused: dict[str, dict], nnz: float = 29) -> list[di
     for row in select(rows, nnz=nnz, tokens=1, workload=LOGNORMAL):
         dense, gate, sparse = work(1, row["d_model"], row["d_ff"], row["nnz"])
         parts = {f"dense eager{GRAPH}": [dense], f"forced twell{GRAPH}": [gate, sparse]}.get(row["path"], [])
-        if parts:
-            name = row["path"].removesuffix(GRAPH).removeprefix("forced ") + ", 1 token"
+        name = row["path"].removesuffix(GRAPH).removeprefix("forced ") + ", 1 token"
+        if parts and all(point["name"] != name for point in found):  # an older run may have it too
             found.append(
                 _point(
                     {**row, "path": name},
