@@ -5,17 +5,17 @@
 // By neuron they are records [capacity]: those of neuron j are numbers starts[j] to starts[j + 1], tokens ascending.
 //
 // How often neurons fire differs by orders of magnitude, so a block of BLOCK_WARPS warps takes, by the length of the lists,
-//   class 4     a piece of one list, of at most BLOCK_WARPS * unit records; a list of this class has several pieces
-//   class k<4   BLOCK_WARPS >> k whole lists, each for a team of 1 << k warps, each warp at most `unit` records
-// A block of class 4 leaves partial sums, and partial row b belongs to block b: class 4 comes first, which also starts what takes
-// longest first. `unit` is chosen from the number of records so that there are never more blocks or partial rows than the
-// caller made room for.
+//   class 0      a piece of one list, of at most BLOCK_WARPS * unit records; a list of this class has several pieces
+//   class 1 2 3  one, two or four whole lists, each for a team of 8, 4 or 2 warps, each warp at most `unit` records
+//   class 4 to 8 eight lists, a warp each: of up to unit, unit / 2, unit / 4 and unit / 8 records, and empty ones. Lists of about the
+//                same length share a block, whose place on a multiprocessor is free only when its longest list is done.
+// A block of class 0 leaves partial sums, and partial row b belongs to block b. What takes longest is started first. `unit`
+// is chosen from the number of records so that there are never more blocks or partial rows than the caller made room for.
 #pragma once
 #include "twell.cuh"
 
 #define BLOCK_WARPS 8
-#define CLASSES 5
-#define PIECES (CLASSES - 1)  // the class of the lists in pieces: log2(BLOCK_WARPS) + 1
+#define CLASSES 9
 #define LEAST_UNIT 32
 
 // What a survivor adds to the gradients of its neuron: dgate += dgate_of * x[token], dup += dup_of * x[token],
@@ -25,19 +25,22 @@ struct alignas(16) Record {
     float dgate_of, dup_of, hidden;
 };
 
-// Entry k of each array is where class k begins. The order is 4, 3, 2, 1, 0.
 struct Plan {
     int records, unit;
-    int block[CLASSES];   // the first block of the class
-    int listed[CLASSES];  // its first list in `order`
-    int blocks, lists;    // of all classes
+    int block[CLASSES + 1];   // the first block of each class; the last entry: how many there are
+    int listed[CLASSES + 1];  // its first list in `order`; likewise
 };
 
 __host__ __device__ __forceinline__ int pieces_of(int count, int unit) {
     return (count + BLOCK_WARPS * unit - 1) / (BLOCK_WARPS * unit);
 }
+
 __host__ __device__ __forceinline__ int class_of(int count, int unit) {
+    if (count == 0) return CLASSES - 1;
     int k = 0;
-    while (k < PIECES && count > unit << k) ++k;
+    for (int least = BLOCK_WARPS * unit; k < CLASSES - 2 && count <= least; ++k) least /= 2;
     return k;
 }
+
+// How many warps share a list of class k.
+__host__ __device__ __forceinline__ int team_of(int k) { return k <= 1 ? BLOCK_WARPS : k < 4 ? BLOCK_WARPS >> (k - 1) : 1; }

@@ -3,39 +3,66 @@
 //
 // The order is fixed, tokens ascending, so that every sum over it is deterministic. No place is handed out by a race: rows are
 // taken in chunks, a histogram of each chunk (integer sums, in whatever order) gives each chunk the places of its records in each
-// list, and within a chunk one warp goes through the rows in order. The columns of one row differ, so its lanes never meet.
-//   columns_count_v1  counts[chunk][column]
-//   columns_scan_v1   counts[chunk][column] -> how many of the column's records come from earlier chunks; totals[column]
-//   columns_plan_v1   where each list starts, and the plan of columns.cuh
-//   columns_fill_v1   the records
+// list, and within a chunk each column has a bit for each of 32 rows: a record's place is the number of bits below its own.
+//   columns_count  counts[chunk][column]
+//   columns_scan   counts[chunk][column] -> how many of the column's records come from earlier chunks; totals[column]
+//   columns_plan   where each list starts, and the plan of columns.cuh
+//   columns_fill   the records
 //
 // Floor: words are read twice, ups and dh once, 16 bytes a record written: 36 bytes a survivor. 16,384 tokens of mean nnz 29 are
 // 475,000 of them: 17 MB. counts, 4 bytes for each chunk and column, is written twice and read twice: 23 MB at 256 chunks of
-// d_ff 5632. Nearly all of it stays in the L2 cache: 5 us at 7.4 TB/s. What it will take is the latency of four dependent
-// launches, and in columns_fill that of 8 turns of 8 rows, each two loads that wait for each other: 25 to 35 us in all.
+// d_ff 5632. Nearly all of it stays in the L2 cache: 5 us at 7.4 TB/s. What it takes is latencies, of four dependent launches
+// and of three to five loads in each that wait for each other.
+//
+// Versions, us on an H100 SXM (2026-11-21), count / scan / plan / fill, 16,384 tokens, d_ff 5632, lognormal rates
+//   v1  9.9 / 4.8 / 20.8 / 32.8 at nnz 29, 75.7 from first to last; at nnz 8 9.6 / 4.8 / 20.7 / 21.6, 65.4. One warp went through
+//       the rows of a chunk in order, with a count for each column in shared memory; predicted were 25 to 35 in all. The plan
+//       read a column after another in each thread, seven times.
+//   v2  as above.
 #include "columns.cuh"
 #include "row_walk.cuh"
 
-#define SLAB 16384  // columns that a block counts at once: 16 bits each in shared memory
-#define COUNT_THREADS 256
-#define SCAN_GROUPS 32
 #define MOST_CHUNKS 256
+#define COUNT_SLAB 16384  // columns that a block counts at once: 16 bits each in shared memory
+#define COUNT_THREADS 512
+#define SCAN_GROUPS 32
 #define PLAN_THREADS 1024
-#define PARTS_AT_ONCE 8
+#define FILL_SLAB 8192  // columns whose places a block gives at once: 48 bits each in shared memory
+#define FILL_THREADS 512
+
+// The survivors of up to 32 rows, one row a lane, as one list. The whole warp calls it together.
+struct RowsList {
+    int2 span;
+    int through, all;
+
+    __device__ __forceinline__ RowsList(const int2* __restrict__ spans, int first, int last) {
+        const int row = first + threadIdx.x % WARP;
+        span = row < last ? spans[row] : make_int2(0, 0);
+        through = sum_up_to_lane(span.y);
+        all = __shfl_sync(ALL_LANES, through, WARP - 1);
+    }
+    // Where the i-th survivor lies; `row` becomes the number of its row, 0 to 31.
+    __device__ __forceinline__ int find(int i, int& row) const {
+        row = first_reaching_past(i, through);
+        return __shfl_sync(ALL_LANES, span.x + span.y - through, row) + i;
+    }
+};
 
 // Chunk blockIdx.x of `rows` rows (at most 65535), columns of slab blockIdx.y.
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS)
-columns_count_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, int* __restrict__ counts, int tokens,
+columns_count_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, int* __restrict__ counts, int tokens,
                  int d_ff, int rows) {
-    __shared__ unsigned int pairs[SLAB / 2];  // the counts of two columns each
+    __shared__ unsigned int pairs[COUNT_SLAB / 2];  // the counts of two columns each
     const int first = blockIdx.x * rows, last = min(first + rows, tokens);
-    const int column = blockIdx.y * SLAB, width = min(SLAB, d_ff - column);
+    const int column = blockIdx.y * COUNT_SLAB, width = min(COUNT_SLAB, d_ff - column);
     for (int i = threadIdx.x; i < (width + 1) / 2; i += COUNT_THREADS) pairs[i] = 0;
     __syncthreads();
-    for (int row = first + threadIdx.x / WARP; row < last; row += COUNT_THREADS / WARP) {
-        const int2 span = spans[row];
-        for (int i = threadIdx.x % WARP; i < span.y; i += WARP) {
-            const int c = word_column(words[span.x + i]) - column;
+    for (int base = first; base < last; base += WARP) {
+        const RowsList list(spans, base, last);
+        for (int i = threadIdx.x; i - (int)threadIdx.x % WARP < list.all; i += COUNT_THREADS) {
+            int row;
+            const int at = list.find(i, row);
+            const int c = i < list.all ? word_column(words[at]) - column : -1;
             if (c >= 0 && c < width) atomicAdd(&pairs[c / 2], c % 2 ? 0x10000u : 1u);
         }
     }
@@ -46,7 +73,7 @@ columns_count_v1(const int2* __restrict__ spans, const word_t* __restrict__ word
 
 // A block: 32 columns, SCAN_GROUPS groups of up to 8 chunks.
 extern "C" __global__ void __launch_bounds__(WARP * SCAN_GROUPS)
-columns_scan_v1(int* __restrict__ counts, int* __restrict__ totals, int chunks, int d_ff) {
+columns_scan_v2(int* __restrict__ counts, int* __restrict__ totals, int chunks, int d_ff) {
     constexpr int MOST = MOST_CHUNKS / SCAN_GROUPS;
     __shared__ int sums[SCAN_GROUPS][WARP];
     const int lane = threadIdx.x % WARP, group = threadIdx.x / WARP;
@@ -73,128 +100,127 @@ columns_scan_v1(int* __restrict__ counts, int* __restrict__ totals, int chunks, 
     if (group == SCAN_GROUPS - 1) totals[column] = before;
 }
 
-// The sum of v over the threads before this one; `all` becomes that over all of them. The whole block calls it.
-__device__ __forceinline__ int sum_before(int v, int& all) {
-    __shared__ int sums[PLAN_THREADS / WARP];
-    const int lane = threadIdx.x % WARP;
-    int through = v;
-#pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-        const int below = __shfl_up_sync(ALL_LANES, through, step);
-        if (lane >= step) through += below;
-    }
-    if (lane == WARP - 1) sums[threadIdx.x / WARP] = through;
-    __syncthreads();
-    int before = 0;
-    all = 0;
-    for (int w = 0; w < PLAN_THREADS / WARP; ++w) {
-        if (w < (int)threadIdx.x / WARP) before += sums[w];
-        all += sums[w];
-    }
-    __syncthreads();  // everybody has read the sums before the next call overwrites them
-    return before + through - v;
-}
+// The sum of v over the lanes before this one.
+__device__ __forceinline__ int sum_before_lane(int v) { return sum_up_to_lane(v) - v; }
 
-// One block. most_units: room for partial rows, see columns.cuh. order [d_ff]: the neurons by class. pieces: of each block of
-// class 4, its neuron and the first record of its piece. first_piece [d_ff]: of the lists of class 4, in their order.
+// One block; each warp takes a run of columns, a lane each in turn. most_units: the records are at most so many units (see
+// columns.cuh). order [d_ff]: the neurons by class. pieces: of each block of class 0, its neuron and the first record of its
+// piece. first_piece [d_ff]: of the lists of class 0, in their order.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
-columns_plan_v1(const int* __restrict__ totals, int* __restrict__ starts, int* __restrict__ order, int2* __restrict__ pieces,
+columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* __restrict__ order, int2* __restrict__ pieces,
                 int* __restrict__ first_piece, Plan* __restrict__ plan, int d_ff, int most_units) {
-    const int per = (d_ff + PLAN_THREADS - 1) / PLAN_THREADS;
-    const int first = min((int)threadIdx.x * per, d_ff), last = min(first + per, d_ff);
-    int sum = 0, records;
-    for (int c = first; c < last; ++c) sum += totals[c];
-    int start = sum_before(sum, records);
-    const int begin = start;
-    for (int c = first; c < last; ++c) starts[c] = start, start += totals[c];
+    constexpr int WARPS_HERE = PLAN_THREADS / WARP;
+    __shared__ int records_of[WARPS_HERE], pieces_here[WARPS_HERE], lists_of[WARPS_HERE][CLASSES];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int steps = (d_ff + PLAN_THREADS - 1) / PLAN_THREADS, first = warp * steps * WARP;
+    const auto total = [&](int step) {
+        const int c = first + step * WARP + lane;
+        return c < d_ff ? totals[c] : -1;
+    };
+
+    int sum = 0;
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step) sum += max(total(step), 0);
+    sum = sum_over_lanes(sum);
+    if (lane == 0) records_of[warp] = sum;
+    __syncthreads();
+    const int of_lane = records_of[lane];
+    const int records = sum_over_lanes(of_lane);
+    int start = __shfl_sync(ALL_LANES, sum_before_lane(of_lane), warp);
     const int unit = max(LEAST_UNIT, (records + most_units - 1) / most_units);
 
-    int lists = 0, blocks = 0, mine[CLASSES], piece = 0;
+    int lists = 0, cut = 0;  // of lane k: the warp's lists of class k
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step) {
+        const int n = total(step), mine = n < 0 ? -1 : class_of(n, unit);
 #pragma unroll
-    for (int k = PIECES; k >= 0; --k) {
-        int n = 0, p = 0, all, all_pieces;
-        for (int c = first; c < last; ++c) {
-            if (class_of(totals[c], unit) != k) continue;
-            ++n;
-            if (k == PIECES) p += pieces_of(totals[c], unit);
+        for (int k = 0; k < CLASSES; ++k) {
+            const int found = __popc(__ballot_sync(ALL_LANES, mine == k));
+            if (lane == k) lists += found;
         }
-        mine[k] = lists + sum_before(n, all);
-        if (threadIdx.x == 0) plan->block[k] = blocks, plan->listed[k] = lists;
-        lists += all;
-        if (k == PIECES) {
-            piece = sum_before(p, all_pieces);
-            blocks = all_pieces;
-        } else {
-            blocks += ((all << k) + BLOCK_WARPS - 1) / BLOCK_WARPS;
-        }
+        if (mine == 0) cut += pieces_of(n, unit);
     }
-    if (threadIdx.x == 0) {
-        plan->records = records, plan->unit = unit, plan->blocks = blocks, plan->lists = lists;
-        starts[d_ff] = records;
+    cut = sum_over_lanes(cut);
+    if (lane == 0) pieces_here[warp] = cut;
+    if (lane < CLASSES) lists_of[warp][lane] = lists;
+    __syncthreads();
+    int all = 0, before = 0;  // of lane k: lists of class k, those of the warps before this one
+    for (int w = 0; w < WARPS_HERE; ++w) {
+        const int n = lane < CLASSES ? lists_of[w][lane] : 0;
+        all += n;
+        if (w < warp) before += n;
     }
-    start = begin;
-    for (int c = first; c < last; start += totals[c], ++c) {
-        const int k = class_of(totals[c], unit);
+    const int cut_by_lane = pieces_here[lane], all_cut = sum_over_lanes(cut_by_lane);
+    int piece = __shfl_sync(ALL_LANES, sum_before_lane(cut_by_lane), warp);
+    const int listed = sum_before_lane(all);
+    int place = listed + before;  // of lane k: where the warp's next list of class k goes
+    const int blocks = lane == 0 ? all_cut : (all * team_of(lane) + BLOCK_WARPS - 1) / BLOCK_WARPS;
+    const int block = sum_before_lane(blocks);
+    if (warp == 0 && lane <= CLASSES) plan->block[lane] = block, plan->listed[lane] = listed;
+    if (threadIdx.x == 0) plan->records = records, plan->unit = unit, starts[d_ff] = records;
+
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step) {
+        const int c = first + step * WARP + lane, n = total(step), mine = n < 0 ? -1 : class_of(n, unit);
+        const int here = start + sum_before_lane(max(n, 0));
+        if (n >= 0) starts[c] = here;
+        start = __shfl_sync(ALL_LANES, here + max(n, 0), WARP - 1);
+        int at = __shfl_sync(ALL_LANES, place, max(mine, 0));
+        unsigned longest = 0;
 #pragma unroll
-        for (int i = 0; i < CLASSES; ++i) {  // so that `mine` stays in registers
-            if (i != k) continue;
-            if (i == PIECES) {
-                first_piece[mine[i]] = piece;
-                for (int p = 0; p < pieces_of(totals[c], unit); ++p) pieces[piece++] = make_int2(c, start + p * BLOCK_WARPS * unit);
-            }
-            order[mine[i]++] = c;
+        for (int k = 0; k < CLASSES; ++k) {
+            const unsigned found = __ballot_sync(ALL_LANES, mine == k);
+            if (mine == k) at += __popc(found & ((1u << lane) - 1));
+            if (lane == k) place += __popc(found);
+            if (k == 0) longest = found;
         }
+        if (n >= 0) order[at] = c;
+        if (!longest) continue;
+        const int many = mine == 0 ? pieces_of(n, unit) : 0;
+        const int from = piece + sum_before_lane(many);
+        if (mine == 0) first_piece[at] = from;
+        for (int p = 0; p < many; ++p) pieces[from + p] = make_int2(c, here + p * BLOCK_WARPS * unit);
+        piece = __shfl_sync(ALL_LANES, from + many, WARP - 1);
     }
 }
 
-// One warp: the rows of chunk blockIdx.x in order, columns of slab blockIdx.y. ups: null for a plain layer.
-// Rows are taken in parts of up to 32 survivors, one a lane. What PARTS_AT_ONCE parts need is fetched together; the places are then
-// given part by part.
-extern "C" __global__ void __launch_bounds__(WARP)
-columns_fill_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
+// Chunk blockIdx.x of `rows` rows (at most 65535), columns of slab blockIdx.y. ups: null for a plain layer.
+extern "C" __global__ void __launch_bounds__(FILL_THREADS)
+columns_fill_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                 const float* __restrict__ dh, const int* __restrict__ counts, const int* __restrict__ starts,
                 Record* __restrict__ records, int tokens, int d_ff, int rows) {
-    __shared__ uint4 cleared[SLAB / 8];
-    unsigned short* used = (unsigned short*)cleared;  // how many records of each column this chunk has placed
-    const int first = blockIdx.x * rows, last = min(first + rows, tokens), lane = threadIdx.x;
-    const int column = blockIdx.y * SLAB, width = min(SLAB, d_ff - column);
-    for (int i = lane; i < (width + 7) / 8; i += WARP) cleared[i] = make_uint4(0, 0, 0, 0);
-    __syncwarp();
+    __shared__ unsigned int fired[FILL_SLAB];    // of each column: a bit for each of 32 rows
+    __shared__ unsigned short placed[FILL_SLAB];  // and how many of the chunk's earlier rows
+    const int first = blockIdx.x * rows, last = min(first + rows, tokens);
+    const int column = blockIdx.y * FILL_SLAB, width = min(FILL_SLAB, d_ff - column);
     const int* earlier = counts + (long long)blockIdx.x * d_ff + column;
+    for (int c = threadIdx.x; c < width; c += FILL_THREADS) fired[c] = 0, placed[c] = 0;
     for (int base = first; base < last; base += WARP) {
-        const int2 span = base + lane < last ? spans[base + lane] : make_int2(0, 0);
-        const int parts = (span.y + WARP - 1) / WARP, through = sum_up_to_lane(parts);
-        const int all = __shfl_sync(ALL_LANES, through, WARP - 1);
-        for (int part = 0; part < all; part += PARTS_AT_ONCE) {
-            int token[PARTS_AT_ONCE], c[PARTS_AT_ONCE], place[PARTS_AT_ONCE];
-            float g[PARTS_AT_ONCE], u[PARTS_AT_ONCE], d[PARTS_AT_ONCE];
-#pragma unroll
-            for (int p = 0; p < PARTS_AT_ONCE; ++p) {
-                const int owner = first_reaching_past(part + p, through);
-                const int within = part + p - __shfl_sync(ALL_LANES, through - parts, owner);
-                const int i = within * WARP + lane;
-                const bool mine = part + p < all && i < __shfl_sync(ALL_LANES, span.y, owner);
-                const int at = __shfl_sync(ALL_LANES, span.x, owner) + i;
-                const word_t word = mine ? words[at] : 0;
-                d[p] = mine ? dh[at] : 0.0f;
-                u[p] = mine && ups ? ups[at] : 0.0f;
-                g[p] = to_float(word_value(word));
-                token[p] = base + owner;
-                c[p] = mine ? word_column(word) - column : -1;
-                if (c[p] >= width) c[p] = -1;
-            }
-#pragma unroll
-            for (int p = 0; p < PARTS_AT_ONCE; ++p) place[p] = c[p] >= 0 ? starts[column + c[p]] + earlier[c[p]] : 0;
-#pragma unroll
-            for (int p = 0; p < PARTS_AT_ONCE; ++p) {
-                if (c[p] >= 0) place[p] += used[c[p]]++;
-                __syncwarp();
-            }
-#pragma unroll
-            for (int p = 0; p < PARTS_AT_ONCE; ++p) {
-                const Record record = ups ? Record{token[p], d[p] * u[p], d[p] * g[p], g[p] * u[p]} : Record{token[p], 0.0f, d[p], g[p]};
-                if (c[p] >= 0) *(uint4*)(records + place[p]) = *(const uint4*)&record;
-            }
+        if (base > first) {
+            for (int c = threadIdx.x; c < width; c += FILL_THREADS) placed[c] += __popc(fired[c]), fired[c] = 0;
         }
+        const RowsList list(spans, base, last);
+        __syncthreads();
+        for (int i = threadIdx.x; i - (int)threadIdx.x % WARP < list.all; i += FILL_THREADS) {
+            int row;
+            const int at = list.find(i, row);
+            const int c = i < list.all ? word_column(words[at]) - column : -1;
+            if (c >= 0 && c < width) atomicOr(&fired[c], 1u << row);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i - (int)threadIdx.x % WARP < list.all; i += FILL_THREADS) {
+            int row;
+            const int at = list.find(i, row);
+            if (i >= list.all) continue;
+            const word_t word = words[at];
+            const int c = word_column(word) - column;
+            if (c < 0 || c >= width) continue;
+            const int place = starts[column + c] + earlier[c] + placed[c] + __popc(fired[c] & ((1u << row) - 1));
+            const float g = to_float(word_value(word)), d = dh[at];
+            Record record = {base + row, 0.0f, d, g};
+            if (ups) record.dgate_of = d * ups[at], record.dup_of = d * g, record.hidden = g * ups[at];
+            *(uint4*)(records + place) = *(const uint4*)&record;
+        }
+        __syncthreads();
     }
 }

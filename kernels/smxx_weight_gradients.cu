@@ -17,7 +17,12 @@
 
 #define THREADS (WARP * BLOCK_WARPS)
 #define COLUMNS (WARP * VECTOR)  // of a slab
+#ifndef FETCHED
 #define FETCHED 4
+#endif
+#ifndef BLOCKS
+#define BLOCKS 2
+#endif
 #if defined(PLAIN)
 #define SUMS 2  // dup, ddown_t
 #else
@@ -139,25 +144,25 @@ __device__ __forceinline__ void add_team(Sums& sum, int team) {
 
 // Block blockIdx.x of the plan, columns of slab blockIdx.y. partials: float [most pieces][SUMS][d_model], bias_partials [most
 // pieces][2]; blocks past the plan's have nothing to do.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 weight_gradients_v2(const value_t* __restrict__ x, const value_t* __restrict__ dy, const int* __restrict__ starts,
                     const int* __restrict__ order, const int2* __restrict__ pieces, const Plan* __restrict__ plan,
                     const Record* __restrict__ records, float* __restrict__ partials, float* __restrict__ bias_partials,
                     value_t* dgate, value_t* dup, value_t* ddown_t, value_t* dgate_bias, value_t* dup_bias, int d_model) {
     __shared__ Record staged[BLOCK_WARPS][WARP];
     const int block = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    if (block >= plan->blocks) return;
-    const bool piece = block < plan->block[PIECES - 1];
+    if (block >= plan->block[CLASSES]) return;
+    const bool piece = block < plan->block[1];
     int team = BLOCK_WARPS, neuron = -1, first = 0, last = 0;
     if (piece) {
         neuron = pieces[block].x, first = pieces[block].y;
         last = min(first + BLOCK_WARPS * plan->unit, starts[neuron + 1]);
     } else {
-        int k = PIECES - 1;
-        while (k > 0 && block >= plan->block[k - 1]) --k;
-        team = 1 << k;
-        const int list = plan->listed[k] + (block - plan->block[k]) * (BLOCK_WARPS >> k) + (warp >> k);
-        if (list < (k > 0 ? plan->listed[k - 1] : plan->lists)) {
+        int k = 1;
+        while (block >= plan->block[k + 1]) ++k;
+        team = team_of(k);
+        const int list = plan->listed[k] + ((block - plan->block[k]) * BLOCK_WARPS + warp) / team;
+        if (list < plan->listed[k + 1]) {
             neuron = order[list];
             first = starts[neuron], last = starts[neuron + 1];
         }
@@ -194,7 +199,7 @@ weight_gradients_finish_v2(const int* __restrict__ starts, const int* __restrict
                            const Plan* __restrict__ plan, const float* __restrict__ partials,
                            const float* __restrict__ bias_partials, value_t* dgate, value_t* dup, value_t* ddown_t,
                            value_t* dgate_bias, value_t* dup_bias, int d_model) {
-    if ((int)blockIdx.x >= plan->listed[PIECES - 1]) return;
+    if ((int)blockIdx.x >= plan->listed[1]) return;
     const int neuron = order[blockIdx.x], first = first_piece[blockIdx.x];
     const int count = pieces_of(starts[neuron + 1] - starts[neuron], plan->unit);
     const Outputs out = {dgate, dup, ddown_t, dgate_bias, dup_bias};

@@ -20,9 +20,9 @@ MOST_COLUMNS = 65536  # a survivor's column has 16 bits
 _MOST_CHUNKS = 256  # MOST_CHUNKS of smxx_columns.cu
 _COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
 _LEAST_ROWS = 16  # rows of a chunk
-_SLAB = 16384  # SLAB of smxx_columns.cu
-_BLOCK_WARPS, _CLASSES = 8, 5  # BLOCK_WARPS and CLASSES of columns.cuh
-_PLAN_INTS = 16  # 64 bytes, where Plan of columns.cuh has 56
+_COUNT_SLAB, _FILL_SLAB, _THREADS = 16384, 8192, 512  # COUNT_SLAB, FILL_SLAB, COUNT_THREADS and FILL_THREADS of smxx_columns.cu
+_BLOCK_WARPS, _CLASSES = 8, 9  # BLOCK_WARPS and CLASSES of columns.cuh
+_PLAN_INTS = 22  # sizeof(Plan) / 4
 _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
 _MOST_PIECES = 1024  # partial rows of the longest lists,
 _PARTIAL_BYTES = 25 << 20  # and bytes of them, at most;
@@ -64,17 +64,17 @@ def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: i
     rows = max(_LEAST_ROWS, -(-tokens // chunks))
     if rows > 65535:
         raise InputError(f"there are {tokens} tokens; at most {chunks * 65535} are accepted at once for d_ff {d_ff}")
-    chunks, slabs = -(-tokens // rows), -(-d_ff // _SLAB)
+    chunks = -(-tokens // rows)
     counts, totals = ints(chunks, d_ff), ints(d_ff)
     found = Columns(ints(len(s.words), 4), ints(d_ff + 1), ints(d_ff), ints(pieces, 2), ints(d_ff), ints(_PLAN_INTS))
     defines = ((launch._DEFINE[dtype], True),)
     run = lambda name, grid, threads, *arguments: launch._launch(  # noqa: E731
-        "smxx_columns.cu", f"columns_{name}_v1", defines, grid, (threads, 1), device,
+        "smxx_columns.cu", f"columns_{name}_v2", defines, grid, (threads, 1), device,
         [ctypes.c_int(a) if isinstance(a, int) else a for a in arguments])  # fmt: skip
-    run("count", (chunks, slabs), 256, s.spans, s.words, counts, tokens, d_ff, rows)
+    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), _THREADS, s.spans, s.words, counts, tokens, d_ff, rows)
     run("scan", (-(-d_ff // 32), 1), 1024, counts, totals, chunks, d_ff)
     run("plan", (1, 1), 1024, totals, found.starts, found.order, found.pieces, found.first_piece, found.plan, d_ff, _UNITS_A_PIECE * pieces)
-    run("fill", (chunks, slabs), 32, s.spans, s.words, s.ups, dh, counts, found.starts, found.records, tokens, d_ff, rows)
+    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), _THREADS, s.spans, s.words, s.ups, dh, counts, found.starts, found.records, tokens, d_ff, rows)
     return found
 
 

@@ -90,9 +90,10 @@ def test_room_for_pieces_and_blocks(pieces):
         whole = counts[counts > 8 * unit]
         cut = int((-(-whole // (8 * unit))).sum())
         blocks = cut
-        for k in range(4):
-            least = -1 if k == 0 else unit << (k - 1)
-            blocks += -(-(int(((counts > least) & (counts <= unit << k)).sum()) << k) // 8)
+        for k, team in enumerate((8, 4, 2, 1, 1, 1, 1, 1), 1):  # as columns.cuh has the classes
+            most, least = 8 * unit >> k - 1, 8 * unit >> k if k < 7 else 0
+            listed = (counts > least) & (counts <= most) if k < 8 else counts == 0
+            blocks += -(-int(listed.sum()) * team // 8)
         assert cut <= pieces and len(whole) <= pieces // 2
         assert blocks <= launch_columns._most_blocks(d_ff, pieces)
 
