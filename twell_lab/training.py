@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import checks, launch, reference
+from . import checks, launch_train, reference
 from .errors import InputError
 
 PATHS = ("dense", "twell")
-_MOST_COLUMNS = 65536  # a survivor's column is kept in 16 bits
-_WORD_BLOCK = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
+_VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
@@ -80,7 +79,7 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
     d_ff, d_model = up.shape
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not x.shape[0]:
         return False
-    if d_ff > _MOST_COLUMNS or d_ff % _WORD_BLOCK or d_model % _WORD_BLOCK or not launch.pooled_takes(x.dtype, d_model):
+    if d_ff % _VECTOR or not launch_train.takes(x.dtype, x.shape[0], d_model, d_ff):
         return False
     supported = (8, 0) if x.dtype == torch.bfloat16 else (7, 5)
     return torch.cuda.get_device_capability(x.device) >= supported
@@ -94,7 +93,7 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
 def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
     if not takes(x, gate, up):
         return _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias)
-    from . import launch_lost, launch_sm80, launch_sm90, launch_train
+    from . import launch_lost, launch_sm80, launch_sm90
 
     x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
     down_t = down.t().contiguous()
@@ -115,7 +114,7 @@ def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
 def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
     if not takes(x, gate, up):
         return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
-    from . import launch_columns, launch_lost, launch_train
+    from . import launch_columns, launch_lost
 
     x, gate, up, gate_bias, up_bias, dy = map(checks.plain, (x, gate, up, gate_bias, up_bias, dy))
     dl1 = None if dl1 is None else checks.plain(dl1)
@@ -250,9 +249,7 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     facts = (new(x.shape[0], dtype=_wide(x)), new(x.shape[0], dtype=torch.int32))
     if not takes(x, gate, up):
         return torch.empty_like(x), *facts, *(new(0, dtype=d) for d in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32))
-    from .launch_train import capacity_for
-
-    room = capacity_for(x.shape[0], up.shape[0])
+    room = launch_train.capacity_for(x.shape[0], up.shape[0])
     return (torch.empty_like(x), *facts, new(*up.shape, dtype=x.dtype), new(x.shape[0], 2, dtype=torch.int32),
             new(room, dtype=torch.int32), new(0 if gate is None else room, dtype=torch.float32),
             new(1 + x.shape[0], dtype=torch.int32))  # fmt: skip

@@ -1,0 +1,294 @@
+"""Training a layer on a GPU: the sparse kernels run, and y, L1 and every gradient are right, whatever the pattern."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from twell_lab import launch, ops, penalty, training
+from twell_lab.ffn import SparseFFN, feed_forwards, sparsify
+from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig
+
+pytestmark = pytest.mark.gpu
+NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+SPARSE = {"survivor", "weighted_rows", "hidden_gradient", "input_gradient", "weight_gradients"}  # beginnings of kernel names
+
+
+def tensors(tokens, d_model=256, d_ff=1000, gated=True, dtype=torch.bfloat16, biased=False, rate=2.3, seed=0):
+    """x, weights and biases of a layer whose neurons fire with the probability of a normal variable above `rate`."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=g, device="cuda")  # noqa: E731
+    x, first = normal(tokens, d_model), normal(d_ff, d_model) / d_model**0.5
+    x[:, 0], first[:, 0] = 1.0, -rate
+    up, down = normal(d_ff, d_model) / d_model**0.5, normal(d_model, d_ff) / 4
+    biases = [normal(d_ff) / 4, normal(d_ff) / 4, normal(d_model)] if biased else [None] * 3
+    made = [x, first, up, down, *biases] if gated else [x, None, first, down, None, *biases[1:]]
+    return [None if t is None else t.to(dtype) for t in made]
+
+
+def dense(x, gate, up, down, gate_bias, up_bias, down_bias):
+    first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
+    h = first if gate is None else first * linear(x, up, up_bias)
+    return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
+
+
+def exact(x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1):
+    """y, l1 and the gradients in float64, from the gate that torch rounds."""
+    g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias).double()
+    x, gate, up, down, up_bias, down_bias, dy, dl1 = (
+        None if t is None else t.double() for t in (x, gate, up, down, up_bias, down_bias, dy, dl1))
+    keep = g > 0
+    g = torch.where(keep, g, 0.0)
+    u = None if gate is None else linear(x, up, up_bias)
+    h = g if u is None else g * u
+    dh = dy @ down + dl1[:, None] * h.sign()
+    dg = torch.where(keep, dh if u is None else dh * u, 0.0)
+    du = None if u is None else dh * g
+    dx = dg @ up if u is None else dg @ gate + du @ up
+    weights = (None, dg.t() @ x) if u is None else (dg.t() @ x, du.t() @ x)
+    biases = (None, dg.sum(0)) if u is None else (dg.sum(0), du.sum(0))
+    return [linear(h, down, down_bias), h.abs().sum(1), dx, *weights, dy.t() @ h, *biases, dy.sum(0)]
+
+
+def step(function, made, dy, dl1):
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in made]
+    y, l1, *_ = function(*leaves)
+    asked = [t for t in leaves if t is not None]
+    given = iter(torch.autograd.grad([y, l1], asked, [dy, dl1]))
+    return [y.detach(), l1.detach(), *(None if t is None else next(given) for t in leaves)]
+
+
+def upstream(made, seed=3):
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = made[0]
+    return torch.randn(x.shape, generator=g, device="cuda").to(x.dtype), torch.rand(len(x), generator=g, device="cuda")
+
+
+def assert_right(found, made, dy, dl1):
+    """The norm of each error is at most twice that of torch's dense layer, plus half an ulp of what is there."""
+    right, reached = exact(*made, dy, dl1), step(dense, made, dy, dl1)
+    ulp = torch.finfo(made[0].dtype).eps / 2
+    for name, a, b, e in zip(("y", "l1", *NAMES), found, reached, right):
+        if a is None:
+            assert b is None
+            continue
+        off, allowed = (a.double() - e).norm(), 2 * (b.double() - e).norm() + ulp * e.norm()
+        assert off <= allowed, f"{name}: {float(off):.4g} of {float(e.norm()):.4g}, {float(allowed):.4g} allowed"
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the kernels that were launched."""
+    names, real = [], launch._launch
+    monkeypatch.setattr(launch, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1])
+    return names
+
+
+def all_ran(names):
+    return all(any(name.startswith(each) for name in names) for each in SPARSE)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens, d_model, d_ff", [(1, 64, 256), (7, 8, 8), (300, 256, 1000), (2048, 768, 3072), (513, 4096, 4352)])
+def test_every_gradient(gated, biased, dtype, tokens, d_model, d_ff, ran):
+    made = tensors(tokens, d_model, d_ff, gated, dtype, biased, rate=1.0 if d_ff < 300 else 2.3)
+    dy, dl1 = upstream(made)
+    assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+    assert all_ran(ran)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_at_the_size_of_the_tables(gated, ran):
+    made = tensors(16384, 2048, 5632, gated, rate=2.57)
+    dy, dl1 = upstream(made)
+    found = step(training.train_ffn, made, dy, dl1)
+    assert_right(found, made, dy, dl1)
+    assert all_ran(ran)
+    for a, b in zip(found, step(training.train_ffn, made, dy, dl1)):
+        assert a is None or torch.equal(a, b)  # the same bits
+
+
+@pytest.mark.parametrize("share, many", [(0.2, 40), (0.2, 200), (1.0, 256)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_overflowing_rows_lose_nothing(share, many, gated):
+    made = tensors(640, 512, 1024, gated, biased=True)
+    x, first = made[0], made[1] if gated else made[2]
+    x[:, 1] = 0
+    x[:: round(1 / share), 1] = 8.0
+    first[256 : 256 + many, 1] = 4.0
+    dy, dl1 = upstream(made)
+    assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+
+
+@pytest.mark.parametrize("rate", [-9.0, 0.0, 9.0])
+def test_everything_half_and_nothing_fires(rate):
+    made = tensors(300, 256, 1000, rate=rate)
+    dy, dl1 = upstream(made)
+    assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_path(dtype, gated):
+    made = tensors(1000, 256, 1000, gated, dtype, biased=True, rate=0.3)
+    dy, dl1 = upstream(made)
+    assert_right(step(lambda *a: training.train_ffn(*a, path="dense"), made, dy, dl1), made, dy, dl1)
+
+
+def test_what_the_kernels_do_not_take_is_right_too(ran):
+    for sizes in ((33, 100, 1001, True, torch.bfloat16), (33, 128, 1000, True, torch.float32)):
+        made = tensors(*sizes, biased=True)
+        dy, dl1 = upstream(made)
+        assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+    assert not any(name.startswith("survivor") for name in ran)
+
+
+def test_a_row_that_is_not_finite_spoils_its_own_output_alone():
+    made = tensors(64, 256, 1000)
+    made[0][5, 3], made[0][9, 0] = torch.inf, torch.nan
+    y, l1, kept = training.train_ffn(*made)
+    bad = torch.tensor([5, 9], device="cuda")
+    assert y[bad].isnan().all() and l1[bad].isnan().all()
+    rest = torch.ones(64, dtype=torch.bool, device="cuda").index_fill(0, bad, False)
+    assert y[rest].isfinite().all() and l1[rest].isfinite().all()
+
+
+def test_kept_counts_every_row():
+    made = tensors(640, 512, 1024)
+    made[0][::5, 1], made[1][256:456, 1] = 8.0, 4.0
+    g = linear(made[0], made[1])
+    kept = training.train_ffn(*made)[2]
+    assert ((kept - (g > 0).sum(1)).abs() <= 1).all()
+
+
+def test_public_operators_and_sparse_ffn_take_the_sparse_kernels(ran):
+    x, gate, up, down, *_ = tensors(300, 256, 1000)
+    layer = GatedFeedForward(256, 1000).to("cuda", torch.bfloat16)
+    for p, w in zip(layer.parameters(), (gate, up, down)):
+        p.data.copy_(w)
+    sparse = SparseFFN.from_module(layer)
+    sparse(x).sum().backward()
+    assert all_ran(ran)
+    ran.clear()
+    leaves = [t.requires_grad_() for t in (x, gate, up, down)]
+    ops.gated_ffn(*leaves).sum().backward()
+    assert all_ran(ran)
+    for a, b in zip(layer.parameters(), leaves[1:]):
+        assert torch.equal(a.grad, b.grad)
+
+
+def small(dtype=torch.float32):
+    torch.manual_seed(0)
+    net = LanguageModel(ModelConfig(vocabulary=64, d_model=256, layers=2, heads=4, d_ff=1024, context=64)).to("cuda", dtype)
+    return net, torch.randint(0, 64, (4, 64), device="cuda")
+
+
+def loss_of(net, tokens, call=None):
+    with penalty.layer_terms(net) as terms:
+        scores = (net if call is None else call)(tokens)
+    return scores.float().square().mean() + 1e-3 * sum(term.l1 for term in terms)
+
+
+def near(sparse, dense, allowed=0.03):
+    for (name, a), (_, b) in zip(sparse.named_parameters(), dense.named_parameters()):
+        assert (a.grad - b.grad).float().norm() <= allowed * b.grad.float().norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("path", ["dense", "twell"])
+def test_a_model_under_autocast_compiled_and_accumulated(dtype, compiled, path, ran):
+    net, tokens = small(dtype)
+    twin = sparsify(copy.deepcopy(net))
+    for found in feed_forwards(twin):
+        found.module.learn(path)
+    call = torch.compile(twin) if compiled else None
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        for _ in range(2):
+            loss_of(net, tokens).backward()
+            loss_of(twin, tokens, call).backward()
+    near(twin, net)
+    assert all_ran(ran) == (path == "twell")
+
+
+def test_gradient_checkpointing():
+    net, tokens = small(torch.bfloat16)
+    twin = sparsify(copy.deepcopy(net))
+    again = copy.deepcopy(twin)
+    for found in feed_forwards(again):
+        layer = found.module
+        layer.forward = lambda x, run=layer.forward: checkpoint(run, x, use_reentrant=False)
+    loss_of(twin, tokens).backward()
+    loss_of(again, tokens).backward()
+    for a, b in zip(again.parameters(), twin.parameters()):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizer_steps_are_followed(fused):
+    net, tokens = small(torch.bfloat16)
+    twin = sparsify(copy.deepcopy(net))
+    for each in (net, twin):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3, fused=fused)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(each, tokens).backward()
+            optimizer.step()
+    with torch.no_grad():
+        a, b = twin(tokens).float(), net(tokens).float()
+        assert (a - b).norm() <= 0.05 * b.norm()
+        fresh = sparsify(copy.deepcopy(twin))
+        assert torch.equal(fresh(tokens), twin(tokens))  # no stale copy of a weight
+
+
+def test_side_stream_and_deterministic_algorithms():
+    made = tensors(300, 256, 1000)
+    dy, dl1 = upstream(made)
+    expected = step(training.train_ffn, made, dy, dl1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.cuda.stream(stream):
+            found = step(training.train_ffn, made, dy, dl1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.cuda.current_stream().wait_stream(stream)
+    for a, b in zip(found, expected):
+        assert a is None or torch.equal(a, b)
+
+
+def test_a_step_inside_a_cuda_graph():
+    made = tensors(300, 256, 1000)
+    dy, dl1 = upstream(made)
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in made]
+
+    def run():
+        y, l1, _ = training.train_ffn(*leaves)
+        return torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1])
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    with torch.no_grad():
+        leaves[0].copy_(tensors(300, 256, 1000, seed=9)[0])
+    graph.replay()
+    for a, b in zip(found, run()):
+        assert torch.equal(a, b)
+
+
+def test_nothing_waits_for_the_gpu():
+    made = tensors(300, 256, 1000)
+    dy, dl1 = upstream(made)
+    step(training.train_ffn, made, dy, dl1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(training.train_ffn, made, dy, dl1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
