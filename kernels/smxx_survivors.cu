@@ -1,26 +1,33 @@
 // survivors: from a packed gate and its pool to what a training step keeps of a layer: the kept entries of all rows in one
-// list without gaps, each a word `value bits << 16 | column of the matrix`, and for a gated layer u = x . up[column] + up_bias
-// beside it, in fp32. A row is a span (start, count) of the list, columns ascending. The packed gate is not needed afterwards.
+// list without gaps, each a word `value bits << 16 | column of the matrix`. A row is a span (start, count) of the list, columns
+// ascending. The packed gate is not needed afterwards.
 //
 // Three launches, so that nobody races for a place in the list:
-//   survivor_counts_v1   a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed
-//   survivor_places_v1   one block: the prefix sum of the counts, the spans, and the list of the lost rows, ascending
-//   survivors_v1         a row a block: words, u, and l1 = sum |g u|; survivors_plain_v1, a warp a row, for h = g
+//   survivor_counts   a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed; and
+//                     the sums over the ROWS_A_BLOCK rows of a block
+//   survivor_places   one block: prefix sums of those sums
+//   survivor_words    the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
 // Rows whose entries would end past `capacity` are lost too, and so are all rows behind the first of them.
 //
-// Floor, 16,384 tokens, d_model 2048, d_ff 5632, bf16: the counts lie 128 bytes apart, 64 bytes of device memory each:
-// 23 MB, 8 us at 3.0 TB/s; 67 MB of x, 22 us, and 4 KB a kept value through the L2 cache, 0.26 ms at nnz 29 and 7.4 TB/s.
+// Floor, 16,384 tokens, d_ff 5632: the counts lie 128 bytes apart, 64 bytes of device memory each: 23 MB twice, 8 us each at
+// 3.0 TB/s, less what the L2 cache still has.
+//
+// Versions, in us for 16,384 tokens on an H100 SXM (2026-11-21, cold L2), counts and places
+//   one block over all rows, 8 neighbouring ones a thread, scalar loads   43 (13 of them the counts)
+//   counts summed by their own blocks, a sum a thread                    see below
 //
 // x is searched for values that are not finite only where the row is suspect. One infinity or NaN in x makes all products
 // with finite weights infinite or NaN, and with them every value of the row's gate: so a row is suspect if it has no entries,
 // or if its first one is not finite.
-#define LEAN
 #include "pool_walk.cuh"
 
 #define LOST (-1)
-#define ROWS_A_BLOCK 8  // of the kernels with a warp a row
+#define ROWS_A_BLOCK 16
 #define PLACE_THREADS 1024
-#define PLACE_ROWS 8  // of one thread, at a time
+
+struct Totals {
+    int entries, lost;  // of the rows that are not lost; how many are
+};
 
 // Whether a value of x's row is not finite, which every lane learns. The whole warp calls it.
 __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
@@ -34,24 +41,43 @@ __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARP * ROWS_A_BLOCK)
-survivor_counts_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
-                   int* __restrict__ counts, int rows, int columns) {
-    const int row = blockIdx.x * ROWS_A_BLOCK + threadIdx.x / WARP;
-    if (row >= rows) return;
-    const Pooled m = {packed, pool, columns};
-    PoolWalk walk(m, row);
-    const RowFacts facts = walk.facts();
-    bool lost = facts.lost;
-    if (!lost) {
-        Entries e;
-        const bool any = walk.next(e);
-        const float first = any ? __shfl_sync(ALL_LANES, e.value, 0) : nanf("");
-        if (!(fabsf(first) <= 3.4e38f)) lost = row_nonfinite(x + (long long)row * D_MODEL);
+survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
+                   int* __restrict__ counts, Totals* __restrict__ totals, int rows, int columns) {
+    __shared__ int of_row[ROWS_A_BLOCK];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * ROWS_A_BLOCK + warp;
+    const int tiles = tiles_of(columns, POOLED_TILE);
+    if (row < rows) {
+        int kept = 0;
+        bool over = false, suspect = true;
+        for (int group = 0; group < tiles; group += WARP) {
+            uint2 head = make_uint2(0, 0);  // the count, and the first word behind it
+            if (group + lane < tiles) head = *(const uint2*)(packed + ((long long)row * tiles + group + lane) * POOLED_WORDS);
+            const unsigned some = __ballot_sync(ALL_LANES, head.x > 0);
+            if (some && kept == 0) {
+                const word_t first = __shfl_sync(ALL_LANES, head.y, __ffs(some) - 1);
+                suspect = !(fabsf(to_float(word_value(first))) <= 3.4e38f);  // more than any finite 16-bit value
+            }
+            over |= __any_sync(ALL_LANES, head.x > SLOTS);
+            kept += sum_over_lanes((int)head.x);
+        }
+        bool lost = suspect && row_nonfinite(x + (long long)row * D_MODEL);
+        if (over && !lost) {
+            const Pooled m = {packed, pool, columns};
+            PoolWalk walk(m, row);
+            lost = walk.facts().lost;
+        }
+        if (lane == 0) counts[row] = of_row[warp] = lost ? LOST : kept;
     }
-    if (threadIdx.x % WARP == 0) counts[row] = lost ? LOST : facts.kept;
+    __syncthreads();
+    if (warp == 0) {
+        const int count = lane < ROWS_A_BLOCK && blockIdx.x * ROWS_A_BLOCK + lane < rows ? of_row[lane] : 0;
+        const int entries = sum_over_lanes(max(count, 0));
+        const unsigned lost = __ballot_sync(ALL_LANES, count == LOST);
+        if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost)};
+    }
 }
 
-// Sums of entries stop at the largest int: `a` and `b` and the result are at most that, so that order does not matter.
+// Sums of entries stop at the largest int: `a`, `b` and the result are at most that, so that their order does not matter.
 __device__ __forceinline__ unsigned add_up(unsigned a, unsigned b) { return min(a + b, 0x7fffffffu); }
 
 // The sum of v over the threads before this one, in a block of PLACE_THREADS; total: over all of them.
@@ -80,104 +106,67 @@ __device__ __forceinline__ unsigned sum_before(unsigned v, unsigned& total) {
     return add_up(before, warp ? earlier : 0);
 }
 
+// totals: of each block of rows; after it, what comes before each block. lost[0]: how many rows are lost in all.
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
-survivor_places_v1(const int* __restrict__ counts, int2* __restrict__ spans, int* __restrict__ lost,
-                   int* __restrict__ kept, int rows, int capacity) {
-    unsigned placed = 0, lost_before = 0;  // entries and lost rows of the rows before these
-    for (int first = 0; first < rows; first += PLACE_THREADS * PLACE_ROWS) {
-        const int mine = first + threadIdx.x * PLACE_ROWS;
-        int count[PLACE_ROWS];
-        unsigned sum = 0, total;
-#pragma unroll
-        for (int i = 0; i < PLACE_ROWS; ++i) {
-            count[i] = mine + i < rows ? counts[mine + i] : LOST;
-            sum = add_up(sum, (unsigned)max(count[i], 0));
-        }
-        unsigned start = add_up(placed, sum_before(sum, total)), without = 0;
-        placed = add_up(placed, total);
-#pragma unroll
-        for (int i = 0; i < PLACE_ROWS; ++i) {
-            const unsigned end = add_up(start, (unsigned)max(count[i], 0));
-            if (mine + i < rows) {
-                if (end > (unsigned)capacity) count[i] = LOST;
-                const bool there = count[i] != LOST;
-                without += !there;
-                spans[mine + i] = there ? make_int2((int)start, count[i]) : make_int2(LOST, 0);
-                if (there) kept[mine + i] = count[i];
+survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows, int capacity) {
+    const int blocks = (rows + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK;
+    unsigned entries_before = 0, lost_before = 0, total;
+    for (int first = 0; first < blocks; first += PLACE_THREADS) {
+        const int block = first + threadIdx.x;
+        Totals mine = {0, 0};
+        if (block < blocks) mine = totals[block];
+        const unsigned start = add_up(entries_before, sum_before((unsigned)mine.entries, total));
+        entries_before = add_up(entries_before, total);
+        if (add_up(start, (unsigned)mine.entries) > (unsigned)capacity) {  // the first such block, and all behind it
+            unsigned end = start;
+            mine.lost = 0;
+            for (int row = block * ROWS_A_BLOCK; row < min(rows, (block + 1) * ROWS_A_BLOCK); ++row) {
+                end = add_up(end, (unsigned)max(counts[row], 0));
+                mine.lost += counts[row] == LOST || end > (unsigned)capacity;
             }
-            start = end;
         }
-        unsigned at = lost_before + sum_before(without, total);
+        const unsigned at = lost_before + sum_before((unsigned)mine.lost, total);
         lost_before += total;
-        if (without) {
-#pragma unroll
-            for (int i = 0; i < PLACE_ROWS; ++i)
-                if (mine + i < rows && count[i] == LOST) lost[1 + at++] = mine + i;
-        }
+        if (block < blocks) totals[block] = {(int)start, (int)at};
     }
     if (threadIdx.x == 0) lost[0] = (int)lost_before;
 }
 
-__device__ __forceinline__ word_t word_of(const Entries& e) { return make_word(from_float(e.value), e.column); }
-
-extern "C" __global__ void ONE_TOKEN_BLOCK
-survivors_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
-             const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const int2* __restrict__ spans,
-             word_t* __restrict__ words, float* __restrict__ ups, float* __restrict__ l1, int columns) {
-    const int row = blockIdx.x, lane = threadIdx.x % WARP;
-    const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
-    const int2 span = spans[row];
-    const Pooled m = {packed, pool, columns};
-    PoolWalk walk(m, row);
-    if (span.x == LOST) return;
-    float sum = 0;  // of |h| at this lane's entries
-    Entries e;
-    for (int at = span.x, turn = 0; walk.next(e); at += __popc(e.lanes), turn ^= 1) {
-        sum_t dot = 0;  // of lane k: this warp's part of the k-th entry's
-        for (unsigned left = e.lanes; left; left &= left - 1) {
-            const int k = __ffs(left) - 1;
-            const long long column = __shfl_sync(ALL_LANES, e.column, k);
-            const sum_t of_k = warp_sum(dot_part(in, load_row(up + column * D_MODEL)));
-            if (lane == k) dot = of_k;
-        }
-#if WARPS > 1
-        __shared__ sum_t part[2][WARPS][WARP];  // two sets take turns, see team_sum of smxx_gated.cu
-        part[turn][threadIdx.x / WARP][lane] = dot;
-        __syncthreads();
-        dot = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) dot += part[turn][w][lane];
-#endif
-        if (threadIdx.x < WARP && (e.lanes >> lane & 1)) {
-            const float u = dot + (up_bias ? to_float(up_bias[e.column]) : 0.0f);
-            words[at + lane] = word_of(e);
-            ups[at + lane] = u;
-            sum += fabsf(e.value * u);
-        }
-    }
-    if (threadIdx.x < WARP) {
-        sum = warp_sum(sum);
-        if (lane == 0) l1[row] = sum;
-    }
-}
-
+// l1: of a plain layer, sum |g|; null: not wanted.
 extern "C" __global__ void __launch_bounds__(WARP * ROWS_A_BLOCK)
-survivors_plain_v1(const word_t* __restrict__ packed, const word_t* __restrict__ pool, const int2* __restrict__ spans,
-                   word_t* __restrict__ words, float* __restrict__ l1, int rows, int columns) {
-    const int row = blockIdx.x * ROWS_A_BLOCK + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ pool, const int* __restrict__ counts,
+                  const Totals* __restrict__ totals, int2* __restrict__ spans, int* __restrict__ kept, int* __restrict__ lost,
+                  word_t* __restrict__ words, float* __restrict__ l1, int rows, int columns, int capacity) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * ROWS_A_BLOCK, row = first + warp;
     if (row >= rows) return;
-    const int2 span = spans[row];
-    if (span.x == LOST) return;
+    const Totals before = totals[blockIdx.x];
+    const int count = lane < ROWS_A_BLOCK && first + lane < rows ? counts[first + lane] : 0;
+    // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round again.
+    const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));
+    const bool there = count != LOST && end <= (unsigned)capacity;
+    const unsigned rows_there = __ballot_sync(ALL_LANES, there);
+    const int start = (int)__shfl_sync(ALL_LANES, end - (unsigned)max(count, 0), warp);
+    const int mine = __shfl_sync(ALL_LANES, count, warp);
+    if (!(rows_there >> warp & 1)) {
+        if (lane == 0) {
+            spans[row] = make_int2(LOST, 0);
+            lost[1 + before.lost + __popc(~rows_there & ((1u << warp) - 1))] = row;
+        }
+        return;
+    }
+    if (lane == 0) spans[row] = make_int2(start, mine), kept[row] = mine;
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
     float sum = 0;
     Entries e;
-    for (int at = span.x; walk.next(e); at += __popc(e.lanes)) {
+    for (int at = start; walk.next(e); at += __popc(e.lanes)) {
         if (e.lanes >> lane & 1) {
-            words[at + lane] = word_of(e);
+            words[at + lane] = make_word(from_float(e.value), e.column);
             sum += fabsf(e.value);
         }
     }
-    sum = warp_sum(sum);
+    if (!l1) return;
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
     if (lane == 0) l1[row] = sum;
 }

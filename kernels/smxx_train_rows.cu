@@ -5,25 +5,15 @@
 //   input_gradient   dx = sum of dh u gate[column] + dh g up[column]; plain: dh up[column]
 // Rows that are lost (start -1) are left alone.
 //
-// Rows may be cut into slabs of D_MODEL columns, STRIDE columns from one row to the next: blockIdx.y says which slab, and the
-// GPU takes all tokens of the first before those of the second. input_gradient reads two matrices. At d_model 2048,
-// d_ff 5632 both together are 46 MB, in an L2 cache of 50 MB of which each half of the GPU has its own copy of what it reads;
-// in slabs of 1024 columns 23 MB are in use at once. The words are read once for each slab.
-//
 // Floor, 16,384 tokens, d_model 2048 bf16: 67 MB of y, dy or dx through device memory, 22 us at 3.0 TB/s; 4 KB a kept
 // value and matrix through the L2 cache, 0.26 ms for each matrix at nnz 29 and 7.4 TB/s, less what L1 has.
 #define LEAN
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 
-#ifndef STRIDE
-#define STRIDE D_MODEL
-#endif
 #define LOST (-1)
 
-__device__ __forceinline__ const value_t* row_of_matrix(const value_t* m, int row) {
-    return m + (long long)row * STRIDE + (STRIDE == D_MODEL ? 0 : blockIdx.y * D_MODEL);
-}
+__device__ __forceinline__ const value_t* row_of_matrix(const value_t* m, int row) { return m + (long long)row * D_MODEL; }
 
 // h of an entry: of a gated layer in fp32, not rounded.
 __device__ __forceinline__ float hidden_value(float g, const float* ups, int at) { return ups ? g * ups[at] : g; }
@@ -34,7 +24,7 @@ weighted_rows_v1(const int2* __restrict__ spans, const word_t* __restrict__ word
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
     const int2 span = spans[row];
     if (span.x == LOST) return;
-    RowSums sum = start_row(bias ? row_of_matrix(bias, 0) : nullptr);
+    RowSums sum = start_row(bias);
     for (int at = span.x, end = span.x + span.y; at < end; at += WARP) {
         float value = 0;
         int column = 0;
@@ -48,12 +38,11 @@ weighted_rows_v1(const int2* __restrict__ spans, const word_t* __restrict__ word
             add_scaled(sum, h, load_row(row_of_matrix(down_t, __shfl_sync(ALL_LANES, column, k))));
         }
     }
-    store_row((value_t*)row_of_matrix(y, row), sum);
+    store_row(y + (long long)row * D_MODEL, sum);
 }
 
 __device__ __forceinline__ float sign_of(float h) { return h > 0 ? 1.0f : h < 0 ? -1.0f : h; }  // zero and NaN are their own
 
-#if STRIDE == D_MODEL  // a slab has only a part of the product
 extern "C" __global__ void ONE_TOKEN_BLOCK
 hidden_gradient_v1(const value_t* __restrict__ dy, const int2* __restrict__ spans, const word_t* __restrict__ words,
                    const float* __restrict__ ups, const value_t* __restrict__ down_t, const float* __restrict__ dl1,
@@ -86,7 +75,6 @@ hidden_gradient_v1(const value_t* __restrict__ dy, const int2* __restrict__ span
         }
     }
 }
-#endif
 
 // ups and gate: both or neither.
 extern "C" __global__ void ONE_TOKEN_BLOCK
@@ -112,5 +100,5 @@ input_gradient_v1(const int2* __restrict__ spans, const word_t* __restrict__ wor
             add_scaled(sum, __shfl_sync(ALL_LANES, of_up, k), load_row(row_of_matrix(up, c)));
         }
     }
-    store_row((value_t*)row_of_matrix(dx, row), sum);
+    store_row(dx + (long long)row * D_MODEL, sum);
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,10 +20,13 @@ from .formats import POOL_ROWS, POOL_WORDS, TILE, WORDS
 MOST_COLUMNS = 65536  # a word has 16 bits for the column
 ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
 _MOST_ENTRIES = 2**31 - 2
-_ROWS_A_BLOCK, _PLACE_THREADS = 8, 1024  # as in smxx_survivors.cu
-_SLABS = (1, 2, 4)  # parts into which rows may be cut
-_LEAST_SLAB = 512  # columns
-SURVIVORS, ROWS = "smxx_survivors.cu", "smxx_train_rows.cu"
+_PLACE_THREADS, _PACKED_ROWS = 1024, 16  # as in smxx_survivors.cu
+_VECTOR = 8  # values in 16 bytes
+_SLAB_ROWS = 4  # rows a block, as in smxx_train_slabs.cu
+_GROUP = 16  # lanes that share an entry: a slab is so many vectors wide
+_AT_ONCE = {"pieces": 8}  # entries under way in a lane, 4 unless named
+_MOST_SLABS = 16  # of which the pieces of dot products are kept at once
+SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
 
 
 @dataclass(frozen=True)
@@ -96,38 +98,37 @@ def survivors(
     if not tokens:
         lost.zero_()
         return made
-    defines, block = _row_kernel(x.dtype, d_model)
-    rows, columns = ctypes.c_int(tokens), ctypes.c_int(d_ff)
-    warps = (-(-tokens // _ROWS_A_BLOCK), 1), (32 * _ROWS_A_BLOCK, 1)
     x, packed, pool = x.contiguous(), packed.contiguous(), pool.contiguous()
-    counts = new(tokens)
+    blocks = -(-tokens // _PACKED_ROWS)
+    counts, totals = new(tokens), new(blocks, 2)
+    rows, columns, room = ctypes.c_int(tokens), ctypes.c_int(d_ff), ctypes.c_int(capacity)
+    defines = launch.specialisation(x.dtype, d_model)
 
-    def run(name, grid, block, *arguments):
-        launch._launch(SURVIVORS, name, defines, grid, block, x.device, arguments)
+    def run(name, blocks, threads, *arguments):
+        launch._launch(SURVIVORS, name, defines, (blocks, 1), (threads, 1), x.device, arguments)
 
-    run("survivor_counts_v1", *warps, x, packed, pool, counts, rows, columns)
-    run("survivor_places_v1", (1, 1), (_PLACE_THREADS, 1), counts, spans, lost, kept, rows, ctypes.c_int(capacity))
-    if up is None:
-        run("survivors_plain_v1", *warps, packed, pool, spans, words, l1, rows, columns)
-    else:
-        up, up_bias = up.contiguous(), None if up_bias is None else up_bias.contiguous()
-        run("survivors_v1", (tokens, 1), block, x, packed, pool, up, up_bias, spans, words, ups, l1, columns)
+    run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, x, packed, pool, counts, totals, rows, columns)
+    run("survivor_places_v2", 1, _PLACE_THREADS, counts, totals, lost, rows, room)
+    alone = l1 if up is None else None  # of a gated layer, l1 comes with u
+    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, packed, pool, counts, totals, spans, kept, lost, words, alone, rows, columns, room)
+    if up is not None:
+        _dots(x, made, up.contiguous(), "up_values", 1, (None if up_bias is None else up_bias.contiguous(), ups, l1))
     return made
 
 
-def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, slabs: int | None = None) -> Tensor:
+def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: int = 2) -> Tensor:
     """y [tokens, d_model] = sum of h * down_t[column] + bias; down_t: [d_ff, d_model]. Lost rows are left unwritten.
 
-    slabs: into how many parts rows are cut; None: as many as the L2 cache wants.
+    version: 1 (whole rows in registers) or 2 (slabs of columns).
     """
     y = torch.empty(s.tokens, down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
     down_t, bias = down_t.contiguous(), None if bias is None else bias.contiguous()
     _check(y.dtype, y.shape[1], down_t.shape[0], s.capacity, (down_t, bias))
-    _rows("weighted_rows_v1", y, [down_t], slabs, (s.spans, s.words, s.ups, down_t, bias, y))
+    _rows("weighted_rows", version, y, (s.spans, s.words, s.ups, down_t, bias, y))
     return y
 
 
-def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None) -> Tensor:
+def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None, version: int = 2) -> Tensor:
     """dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32 [tokens]."""
     dh = torch.empty(s.capacity, dtype=torch.float32, device=dy.device)
     dy, down_t = dy.contiguous(), down_t.contiguous()
@@ -135,11 +136,14 @@ def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None
     if dl1 is not None and (dl1.dtype != torch.float32 or dl1.shape != (s.tokens,)):
         raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)}; float32 [{s.tokens}] is accepted")
     dl1 = None if dl1 is None else dl1.contiguous()
-    _rows("hidden_gradient_v1", dy, [down_t], 1, (dy, s.spans, s.words, s.ups, down_t, dl1, dh))
+    if version == 2:
+        _dots(dy, s, down_t, "hidden_gradient", 2, (s.ups, dl1, dh))
+    else:
+        _rows("hidden_gradient", version, dy, (dy, s.spans, s.words, s.ups, down_t, dl1, dh))
     return dh
 
 
-def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, slabs: int | None = None) -> Tensor:
+def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, version: int = 2) -> Tensor:
     """dx [tokens, d_model]: sum of dh * u * gate[column] + dh * g * up[column], of a plain layer dh * up[column].
 
     dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are left unwritten.
@@ -149,8 +153,7 @@ def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, sl
     dx = torch.empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
     gate, up = None if gate is None else gate.contiguous(), up.contiguous()
     _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
-    matrices = [up] if gate is None else [gate, up]
-    _rows("input_gradient_v1", dx, matrices, slabs, (s.spans, s.words, s.ups, dh, gate, up, dx))
+    _rows("input_gradient", version, dx, (s.spans, s.words, s.ups, dh, gate, up, dx))
     return dx
 
 
@@ -165,40 +168,52 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
         raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
 
 
-def _row_kernel(dtype: torch.dtype, width: int, stride: int | None = None) -> tuple[tuple, tuple]:
-    """(macros, block) of a kernel that takes rows, or slabs, of `width` columns."""
-    defines = launch.specialisation(dtype, width)
-    block = (32 * dict(defines)["WARPS"], 1)
-    return defines if stride in (None, width) else (*defines, ("STRIDE", stride)), block
+def _slab_defines(dtype: torch.dtype, d_model: int, name: str) -> tuple:
+    sizes = (("D_MODEL", d_model), ("GROUP", _GROUP), ("AT_ONCE", _AT_ONCE.get(name, 4)))
+    return ((launch._DEFINE[dtype], True), *sizes)
 
 
-def _rows(name: str, rows: Tensor, matrices: list[Tensor], slabs: int | None, arguments: tuple) -> None:
-    """Launch a kernel with a block for each of these rows and slabs; matrices: what it reads a row of for each entry."""
-    tokens, d_model = rows.shape
-    if not tokens:
+def _slabs(d_model: int) -> int:
+    return -(-d_model // (_GROUP * _VECTOR))
+
+
+def _run_slabs(name: str, version: int, rows: Tensor, slabs: int, arguments: tuple) -> None:
+    """Launch a kernel of smxx_train_slabs.cu, a warp for each of these rows, for so many slabs."""
+    defines = _slab_defines(rows.dtype, rows.shape[1], name)
+    grid = (-(-len(rows) // _SLAB_ROWS), slabs)
+    launch._launch(SLABS, f"{name}_v{version}", defines, grid, (32 * _SLAB_ROWS, 1), rows.device, arguments)
+
+
+def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
+    """Launch version 1 or 2 of a kernel that makes something of, or for, each of these rows."""
+    if version not in (1, 2):
+        raise InputError(f"version is {version}; 1 and 2 are accepted")
+    if not len(rows):
         return
-    if slabs is None:
-        slabs = _slabs(d_model, sum(m.numel() * m.element_size() for m in matrices), rows.device)
-    elif slabs < 1 or d_model % (8 * slabs):
-        raise InputError(f"slabs is {slabs}; a number of which d_model / 8 ({d_model // 8}) is a multiple is accepted")
-    defines, block = _row_kernel(rows.dtype, d_model // slabs, d_model)
-    launch._launch(ROWS, name, defines, (tokens, slabs), block, rows.device, arguments)
+    if version == 2:
+        return _run_slabs(name, 2, rows, _slabs(rows.shape[1]), (*arguments, ctypes.c_int(len(rows))))
+    defines = launch.specialisation(rows.dtype, rows.shape[1])
+    block = (32 * dict(defines)["WARPS"], 1)
+    launch._launch(ROWS, f"{name}_v1", defines, (len(rows), 1), block, rows.device, arguments)
 
 
-def _slabs(d_model: int, matrix_bytes: int, device: torch.device) -> int:
-    """Into how many slabs rows are cut, so that what is in use of the matrices at once fits half of the L2 cache."""
-    half = _cache(device.index) // 2 if device.type == "cuda" else matrix_bytes
-    fit = [n for n in _SLABS if d_model % (8 * n) == 0 and (n == 1 or d_model // n >= _LEAST_SLAB)]
-    return next((n for n in fit if matrix_bytes <= n * half), fit[-1])
-
-
-@cache
-def _cache(device: int) -> int:
-    return torch.cuda.get_device_properties(device).L2_cache_size
+def _dots(rows: Tensor, s: Survivors, matrix: Tensor, name: str, version: int, more: tuple) -> None:
+    """The dot product of each entry's row with a row of the matrix: pieces of slabs, then what kernel `name` makes of their sums."""
+    if not len(rows):
+        return
+    slabs = _slabs(rows.shape[1])
+    pieces = torch.empty(min(slabs, _MOST_SLABS), s.capacity, dtype=torch.float32, device=rows.device)
+    sizes = ctypes.c_int(len(rows)), ctypes.c_int(s.capacity)
+    for first in range(0, slabs, _MOST_SLABS):
+        some = min(_MOST_SLABS, slabs - first)
+        part = (rows, s.spans, s.words, matrix, pieces, *sizes, ctypes.c_int(first))
+        _run_slabs("pieces", 1, rows, some, part)
+        order = map(ctypes.c_int, (some, first > 0, first + some == slabs))
+        _run_slabs(name, version, rows, 1, (s.spans, s.words, pieces, *more, *sizes, *order))
 
 
 def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
-    """(file, macros) of everything that rows of this type and width may compile."""
-    whole = [(SURVIVORS, _row_kernel(dtype, d_model)[0]), (ROWS, _row_kernel(dtype, d_model)[0])]
-    cut = [n for n in _SLABS[1:] if d_model % (8 * n) == 0 and d_model // n >= _LEAST_SLAB]
-    return whole + [(ROWS, _row_kernel(dtype, d_model // n, d_model)[0]) for n in cut]
+    """(file, macros) of everything that rows of this type and width compile."""
+    whole = launch.specialisation(dtype, d_model)
+    slabs = dict.fromkeys(_slab_defines(dtype, d_model, name) for name in ("", *_AT_ONCE))
+    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, defines) for defines in slabs)]

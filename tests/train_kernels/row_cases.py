@@ -118,25 +118,25 @@ class RowCase:
         assert_near(s.l1[~lost][:, None], l1[:, None], (l1 + g[~lost].norm(dim=1))[:, None], 0)
         return lost
 
-    def check_rows(self, s: launch_train.Survivors, lost: Tensor, slabs: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def check_rows(self, s: launch_train.Survivors, lost: Tensor, version: int = 2) -> tuple[Tensor, Tensor, Tensor]:
         """The three row kernels on s, against float64; lost rows left as they were. Returns (y, dh, dx)."""
         g, u = self.exact()
         keep, h = fires(self.gate), g * u
         down_t, eps = self.down_t.double(), torch.finfo(self.gate.dtype).eps
-        y = launch_train.weighted_rows(s, self.down_t, self.down_bias, slabs)
+        y = launch_train.weighted_rows(s, self.down_t, self.down_bias, version)
         exact = torch.where(keep, h, 0) @ down_t
         if self.down_bias is not None:
             exact = exact + self.down_bias.double()
         self._check_rows(y, exact, h.abs() @ down_t.abs() + 1, eps, lost)
 
-        dh = launch_train.hidden_gradient(self.dy, s, self.down_t, self.dl1)
+        dh = launch_train.hidden_gradient(self.dy, s, self.down_t, self.dl1, version)
         wanted = self.dy.double() @ down_t.t()
         if self.dl1 is not None:
             wanted = wanted + self.dl1.double()[:, None] * torch.where(h.isnan(), torch.nan, h.sign())
         rows, columns = (keep & ~lost[:, None]).nonzero(as_tuple=True)
         assert_near(dh[: len(rows), None], wanted[rows, columns, None], self.dy.double()[rows].norm(dim=1, keepdim=True) + 1, 0)
 
-        dx = launch_train.input_gradient(s, dh, self.Wg, self.up, slabs)
+        dx = launch_train.input_gradient(s, dh, self.Wg, self.up, version)
         wanted = torch.where(keep, wanted, 0)
         du = wanted * (g if self.Wg is not None else 1)
         exact, room = du @ self.up.double(), du.abs() @ self.up.double().abs() + 1
