@@ -64,9 +64,9 @@ class Plan:
     base: TrainConfig = MODEL
     lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
     l1: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 2e-4, 4e-4, 7e-4, 1e-3, 2e-3)
-    reinit: tuple[float, ...] = (7e-4, 2e-3)
+    reinit: tuple[float, ...] = (2e-4, 7e-4)
     share: float = 0.1
-    every: int = 50
+    every: int = 5
     window: int = 1_000_000
     seeds: tuple[int, ...] = (1,)
 
@@ -279,7 +279,7 @@ def seed_spread(rows: list[dict]) -> float | None:
 def settled(row: dict, part: float = 0.25) -> float:
     """By how much nnz still changed over the last part of the training: last over first of it, less 1."""
     steps, nnz = row["history"]["step"], row["history"]["nnz"]
-    first = bisect.bisect_left(steps, (1 - part) * steps[-1])
+    first = bisect.bisect_right(steps, (1 - part) * steps[-1])
     around = [sum(some) / len(some) for some in (nnz[first:first + 3], nnz[-3:])]
     return around[1] / around[0] - 1 if around[0] else 0.0
 
