@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import checks, launch_train, reference
+from . import checks, launch_train, launch_train_dense, reference
 from .errors import InputError
 
 PATHS = ("dense", "twell")
@@ -32,10 +32,16 @@ _library.define(
 )
 _library.define(
     "train_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, Tensor down_t, Tensor kept, Tensor spans, Tensor words, Tensor ups, Tensor lost) -> Tensor[]"
+    "Tensor? down_bias, Tensor kept, Tensor down_t, Tensor spans, Tensor words, Tensor ups, Tensor lost) -> Tensor[]"
 )
-_library.define("train_middle(Tensor g, Tensor? u) -> (Tensor h, Tensor l1, Tensor kept)")
-_library.define("train_middle_backward(Tensor g, Tensor? u, Tensor dh, Tensor? dl1) -> Tensor[]")
+_library.define(
+    "train_dense(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias) -> "
+    "(Tensor y, Tensor l1, Tensor kept, Tensor g, Tensor u)"
+)
+_library.define(
+    "train_dense_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
+    "Tensor? up_bias, Tensor? down_bias, Tensor g, Tensor u) -> Tensor[]"
+)
 
 
 def train_ffn(
@@ -111,7 +117,7 @@ def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
 
 @torch.library.impl(_library, "train_backward", "CUDA")
 @torch.no_grad()
-def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
+def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
     if not takes(x, gate, up):
         return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
     from . import launch_columns, launch_lost
@@ -136,52 +142,92 @@ def _or_nothing(like: Tensor, t: Tensor | None) -> Tensor:
     return like.new_empty(0) if t is None else t
 
 
-# ---- the same operators by torch's operations: on a CPU, and for what the kernels do not take ----
-
-
-def _first(x, gate, up, gate_bias, up_bias):
-    return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+# ---- the same operator by torch's operations: on a CPU, and for what the kernels do not take ----
 
 
 @torch.library.impl(_library, "train_forward", "CPU")
 @torch.no_grad()
-def _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias):
-    with torch.autocast(x.device.type, enabled=False):
-        u = None if gate is None else linear(x, up, up_bias)
-        h, l1, kept = _middle(_first(x, gate, up, gate_bias, up_bias), u)
-        y = linear(h, down, down_bias)
-    nothing = [x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32)]
-    return y, l1, kept, *nothing
+def _forward_dense(*arguments):
+    y, l1, kept, _, _ = _dense_forward(*arguments)
+    return y, l1, kept, *_nothing(arguments[0])
+
+
+def _nothing(x: Tensor) -> list[Tensor]:
+    """Where nothing is kept for the backward pass: it computes the gate again."""
+    return [x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32)]
 
 
 @torch.library.impl(_library, "train_backward", "CPU")
 @torch.no_grad()
-def _backward_dense_cpu(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
+def _backward_dense_cpu(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
     return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
 
 
 def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
+    g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
+    return _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, _or_nothing(x, u))
+
+
+# ---- the dense path: torch's GEMMs, and the middle of the layer fused (h is not kept: it is made again on the way) ----
+
+
+def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return torch.ops.twell_lab.train_dense(x, gate, up, down, gate_bias, up_bias, down_bias)[:3]
+    first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
+    h = first if gate is None else first * linear(x, up, up_bias)  # torch's compiler fuses these; on a CPU nothing is gained
+    return linear(h, down, down_bias), h.abs().sum(1, dtype=_wide(h)), reference.fires(first.detach()).sum(1, dtype=torch.int32)
+
+
+def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
+    """The gate before its ReLU, and up; of a plain layer its up, and None."""
     with torch.autocast(x.device.type, enabled=False):
-        g = _first(x, gate, up, gate_bias, up_bias)
-        u = None if gate is None else linear(x, up, up_bias)
-        h, dg, du = _middle_gradients(g, u, dy @ down, dl1)
-        dx = dg @ up if gate is None else dg @ gate + du @ up
-        dgate, dup = (None, dg.t() @ x) if gate is None else (dg.t() @ x, du.t() @ x)
-        bias = lambda b, d: None if b is None or d is None else d.sum(0)  # noqa: E731
-        biases = (bias(gate_bias, dg), bias(up_bias, dg if gate is None else du), bias(down_bias, dy))
-        return [_or_nothing(x, t) for t in (dx, dgate, dup, dy.t() @ h, *biases)]
+        if gate is None:
+            return linear(x, up, up_bias), None
+        return linear(x, gate, gate_bias), linear(x, up, up_bias)
+
+
+@torch.library.impl(_library, "train_dense", "CPU")
+@torch.library.impl(_library, "train_dense", "CUDA")
+@torch.no_grad()
+def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
+    g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
+    h, l1, kept = _middle(g, u)
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(h, down, down_bias), l1, kept, g, _or_nothing(x, u)
+
+
+@torch.library.impl(_library, "train_dense_backward", "CPU")
+@torch.library.impl(_library, "train_dense_backward", "CUDA")
+@torch.no_grad()
+def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
+    with torch.autocast(x.device.type, enabled=False):
+        h, dg, du = _middle_gradients(g, None if gate is None else u, dy @ down, dl1)
+        ddown = dy.t() @ h
+        del h
+        if gate is None:
+            dgate, dup, dx = None, dg.t() @ x, dg @ up
+        else:
+            dgate, dup, dx = dg.t() @ x, du.t() @ x, torch.addmm(dg @ gate, du, up)
+        biases = (None if gate_bias is None else dg.sum(0), None if up_bias is None else (dg if gate is None else du).sum(0),
+                  None if down_bias is None else dy.sum(0))  # fmt: skip
+        return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
 
 
 def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(h, l1, kept) from the gate before its ReLU and up."""
+    if g.is_cuda:
+        return launch_train_dense.dense_hidden(g, u)
     keep = reference.fires(g)
-    h = torch.where(keep, g if u is None else g * u, torch.zeros((), dtype=g.dtype, device=g.device))
+    h = torch.where(keep, g if u is None else g * u, torch.zeros((), dtype=g.dtype))
     return h, h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
 
 
-def _middle_gradients(g, u, dh, dl1):
-    """(h, dg, du) from dL/dh, with L1's part of it added."""
-    keep, zero = reference.fires(g), torch.zeros((), dtype=g.dtype, device=g.device)
+def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
+    """(h, dg, du) from dL/dh, with L1's part of it added. dh may be written over."""
+    if g.is_cuda:
+        return launch_train_dense.dense_gradients(g, u, dh, None if dl1 is None else dl1.contiguous())
+    keep, zero = reference.fires(g), torch.zeros((), dtype=g.dtype)
     h = torch.where(keep, g if u is None else g * u, zero)
     if dl1 is not None:
         dh = (dh + dl1[:, None] * h.sign()).to(dh.dtype)
@@ -195,51 +241,6 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-# ---- the dense path: torch's GEMMs, and the middle of the layer fused ----
-
-
-def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
-    g = _first(x, gate, up, gate_bias, up_bias)
-    u = None if gate is None else linear(x, up, up_bias)
-    if torch.compiler.is_compiling() or not x.is_cuda:  # its compiler fuses these; on a CPU nothing is gained
-        relu = torch.relu(g)
-        h = relu if u is None else relu * u
-        l1, kept = h.abs().sum(1, dtype=_wide(h)), reference.fires(g.detach()).sum(1, dtype=torch.int32)
-    else:
-        h, l1, kept = torch.ops.twell_lab.train_middle(g, u)
-    return linear(h, down, down_bias), l1, kept
-
-
-@torch.library.impl(_library, "train_middle", "CPU")
-@torch.no_grad()
-def _middle_cpu(g, u):
-    return _middle(g, u)
-
-
-@torch.library.impl(_library, "train_middle", "CUDA")
-@torch.no_grad()
-def _middle_cuda(g, u):
-    from . import launch_train_dense
-
-    return launch_train_dense.dense_hidden(g.contiguous(), None if u is None else u.contiguous())
-
-
-@torch.library.impl(_library, "train_middle_backward", "CPU")
-@torch.no_grad()
-def _middle_backward_cpu(g, u, dh, dl1):
-    return [_or_nothing(g, t) for t in _middle_gradients(g, u, dh, dl1)[1:]]
-
-
-@torch.library.impl(_library, "train_middle_backward", "CUDA")
-@torch.no_grad()
-def _middle_backward_cuda(g, u, dh, dl1):
-    from . import launch_train_dense
-
-    u, dl1 = (None if t is None else t.contiguous() for t in (u, dl1))
-    dg, du = launch_train_dense.dense_gradients(g.contiguous(), u, dh.contiguous(), dl1)
-    return [_or_nothing(g, t) for t in (dg, du)]
-
-
 # ---- shapes for torch.compile ----
 
 
@@ -248,7 +249,7 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     new = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)  # noqa: E731
     facts = (new(x.shape[0], dtype=_wide(x)), new(x.shape[0], dtype=torch.int32))
     if not takes(x, gate, up):
-        return torch.empty_like(x), *facts, *(new(0, dtype=d) for d in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32))
+        return torch.empty_like(x), *facts, *_nothing(x)
     room = launch_train.capacity_for(x.shape[0], up.shape[0])
     return (torch.empty_like(x), *facts, new(*up.shape, dtype=x.dtype), new(x.shape[0], 2, dtype=torch.int32),
             new(room, dtype=torch.int32), new(0 if gate is None else room, dtype=torch.float32),
@@ -256,50 +257,48 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
 
 
 @torch.library.register_fake("twell_lab::train_backward", lib=_library)
-def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, down_t, kept, spans, words, ups, lost):
+def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
     like = lambda t: x.new_empty(0 if t is None else t.shape)  # noqa: E731
     return [like(t) for t in (x, gate, up, down, gate_bias, up_bias, down_bias)]
 
 
-@torch.library.register_fake("twell_lab::train_middle", lib=_library)
-def _(g, u):
-    return torch.empty_like(g), g.new_empty(g.shape[0], dtype=_wide(g)), g.new_empty(g.shape[0], dtype=torch.int32)
+@torch.library.register_fake("twell_lab::train_dense", lib=_library)
+def _(x, gate, up, down, gate_bias, up_bias, down_bias):
+    wide = (x.shape[0], up.shape[0])
+    return (torch.empty_like(x), x.new_empty(x.shape[0], dtype=_wide(x)), x.new_empty(x.shape[0], dtype=torch.int32), x.new_empty(wide),
+            x.new_empty(0 if gate is None else wide))  # fmt: skip
 
 
-@torch.library.register_fake("twell_lab::train_middle_backward", lib=_library)
-def _(g, u, dh, dl1):
-    return [torch.empty_like(g), g.new_empty(0) if u is None else torch.empty_like(g)]
+@torch.library.register_fake("twell_lab::train_dense_backward", lib=_library)
+def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
+    return [x.new_empty(0 if t is None else t.shape) for t in (x, gate, up, down, gate_bias, up_bias, down_bias)]
 
 
 # ---- autograd ----
 
 
-def _keep_survivors(ctx, inputs, output):
-    _, _, kept, *saved = output
-    ctx.mark_non_differentiable(kept, *saved)
+def _keeping(ctx, inputs, output):
+    _, _, *saved = output
+    ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *saved[:1], kept, *saved[1:])
+    ctx.save_for_backward(*inputs, *saved)
 
 
-def _backward(ctx, dy, dl1, *_):
+def _gradients(operator, ctx, dy, dl1, saved_for: slice):
     everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
-    made = torch.ops.twell_lab.train_backward(dy, dl1, *inputs, *saved)
+    made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
     return tuple(None if t is None else d for t, d in zip(inputs, made))
 
 
-def _keep_middle(ctx, inputs, output):
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
+def _backward(ctx, dy, dl1, *_):
+    return _gradients(torch.ops.twell_lab.train_backward, ctx, dy, dl1, slice(0, None))
 
 
-def _middle_backward(ctx, dh, dl1, *_):
-    g, u = ctx.saved_tensors
-    dg, du = torch.ops.twell_lab.train_middle_backward(g, u, torch.zeros_like(g) if dh is None else dh, dl1)
-    return dg, None if u is None else du
+def _dense_layer_backward(ctx, dy, dl1, *_):
+    return _gradients(torch.ops.twell_lab.train_dense_backward, ctx, dy, dl1, slice(1, None))
 
 
-torch.library.register_autograd("twell_lab::train_forward", _backward, setup_context=_keep_survivors, lib=_library)
-torch.library.register_autograd("twell_lab::train_middle", _middle_backward, setup_context=_keep_middle, lib=_library)
+torch.library.register_autograd("twell_lab::train_forward", _backward, setup_context=_keeping, lib=_library)
+torch.library.register_autograd("twell_lab::train_dense", _dense_layer_backward, setup_context=_keeping, lib=_library)

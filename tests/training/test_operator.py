@@ -41,21 +41,15 @@ def gradients(function, made, weight):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-def test_gradcheck(gated, biased):
+@pytest.mark.parametrize("operator", ["train_forward", "train_dense"])
+def test_gradcheck(gated, biased, operator):
     made = layer(gated, biased)
 
     def outputs(*leaves):
         given = iter(leaves)
-        return torch.ops.twell_lab.train_forward(*(None if t is None else next(given) for t in made))[:2]
+        return getattr(torch.ops.twell_lab, operator)(*(None if t is None else next(given) for t in made))[:2]
 
     assert torch.autograd.gradcheck(outputs, tuple(leaves_of(made)))
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_gradcheck_of_the_middle(gated):
-    g, u = (torch.randn(4, 7, dtype=torch.float64).requires_grad_() for _ in range(2))
-    leaves = (g, u) if gated else (g,)
-    assert torch.autograd.gradcheck(lambda g, u=None: torch.ops.twell_lab.train_middle(g, u)[:2], leaves)
 
 
 @pytest.mark.parametrize("path", training.PATHS)
@@ -86,8 +80,7 @@ def test_only_one_of_the_outputs_used(path):
 @pytest.mark.parametrize("biased", [True, False])
 def test_opcheck(gated, biased):
     opcheck(torch.ops.twell_lab.train_forward.default, tuple(layer(gated, biased, torch.float32)))
-    g, u = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True) if gated else None
-    opcheck(torch.ops.twell_lab.train_middle.default, (g, u))
+    opcheck(torch.ops.twell_lab.train_dense.default, tuple(layer(gated, biased, torch.float32)))
 
 
 @pytest.mark.parametrize("path", training.PATHS)
