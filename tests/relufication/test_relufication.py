@@ -1,0 +1,143 @@
+"""Relufication: which activations change, what is saved, and that training on brings the loss back."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from twell_lab.errors import InputError
+from twell_lab.ffn import feed_forwards, sparsify
+from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig, SquaredReLU
+from twell_lab.objective import hidden_activations, l1_penalty, mean_nnz
+from twell_lab.relufication import relufy
+from twell_lab.text import random_windows, standard_library
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def llama(**changes):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=256, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=2, max_position_embeddings=32, hidden_act="silu", initializer_range=0.02,
+                 tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
+
+
+def opt(**changes):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=2,
+                 num_attention_heads=2, max_position_embeddings=32, activation_function="gelu",
+                 bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**{**sizes, **changes}))
+
+
+def course(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(**{**dict(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=24, context=12),
+                                        **changes}))
+
+
+def train_on(model, steps, lr=3e-3, l1=0.0):
+    """The docstring's loop; returns the mean loss of the last five steps and the neurons firing then."""
+    data, order = standard_library().data[:300_000], torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    last = []
+    for step in range(1, steps + 1):
+        tokens = random_windows(data, 8, 31, order)
+        if l1:
+            with hidden_activations(model) as hidden:
+                loss = model(tokens, labels=tokens).loss
+            last.append((loss.item(), mean_nnz(hidden)))
+            loss = loss + l1 * min(1.0, step / 20) * l1_penalty(hidden)
+        else:
+            loss = model(tokens, labels=tokens).loss
+            last.append((loss.item(), 0.0))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [sum(each) / 5 for each in zip(*last[-5:], strict=True)]
+
+
+def loss_of(model):
+    tokens = random_windows(standard_library().data[:300_000], 64, 31, torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model(tokens, labels=tokens).loss.item()
+
+
+def test_a_trained_silu_model_is_changed_trained_on_and_swapped():
+    model = llama()
+    train_on(model, 150)
+    smooth = loss_of(model)
+    names = relufy(model)
+    assert names == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert [layer.name for layer in feed_forwards(model)] == names
+    jumped = loss_of(model)
+    assert jumped > smooth + 0.005  # a model this small leans little on its feed-forward layers
+    train_on(model, 40, lr=1e-3)
+    assert loss_of(model) < smooth
+    _, many = train_on(model, 5, lr=1e-3, l1=1e-9)
+    _, few = train_on(model, 50, lr=2e-3, l1=2e-2)
+    assert few < 0.75 * many and loss_of(model) < smooth
+    tokens = torch.randint(256, (2, 20))
+    expected = model(tokens).logits
+    torch.testing.assert_close(sparsify(model)(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_saved_comes_back_as_a_relu_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for model in (llama(), opt()):
+        relufy(model)
+        model.eval().save_pretrained(tmp_path / "saved")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        tokens = torch.randint(2, 60, (1, 9))
+        assert len(feed_forwards(loaded)) == 2 and torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "swish", "relu2"])
+def test_smooth_activations_of_transformers_are_known(activation):
+    model = llama(hidden_act=activation)
+    assert len(relufy(model)) == 2 and model.config.hidden_act == "relu"
+    assert relufy(model) == []  # done already
+
+
+def test_functions_and_this_projects_modules_change_too():
+    mlp = GatedFeedForward(8, 20)
+    del mlp.act_fn
+    mlp.act_fn = F.silu
+    x = torch.randn(3, 8)
+    assert relufy(mlp) == [""] and isinstance(mlp.act_fn, nn.ReLU)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x)))
+
+
+def test_a_squared_model_becomes_a_relu_model_and_is_saved_as_one(tmp_path):
+    model = course(activation="relu2")
+    assert relufy(model) == ["layers.0.mlp", "layers.1.mlp"] and model.config.activation == "relu"
+    assert len(feed_forwards(LanguageModel.load(model.save(tmp_path)))) == 2
+
+
+def test_layers_with_a_relu_stay_dense_or_swapped():
+    model = course()
+    before = [layer.mlp.act_fn for layer in model.layers]
+    assert relufy(model) == [] and [layer.mlp.act_fn for layer in model.layers] == before
+    assert relufy(sparsify(model)) == []
+
+
+def test_what_cannot_be_changed_is_left_alone_and_named():
+    model = course(activation="relu2")
+    model.layers[1].mlp.act_fn = nn.Tanh()
+    with pytest.raises(InputError, match="layers.1.mlp uses Tanh.*SiLU"):
+        relufy(model)
+    assert isinstance(model.layers[0].mlp.act_fn, SquaredReLU) and model.config.activation == "relu2"
+    with pytest.raises(InputError, match="no feed-forward layer in Linear"):
+        relufy(nn.Linear(3, 3))
+    with pytest.raises(InputError, match="torch.nn.Module"):
+        relufy("model")
