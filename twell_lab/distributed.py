@@ -115,7 +115,7 @@ def shard(model: nn.Module, world: World) -> None:
 def replicate(module: nn.Module, world: World) -> nn.Module:
     """A module whose backward pass averages the gradients over processes (DDP)."""
     ids = [world.device.index] if world.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+    return nn.parallel.DistributedDataParallel(module, device_ids=ids)
 
 
 def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:

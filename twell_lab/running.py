@@ -147,7 +147,7 @@ class Guard:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.waits = run.sharded or run.world.device.type == "cpu"
-        self.broken = torch.zeros(1, device=run.world.device)
+        self.broken = torch.zeros((), device=run.world.device)
         self.first = torch.zeros(3, dtype=torch.float64, device=run.world.device)  # step, loss, norm of the gradient
         self.before: dict[int, Tensor] = {}  # state of the order before each step since the last check
         if not self.waits:

@@ -78,8 +78,10 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         state = checkpoint.load(resume)
         checkpoint.check_same(state, config, run.model.config, whole)
         run.restore(state)
-        out = out or (checkpoint.newest(resume).parent if checkpoint.newest(resume) == Path(resume) else resume)
-    elif out is not None and world.lead:
+        at = checkpoint.newest(resume)
+        home = at.parent if at == Path(resume) else Path(resume)
+        out = home if out is None else out
+    if out is not None and world.lead and (resume is None or Path(out).resolve() != home.resolve()):
         checkpoint.prepare(out)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     tokens_a_step = config.batch * config.context
