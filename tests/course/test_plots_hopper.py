@@ -34,7 +34,8 @@ def test_the_map_holds_every_cell():
     figure = plots_hopper.loss_map(cells)
     shown = [text for panel in figure.data for line in panel.text for text in line if text]
     assert sorted(shown) == sorted(f"{cell['x']:.2f}" for cell in cells)
-    assert [note.text for note in figure.layout.annotations] == ["1 token", "4 tokens", "16 tokens", "64 tokens", "16,384 tokens"]
+    assert [note.text for note in figure.layout.annotations] == ["1", "4", "16", "64", "16,384", "tokens"]
+    assert list(figure.layout.xaxis.ticktext) == ["28", "27", "27", "27", "8", "29", "120"] and len(figure.layout.xaxis.tickvals) == 7
     assert WHERE in figure.layout.title.text
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from .. import plots
 
@@ -189,24 +188,19 @@ def predicted_against_measured(points: list[dict]) -> go.Figure:
 
 
 def loss_map(cells: list[dict]) -> go.Figure:
-    """Times as fast as dense for each path, nnz and number of tokens: blue gains, red loses. cells: `hopper.cells`."""
+    """Times as fast as dense for each path, nnz and number of tokens: blue gains, red loses. cells: `hopper.cells`.
+
+    A column is a workload, under the number of tokens at once.
+    """
     title = "Where sparsity wins and where it loses: times as fast as dense"
     cells = [cell for cell in cells if cell["path"] in PATHS]
     if not cells:
         return _nothing(title)
     tokens = sorted({cell["tokens"] for cell in cells})
-    across = min(3, len(tokens))
-    down = -(-len(tokens) // across)
-    figure = make_subplots(
-        rows=down,
-        cols=across,
-        subplot_titles=[f"{t:,} token{'s' * (t > 1)}" for t in tokens],
-        horizontal_spacing=0.03,
-        vertical_spacing=0.3 / down,
-        shared_yaxes=True,
-    )
     order = [path for path in reversed(PATHS) if any(cell["path"] == path for cell in cells)]
-    for at, count in enumerate(tokens):
+    figure = go.Figure()
+    places, labels, first = [], [], 0.0  # of the columns, from left to right; a gap between two numbers of tokens
+    for count in tokens:
         here = [cell for cell in cells if cell["tokens"] == count]
         columns = _columns(here)
         z, text, hover = ([[empty] * len(columns) for _ in order] for empty in (None, "", ""))
@@ -224,24 +218,29 @@ def loss_map(cells: list[dict]) -> go.Figure:
             text=text,
             customdata=hover,
             texttemplate="%{text}",
-            textfont={"size": 11},
+            textfont={"size": 10},
             xgap=2,
             ygap=2,
             showscale=False,
-            x=[f"{low:.0f}" for low, _ in columns],
+            x0=first,
+            dx=1,
             y=[NAMES[path] for path in order],
             zmin=-1,
             zmax=1,
             colorscale=[[0, "#C8452B"], [0.45, "#F6D9D0"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#2F7FB8"]],
             hovertemplate="%{customdata}<extra></extra>",
             hoverongaps=False,
-            row=at // across + 1,
-            col=at % across + 1,
         )
-    figure.update_xaxes(title_text="mean nnz", type="category", showgrid=False)
+        middle = first + (len(columns) - 1) / 2
+        figure.add_annotation(x=middle, y=1, yref="paper", yanchor="bottom", text=f"{count:,}", showarrow=False)
+        places += [first + i for i in range(len(columns))]
+        labels += [f"{(low + high) / 2:.0f}" for low, high in columns]
+        first += len(columns) + 0.4
+    figure.add_annotation(x=0, xref="paper", xanchor="right", xshift=-6, y=1, yref="paper", yanchor="bottom", text="tokens", showarrow=False)
+    figure.update_xaxes(title_text="mean nnz", tickvals=places, ticktext=labels, showgrid=False, zeroline=False, range=[-0.7, first - 0.7])
     figure.update_yaxes(showgrid=False, type="category")
-    figure = _from(figure, title, _where(cells), 110 + down * (130 + 30 * len(order)))
-    figure.update_annotations(font_size=12)
+    figure = _from(figure, title, _where(cells), 190 + 30 * len(order))
+    figure.update_annotations(font_size=11)
     return figure
 
 
