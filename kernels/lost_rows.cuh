@@ -34,16 +34,17 @@ __device__ __forceinline__ Vector load(const value_t* p) {
 
 // The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is made by
 // the same tree, so that it does not matter for its bits which i it has.
-__device__ __forceinline__ float sums_by_lane(float (&s)[WARP]) {
+template <int STEP>
+__device__ __forceinline__ void halve(float (&s)[WARP]) {
+    const bool upper = lane_of() & STEP;
 #pragma unroll
-    for (int step = WARP / 2; step; step /= 2) {
-        const bool upper = lane_of() & step;
-#pragma unroll
-        for (int i = 0; i < step; ++i) {
-            const float keep = upper ? s[i + step] : s[i], give = upper ? s[i] : s[i + step];
-            s[i] = keep + __shfl_xor_sync(ALL_LANES, give, step);
-        }
+    for (int i = 0; i < STEP; ++i) {
+        const float keep = upper ? s[i + STEP] : s[i], give = upper ? s[i] : s[i + STEP];
+        s[i] = keep + __shfl_xor_sync(ALL_LANES, give, STEP);
     }
+}
+__device__ __forceinline__ float sums_by_lane(float (&s)[WARP]) {
+    halve<16>(s), halve<8>(s), halve<4>(s), halve<2>(s), halve<1>(s);
     return s[0];
 }
 
@@ -56,25 +57,33 @@ __device__ __forceinline__ float dots(const value_t* __restrict__ in, const long
     float s[WARP];
 #pragma unroll
     for (int i = 0; i < WARP; ++i) s[i] = 0;
-    if (ALL || wanted)
-        for (int c = lane_of() * VECTOR; c < d_model; c += WARP * VECTOR) {
-            float w[NEURONS][VECTOR];
+    Vector next[NEURONS];  // the weights of the step to come are under way
+    const int from = lane_of() * VECTOR;
 #pragma unroll
-            for (int n = 0; n < NEURONS; ++n)
-                load<WEIGHTS_ONCE>(weights + (long long)min(n, last) * d_model + c).to_floats(w[n]);
+    for (int n = 0; n < NEURONS; ++n)
+        if (from < d_model) next[n] = load<WEIGHTS_ONCE>(weights + (long long)min(n, last) * d_model + from);
+#pragma unroll 1
+    for (int c = from; c < d_model; c += WARP * VECTOR) {
+        float w[NEURONS][VECTOR];
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                if (!ALL && !(wanted & EVERY_NEURON << r)) continue;
+        for (int n = 0; n < NEURONS; ++n) next[n].to_floats(w[n]);
+        const int ahead = c + WARP * VECTOR;
+#pragma unroll
+        for (int n = 0; n < NEURONS; ++n)
+            if (ahead < d_model) next[n] = load<WEIGHTS_ONCE>(weights + (long long)min(n, last) * d_model + ahead);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (ALL || (wanted & EVERY_NEURON << r)) {
                 float x[VECTOR];
                 load<!WEIGHTS_ONCE>(in + row[r] + c).to_floats(x);
 #pragma unroll
-                for (int n = 0; n < NEURONS; ++n) {
-                    if (!ALL && !(wanted >> (n * ROWS + r) & 1)) continue;
+                for (int n = 0; n < NEURONS; ++n)
+                    if (ALL || (wanted >> (n * ROWS + r) & 1)) {
 #pragma unroll
-                    for (int i = 0; i < VECTOR; ++i) s[n * ROWS + r] = fmaf(x[i], w[n][i], s[n * ROWS + r]);
-                }
+                        for (int i = 0; i < VECTOR; ++i) s[n * ROWS + r] = fmaf(x[i], w[n][i], s[n * ROWS + r]);
+                    }
             }
-        }
+    }
     return sums_by_lane(s);
 }
 

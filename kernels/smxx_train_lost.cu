@@ -20,6 +20,7 @@
 #include "lost_rows.cuh"
 
 #define BATCH 64         // neurons between two barriers
+#define AHEAD 4          // rows under way while one is worked on
 #define BATCH_ROWS 256   // rows, in lost_weights
 #define PIECE (THREADS * VECTOR)  // columns that a block owns at a time: a vector a thread
 
@@ -48,6 +49,13 @@ __device__ __forceinline__ void open_group(Group& group, const int* lost, int i,
 }
 static_assert(WARPS_HERE == ROWS, "a warp for each row");
 
+// The number of the lowest bit, which is cleared.
+__device__ __forceinline__ int take_first(unsigned long long& bits) {
+    const int k = __ffsll((long long)bits) - 1;
+    bits &= bits - 1;
+    return k;
+}
+
 // sum[r] += coefficient[r] * w for the rows whose bit is set.
 __device__ __forceinline__ void add_row(float (&sum)[ROWS][VECTOR], const float* coefficient, unsigned rows, const Vector& v) {
     float w[VECTOR];
@@ -59,6 +67,26 @@ __device__ __forceinline__ void add_row(float (&sum)[ROWS][VECTOR], const float*
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) sum[r][i] = fmaf(f, w[i], sum[r][i]);
         }
+}
+
+// sum[r] += coefficient[k][r] * row k of `weights`, in ascending order, for each k whose bit is set in `alive`.
+__device__ __forceinline__ void add_rows(float (&sum)[ROWS][VECTOR], const float (*coefficient)[ROWS], const unsigned* rows_of,
+                                         unsigned long long alive, const value_t* __restrict__ weights, int d_model) {
+    Vector ahead[AHEAD];
+    unsigned long long to_load = alive;
+#pragma unroll
+    for (int q = 0; q < AHEAD; ++q)
+        if (to_load) ahead[q] = load<true>(weights + (long long)take_first(to_load) * d_model);
+    while (alive) {
+#pragma unroll
+        for (int q = 0; q < AHEAD; ++q)
+            if (alive) {
+                const int k = take_first(alive);
+                const Vector v = ahead[q];
+                if (to_load) ahead[q] = load<true>(weights + (long long)take_first(to_load) * d_model);
+                add_row(sum, coefficient[k], rows_of[k], v);
+            }
+    }
 }
 
 __device__ __forceinline__ float4* as_float4(float* p) { return (float4*)p; }
@@ -104,6 +132,10 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const value_t* __r
         }
         __syncthreads();
         const bool begins = first == from, ends = first + BATCH >= to;
+        // Every warp finds the same neurons that fire.
+        const unsigned long long low = __ballot_sync(ALL_LANES, lane_of() < count && rows_of[lane_of()]),
+                                 high = __ballot_sync(ALL_LANES, WARP + lane_of() < count && rows_of[WARP + lane_of()]),
+                                 alive = high << WARP | low;
         for (int c = threadIdx.x * VECTOR; c < d; c += PIECE) {
             float sum[ROWS][VECTOR];
 #pragma unroll
@@ -113,15 +145,12 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const value_t* __r
                     const float4 f = begins ? make_float4(0, 0, 0, 0) : *as_float4(sums + (long long)q * d + c + k);
                     sum[q][k] = f.x, sum[q][k + 1] = f.y, sum[q][k + 2] = f.z, sum[q][k + 3] = f.w;
                 }
-            for (int k = 0; k < count; ++k) {
-                const unsigned fired = rows_of[k];
-                if (!fired) continue;
-                const long long at = (long long)(first + k) * d + c;
-                if (!BACKWARD) add_row(sum, first_of[k], fired, load<true>(layer.down_t + at));
-                if (BACKWARD) {
-                    add_row(sum, first_of[k], fired, load<true>(layer.up + at));
-                    if (layer.gated()) add_row(sum, second_of[k], fired, load<true>(layer.gate + at));
-                }
+            const long long at = (long long)first * d + c;
+            if (!BACKWARD) {
+                add_rows(sum, first_of, rows_of, alive, layer.down_t + at, d);
+            } else {
+                add_rows(sum, first_of, rows_of, alive, layer.up + at, d);
+                if (layer.gated()) add_rows(sum, second_of, rows_of, alive, layer.gate + at, d);
             }
 #pragma unroll
             for (int q = 0; q < ROWS; ++q) {
@@ -233,10 +262,15 @@ lost_backward_v1(const int* __restrict__ lost, const value_t* __restrict__ x, co
 
 // ---- the weights' gradients ----
 
-// A tile of entries of a batch: [plane][row][neuron] with h, dup, dgate, and the bits that are not all zero, by tile of 8 rows.
+// The entries of 4 neurons in a batch of rows.
 struct Entries {
-    float value[3][BATCH_ROWS][NEURONS];
-    unsigned fired[BATCH_ROWS / ROWS];  // bit n * ROWS + r
+    float value[3][BATCH_ROWS][NEURONS];  // h, dup, dgate
+    unsigned fired[BATCH_ROWS / ROWS];    // bit n * ROWS + r of a tile of rows: not all three are zero
+    // The rows in which some neuron fired:
+    int count;
+    int row[BATCH_ROWS];          // number in the batch << NEURONS | bits of the neurons
+    long long start[BATCH_ROWS];  // where the row begins in x and dy
+    int neurons;                  // bits of those that fired in some row
 };
 
 // Fills in rows i..i + count - 1 of the list for neurons first..first + here - 1.
@@ -278,13 +312,39 @@ __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const v
     }
 }
 
+// Lists the rows of a filled batch in which some neuron fired. One warp calls it.
+__device__ __forceinline__ void list_rows(Entries& batch, const int* lost, int i, int count, int d_model) {
+    const unsigned fired = lane_of() * ROWS < count ? batch.fired[lane_of()] : 0;
+    const unsigned both = fired | fired >> 2 * ROWS;
+    unsigned rows = (both | both >> ROWS) & ALL_ROWS;
+    int at = 0;
+    for (unsigned before = 0; before < WARP; ++before) {
+        const int theirs = __popc(__shfl_sync(ALL_LANES, rows, before));
+        if ((int)before < lane_of()) at += theirs;
+    }
+    if (lane_of() == WARP - 1) batch.count = at + __popc(rows);
+    int neurons = 0;
+#pragma unroll
+    for (int n = 0; n < NEURONS; ++n) neurons |= __any_sync(ALL_LANES, fired >> (n * ROWS) & ALL_ROWS) ? 1 << n : 0;
+    if (lane_of() == 0) batch.neurons = neurons;
+    for (; rows; rows &= rows - 1, ++at) {
+        const int r = __ffs(rows) - 1, k = lane_of() * ROWS + r;
+        int bits = 0;
+#pragma unroll
+        for (int n = 0; n < NEURONS; ++n) bits |= (fired >> (n * ROWS + r) & 1) << n;
+        batch.row[at] = k << NEURONS | bits;
+        batch.start[at] = (long long)lost[1 + i + k] * d_model;
+    }
+}
+static_assert(BATCH_ROWS == WARP * ROWS, "a lane for each tile of rows");
+
 // sums[m][n] of MATRICES weight rows of each of 4 neurons += the batch's entries times rows of `in` (x or dy), this block's columns
 // piece by piece. plane: of the first matrix. begins, ends: the batch is the first, the last; at the end the sums
 // are added to the gradients, of neurons that fired.
 template <int MATRICES>
-__device__ __forceinline__ void add_batch(const Entries& batch, const int* __restrict__ lost, int i, int count, int plane,
-                                          const value_t* __restrict__ in, float* __restrict__ sums, bool begins, bool ends,
-                                          unsigned fired_ever, value_t* __restrict__ (&gradient)[MATRICES], int d) {
+__device__ __forceinline__ void add_batch(const Entries& batch, int plane, const value_t* __restrict__ in,
+                                          float* __restrict__ sums, bool begins, bool ends, int fired_ever,
+                                          value_t* __restrict__ (&gradient)[MATRICES], int d) {
     for (int c = threadIdx.x * VECTOR; c < d; c += PIECE) {
         float sum[MATRICES][NEURONS][VECTOR];
 #pragma unroll
@@ -297,44 +357,57 @@ __device__ __forceinline__ void add_batch(const Entries& batch, const int* __res
                                             : *as_float4(sums + (long long)(m * NEURONS + n) * d + c + k);
                     sum[m][n][k] = f.x, sum[m][n][k + 1] = f.y, sum[m][n][k + 2] = f.z, sum[m][n][k + 3] = f.w;
                 }
-        for (int t = 0; t * ROWS < count; ++t) {
-            const unsigned fired = batch.fired[t];
-            if (!fired) continue;
-            for (int r = 0; r < ROWS; ++r) {
-                if (!(fired & EVERY_NEURON << r)) continue;
-                float v[VECTOR];
-                load<true>(in + (long long)lost[1 + i + t * ROWS + r] * d + c).to_floats(v);
+        const value_t* here = in + c;
+        Vector ahead[AHEAD];
+#pragma unroll
+        for (int q = 0; q < AHEAD; ++q)
+            if (q < batch.count) ahead[q] = load<true>(here + batch.start[q]);
+        for (int k = 0; k < batch.count; k += AHEAD)
+#pragma unroll
+            for (int q = 0; q < AHEAD; ++q)
+                if (k + q < batch.count) {
+                    float v[VECTOR];
+                    ahead[q].to_floats(v);
+                    if (k + q + AHEAD < batch.count) ahead[q] = load<true>(here + batch.start[k + q + AHEAD]);
+                    const int row = batch.row[k + q] >> NEURONS, fired = batch.row[k + q];
+#pragma unroll
+                    for (int n = 0; n < NEURONS; ++n)
+                        if (fired >> n & 1)
+#pragma unroll
+                            for (int m = 0; m < MATRICES; ++m) {
+                                const float f = batch.value[plane + m][row][n];
+#pragma unroll
+                                for (int j = 0; j < VECTOR; ++j) sum[m][n][j] = fmaf(f, v[j], sum[m][n][j]);
+                            }
+                }
+        if (ends) {
+            Vector old[MATRICES][NEURONS];
+#pragma unroll
+            for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
                 for (int n = 0; n < NEURONS; ++n)
-                    if (fired >> (n * ROWS + r) & 1)
+                    if (fired_ever >> n & 1) old[m][n].raw = __ldcs((const uint4*)(gradient[m] + (long long)n * d + c));
 #pragma unroll
-                        for (int m = 0; m < MATRICES; ++m) {
-                            const float f = batch.value[plane + m][t * ROWS + r][n];
+            for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
-                            for (int k = 0; k < VECTOR; ++k) sum[m][n][k] = fmaf(f, v[k], sum[m][n][k]);
-                        }
-            }
-        }
+                for (int n = 0; n < NEURONS; ++n)
+                    if (fired_ever >> n & 1) {
+                        float f[VECTOR];
+                        old[m][n].to_floats(f);
 #pragma unroll
-        for (int m = 0; m < MATRICES; ++m)
+                        for (int k = 0; k < VECTOR; ++k) f[k] += sum[m][n][k];
+                        __stcs((uint4*)(gradient[m] + (long long)n * d + c), Vector::of_floats(f).raw);
+                    }
+        } else {
 #pragma unroll
-            for (int n = 0; n < NEURONS; ++n) {
-                if (ends && (fired_ever & ALL_ROWS << (n * ROWS))) {
-                    uint4* there = (uint4*)(gradient[m] + (long long)n * d + c);
-                    float f[VECTOR];
-                    Vector v;
-                    v.raw = __ldcs(there);
-                    v.to_floats(f);
+            for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
-                    for (int k = 0; k < VECTOR; ++k) f[k] += sum[m][n][k];
-                    __stcs(there, Vector::of_floats(f).raw);
-                }
-                if (!ends)
+                for (int n = 0; n < NEURONS; ++n)
 #pragma unroll
                     for (int k = 0; k < VECTOR; k += 4)
                         *as_float4(sums + (long long)(m * NEURONS + n) * d + c + k) =
                             make_float4(sum[m][n][k], sum[m][n][k + 1], sum[m][n][k + 2], sum[m][n][k + 3]);
-            }
+        }
     }
 }
 
@@ -356,26 +429,28 @@ lost_weights_v1(const int* __restrict__ lost, const value_t* __restrict__ x, con
     for (int first = blockIdx.x * NEURONS; first < d_ff; first += gridDim.x * NEURONS) {
         const int here = min(NEURONS, d_ff - first);
         const long long at = (long long)first * d_model;
-        unsigned fired_ever = 0;
+        int fired_ever = 0;
         float bias_sum = 0;
         for (int i = 0; i < count; i += BATCH_ROWS) {
             const int rows = min(BATCH_ROWS, count - i);
             fill(batch, layer, x, dy, dl1, lost, i, rows, first, here, entries, room);
             __syncthreads();
-            for (int t = 0; t * ROWS < rows; ++t) fired_ever |= batch.fired[t];
+            if (warp_of() == 0) list_rows(batch, lost, i, rows, d_model);
+            __syncthreads();
+            fired_ever |= batch.neurons;
             // Warp n sums up dup of neuron n, warp NEURONS + n dgate.
             for (int t = lane_of(); t < rows; t += WARP)
                 bias_sum += batch.value[1 + warp_of() / NEURONS][t][warp_of() % NEURONS];
             const bool begins = i == 0, ends = i + BATCH_ROWS >= count;
             if (gate) {
                 value_t* both[2] = {dup + at, dgate + at};
-                add_batch<2>(batch, lost, i, rows, 1, x, totals, begins, ends, fired_ever, both, d_model);
+                add_batch<2>(batch, 1, x, totals, begins, ends, fired_ever, both, d_model);
             } else {
                 value_t* one[1] = {dup + at};
-                add_batch<1>(batch, lost, i, rows, 1, x, totals, begins, ends, fired_ever, one, d_model);
+                add_batch<1>(batch, 1, x, totals, begins, ends, fired_ever, one, d_model);
             }
             value_t* down[1] = {ddown_t + at};
-            add_batch<1>(batch, lost, i, rows, 0, dy, totals + 2 * NEURONS * (long long)d_model, begins, ends, fired_ever, down,
+            add_batch<1>(batch, 0, dy, totals + 2 * NEURONS * (long long)d_model, begins, ends, fired_ever, down,
                          d_model);
             __syncthreads();
         }
@@ -383,7 +458,7 @@ lost_weights_v1(const int* __restrict__ lost, const value_t* __restrict__ x, con
         for (int step = WARP / 2; step; step /= 2) bias_sum += __shfl_xor_sync(ALL_LANES, bias_sum, step);
         const int n = warp_of() % NEURONS;
         value_t* to = warp_of() < NEURONS ? dup_bias : dgate_bias;
-        if (to && lane_of() == 0 && n < here && (fired_ever & ALL_ROWS << (n * ROWS)))
+        if (to && lane_of() == 0 && n < here && (fired_ever >> n & 1))
             to[first + n] = from_float(to_float(to[first + n]) + bias_sum);
     }
 }
