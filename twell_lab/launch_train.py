@@ -22,9 +22,9 @@ ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
 _MOST_ENTRIES = 2**31 - 2
 _PLACE_THREADS, _PACKED_ROWS = 1024, 16  # as in smxx_survivors.cu
 _VECTOR = 8  # values in 16 bytes
-_SLAB_ROWS = 4  # rows a block, as in smxx_train_slabs.cu
-_GROUP = 16  # lanes that share an entry: a slab is so many vectors wide
-_AT_ONCE = {"pieces": 8}  # entries under way in a lane, 4 unless named
+_SLAB_WARPS, _ROWS_A_WARP = 4, 2  # of a block of smxx_train_slabs.cu
+_GROUP = 32  # lanes that share an entry: a slab is so many vectors wide
+_AT_ONCE = 4  # entries under way in a lane
 _MOST_SLABS = 16  # of which the pieces of dot products are kept at once
 SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
 
@@ -168,8 +168,8 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
         raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
 
 
-def _slab_defines(dtype: torch.dtype, d_model: int, name: str) -> tuple:
-    sizes = (("D_MODEL", d_model), ("GROUP", _GROUP), ("AT_ONCE", _AT_ONCE.get(name, 4)))
+def _slab_defines(dtype: torch.dtype, d_model: int) -> tuple:
+    sizes = (("D_MODEL", d_model), ("GROUP", _GROUP), ("AT_ONCE", _AT_ONCE), ("ROWS_A_WARP", _ROWS_A_WARP))
     return ((launch._DEFINE[dtype], True), *sizes)
 
 
@@ -178,10 +178,10 @@ def _slabs(d_model: int) -> int:
 
 
 def _run_slabs(name: str, version: int, rows: Tensor, slabs: int, arguments: tuple) -> None:
-    """Launch a kernel of smxx_train_slabs.cu, a warp for each of these rows, for so many slabs."""
-    defines = _slab_defines(rows.dtype, rows.shape[1], name)
-    grid = (-(-len(rows) // _SLAB_ROWS), slabs)
-    launch._launch(SLABS, f"{name}_v{version}", defines, grid, (32 * _SLAB_ROWS, 1), rows.device, arguments)
+    """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
+    defines = _slab_defines(rows.dtype, rows.shape[1])
+    grid = (-(-len(rows) // (_SLAB_WARPS * (_ROWS_A_WARP if slabs else 1))), max(slabs, 1))
+    launch._launch(SLABS, f"{name}_v{version}", defines, grid, (32 * _SLAB_WARPS, 1), rows.device, arguments)
 
 
 def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
@@ -209,11 +209,10 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, name: str, version: int, m
         part = (rows, s.spans, s.words, matrix, pieces, *sizes, ctypes.c_int(first))
         _run_slabs("pieces", 1, rows, some, part)
         order = map(ctypes.c_int, (some, first > 0, first + some == slabs))
-        _run_slabs(name, version, rows, 1, (s.spans, s.words, pieces, *more, *sizes, *order))
+        _run_slabs(name, version, rows, 0, (s.spans, s.words, pieces, *more, *sizes, *order))
 
 
 def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
     """(file, macros) of everything that rows of this type and width compile."""
     whole = launch.specialisation(dtype, d_model)
-    slabs = dict.fromkeys(_slab_defines(dtype, d_model, name) for name in ("", *_AT_ONCE))
-    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, defines) for defines in slabs)]
+    return [(SURVIVORS, whole), (ROWS, whole), (SLABS, _slab_defines(dtype, d_model))]

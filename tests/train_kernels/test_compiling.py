@@ -18,7 +18,7 @@ SIZES = [("sm_90", d_model) for d_model in (64, 768, 2048, 4096, 5120)] + [(arch
 def threads_a_block(file, kernel, defines):
     if file == launch_train.SURVIVORS:
         return launch_train._PLACE_THREADS if "places" in kernel else 32 * launch_train._PACKED_ROWS
-    return 32 * (launch_train._SLAB_ROWS if file == launch_train.SLABS else defines["WARPS"])
+    return 32 * (launch_train._SLAB_WARPS if file == launch_train.SLABS else defines["WARPS"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
