@@ -16,7 +16,7 @@
 
 #define BLOCK_WARPS 8
 #define CLASSES 9
-#define LEAST_UNIT 32
+#define LEAST_UNIT 128
 
 // What a survivor adds to the gradients of its neuron: dgate += dgate_of * x[token], dup += dup_of * x[token],
 // ddown_t += hidden * dy[token]. A plain layer has no dgate_of.
@@ -36,10 +36,10 @@ __host__ __device__ __forceinline__ int pieces_of(int count, int unit) {
 }
 
 __host__ __device__ __forceinline__ int class_of(int count, int unit) {
-    if (count == 0) return CLASSES - 1;
     int k = 0;
-    for (int least = BLOCK_WARPS * unit; k < CLASSES - 2 && count <= least; ++k) least /= 2;
-    return k;
+#pragma unroll
+    for (int i = 0; i < CLASSES - 2; ++i) k += count <= BLOCK_WARPS * unit >> i;
+    return count == 0 ? CLASSES - 1 : k;
 }
 
 // How many warps share a list of class k.

@@ -105,12 +105,13 @@ __device__ __forceinline__ int sum_before_lane(int v) { return sum_up_to_lane(v)
 
 // One block; each warp takes a run of columns, a lane each in turn. most_units: the records are at most so many units (see
 // columns.cuh). order [d_ff]: the neurons by class. pieces: of each block of class 0, its neuron and the first record of its
-// piece. first_piece [d_ff]: of the lists of class 0, in their order.
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
+// piece. first_piece [d_ff]: of the lists of class 0, in their order. At most 65,536 columns.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* __restrict__ order, int2* __restrict__ pieces,
                 int* __restrict__ first_piece, Plan* __restrict__ plan, int d_ff, int most_units) {
     constexpr int WARPS_HERE = PLAN_THREADS / WARP;
     __shared__ int records_of[WARPS_HERE], pieces_here[WARPS_HERE], lists_of[WARPS_HERE][CLASSES];
+    __shared__ int place[WARPS_HERE][CLASSES][WARP];  // where each lane's next list of each class goes in `order`
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int steps = (d_ff + PLAN_THREADS - 1) / PLAN_THREADS, first = warp * steps * WARP;
     const auto total = [&](int step) {
@@ -129,20 +130,22 @@ columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* _
     int start = __shfl_sync(ALL_LANES, sum_before_lane(of_lane), warp);
     const int unit = max(LEAST_UNIT, (records + most_units - 1) / most_units);
 
-    int lists = 0, cut = 0;  // of lane k: the warp's lists of class k
+    unsigned long long found = 0;  // this lane's lists of each class, 7 bits a class: a lane has at most 64 columns
+    int cut = 0;
 #pragma unroll 4
     for (int step = 0; step < steps; ++step) {
-        const int n = total(step), mine = n < 0 ? -1 : class_of(n, unit);
+        const int n = total(step), mine = class_of(max(n, 0), unit);
+        if (n >= 0) found += 1ull << 7 * mine;
+        if (n >= 0 && mine == 0) cut += pieces_of(n, unit);
+    }
 #pragma unroll
-        for (int k = 0; k < CLASSES; ++k) {
-            const int found = __popc(__ballot_sync(ALL_LANES, mine == k));
-            if (lane == k) lists += found;
-        }
-        if (mine == 0) cut += pieces_of(n, unit);
+    for (int k = 0; k < CLASSES; ++k) {
+        const int n = (int)(found >> 7 * k) & 127, through = sum_up_to_lane(n);
+        place[warp][k][lane] = through - n;
+        if (lane == WARP - 1) lists_of[warp][k] = through;
     }
     cut = sum_over_lanes(cut);
     if (lane == 0) pieces_here[warp] = cut;
-    if (lane < CLASSES) lists_of[warp][lane] = lists;
     __syncthreads();
     int all = 0, before = 0;  // of lane k: lists of class k, those of the warps before this one
     for (int w = 0; w < WARPS_HERE; ++w) {
@@ -153,32 +156,24 @@ columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* _
     const int cut_by_lane = pieces_here[lane], all_cut = sum_over_lanes(cut_by_lane);
     int piece = __shfl_sync(ALL_LANES, sum_before_lane(cut_by_lane), warp);
     const int listed = sum_before_lane(all);
-    int place = listed + before;  // of lane k: where the warp's next list of class k goes
     const int blocks = lane == 0 ? all_cut : (all * team_of(lane) + BLOCK_WARPS - 1) / BLOCK_WARPS;
     const int block = sum_before_lane(blocks);
     if (warp == 0 && lane <= CLASSES) plan->block[lane] = block, plan->listed[lane] = listed;
     if (threadIdx.x == 0) plan->records = records, plan->unit = unit, starts[d_ff] = records;
+#pragma unroll
+    for (int k = 0; k < CLASSES; ++k) place[warp][k][lane] += __shfl_sync(ALL_LANES, listed + before, k);
 
 #pragma unroll 4
     for (int step = 0; step < steps; ++step) {
-        const int c = first + step * WARP + lane, n = total(step), mine = n < 0 ? -1 : class_of(n, unit);
+        const int c = first + step * WARP + lane, n = total(step), mine = class_of(max(n, 0), unit);
         const int here = start + sum_before_lane(max(n, 0));
-        if (n >= 0) starts[c] = here;
         start = __shfl_sync(ALL_LANES, here + max(n, 0), WARP - 1);
-        int at = __shfl_sync(ALL_LANES, place, max(mine, 0));
-        unsigned longest = 0;
-#pragma unroll
-        for (int k = 0; k < CLASSES; ++k) {
-            const unsigned found = __ballot_sync(ALL_LANES, mine == k);
-            if (mine == k) at += __popc(found & ((1u << lane) - 1));
-            if (lane == k) place += __popc(found);
-            if (k == 0) longest = found;
-        }
-        if (n >= 0) order[at] = c;
-        if (!longest) continue;
-        const int many = mine == 0 ? pieces_of(n, unit) : 0;
+        const int at = n >= 0 ? place[warp][mine][lane]++ : 0;  // nobody else's
+        if (n >= 0) starts[c] = here, order[at] = c;
+        const int many = n > 0 && mine == 0 ? pieces_of(n, unit) : 0;
+        if (!__any_sync(ALL_LANES, many)) continue;
         const int from = piece + sum_before_lane(many);
-        if (mine == 0) first_piece[at] = from;
+        if (many) first_piece[at] = from;
         for (int p = 0; p < many; ++p) pieces[from + p] = make_int2(c, here + p * BLOCK_WARPS * unit);
         piece = __shfl_sync(ALL_LANES, from + many, WARP - 1);
     }

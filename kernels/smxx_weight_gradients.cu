@@ -21,7 +21,7 @@
 #define FETCHED 4
 #endif
 #ifndef BLOCKS
-#define BLOCKS 2
+#define BLOCKS 3
 #endif
 #if defined(PLAIN)
 #define SUMS 2  // dup, ddown_t

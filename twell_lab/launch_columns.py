@@ -24,8 +24,8 @@ _COUNT_SLAB, _FILL_SLAB, _THREADS = 16384, 8192, 512  # COUNT_SLAB, FILL_SLAB, C
 _BLOCK_WARPS, _CLASSES = 8, 9  # BLOCK_WARPS and CLASSES of columns.cuh
 _PLAN_INTS = 22  # sizeof(Plan) / 4
 _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
-_MOST_PIECES = 1024  # partial rows of the longest lists,
-_PARTIAL_BYTES = 25 << 20  # and bytes of them, at most;
+_MOST_PIECES = 512  # partial rows of the longest lists,
+_PARTIAL_BYTES = 13 << 20  # and bytes of them, at most;
 _LEAST_PIECES = 16  # but never fewer
 _WIDTH = 256  # columns of x and dy that a warp sums up at a time: COLUMNS of smxx_weight_gradients.cu
 
