@@ -1,0 +1,129 @@
+"""Several processes: two of them, started by torchrun, train what one trains, replicated and sharded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell_lab import checkpoint, distributed
+from twell_lab.errors import DeviceError, InputError
+from twell_lab.model import LanguageModel
+from twell_lab.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+# Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning rate
+# high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
+CLOSE = dict(rel=1e-4, abs=1e-6)
+EVERYTHING = dict(dead_window=60, reinit=0.1, dead_every=3, accumulate=2, l1=1.0, lr=0.08, warmup=2)
+
+# What `torchrun -m twell_lab.train` does, several times in one pair of processes: importing torch is most of the time.
+SEVERAL = """
+import json, os, runpy, sys
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["train", *arguments]
+    try:
+        runpy.run_module("twell_lab.train", run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, some_text, tmp_path_factory):
+    """{parallel: folder} of two processes each, the config that all share, and what they printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    (folder / "several.py").write_text(SEVERAL)
+    config = tiny(text=folder / "text.py", **EVERYTHING)
+    options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
+        "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows", "device",
+        "text", *EVERYTHING)]
+    asked = [[*options, f"--parallel={name}", f"--out={folder / name}"] for name in ("ddp", "fsdp")]
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                          folder / "several.py", json.dumps(asked)], capture_output=True, text=True, timeout=300,
+                         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    return {name: folder / name for name in ("ddp", "fsdp")}, config, ran.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(runs):
+    return train(runs[1], progress=False)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_give_the_curve_of_one(runs, alone, parallel):
+    rows = [json.loads(line) for line in (runs[0][parallel] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in alone.history]
+    for two, one in zip(rows, alone.history, strict=True):
+        for name in ("loss", "ce", "l1_term", "l1_layers", "lr"):
+            assert two[name] == pytest.approx(one[name], **CLOSE), (name, two["step"])
+        assert two["nnz_layers"] == pytest.approx(one["nnz_layers"], rel=1e-3)
+        assert two["dead_layers"] == one["dead_layers"]
+    assert any(sum(row["dead_layers"]) for row in rows)  # or nothing was re-initialised
+    assert rows[-1]["val_bits_per_byte"] == pytest.approx(alone.validation_bits_per_byte, **CLOSE)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_their_model_and_checkpoint_are_whole(runs, alone, parallel):
+    folder = runs[0][parallel]
+    saved, state = LanguageModel.load(folder), checkpoint.load(folder)
+    for (name, weight), other in zip(saved.named_parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+        assert torch.equal(state.weights[name], weight)
+        assert state.optimizer[f"exp_avg.{name}"].shape == weight.shape
+
+
+def test_one_process_goes_on_where_two_stopped(runs, tiny):
+    """Saved by two that sharded the model, resumed by one; nothing but the time of day is lost."""
+    folder, config = runs[0]["fsdp"], runs[1]
+    result = train(config, resume=folder, progress=False)
+    assert result.history == checkpoint.load(folder).history
+    assert all(map(torch.equal, result.model.parameters(), LanguageModel.load(folder).parameters()))
+
+
+def test_only_the_first_process_prints(runs):
+    assert runs[2].count("bits per byte") == 2  # one a run
+
+
+# What is refused
+
+
+def pretend(monkeypatch, processes, gpus):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_more_processes_than_gpus_are_refused_with_both_numbers(tiny, monkeypatch, device):
+    pretend(monkeypatch, 4, 2)
+    with pytest.raises(DeviceError, match="4 processes were started on a machine with 2 GPUs; accepted: .*2 or fewer"):
+        train(tiny(device=device), progress=False)
+
+
+def test_one_gpu_named_for_several_processes_is_refused(tiny, monkeypatch):
+    pretend(monkeypatch, 2, 2)
+    with pytest.raises(InputError, match="device is 'cuda:1' for 2 processes"):
+        train(tiny(device="cuda:1"), progress=False)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tiny, monkeypatch):
+    world = distributed.World(torch.device("cpu"), rank=0, size=3)
+    monkeypatch.setattr(distributed, "joined", lambda device: __import__("contextlib").nullcontext(world))
+    with pytest.raises(InputError, match="batch is 4 with accumulate 1 and 3 processes; accepted: a multiple of 3"):
+        train(tiny(), progress=False)
+
+
+def test_shares_make_up_the_batch():
+    windows = torch.arange(12).view(6, 2)
+    shares = [distributed.World(torch.device("cpu"), rank, 3).share(windows) for rank in range(3)]
+    assert torch.equal(torch.cat(shares), windows) and {len(share) for share in shares} == {2}
