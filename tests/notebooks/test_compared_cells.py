@@ -17,6 +17,7 @@ COMPARED = {
     "03-pack-it.ipynb": 12,
     "04-first-kernels.ipynb": 14,
     "05-hopper-kernels.ipynb": 9,
+    "06-train-with-the-kernels.ipynb": 18,
 }
 MARK = "# NBVAL_CHECK_OUTPUT"
 WIDGET = "application/vnd.jupyter.widget-view+json"

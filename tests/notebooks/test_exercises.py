@@ -129,6 +129,15 @@ def pool_starts(counts: list[int], keep_place: bool = True, slots: int = 31) -> 
     return starts
 
 
+def dense_backward(x, up, down, dy, fired):
+    h, dh = (x @ up.T).relu(), (dy @ down) * fired  # reads every weight
+    return dh @ up, dh.T @ x, dy.T @ h
+
+
+def dense_backward_of_what_fired(x, up, down, dy, fired):
+    return dense_backward(x, up.nan_to_num(), down.nan_to_num(), dy, torch.ones_like(fired))  # dh where nobody fired
+
+
 WRONG = {
     "weights_read": [lambda nnz, d_model: nnz * d_model, lambda nnz, d_model: 2 * 29 * 2048],
     "one_token": [
@@ -166,6 +175,12 @@ WRONG = {
         lambda counts: pool_starts(counts, keep_place=False),
         lambda counts: pool_starts(counts, slots=32),
     ],
+    "neuron_lists": [
+        lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row] for n in sorted({n for row in rows for n in row})],
+        lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row][::-1] for n in range(d_ff)],
+        lambda rows, d_ff: rows,
+    ],
+    "plain_backward": [dense_backward, dense_backward_of_what_fired],
     "fewest_words": [
         lambda counts, share: int(counts.max()) + 1,
         lambda counts, share: int(counts.double().quantile(1 - share)) + 1,  # of the tiles, not of the rows

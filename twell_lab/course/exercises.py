@@ -214,6 +214,39 @@ def _pool_starts(answer) -> str:
     return "each row after the earlier ones, and those that do not fit are lost, though their place stays taken."
 
 
+def _neuron_lists(answer) -> str:
+    for tokens, d_ff, share in ((5, 8, 0.4), (30, 12, 0.1), (7, 3, 1.0), (4, 6, 0.0)):
+        fired = torch.rand(tokens, d_ff) < share
+        rows = [row.nonzero()[:, 0].tolist() for row in fired]
+        want = [column.nonzero()[:, 0].tolist() for column in fired.T]
+        got = answer(rows, d_ff)
+        if got is None:
+            raise NotYet("the function gives None back; write its body first.")
+        if [list(each) for each in got] != want:
+            raise NotYet(f"neuron_lists({rows}, {d_ff}) should be {want}; yours gave {got!r}.")
+    return "every token in the list of each of its neurons, ascending, and an empty list for who never fired."
+
+
+def _plain_backward(answer) -> str:
+    for tokens, d_model, d_ff in ((9, 8, 20), (1, 4, 6), (30, 16, 12)):
+        x, dy = torch.randn(tokens, d_model), torch.randn(tokens, d_model)
+        up, down = torch.randn(d_ff, d_model) - 0.3, torch.randn(d_model, d_ff)
+        x = x.abs()  # so that many neurons fire for no token
+        leaves = [t.double().requires_grad_() for t in (x, up, down)]
+        with torch.enable_grad():
+            y = torch.relu(leaves[0] @ leaves[1].T) @ leaves[2].T
+        exact = torch.autograd.grad(y, leaves, dy.double())
+        fired = (leaves[0] @ leaves[1].T > 0).detach()
+        silent = ~fired.any(0)
+        up[silent], down[:, silent] = torch.nan, torch.nan
+        got = answer(x, up, down, dy, fired)
+        if got is None:
+            raise NotYet("the function gives None back; write its body first.")
+        for name, mine, each in zip(("dx", "dup", "ddown"), got, exact, strict=True):
+            _close(mine, each, f"{name} for {tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent")
+    return "all three gradients, and no weight of a neuron that never fired was read."
+
+
 CHECKS: dict[str, Callable[[Callable], str]] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -227,4 +260,6 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "tile_counts": _tile_counts,
     "turns": _turns,
     "pool_starts": _pool_starts,
+    "neuron_lists": _neuron_lists,
+    "plain_backward": _plain_backward,
 }

@@ -1,0 +1,91 @@
+"""Recorded training steps as notebook 06 reads them: the newest of each, by path, and an honest word where there are none."""
+
+import pytest
+import torch
+
+from twell_lab import records
+from twell_lab.course import backward, backward_record
+from twell_lab.course.hopper_work import LOGNORMAL, Rates
+
+RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
+
+
+def row(path: str, ms: float, nnz: float = 29.02, workload: str = LOGNORMAL, **more) -> dict:
+    return {"kind": "training", "device": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16", "tokens": 16384, "d_model": 2048, "d_ff": 5632,
+            "gated": True, "nnz": nnz, "workload": workload, "path": path, "ms": ms, "spread": 0.01, "dense_ms": 6.0, "x_dense": 6.0 / ms,
+            "x_compiled": 5.4 / ms, **more}  # fmt: skip
+
+
+def compared(nnz: float = 29.02, workload: str = LOGNORMAL, ms: float = 3.0, choice: str = "twell") -> list[dict]:
+    return [row("dense eager", 6.0, nnz, workload, peak_bytes=1012 * 2**20), row("dense compiled", 5.4, nnz, workload),
+            row("forced twell", ms, nnz, workload, peak_bytes=390 * 2**20), row("planned", ms, nnz, workload, choice=choice),
+            row("planned compiled", 2.7, nnz, workload, choice=choice)]  # fmt: skip
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Have these lists of rows be the records, oldest first; returns the setter."""
+
+    def store(*each: tuple[str, list[dict]]) -> None:
+        made = [records.Record.new(name, "a test", rows) for name, rows in each]
+        for day, record in enumerate(made, 1):
+            record.date = f"2026-11-{20 + day}T00:00:00Z"
+        monkeypatch.setattr(records, "load_all", lambda: made)
+
+    return store
+
+
+def placed(rows: list[dict]) -> list[dict]:
+    return [each | {"where": WHERE} for each in rows]
+
+
+def test_the_newest_record_of_each_measurement_counts(stored):
+    stored(("training", compared(ms=4.0) + compared(8.01, ms=2.0)), ("training", compared(ms=3.0)), ("inference", compared(60.0)))
+    rows = backward_record.recorded()
+    sparse = {each["nnz"]: each for each in rows if each["path"] == "forced twell"}
+    assert {nnz: each["ms"] for nnz, each in sparse.items()} == {29.02: 3.0, 8.01: 2.0}
+    assert sparse[29.02]["where"] == "recorded on NVIDIA H100 80GB HBM3, 2026-11-22" and not backward_record.recorded("RTX")
+    assert backward_record.about(rows).startswith("10 times of training steps, recorded on")
+
+
+def test_old_kernels_are_called_stale(stored, monkeypatch):
+    stored(("training", compared()))
+    monkeypatch.setattr(records, "stale", lambda record: True)
+    assert backward_record.recorded()[0]["where"].endswith("; stale: code has changed since")
+
+
+def test_the_tables_hold_each_path_in_its_column():
+    rows = placed(compared() + compared(8.01) + compared(29.02, "overflow: 20% of rows"))
+    head, first, second = backward_record.table(rows).splitlines()
+    assert first.split()[:4] == ["8.01", "6", "3", "2"] and "1012" in second and "390" in second
+    assert len(backward_record.others_table(rows).splitlines()) == 2 and "overflow" in backward_record.others_table(rows)
+    assert [each["column"] for each in backward_record.steps(rows)][::5] == ["8", "29"]
+
+
+def test_the_summary_names_the_extremes_and_the_losses():
+    rows = placed(compared(8.01, ms=2.0) + compared(120.0, ms=6.6, choice="dense"))
+    says = backward_record.summary(rows)
+    assert "from 0.91 times as fast as dense (planned, " in says and "nnz 120) to 3.00" in says and "below 0.97 in 1 of 4 rows" in says
+
+
+def test_recorded_steps_beside_the_floor():
+    floors = {"29": backward.floors(backward.parts(nnz=29), RATES)}
+    floor = sum(part["ms"] for part in floors["29"])
+    assert backward_record.beside_floor(placed(compared()), floors) == f"nnz 29: floor {floor:.2f} ms, recorded 3.00, {3 / floor:.2f} times that"
+    assert backward_record.dense_ms(placed(compared() + compared(8.0))) == 6.0
+    assert "1012 MiB (dense), 390 MiB (sparse)" in backward_record.memory_sentence(placed(compared(8.0) + compared()))
+
+
+def test_without_a_record_everything_says_so(stored):
+    stored()
+    rows = backward_record.recorded()
+    assert rows == [] and backward_record.COMMAND in backward_record.about(rows) and backward_record.table(rows) == backward_record.MISSING
+    assert backward_record.summary(rows) == "" and backward_record.dense_ms(rows) is None
+    assert "No other" in backward_record.others_table(rows) and "No peak" in backward_record.memory_sentence(rows)
+    assert "No recorded step" in backward_record.beside_floor(rows, {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to time")
+def test_where_there_is_no_gpu_nothing_is_timed():
+    assert backward_record.yours() == []

@@ -1,0 +1,160 @@
+"""Recorded training steps, as notebook 06 shows them, and the reader's own beside them.
+
+Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench_training): path ("dense eager", "dense
+compiled", "forced dense", "forced twell", "planned", "planned compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each
+gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .. import bench, records
+from ..errors import TwellError
+from .hopper_work import LOGNORMAL
+
+NAME, KIND = "training", "training"
+COMMAND = "twell-lab record training"
+MISSING = f"No training step is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes the record."
+TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
+SPARSE = "forced twell"
+OURS = {"planned": "x_dense", "planned compiled": "x_compiled", SPARSE: "x_dense"}  # path -> what it is compared by
+LEAST = 0.97  # times as fast as dense; below it, a row counts as a loss
+
+
+def recorded(device: str = "H100") -> list[dict]:
+    """Every training step recorded on a GPU with this in its name; of a size and workload that several records hold, the newest."""
+    found: list[dict] = []
+    taken: set[tuple] = set()
+    for record in reversed(records.load_all()):
+        rows = [row for row in record.rows if record.name.startswith(NAME) and row.get("kind") == KIND and device in row["device"]]
+        rows = [row for row in rows if row.get("nnz") is not None and _what(row) not in taken]
+        old = "; stale: code has changed since" * bool(rows and records.stale(record))
+        found += [{**row, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"} for row in rows]
+        taken |= {_what(row) for row in rows}
+    return found
+
+
+def _what(row: dict) -> tuple:
+    return (*(row.get(key) for key in ("workload", "tokens", "d_model", "d_ff", "gated", "layer", "l1")), f"{row['nnz']:.2g}")
+
+
+def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
+    """Those of one layer of the size that the course speaks of, lowest nnz first, with `column`, the nnz as a whole number in text."""
+    here = [row for row in rows if row.get("workload") == workload and (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF)]
+    return sorted(({**row, "column": f"{row['nnz']:.0f}"} for row in here), key=lambda row: row["nnz"])
+
+
+def _lines(rows: list[dict]) -> list[dict]:
+    """Rows of one workload and nnz side by side: workload, nnz, choice, and for each path its ms, x and MiB."""
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        line = lines.setdefault((_what(row), row["where"]), {key: row.get(key) for key in ("workload", "nnz", "choice")})
+        peak = row.get("peak_bytes")
+        line |= {row["path"]: row["ms"], f"{row['path']} x": row.get(OURS.get(row["path"], "x_dense")),
+                 f"{row['path']} mib": peak and peak / 2**20, "choice": row.get("choice") or line["choice"]}  # fmt: skip
+    return list(lines.values())
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each nnz: the dense step and the one that the layer plans, in ms, eager and compiled, the sparse one, and memory."""
+    lines = _lines(steps(rows))
+    columns = {"nnz": "mean nnz", "dense eager": "dense ms", SPARSE: "sparse ms", f"{SPARSE} x": "x dense", "choice": "planned",
+               "planned": "planned ms", "planned x": "x dense", "dense compiled": "compiled: dense ms", "planned compiled": "planned ms",
+               "planned compiled x": "x dense", "dense eager mib": "MiB: dense", f"{SPARSE} mib": "sparse"}  # fmt: skip
+    return records.table(lines, columns) if lines else MISSING
+
+
+def others_table(rows: list[dict]) -> str:
+    """The other workloads: uniform firing, plain layers, rows that overflow, trained layers, whole steps of a model."""
+    lines = [line for line in _lines(rows) if line["workload"] != LOGNORMAL]
+    columns = {"workload": "", "nnz": "mean nnz", "choice": "planned", "dense eager": "dense ms", "planned": "planned ms", "planned x": "x dense",
+               "planned compiled x": "compiled: x dense", "dense eager mib": "MiB: dense", "planned mib": "planned"}  # fmt: skip
+    return records.table(lines, columns) if lines else "No other workload is recorded."
+
+
+def about(rows: list[dict]) -> str:
+    """Where rows come from, in a sentence; if there are none, which command makes them."""
+    wheres = list(dict.fromkeys(row["where"] for row in rows))
+    return f"{len(rows)} times of training steps, {'; '.join(wheres)}." if rows else MISSING
+
+
+def summary(rows: list[dict]) -> str:
+    """The planned step's lowest and highest figure against dense, over all rows, in a sentence; empty for no rows."""
+    shown = [{**row, "x": row[OURS[row["path"]]]} for row in rows if row["path"].startswith("planned") and row.get(OURS[row["path"]])]
+    shown = shown or [{**row, "x": row["x_dense"]} for row in rows if row["path"] == SPARSE]
+    if not shown:
+        return ""
+    low, high = (pick(shown, key=lambda row: row["x"]) for pick in (min, max))
+    at = lambda row: f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"  # noqa: E731
+    below = sum(row["x"] < LEAST for row in shown)
+    return (f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} ({at(high)}), "
+            f"below {LEAST} in {below} of {len(shown)} rows.")  # fmt: skip
+
+
+def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
+    """The recorded sparse steps over the sum of `backward.floors`, by nnz as text, a line each."""
+    lines = []
+    for row in steps(rows):
+        if row["path"] == SPARSE and row["column"] in floors:
+            floor = sum(part["ms"] for part in floors[row["column"]])
+            lines.append(f"nnz {row['column']}: floor {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} times that")
+    return "\n".join(dict.fromkeys(lines)) or "No recorded step to set beside them yet."
+
+
+def dense_ms(rows: list[dict]) -> float | None:
+    """The recorded eager dense step in ms, the median over nnz (it does not depend on it); None where none is recorded."""
+    found = [row["ms"] for row in steps(rows) if row["path"] == "dense eager"]
+    return bench.quartiles(found)[0] if found else None
+
+
+def memory_sentence(rows: list[dict], nnz: float = 29) -> str:
+    """The recorded peak of a step beyond what was there before it, dense and sparse, at the nnz nearest to this one."""
+    here = [row for row in steps(rows) if row.get("peak_bytes") and row["path"] in ("dense eager", SPARSE)]
+    if not here:
+        return "No peak is recorded yet."
+    near = min((row["nnz"] for row in here), key=lambda each: abs(each - nnz))
+    each = ", ".join(f"{row['peak_bytes'] / 2**20:.0f} MiB ({'sparse' if row['path'] == SPARSE else 'dense'})" for row in here if row["nnz"] == near)
+    return f"The most that a whole step adds at any time, output and gradients included, nnz {near:.0f}: {each}; {here[0]['where']}."
+
+
+def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
+    """The dense and the sparse step, eager, measured now on this machine's GPU. Gradients are checked before anything is timed.
+
+    Empty where there is no GPU, or none that can do it (which is said).
+    """
+    if not torch.cuda.is_available():
+        return []
+    try:
+        return [row for nnz in nnzs for row in _measured(tokens, nnz)]
+    except (TwellError, torch.OutOfMemoryError, RuntimeError) as error:
+        print(f"Nothing was timed on {torch.cuda.get_device_name()}: {error}")
+        return []
+
+
+def _measured(tokens: int, nnz: float) -> list[dict]:
+    from .. import bench_inference
+    from .. import bench_training as tables
+
+    layer, inputs, _ = bench_inference.drawn(tokens, D_MODEL, D_FF, nnz)
+    weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    grads = [torch.randn_like(x) for x in inputs]
+    layers = {"dense eager": tables.dense_layer, SPARSE: tables.our_layer("twell")}
+    calls = {path: tables.step_of(each, weights, inputs, grads) for path, each in layers.items()}
+    for mine, theirs in zip(calls[SPARSE](0), calls["dense eager"](0), strict=True):
+        off = float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+        if not off < 0.05:
+            raise bench.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
+    peaks = {path: bench.peak_bytes(call) for path, call in calls.items()}
+    samples = bench.time_cuda(calls)
+    device, dense = torch.cuda.get_device_name(), bench.quartiles(samples["dense eager"])[0]
+    shared = {"kind": KIND, "device": device, "where": f"yours, now, on {device}", "tokens": tokens, "d_model": D_MODEL, "d_ff": D_FF,
+              "gated": True, "nnz": nnz, "workload": LOGNORMAL, "dtype": "bfloat16", "dense_ms": dense}  # fmt: skip
+    rows = []
+    for path, values in samples.items():
+        ms, spread = bench.quartiles(values)
+        rows.append({**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms, "peak_bytes": peaks[path]})
+    return rows
