@@ -39,6 +39,9 @@ def store(path: Path) -> str:
                    resources={"metadata": {"path": str(path.parent)}}).execute()
     seconds = time.perf_counter() - start
     tidy(notebook)
+    for output in (each for cell in notebook.cells for each in cell.get("outputs", [])):
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = smaller(output.data["image/png"])
     nbformat.validate(notebook)
     nbformat.write(notebook, path)
     return f"{path.name}: {seconds:.0f} s, {path.stat().st_size / 1e6:.2f} MB"
@@ -71,7 +74,6 @@ def tidy(notebook) -> None:
             # The text form of a figure is its data once more.
             if FIGURE in output.get("data", {}):
                 output.data.pop("text/plain", None)
-                output.data["image/png"] = smaller(output.data["image/png"])
             if output.output_type == "stream" and output.name == "stdout":
                 printed += output.text
     machine = MACHINE.search(printed)
