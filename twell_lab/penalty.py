@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .ffn import SparseFFN, feed_forwards
+from .ffn import SparseFFN
 from .learning import LayerTerm as LayerTerm
+from .model import firing_layers
 
 
 @contextmanager
@@ -25,10 +26,10 @@ def layer_terms(model: nn.Module) -> Iterator[list[LayerTerm]]:
     """Within this context each forward pass with gradients appends a LayerTerm for every feed-forward layer, in order.
 
     A layer that runs twice, as under gradient checkpointing, appends twice if the second time falls into the context: leave
-    it before the backward pass. Raises InputError for a model without a ReLU feed-forward layer.
+    it before the backward pass. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer.
     """
     terms: list[LayerTerm] = []
-    layers = feed_forwards(model)
+    layers = firing_layers(model)
     hooks, sparse = [], []
     for layer in layers:
         if isinstance(layer.module, SparseFFN):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from . import jit, launch, launch_decode, launch_sm80, launch_sm90, launch_sm90_dense
+from . import jit, launch, launch_columns, launch_decode, launch_lost, launch_sm80, launch_sm90, launch_sm90_dense
+from . import launch_train, launch_train_dense
 from .errors import InputError
 
 _THREADS = 8  # the compiler runs outside of Python's lock
@@ -20,7 +21,7 @@ def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
     number = int(arch.removeprefix("sm_"))
     found: list[tuple[str, tuple]] = []
     for dtype in dtypes:
-        found.append(("smxx_pack.cu", ((launch._DEFINE[dtype], True),)))
+        found += [("smxx_pack.cu", ((launch._DEFINE[dtype], True),)), *launch_train_dense.builds(dtype)]
         teams = (1, launch._TEAMS)
         widths = sorted({launch.specialisation(dtype, d, team) for d in d_models for team in teams} - {None}, key=str)
         for defines in (*widths, launch._any_width(dtype)):
@@ -30,6 +31,9 @@ def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
         for defines in widths:
             pooled = launch.POOLED_FILES[: 2 if "TEAMS" in dict(defines) else None]
             found += [(file, (*defines, *more.items())) for file, more in pooled]
+        for width in d_models:
+            found += launch_train.builds(dtype, width) if launch.pooled_takes(dtype, width) else []
+        found += [*launch_columns.builds([dtype]), *launch_lost.builds(dtype)]
         if number >= 80:
             found += launch_decode.builds(dtype, d_models)
         if number >= 80 or dtype == torch.float16:

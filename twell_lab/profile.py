@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, WORDS, check_geometry
+from .model import firing_layers
 from .reference import fires
 
 FORMAT = "twell-lab firing profile"
@@ -131,7 +132,7 @@ class FiringProfile:
 def profile(model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS) -> FiringProfile:
     """Run `model` over `batches` and count which feed-forward neurons fire.
 
-    model: any module in which `feed_forwards` finds layers; dense, or already swapped by `sparsify`. It runs
+    model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
         in evaluation mode without gradients; every module's mode is put back and the hooks are taken off
         afterwards, also when a batch fails.
     batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
@@ -143,7 +144,7 @@ def profile(model: nn.Module, batches: Iterable, tile: int = TILE, words: int = 
     Raises InputError for a model without feed-forward layers, no batches, and batches without a token.
     """
     check_geometry(tile, words)
-    found = feed_forwards(model)
+    found = firing_layers(model)
     counters = [_Counter(layer, tile, words) for layer in found]
     ran = False
     with _evaluating(model), ExitStack() as hooks:
