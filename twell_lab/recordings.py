@@ -174,6 +174,17 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] =
     return {"suite": name, "passed": total - skipped - failed, "failed": failed, "skipped": skipped, "seconds": round(seconds, 1)}
 
 
+def sweep() -> Record:
+    """The L1 sweep (twell_lab.sweep): 14 trainings of a model of 57 million parameters, about 11 minutes on an H100.
+
+    TWELL_LAB_SWEEP_TEXT names the text; without it, the error says where the published sweep's comes from.
+    """
+    _need_gpu()
+    from . import sweep as runs
+
+    return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
+
+
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
         raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
@@ -181,5 +192,5 @@ def _need_gpu() -> None:
 
 RECORDINGS = {
     "portable": portable, "inference": inference, "training": training, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
-    "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
+    "sweep": sweep, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
 }  # fmt: skip

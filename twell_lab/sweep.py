@@ -9,8 +9,12 @@ record that the course's notebook 02 draws.
 from __future__ import annotations
 
 import bisect
+import bz2
+import lzma
 import math
+import sys
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,9 +25,12 @@ from torch import Tensor, nn
 from .errors import InputError
 from .ffn import feed_forwards
 from .profile import profile
+from .records import Record
 from .reference import fires
-from .text import Text, spread_windows
+from .text import Text, load, spread_windows
 from .train import EVAL_BATCH, TrainConfig, TrainResult, bits_per_byte, train
+
+PURPOSE = "one model trained with more and more L1, beside its twins without: loss, and who fires"
 
 NOVELS = {
     "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in left_out, "
@@ -296,3 +303,45 @@ def loss_on(model: nn.Module, text: Text, windows: int, context: int) -> float:
     """Bits per byte of a model on a text, in windows spread over it."""
     device = next(model.parameters()).device
     return bits_per_byte(model, spread_windows(text.data, windows, context).to(device))
+
+
+# ---- the record -------------------------------------------------------------------------------------------------------
+
+
+def notes(text: Text, plan: Plan) -> dict:
+    """What a record says beside its rows: the text's manifest, how it is split, what ran, and what compressors make of it."""
+    training, validation = text.split()
+    known = text.sha256 == NOVELS["sha256"]
+    manifest = NOVELS if known else {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
+    return {"text": manifest, "training_size": training.size, "validation_size": validation.size,
+            "validation_sha256": validation.sha256, "compressors": compressors(validation),
+            "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
+            "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and layers",
+            "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window}}
+
+
+def compressors(text: Text) -> dict[str, float]:
+    """Bits per byte that Python's compressors need for a text, each at its best setting."""
+    content = text.data.numpy().tobytes()
+    packed = {"zlib": zlib.compress(content, 9), "bz2": bz2.compress(content, 9),
+              "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)}
+    return {name: round(8 * len(some) / len(content), 3) for name, some in packed.items()}
+
+
+def record(path: str | None, plan: Plan = Plan()) -> Record:
+    """Run a plan on the text at `path` (for NOVELS, the folder of its files) and return the record.
+
+    Says on stderr how each run went. Raises InputError where no text is named, TextError for one that can't be read.
+    """
+    if not path:
+        raise InputError(f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
+                         f"{NOVELS['commit'][:12]}) without {', '.join(NOVELS['left_out'])}, or a text of your own")
+    text = load(path)
+
+    def say(rows: list[dict], result: TrainResult) -> None:
+        row = rows[-1]
+        print(f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}, "
+              f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+    rows = sweep(replace(plan, base=replace(plan.base, text=text)), on_run=say)
+    return Record.new("sweep", PURPOSE, rows, notes(text, plan))
