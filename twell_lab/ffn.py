@@ -147,7 +147,6 @@ class SparseFFN(Learner, HotFirst):
             self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
         self.register_buffer("down_t", None, persistent=False)
         self.register_buffer("stats", None, persistent=False)
-        # FSDP2 hands the same parameter objects out again after a load, their versions unchanged.
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.follow(plan)
 
