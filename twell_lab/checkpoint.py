@@ -149,6 +149,12 @@ def newest(folder: str | os.PathLike) -> Path:
     return found[-1]
 
 
+def home(folder: str | os.PathLike) -> Path:
+    """The folder that a run saves in, given that or one of its checkpoints. InputError where there is no checkpoint."""
+    found = newest(folder)
+    return found.parent if found == Path(folder) else Path(folder)
+
+
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     """The config of the newest checkpoint in `folder`, its text named by the path it had, with `changes`."""
     fields = _fields(newest(folder))
@@ -169,6 +175,9 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
         if state.text[name] != getattr(text, name):
             raise InputError(f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
                              f"({state.text['name']}) in the checkpoint; accepted: the text the run began with")
+    saved, mine = (each.get("tokenizer", {}) for each in (state.text, text.describe()))
+    if saved.get("sha256") != mine.get("sha256"):
+        raise InputError(f"the text's tokenizer is {mine}, and {saved} in the checkpoint; accepted: the same")
     for name, value in asdict(model).items():
         if (saved := state.model_config.get(name, value)) != value:
             raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")

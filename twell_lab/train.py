@@ -69,20 +69,23 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     if config.batch % (config.accumulate * world.size):
         raise InputError(f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
                          f"a multiple of {config.accumulate * world.size}, so that each part has as many windows")
-    whole = load_any(config.text, tokenizer=config.tokenizer)
+    home = None if resume is None else checkpoint.home(resume)
+    own = home / "tokenizer.json" if home is not None else None  # the one it began with, not one trained again
+    whole = load_any(config.text, tokenizer=own if own is not None and own.is_file() else config.tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text)
-    if resume is not None:
+    if home is not None:
         state = checkpoint.load(resume)
         checkpoint.check_same(state, config, run.model.config, whole)
         run.restore(state)
-        at = checkpoint.newest(resume)
-        home = at.parent if at == Path(resume) else Path(resume)
         out = home if out is None else out
-    if out is not None and world.lead and (resume is None or Path(out).resolve() != home.resolve()):
+    if out is not None and world.lead and (home is None or Path(out).resolve() != home.resolve()):
         checkpoint.prepare(out)
+        (Path(out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run there
+        if whole.tokenizer != BYTES:
+            whole.tokenizer.save(Path(out) / "tokenizer.json")
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     tokens_a_step = config.batch * config.context
 
@@ -179,8 +182,6 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     model.eval()
     if out is not None and world.lead:
         model.save(out)
-        if whole.tokenizer != BYTES:
-            whole.tokenizer.save(Path(out) / "tokenizer.json")
     return TrainResult(
         model=model, config=config, history=run.history,
         validation_bits_per_byte=run.history[-1]["val_bits_per_byte"],

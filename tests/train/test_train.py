@@ -29,21 +29,6 @@ TINY = TrainConfig(steps=6, batch=2, context=16, d_model=16, layers=2, heads=2, 
                    eval_every=4, eval_windows=16, device="cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by a second thread, most of all where other tests run beside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def some_text():
-    library = standard_library()
-    return dataclasses.replace(library, data=library.data[:200_000], starts=(0,))
-
-
 def tiny(**changes):
     return dataclasses.replace(TINY, **changes)
 

@@ -1,0 +1,212 @@
+"""The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels, tokenizers."""
+
+import functools
+import json
+import math
+import warnings
+
+import pytest
+import torch
+
+from twell_lab import cli, running, train_config
+from twell_lab.errors import InputError
+from twell_lab.model import LanguageModel
+from twell_lab.objective import Objective, layer_l1, layer_nnz
+from twell_lab.text import random_windows
+from twell_lab.train import hidden_activations, initial_model, l1_penalty, mean_nnz, train
+from twell_lab.train_config import l1_coefficient
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return train(tiny(), progress=False)
+
+
+def close(history, other, rel):
+    for one, two in zip(history, other, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=rel)
+        assert one["nnz"] == pytest.approx(two["nnz"], rel=max(rel, 1e-3))
+        assert one["l1_layers"] == pytest.approx(two["l1_layers"], rel=max(rel, 1e-4))
+
+
+def test_the_numbers_of_each_layer_are_those_of_its_activations(tiny, some_text):
+    config = tiny(steps=1)
+    row = train(config, progress=False).history[0]
+    model = initial_model(config)
+    windows = random_windows(some_text.split()[0].data, 4, 16, torch.Generator().manual_seed(0))
+    with hidden_activations(model) as hidden:
+        model(windows[:, :-1])
+    assert row["nnz_layers"] == pytest.approx([(h != 0).sum().item() / 64 for h in hidden])
+    assert row["l1_layers"] == pytest.approx([h.abs().sum().item() / 64 for h in hidden], rel=1e-5)
+    assert row["nnz"] == pytest.approx(sum(row["nnz_layers"]) / 2) and row["nnz"] == pytest.approx(mean_nnz(hidden))
+    assert row["l1_term"] == pytest.approx(0.01 * l1_penalty(hidden).item(), rel=1e-5)
+    assert row["tokens_per_s"] > 0 and row["dead_layers"] is None
+    assert layer_l1(hidden[0]).item() == pytest.approx(row["l1_layers"][0]) and layer_nnz(hidden[1]) == row["nnz_layers"][1]
+
+
+def test_a_step_in_parts_is_the_step(tiny, plain):
+    for parts in (2, 4):
+        close(train(tiny(accumulate=parts), progress=False).history, plain.history, 1e-4)
+
+
+def test_bfloat16_trains_the_same_weights_with_coarser_products(tiny, plain):
+    result = train(tiny(dtype="bfloat16"), progress=False)
+    close(result.history, plain.history, 5e-3)
+    assert result.history != plain.history
+    assert {weight.dtype for weight in result.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_run_has_one_graph_and_the_same_curve(tiny, monkeypatch, dtype):
+    """torch.compile's tracing without its code generation, which takes half a minute; L1 begins in mid-run."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    options = dict(dtype=dtype, l1_delay=4, l1_warmup=4, accumulate=2, dead_window=100)
+    result = train(tiny(compile=True, **options), progress=False)
+    assert len(graphs) == 1
+    close(result.history, train(tiny(**options), progress=False).history, 1e-6)
+
+
+def test_the_coefficient_waits_and_then_climbs(tiny):
+    config = tiny(l1=2.0, l1_delay=3, l1_warmup=4)
+    assert [l1_coefficient(config, step) for step in range(1, 10)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert l1_coefficient(tiny(l1=2.0), 1) == 2.0
+    terms = {row["step"]: row["l1_term"] / (sum(row["l1_layers"]) / 2) for row in train(config, progress=False).history}
+    assert {step: round(value, 5) for step, value in terms.items()} == {1: 0, 2: 0, 4: 0.5, 6: 1.5, 8: 2.0, 10: 2.0, 12: 2.0}
+
+
+# Dead neurons
+
+DYING = dict(l1=1.0, lr=0.08, warmup=2, steps=40, dead_window=60, log_every=1)
+
+
+def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text):
+    """Counted from gradients in training; here from the activations themselves, with the weights standing still."""
+    config = tiny(**{**DYING, "lr": 1e-30, "steps": 4}, d_ff=512)
+    rows = train(config, progress=False).history
+    model, order = initial_model(config), torch.Generator().manual_seed(0)
+    fired = []
+    for row in rows:
+        windows = random_windows(some_text.split()[0].data, 4, 16, order)
+        with hidden_activations(model) as hidden:
+            model(windows[:, :-1])
+        fired.append([(h != 0).flatten(0, 1).any(0) for h in hidden])
+        assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
+    assert any(sum(row["dead_layers"]) for row in rows)
+    both = train(tiny(**{**DYING, "lr": 1e-30, "steps": 2, "dead_window": 128}, d_ff=512), progress=False).history
+    assert [row["dead_layers"] for row in both] == [[0, 0], [int((~(a | b)).sum()) for a, b in zip(*fired[:2], strict=True)]]
+
+
+@pytest.mark.filterwarnings("ignore:step .*no neuron fires")
+def test_reinitialised_rows_bring_dead_neurons_back(tiny):
+    left = train(tiny(**DYING), progress=False)
+    brought = train(tiny(**DYING, reinit=0.5, reinit_sigma=1.0, dead_every=1), progress=False)
+    assert sum(left.history[-1]["dead_layers"]) > 2 * sum(brought.history[-1]["dead_layers"])
+
+
+def test_a_coefficient_that_kills_every_neuron_is_told_with_the_numbers(tiny):
+    with pytest.warns(UserWarning, match=r"step \d+: no neuron fires in any of the 2 layers of 32 .*with l1 1000 the") as seen:
+        result = train(tiny(l1=1000.0, lr=0.1, warmup=0, steps=40), progress=False)
+    assert result.history[-1]["nnz"] == 0 and math.isfinite(result.history[-1]["loss"])
+    assert len([each for each in seen if "no neuron fires" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tiny(), progress=False)
+
+
+# Other ways to compute the same
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "auto"])
+def test_sparse_layers_train_to_the_same_curve(tiny, plain, kernels):
+    result = train(tiny(kernels=kernels), progress=False)
+    close(result.history, plain.history, 1e-5)
+    assert [type(module) for module in result.model.modules()] == [type(module) for module in plain.model.modules()]
+    assert result.validation_bits_per_byte == pytest.approx(plain.validation_bits_per_byte, rel=1e-5)
+    assert not any(module._forward_pre_hooks for module in result.model.modules())
+
+
+def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some_text):
+    """From dense to sparse, each by its own number, at the rows of the history."""
+    seen = []
+    follow = running.Run.follow
+    monkeypatch.setattr(running, "Switch", functools.partial(running.Switch, below=8.0))
+
+    def watched(run, nnz):
+        follow(run, nnz)
+        seen.append((nnz, [layer.module.learning for layer in run.layers]))
+
+    monkeypatch.setattr(running.Run, "follow", watched)
+    config = dict(l1=1.0, lr=0.05, warmup=2, steps=16)
+    result = train(tiny(kernels="auto", **config), progress=False)
+    close(result.history, train(tiny(**config), progress=False).history, 1e-3)
+    assert [nnz for nnz, _ in seen] == [row["nnz_layers"] for row in result.history]
+    assert {"dense"} == set(seen[0][1]) and {"twell"} == set(seen[-1][1])
+    for nnz, paths in seen:
+        assert all(path == ("twell" if value < 7.2 else "dense") for value, path in zip(nnz, paths, strict=True)
+                   if not 7.2 <= value <= 8.8)
+
+
+def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
+    model = initial_model(tiny())
+    objective = Objective(model)
+    windows = torch.randint(256, (2, 17))
+    model(windows[:, :-1])
+    assert not objective.hidden
+    loss, numbers, l1, nnz = objective(windows, None, False)
+    assert loss.requires_grad and l1.numel() == nnz.numel() == 0 and numbers[1] == 0 and not objective.hidden
+    objective.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_squared_relu_trains(tiny):
+    result = train(tiny(activation="relu2"), progress=False)
+    assert result.history[-1]["nnz"] > 0 and result.model.config.activation == "relu2"
+
+
+def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    out = tmp_path / "out"
+    asked = ["train", "--text", str(tmp_path / "text.py"), "--tokenizer", "bpe:300", "--steps", "4", "--batch", "4", "--context",
+             "16", "--d-model", "16", "--heads", "2", "--layers", "1", "--d-ff", "32", "--device", "cpu", "--json"]
+    assert cli.main([*asked, "--out", str(out)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert LanguageModel.load(out).config.vocabulary == summary["text"]["tokenizer"]["vocabulary"] == 300
+    assert (out / "tokenizer.json").is_file() and 5 < summary["validation_bits_per_byte"] < 9
+    assert cli.main(["profile", str(out), "--text", str(tmp_path / "text.py"), "--json"]) == 0
+    assert cli.main(["train", "--resume", str(out), "--json"]) == 0
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name, value", [
+    ("activation", "gelu"), ("dtype", "float16"), ("compile", 1), ("accumulate", 0), ("accumulate", 3), ("l1_delay", -1),
+    ("l1_warmup", 0.5), ("dead_window", -1), ("dead_every", 0), ("reinit", 1.5), ("reinit", 0.1), ("reinit_sigma", -1),
+    ("checkpoint_every", -1), ("kernels", "fast"), ("parallel", "tp"), ("tokenizer", 7), ("l1", -0.1), ("l1", math.nan)])
+def test_a_wrong_value_is_refused_by_name(tiny, name, value):
+    with pytest.raises(InputError, match=f"^{name} is "):
+        tiny(**{name: value})
+
+
+def test_the_help_names_every_field_with_its_default(capsys):
+    import dataclasses
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(train_config.TrainConfig):
+        option = "--plain" if field.name == "gated" else f"--{field.name.replace('_', '-')}"
+        assert option in shown, field.name
+        if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
+            after = shown[shown.rindex(f"{option} {'N' if isinstance(field.default, int) else 'X'} "):]
+            stated = after[after.index("[") + 1:after.index("]")]
+            assert float(stated) == field.default, field.name
+    for word in ("--resume", "--out", "torchrun", "twell-lab profile"):
+        assert word in shown
