@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab import records
+from twell_lab import bench, bench_inference, records
 from twell_lab.course import backward, backward_record
 from twell_lab.course.hopper_work import LOGNORMAL, Rates
 
@@ -89,3 +89,31 @@ def test_without_a_record_everything_says_so(stored):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to time")
 def test_where_there_is_no_gpu_nothing_is_timed():
     assert backward_record.yours() == []
+
+
+@pytest.fixture
+def a_gpu_that_is_none(monkeypatch):
+    """The reader's measurement at a small size on the CPU, with clocks that make up their times."""
+    monkeypatch.setattr(backward_record, "D_MODEL", 64)
+    monkeypatch.setattr(backward_record, "D_FF", 256)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
+    monkeypatch.setattr(bench_inference, "drawn", lambda tokens, d_model, d_ff, nnz: (
+        *bench.workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"), None))  # fmt: skip
+    monkeypatch.setattr(bench, "peak_bytes", lambda call: len(call(0)) * 2**20)
+    monkeypatch.setattr(bench, "time_cuda", lambda calls: {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]})
+
+
+def test_your_own_steps_are_checked_and_come_as_rows(a_gpu_that_is_none):
+    rows = backward_record.yours((8, 29), tokens=32)
+    assert [(each["path"], each["nnz"], each["x_dense"]) for each in rows] == [
+        ("dense eager", 8, 1.0), ("forced twell", 8, 2.0), ("dense eager", 29, 1.0), ("forced twell", 29, 2.0)]  # fmt: skip
+    assert rows[0]["where"] == "yours, now, on My GPU" and rows[0]["peak_bytes"] == 5 * 2**20
+
+
+def test_a_wrong_gradient_is_said_and_not_timed(a_gpu_that_is_none, monkeypatch, capsys):
+    from twell_lab import bench_training
+
+    monkeypatch.setattr(bench_training, "our_layer", lambda path: lambda x, gate, up, down: bench_training.dense_layer(x, gate, up, 2 * down))
+    assert backward_record.yours((8,), tokens=32) == []
+    assert capsys.readouterr().out.startswith("Nothing was timed on My GPU: a gradient is off by ")

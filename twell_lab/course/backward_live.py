@@ -102,5 +102,6 @@ def says(history: list[dict]) -> str:
                 changes.append(f"{'sparse' if now == 'twell' else 'dense'} from step {row['step']} (nnz {row['nnz'][number]:.1f})")
         lines.append(f"layer {number}: dense at first; {', then '.join(changes) or 'never changed'}")
     first, last = history[0], history[-1]
-    lines.append(f"kept for the backward pass: {first['bytes'] / 2**20:.1f} MiB in step {first['step']}, {last['bytes'] / 2**20:.1f} in step {last['step']}")
+    held = [f"{row['bytes'] / 2**20:.1f}" for row in (first, last)]
+    lines.append(f"kept for the backward pass: {held[0]} MiB in step {first['step']}, {held[1]} in step {last['step']}")
     return "\n".join(lines)

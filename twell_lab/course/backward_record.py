@@ -145,7 +145,8 @@ def _measured(tokens: int, nnz: float) -> list[dict]:
     layers = {"dense eager": tables.dense_layer, SPARSE: tables.our_layer("twell")}
     calls = {path: tables.step_of(each, weights, inputs, grads) for path, each in layers.items()}
     for mine, theirs in zip(calls[SPARSE](0), calls["dense eager"](0), strict=True):
-        off = float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+        mine, theirs = mine.detach().double(), theirs.detach().double()
+        off = float((mine - theirs).norm() / theirs.norm())
         if not off < 0.05:
             raise bench.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
     peaks = {path: bench.peak_bytes(call) for path, call in calls.items()}

@@ -150,7 +150,8 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
     for path, (name, symbol) in marks.items():
         rows = [row for row in recorded if row["path"] == path and row["column"] in floors]
         if rows:
-            figure.add_scatter(x=[place[row["column"]] for row in rows], y=[row["ms"] for row in rows], mode="markers", name=f"{name}, {rows[0]['where']}",
+            x, y = [place[row["column"]] for row in rows], [row["ms"] for row in rows]
+            figure.add_scatter(x=x, y=y, mode="markers", name=f"{name}, {rows[0]['where']}",
                                marker={"symbol": symbol, "size": 10, "color": plots.INK, "line": {"color": plots.INK, "width": 2}},
                                hovertemplate=f"{name}, %{{x}}: %{{y:.3g}} ms<extra></extra>")  # fmt: skip
     figure.update_xaxes(title_text="neurons firing for a token, on average", type="category")
