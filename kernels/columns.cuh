@@ -14,7 +14,9 @@
 #pragma once
 #include "twell.cuh"
 
+#ifndef BLOCK_WARPS
 #define BLOCK_WARPS 8
+#endif
 #define CLASSES 9
 #define LEAST_UNIT 128
 
@@ -43,4 +45,4 @@ __host__ __device__ __forceinline__ int class_of(int count, int unit) {
 }
 
 // How many warps share a list of class k.
-__host__ __device__ __forceinline__ int team_of(int k) { return k <= 1 ? BLOCK_WARPS : k < 4 ? BLOCK_WARPS >> (k - 1) : 1; }
+__host__ __device__ __forceinline__ int team_of(int k) { return k <= 1 ? BLOCK_WARPS : max(BLOCK_WARPS >> (k - 1), 1); }

@@ -31,6 +31,20 @@ def test_odd_sizes(tokens, d_ff, d_model, gated, version):
 
 
 @simulated
+@pytest.mark.parametrize("gated, version", [(True, 1), (True, 2), (False, 2)])
+def test_no_race_and_nothing_out_of_bounds(gated, version, monkeypatch):
+    """Several chunks of more than 32 rows, a list in pieces, teams of every size."""
+    monkeypatch.setattr(launch_columns, "_COUNTS", 13 * 3)
+    fires = pattern(1100, 13, 0.1)
+    fires[:, 7] = torch.arange(1100) % 2 == 0
+    fires[:, 9] = torch.arange(1100) % 5 == 0
+    layer = Layer.draw(fires, 16, gated=gated)
+    with simulator.program.watching("faults") as runs:
+        layer.check(version=version)
+    assert runs[0].grid[0] == 3
+
+
+@simulated
 def test_fp16():
     Layer.draw(pattern(50, 70), 72, torch.float16).check()
 
