@@ -60,6 +60,7 @@ _REPORTS = (
     ("eval_windows", int, "windows of held-out text that a validation reads, at most [256]"),
     ("checkpoint_every", int, "steps between two checkpoints in --out; 0: one at the end [0]"),
 )
+CONFIGURATIONS = "1M, 5M, 20M, 60M, 150M, 0.5B, 1B, 1.5B, 2B"  # configurations.NAMES, without importing torch
 _GROUPS = (("the model", _MODEL), ("sparsity", _SPARSITY), ("the steps", _STEPS), ("the machine", _MACHINE),
            ("reports", _REPORTS))
 
@@ -73,6 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=_folder, help="save the model, metrics and checkpoints here, for twell-lab "
                                                                    "profile and --resume")
     parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there, as it began")
+    parser.add_argument("--config", metavar="NAME", help=f"sizes, steps and rates to begin from, which every option here "
+                        f"overrides: {CONFIGURATIONS}; 'list' says what they are")
     for title, fields in _GROUPS:
         group = parser.add_argument_group(title)
         for name, kind, what in fields:
@@ -87,10 +90,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, save, and print what came of it; under torchrun only the first process prints."""
-    from . import checkpoint, records
+    from . import checkpoint, configurations, records
     from .train import TrainConfig, train
+    if options.config == "list":
+        print(json.dumps(configurations.rows(), indent=1) if options.json else configurations.table())
+        return 0
     names = [name for _, fields in _GROUPS for name, _, _ in fields] + ["text", "gated", "compile"]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.config is not None:
+        given = {**configurations.named(options.config), **given}
     config = checkpoint.config_of(options.resume, **given) if options.resume else TrainConfig(**given)
     result = train(config, out=options.out, resume=options.resume)
     if int(os.environ.get("RANK", "0")):

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from twell_lab import cli, running, train_config
+from twell_lab import cli, configurations, running, train_command, train_config
 from twell_lab.errors import InputError
 from twell_lab.model import LanguageModel
 from twell_lab.objective import Objective, layer_l1, layer_nnz
@@ -210,3 +210,14 @@ def test_the_help_names_every_field_with_its_default(capsys):
             assert float(stated) == field.default, field.name
     for word in ("--resume", "--out", "torchrun", "twell-lab profile"):
         assert word in shown
+
+
+def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
+    assert train_command.CONFIGURATIONS.split(", ") == list(configurations.NAMES)
+    assert cli.main(["train", "--config", "list"]) == 0
+    assert capsys.readouterr().out == configurations.table() + "\n"
+    asked = ["train", "--config", "1M", "--steps", "1", "--batch", "1", "--layers", "1", "--eval-windows", "1", "--device", "cpu"]
+    assert cli.main([*asked, "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["l1"], config["d_ff"], config["layers"], config["steps"]) == (2e-3, 512, 1, 1)
+    assert cli.main(["train", "--config", "3M"]) == 2 and "accepted: 1M, 5M" in capsys.readouterr().err
