@@ -28,6 +28,7 @@ _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # versio
 POOLED_FILES = [("smxx_gated.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True}),
                 ("smxx_up.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True, "HIDDEN": True})]  # fmt: skip
 _BY_VALUE = (ctypes._SimpleCData, ctypes.Array)
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread, such as autograd's, in which torch has not had to ask for anything yet
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 _TWO_PASS_ROWS = 32768  # rows whose hidden values lie between the two passes at once: a multiple of the pool's groups
@@ -63,7 +64,7 @@ def _load(file: str, name: str, defines: tuple, device: torch.device, shared: in
     arch = jit.architecture(torch.cuda.get_device_capability(device), file)
     cubin = jit.compile(file, arch, dict(defines))
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes torch's primary context current, the one CuPy then uses
+        enter(device)
         module = Module()
         module.load(cubin.image)
         _modules.append(module)
@@ -71,6 +72,13 @@ def _load(file: str, name: str, defines: tuple, device: torch.device, shared: in
         if shared > _SHARED_BY_DEFAULT:
             driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared)
         return kernel
+
+
+def enter(device: torch.device) -> None:
+    """Make the primary context of torch's current device, which this is, the calling thread's."""
+    from cupy.cuda import runtime
+
+    runtime.setDevice(device.index)
 
 
 def _launch(
@@ -93,9 +101,15 @@ def _launch(
 
     values = [a if isinstance(a, _BY_VALUE) else _pointer(a) for a in arguments]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    launch = (kernel, *grid, 1, *block, 1, shared, torch._C._cuda_getCurrentRawStream(device.index), ctypes.addressof(addresses), 0)
     try:
-        driver.launchKernel(kernel, *grid, 1, *block, 1, shared, stream, ctypes.addressof(addresses), 0)
+        try:
+            driver.launchKernel(*launch)
+        except driver.CUDADriverError as error:
+            if error.status != _NO_CONTEXT:
+                raise
+            enter(device)
+            driver.launchKernel(*launch)
     except driver.CUDADriverError as error:
         raise DeviceError(
             f"the driver refused a launch of {name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"

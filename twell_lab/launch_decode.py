@@ -144,6 +144,8 @@ class _Prepared:
     """The two kernels for one shape, on one device, of one thread."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, version: int):
+        with torch.cuda.device(device):
+            launch.enter(device)
         sizes = torch.cuda.get_device_properties(device)
         shape = shape_for(rows, d_ff, _capability(device.index), sizes.multi_processor_count)
         defines, shared = specialisation(dtype, d_model, rows, shape)

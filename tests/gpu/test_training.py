@@ -1,6 +1,7 @@
 """Training a layer on a GPU: the sparse kernels run, and y, L1 and every gradient are right, whatever the pattern."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -292,3 +293,16 @@ def test_nothing_waits_for_the_gpu():
         step(training.train_ffn, made, dy, dl1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_thread_that_has_asked_the_gpu_for_nothing_yet():
+    """Its context is not current: autograd's threads are such, and a user's. Memory comes from torch's cache."""
+    made = tensors(64, 256, 1000)
+    with torch.no_grad():
+        expected = training.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:])
+        found = []
+        thread = threading.Thread(target=lambda: found.extend((training.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:]))))
+        with torch.inference_mode(False):
+            thread.start()
+            thread.join()
+    assert len(found) == 3 and all(torch.equal(a, b) for a, b in zip(found, expected))
