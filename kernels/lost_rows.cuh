@@ -1,4 +1,4 @@
-// Dense arithmetic for a few rows at a time, shared by the kernels of smxx_train_lost.cu: dot products of 8 rows with 4
+// Dense arithmetic for a few rows at a time, shared by smxx_train_lost.cu and smxx_lost_weights.cu: dot products of 8 rows with 4
 // weight rows a warp, how rows and neurons are dealt to blocks, and the adding up of what blocks have found.
 //
 // The width of the rows is a run-time argument, any multiple of 8.
@@ -10,7 +10,7 @@
 #define ROWS 8     // rows that a block takes at once: a weight row that is read serves all of them
 #define NEURONS 4  // neurons that a warp takes at once
 #define ALL_ROWS 0xffu
-#define EVERY_NEURON 0x01010101u  // the bit of row 0 for each of the four neurons
+#define ONE_BY_ONE 5  // of 32 dot products, up to which they are not made together
 static_assert(ROWS * NEURONS == WARP, "a lane for each dot product");
 
 struct Layer {
@@ -24,12 +24,39 @@ struct Layer {
 __device__ __forceinline__ int lane_of() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int warp_of() { return threadIdx.x / WARP; }
 
-// Reads weights once and rows often (or the other way round): what is read once stays out of the L1 cache.
+// 16 bytes of values. ONCE: nobody on this multiprocessor reads them again soon, so they stay out of the L1 cache.
+template <bool ONCE>
+__device__ __forceinline__ Vector load(const uint4* p) {
+    Vector v;
+    v.raw = ONCE ? __ldcg(p) : __ldg(p);
+    return v;
+}
 template <bool ONCE>
 __device__ __forceinline__ Vector load(const value_t* p) {
-    Vector v;
-    v.raw = ONCE ? __ldcg((const uint4*)p) : __ldg((const uint4*)p);
-    return v;
+    return load<ONCE>((const uint4*)p);
+}
+
+// Whether a row of `width` vectors has an infinity or NaN, which all of the warp learns.
+__device__ __forceinline__ bool nonfinite(const uint4* row, int width) {
+    bool found = false;
+    for (int c = lane_of(); c < width; c += WARP) found |= load<false>(row + c).nonfinite();
+    return __any_sync(ALL_LANES, found);
+}
+
+// The number of the lowest bit, which is cleared.
+__device__ __forceinline__ int take_first(unsigned long long& bits) {
+    const int k = __ffsll((long long)bits) - 1;
+    bits &= bits - 1;
+    return k;
+}
+
+// Where lost_backward leaves the entry of the i-th lost row for a neuron, a multiple of 4, and its next three: in each plane
+// (h, dup, dgate) float [ceil(d_ff / 4)][room][4].
+__device__ __forceinline__ long long plane_of(int d_ff, int room) {
+    return (long long)((d_ff + NEURONS - 1) / NEURONS) * room * NEURONS;
+}
+__device__ __forceinline__ long long place_of(int neuron, int i, int room) {
+    return ((long long)(neuron / NEURONS) * room + i) * NEURONS;
 }
 
 // The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is made by
@@ -48,43 +75,68 @@ __device__ __forceinline__ float sums_by_lane(float (&s)[WARP]) {
     return s[0];
 }
 
-// Lane n * ROWS + r gets the dot product of row r, at `in` + row[r], with weight row n, at `weights` + min(n, last) * d_model.
-// A whole warp calls it. ALL: every one; otherwise only those whose bit in `wanted` is set, 0 elsewhere.
-// The bits of a dot product depend on its two rows alone.
-template <bool ALL, bool WEIGHTS_ONCE>
-__device__ __forceinline__ float dots(const value_t* __restrict__ in, const long long* row,
-                                      const value_t* __restrict__ weights, int last, int d_model, unsigned wanted) {
+// Lane n * ROWS + r gets the dot product of row r, at `in` + row[r], with weight row n, at `weights` + min(n, last) * width, all
+// counted in vectors. A whole warp calls it. WEIGHTS_ONCE: weights are read once and rows often, or the other way round.
+template <bool WEIGHTS_ONCE>
+__device__ __forceinline__ float all_dots(const uint4* __restrict__ in, const unsigned* row, const uint4* __restrict__ weights,
+                                          int last, int width) {
     float s[WARP];
 #pragma unroll
     for (int i = 0; i < WARP; ++i) s[i] = 0;
     Vector next[NEURONS];  // the weights of the step to come are under way
-    const int from = lane_of() * VECTOR;
 #pragma unroll
     for (int n = 0; n < NEURONS; ++n)
-        if (from < d_model) next[n] = load<WEIGHTS_ONCE>(weights + (long long)min(n, last) * d_model + from);
+        if (lane_of() < width) next[n] = load<WEIGHTS_ONCE>(weights + (unsigned)(min(n, last) * width + lane_of()));
 #pragma unroll 1
-    for (int c = from; c < d_model; c += WARP * VECTOR) {
+    for (int c = lane_of(); c < width; c += WARP) {
         float w[NEURONS][VECTOR];
 #pragma unroll
         for (int n = 0; n < NEURONS; ++n) next[n].to_floats(w[n]);
-        const int ahead = c + WARP * VECTOR;
+        if (c + WARP < width)
 #pragma unroll
-        for (int n = 0; n < NEURONS; ++n)
-            if (ahead < d_model) next[n] = load<WEIGHTS_ONCE>(weights + (long long)min(n, last) * d_model + ahead);
+            for (int n = 0; n < NEURONS; ++n)
+                next[n] = load<WEIGHTS_ONCE>(weights + (unsigned)(min(n, last) * width + c + WARP));
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (ALL || (wanted & EVERY_NEURON << r)) {
-                float x[VECTOR];
-                load<!WEIGHTS_ONCE>(in + row[r] + c).to_floats(x);
+        for (int r = 0; r < ROWS; ++r) {
+            float x[VECTOR];
+            load<!WEIGHTS_ONCE>(in + (row[r] + (unsigned)c)).to_floats(x);
 #pragma unroll
-                for (int n = 0; n < NEURONS; ++n)
-                    if (ALL || (wanted >> (n * ROWS + r) & 1)) {
+            for (int n = 0; n < NEURONS; ++n)
 #pragma unroll
-                        for (int i = 0; i < VECTOR; ++i) s[n * ROWS + r] = fmaf(x[i], w[n][i], s[n * ROWS + r]);
-                    }
-            }
+                for (int i = 0; i < VECTOR; ++i) s[n * ROWS + r] = fmaf(x[i], w[n][i], s[n * ROWS + r]);
+        }
     }
     return sums_by_lane(s);
+}
+
+// One dot product, for every lane: the same bits.
+template <bool WEIGHTS_ONCE>
+__device__ __forceinline__ float one_dot(const uint4* __restrict__ row, const uint4* __restrict__ weights, int width) {
+    float s = 0;
+#pragma unroll 4
+    for (int c = lane_of(); c < width; c += WARP) {
+        float x[VECTOR], w[VECTOR];
+        load<!WEIGHTS_ONCE>(row + c).to_floats(x), load<WEIGHTS_ONCE>(weights + c).to_floats(w);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) s = fmaf(x[i], w[i], s);
+    }
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) s += __shfl_xor_sync(ALL_LANES, s, step);
+    return s;
+}
+
+// all_dots for those whose bit is set in `wanted`; the others get anything. Few are made one by one.
+template <bool WEIGHTS_ONCE>
+__device__ __forceinline__ float dots(const uint4* __restrict__ in, const unsigned* row, const uint4* __restrict__ weights,
+                                      int last, int width, unsigned wanted) {
+    if (__popc(wanted) > ONE_BY_ONE) return all_dots<WEIGHTS_ONCE>(in, row, weights, last, width);
+    float mine = 0;
+    for (; wanted; wanted &= wanted - 1) {
+        const int i = __ffs(wanted) - 1;
+        const float s = one_dot<WEIGHTS_ONCE>(in + row[i % ROWS], weights + (unsigned)(i / ROWS * width), width);
+        if (i == lane_of()) mine = s;
+    }
+    return mine;
 }
 
 // What one neuron does in one row: h = g * u (plain: g), and the gradients of h, of the gate and of u (plain: of what
@@ -95,15 +147,17 @@ struct Entry {
 };
 
 // Entries of neurons first, first + 1, ... (4 of them, or fewer: `count`) in 8 rows: lane n * ROWS + r gets that of neuron n
-// in row r. row: where each row begins in x and dy. valid: bits of the rows that are there; finite: of those whose x is.
-// slope: dl1 of this lane's row. `fires` is told of every valid row, the rest is zero unless it is finite.
+// in row r. row: where each row begins in x and dy, in vectors. valid: bits of the rows that are there; finite: of those whose
+// x is. slope: dl1 of this lane's row. `fires` is told of every valid row, the rest is zero unless it is finite.
+// The bits of an entry depend on its rows alone.
 template <bool BACKWARD, bool WEIGHTS_ONCE>
-__device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, const value_t* dy, const long long* row,
+__device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, const value_t* dy, const unsigned* row,
                                        int first, int count, unsigned valid, unsigned finite, float slope) {
-    const int n = lane_of() / ROWS, r = lane_of() % ROWS, last = count - 1, d = layer.d_model;
+    const int n = lane_of() / ROWS, r = lane_of() % ROWS, last = count - 1, width = layer.d_model / VECTOR;
     const int neuron = first + min(n, last);
-    const long long at = (long long)first * d;
-    float g = dots<true, WEIGHTS_ONCE>(x, row, layer.pattern() + at, last, d, 0);
+    const long long at = (long long)first * width;
+    const uint4 *in = (const uint4*)x, *up = (const uint4*)layer.up + at;
+    float g = all_dots<WEIGHTS_ONCE>(in, row, (const uint4*)layer.pattern() + at, last, width);
     if (layer.pattern_bias()) g += to_float(layer.pattern_bias()[neuron]);
     const value_t rounded = from_float(g);  // torch's linear gives the ReLU a rounded value
     g = to_float(rounded);
@@ -111,13 +165,12 @@ __device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, con
     const bool mine = e.fires && (finite >> r & 1);
     const unsigned wanted = __ballot_sync(ALL_LANES, mine);
     if (!wanted) return e;
-    float u = 1;
+    float u = 1, dh = 0;
     if (layer.gated()) {
-        u = dots<false, WEIGHTS_ONCE>(x, row, layer.up + at, last, d, wanted);
+        u = dots<WEIGHTS_ONCE>(in, row, up, last, width, wanted);
         if (layer.up_bias) u += to_float(layer.up_bias[neuron]);
     }
-    float dh = 0;
-    if (BACKWARD) dh = dots<false, WEIGHTS_ONCE>(dy, row, layer.down_t + at, last, d, wanted);
+    if (BACKWARD) dh = dots<WEIGHTS_ONCE>((const uint4*)dy, row, (const uint4*)layer.down_t + at, last, width, wanted);
     if (!mine) return e;
     e.h = layer.gated() ? g * u : g;
     if (BACKWARD) {

@@ -1,4 +1,4 @@
-"""Launching the kernels for the rows that a sparse training step cannot hold (kernels/smxx_train_lost.cu).
+"""Launching the kernels for the rows that a sparse training step cannot hold (kernels/smxx_train_lost.cu, smxx_lost_weights.cu).
 
 How many rows are lost, and which, only the GPU knows: `lost`, int32 [1 + tokens], holds their count and then their numbers,
 ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's current
@@ -15,13 +15,12 @@ from torch import Tensor
 from .errors import InputError
 from .launch import _DEFINE, _aligned, _launch, _multiprocessors, pooled_takes
 
-FILE = "smxx_train_lost.cu"
-_THREADS, _ROWS, _NEURONS = 256, 8, 4  # as in the source
+FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
+_THREADS, _ROWS, _NEURONS, _OWN = 256, 8, 4, 8  # as in the sources
 _BLOCKS_A_MULTIPROCESSOR = 2
 _BLOCKS_ON_CPU = 6  # few enough that small tests meet every way of dealing the rows
 _MOST_SUMS = 32 << 20  # bytes of float32 sums that blocks keep in global memory, forward
-_MOST_TOTALS = 32 << 20  # the same of the weights' gradients
-_MOST_ENTRIES = 32 << 20  # bytes of what lost_backward leaves for lost_weights
+_MOST_ENTRIES = 48 << 20  # bytes of what lost_backward leaves for lost_weights
 
 
 def lost_forward(
@@ -41,7 +40,7 @@ def lost_forward(
         raise InputError(f"kept is {kept.dtype} {list(kept.shape)}; int32 [{len(x)}], beside an l1, is accepted")
     if not len(x):
         return
-    blocks, sums = _blocks(x, _ROWS, _MOST_SUMS), None
+    blocks = _blocks(x)
     sums = torch.empty(blocks, _ROWS, x.shape[1], dtype=torch.float32, device=x.device)
     part_l1 = torch.empty(blocks, _ROWS, dtype=torch.float32, device=x.device)
     part_kept = torch.empty(blocks, _ROWS, dtype=torch.int32, device=x.device)
@@ -72,33 +71,33 @@ def lost_backward(
     (d_ff, d_model), here = up.shape, {"dtype": torch.float32, "device": x.device}
     planes, groups = 2 if gate is None else 3, -(-d_ff // _NEURONS)
     room = min(len(x), max(_MOST_ENTRIES // (4 * planes * _NEURONS * groups), 1))
-    blocks, others = _blocks(x, _ROWS, _MOST_SUMS), min(_blocks(x, 3 * _NEURONS, _MOST_TOTALS), groups)
+    blocks, others = _blocks(x), min(_grid(x), -(-d_ff // _OWN))
     sums = torch.empty(blocks, _ROWS, d_model, **here)
     entries = torch.empty(planes, groups, room, _NEURONS, **here)
-    totals = torch.empty(others, 3 * _NEURONS, d_model, **here)
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx)
     _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries, ctypes.c_int(room)))
-    _run("lost_weights_v1", others, x, up,
-         (*layer, dgate, dup, ddown_t, dgate_bias, dup_bias, sums, totals, entries, ctypes.c_int(room)), blocks)  # fmt: skip
+    gradients = (dgate, dup, ddown_t, dgate_bias, dup_bias)
+    _run("lost_weights_v2", others, x, up, (*layer, *gradients, sums, entries, ctypes.c_int(room)), blocks)
 
 
 def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
     """(file, macros) of what this module may compile for values of this dtype."""
-    return [(FILE, ((_DEFINE[dtype], True),))]
+    return [(file, ((_DEFINE[dtype], True),)) for file in (FILE, WEIGHTS_FILE)]
 
 
 def _grid(x: Tensor) -> int:
     return _BLOCKS_A_MULTIPROCESSOR * _multiprocessors(x.device.index) if x.is_cuda else _BLOCKS_ON_CPU
 
 
-def _blocks(x: Tensor, rows: int, most: int) -> int:
-    """How many blocks, of which each has `rows` float32 rows in global memory, all of them at most `most` bytes."""
-    return max(1, min(_grid(x), most // (4 * rows * x.shape[1])))
+def _blocks(x: Tensor) -> int:
+    """How many blocks, of which each has 8 rows of float32 sums in global memory."""
+    return max(1, min(_grid(x), _MOST_SUMS // (4 * _ROWS * x.shape[1])))
 
 
 def _run(name: str, blocks: int, x: Tensor, up: Tensor, arguments: tuple, *more: int) -> None:
     sizes = map(ctypes.c_int, (x.shape[1], up.shape[0], *more))
-    _launch(FILE, name, ((_DEFINE[x.dtype], True),), (blocks, 1), (_THREADS, 1), x.device, (*arguments, *sizes))
+    file = WEIGHTS_FILE if "weights" in name else FILE
+    _launch(file, name, ((_DEFINE[x.dtype], True),), (blocks, 1), (_THREADS, 1), x.device, (*arguments, *sizes))
 
 
 def _check(lost, x, gate, up, down_t, gate_bias, up_bias, by_row) -> None:
