@@ -57,8 +57,11 @@ def test_the_budget_stacks_parts_and_marks_what_is_recorded():
     figure = plots_backward.budget(floors, 4.5, backward_record.steps(placed(compared())))
     bars = [trace for trace in figure.data if trace.type == "bar"]
     assert sum(trace.y[1] for trace in bars) == pytest.approx(sum(part["ms"] for part in floors["29"]))
+    place = bars[0].x[1]
+    assert place == f"nnz 29: {sum(part['ms'] for part in floors['29']):.2f} ms"
     marks = {trace.name: (list(trace.x), list(trace.y)) for trace in figure.data if trace.type == "scatter"}
-    assert marks == {f"sparse, {WHERE}": (["nnz 29"], [3.0]), f"dense, {WHERE}": (["nnz 29"], [6.0]), f"dense compiled, {WHERE}": (["nnz 29"], [5.4])}
+    assert marks == {"sparse, recorded": ([place], [3.0]), "dense, recorded": ([place], [6.0]), "dense compiled, recorded": ([place], [5.4])}
+    assert figure.layout.title.text.endswith(f"marks: {WHERE}")
     assert not [trace for trace in plots_backward.budget(floors, 4.5).data if trace.type == "scatter"]
 
 

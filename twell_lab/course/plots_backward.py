@@ -136,13 +136,10 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
     floors: nnz as text -> backward.floors; recorded: rows of backward_record.recorded.
     """
     figure = go.Figure()
-    place = {nnz: f"nnz {nnz}" for nnz in floors}  # bare numbers would be taken for positions
+    place = {nnz: f"nnz {nnz}: {sum(part['ms'] for part in each):.2f} ms" for nnz, each in floors.items()}
     for name, colour in PARTS.items():
         figure.add_bar(x=list(place.values()), y=[next(part["ms"] for part in each if part["part"] == name) for each in floors.values()],
                        name=name, marker_color=colour, hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>")  # fmt: skip
-    for nnz, each in floors.items():
-        total = sum(part["ms"] for part in each)
-        figure.add_annotation(x=place[nnz], y=total, text=f"{total:.2f}", yanchor="bottom", showarrow=False, font={"size": 12})
     figure.add_hline(y=dense_ms, line={"color": plots.INK, "width": 1, "dash": "dash"})
     figure.add_annotation(x=0, xref="paper", y=dense_ms, xanchor="left", yanchor="bottom", showarrow=False, font={"size": 11},
                           text=f"nine dense products on the tensor cores: {dense_ms:.2f} ms")  # fmt: skip
@@ -151,12 +148,14 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
         rows = [row for row in recorded if row["path"] == path and row["column"] in floors]
         if rows:
             x, y = [place[row["column"]] for row in rows], [row["ms"] for row in rows]
-            figure.add_scatter(x=x, y=y, mode="markers", name=f"{name}, {rows[0]['where']}",
-                               marker={"symbol": symbol, "size": 10, "color": plots.INK, "line": {"color": plots.INK, "width": 2}},
+            line = {"color": "white" if symbol == "diamond" else plots.INK, "width": 2}
+            figure.add_scatter(x=x, y=y, mode="markers", name=f"{name}, recorded", marker={"symbol": symbol, "size": 11, "color": plots.INK, "line": line},
                                hovertemplate=f"{name}, %{{x}}: %{{y:.3g}} ms<extra></extra>")  # fmt: skip
-    figure.update_xaxes(title_text="neurons firing for a token, on average", type="category")
+    figure.update_xaxes(title_text="neurons firing for a token on average, and the sum of the parts", type="category")
     figure.update_yaxes(title_text="ms, 16,384 tokens", rangemode="tozero")
-    return plots.styled(figure, "", height=430).update_layout(barmode="stack", margin_t=110, legend={"traceorder": "normal"})
+    wheres = ", ".join(dict.fromkeys(row["where"] for row in recorded if row["column"] in floors))
+    title = "The least time of a sparse step, by part" + f"; marks: {wheres}" * bool(wheres)
+    return plots.styled(figure, title, height=450).update_layout(barmode="stack", margin_t=140 if wheres else 100, legend={"traceorder": "normal"})
 
 
 NAMES = {"planned": "planned", "planned compiled": "planned, compiled against compiled", "forced twell": "sparse, forced"}
