@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from twell_lab.errors import DeviceError, InputError, TextError, TwellError
 from twell_lab.ffn import sparsify
 from twell_lab.model import LanguageModel
-from twell_lab.text import Text, random_windows, standard_library
+from twell_lab.text import Text, random_windows
 from twell_lab.train import (
     TOUR,
     TrainConfig,
