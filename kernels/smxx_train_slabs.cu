@@ -17,76 +17,53 @@
 #include "row_walk.cuh"
 
 #ifndef GROUP
-#define GROUP 32
+#define GROUP 16
 #endif
 #ifndef AT_ONCE
 #define AT_ONCE 4
 #endif
-#ifndef ROWS_A_WARP
-#define ROWS_A_WARP 2
-#endif
-#define PARTS (WARP / GROUP)
+#define PARTS (WARP / GROUP)    // rows of a warp
 #define WIDTH (GROUP * VECTOR)  // columns of a slab
+#define TURN WARP               // entries of a row that are fetched at a time
 #define WARPS_A_BLOCK 4
 #define LOST (-1)
 #define ROW_BYTES ((unsigned)(D_MODEL * sizeof(value_t)))
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
-static_assert(WARP % (AT_ONCE * PARTS) == 0, "a turn of 32 entries is cut evenly");
-static_assert(GROUP % AT_ONCE == 0, "a lane ends with one value of those whose sums it takes part in");
+static_assert(TURN % AT_ONCE == 0 && GROUP % AT_ONCE == 0, "a turn and a group are cut evenly");
 
 #define WARPS_OF_ROWS __launch_bounds__(WARP * WARPS_A_BLOCK)
 
-// Where a warp is: its slab, this lane's part of it.
+// Where a lane is: its row, and its columns of the row's slab. A row beyond the last counts as lost.
 struct Place {
-    int lane, part, column;
-    __device__ __forceinline__ Place(int slab)
-        : lane(threadIdx.x % WARP), part(lane / GROUP), column(slab * WIDTH + lane % GROUP * VECTOR) {}
+    int lane, part, row, column;  // lane: within the part
+    int start, count;             // of the row's entries
+    bool lost;
+    __device__ __forceinline__ Place(int slab, const int2* spans, int rows)
+        : lane(threadIdx.x % GROUP), part(threadIdx.x / GROUP % PARTS),
+          row((blockIdx.x * WARPS_A_BLOCK + threadIdx.x / WARP) * PARTS + part), column(slab * WIDTH + lane * VECTOR) {
+        int2 span = make_int2(LOST, 0);
+        if (row < rows) span = __ldcg(spans + row);
+        start = span.x, count = span.y, lost = span.x == LOST;
+    }
     // Whether this lane has columns: the last slab may be narrower.
     __device__ __forceinline__ bool inside() const { return D_MODEL % WIDTH == 0 || column < D_MODEL; }
     // This lane's columns of a matrix. Lanes without columns read what the last lane that has some reads.
     __device__ __forceinline__ const char* of(const value_t* m) const {
         return (const char*)(m + (D_MODEL % WIDTH == 0 ? column : min(column, D_MODEL - VECTOR)));
     }
-};
-
-// The turns of a warp: up to 32 entries of one row each, ROWS_A_WARP rows one after the other; a row without entries has a
-// turn without. What a turn needs is loaded while the one before is worked on.
-class Turns {
-public:
-    int row, at, n;  // of this turn; where its entries begin, and how many there are
-    bool last, lost;  // of its row
-    __device__ __forceinline__ Turns(const int2* spans, int rows)
-        : row((blockIdx.x * WARPS_A_BLOCK + threadIdx.x / WARP) * ROWS_A_WARP) {
-        const int mine = row + threadIdx.x % WARP;
-        span_ = make_int2(LOST, 0);
-        stop_ = min(rows, row + ROWS_A_WARP);
-        if (mine < stop_) span_ = __ldcg(spans + mine);
-        first_ = row;
-        begin();
-    }
-    __device__ __forceinline__ bool done() const { return row >= stop_; }
-    __device__ __forceinline__ void next() {
-        if (last) {
-            ++row, begin();
-        } else {
-            at += WARP, cut();
-        }
-    }
-
-private:
-    int2 span_;  // lane k: of the warp's k-th row
-    int first_, stop_, end_;
-    __device__ __forceinline__ void begin() {
-        at = __shfl_sync(ALL_LANES, span_.x, row - first_);
-        lost = at == LOST;
-        end_ = at + __shfl_sync(ALL_LANES, span_.y, row - first_);
-        cut();
-    }
-    __device__ __forceinline__ void cut() {
-        n = min(WARP, end_ - at);
-        last = at + WARP >= end_;
+    // The largest of the parts' numbers.
+    __device__ __forceinline__ int most(int mine) const {
+#pragma unroll
+        for (int step = GROUP; step < WARP; step *= 2) mine = max(mine, __shfl_xor_sync(ALL_LANES, mine, step));
+        return mine;
     }
 };
+
+// Element i of a list, past L1: the lists are read once a slab, and the rows of the matrices have better uses for it.
+template <class T>
+__device__ __forceinline__ T element(const T* list, int i) {
+    return __ldcg((const T*)((const char*)list + (size_t)(unsigned)i * sizeof(T)));
+}
 
 __device__ __forceinline__ Vector load(const char* m, unsigned offset) {
     Vector v;
@@ -102,63 +79,54 @@ __device__ __forceinline__ void add_scaled(float* sum, float scale, const Vector
     for (int i = 0; i < VECTOR; ++i) sum[i] = fmaf(scale, f[i], sum[i]);
 }
 
-// The parts' sums, added up, to the row: GROUP lanes write.
-__device__ __forceinline__ void store_sums(value_t* m, int row, const Place& p, float* sum) {
-#pragma unroll
-    for (int step = GROUP; step < WARP; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], step);
-    }
-    if (p.part == 0 && p.inside()) __stcs((uint4*)(m + (long long)row * D_MODEL + p.column), Vector::of_floats(sum).raw);
+__device__ __forceinline__ void store_sums(value_t* m, const Place& p, const float* sum) {
+    if (!p.lost && p.inside()) __stcs((uint4*)(m + (long long)p.row * D_MODEL + p.column), Vector::of_floats(sum).raw);
 }
 
-// A turn's entries lie in shared memory: what a lane would get by shuffles it reads there, several at a time. Behind the
-// last entry its offset is repeated, with zeros for values: such rows are in L1, and nobody has to ask whether to load.
+// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last entry
+// comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has to
+// ask whether to load.
 extern "C" __global__ void WARPS_OF_ROWS
 weighted_rows_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                  const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int rows) {
-    __shared__ uint2 entry[WARPS_A_BLOCK][WARP];  // offset of its row, h
-    uint2* mine = entry[threadIdx.x / WARP];
-    const Place p(blockIdx.y);
+    __shared__ uint2 entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its row, h
+    const Place p(blockIdx.y, spans, rows);
+    uint2* mine = entries[threadIdx.x / GROUP];
     const char* matrix = p.of(down_t);
-    Turns turn(spans, rows);
-    word_t word = 0;
-    float u = 1;
-    auto fetch = [&]() {
-        if (p.lane < turn.n) {
-            word = __ldcg(words + turn.at + p.lane);
-            if (ups) u = __ldcg(ups + turn.at + p.lane);
-        }
-    };
-    fetch();
-    float sum[VECTOR];
-    for (bool fresh = true; !turn.done();) {
-        if (fresh) {
+    float sum[VECTOR] = {};
+    if (bias) load(p.of(bias), 0).to_floats(sum);
+    const int most = p.most(p.count);
+    for (int at = 0; at < most; at += TURN) {
+        word_t word[PARTS] = {};
+        float h[PARTS] = {};
+        if (p.count) {
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
-            if (bias && p.part == 0) add_scaled(sum, 1, load(p.of(bias), 0));
+            for (int i = 0; i < PARTS; ++i) {
+                const int k = at + i * GROUP + p.lane;
+                word[i] = element(words, p.start + min(k, p.count - 1));
+                if (k < p.count) h[i] = ups ? element(ups, p.start + k) : 1.0f;
+            }
         }
-        const int n = turn.n, row = turn.row;
-        const unsigned offset = __shfl_sync(ALL_LANES, word_column(word) * ROW_BYTES, min(p.lane, max(n - 1, 0)));
-        mine[p.lane] = make_uint2(offset, p.lane < n ? __float_as_uint(to_float(word_value(word)) * u) : 0);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            if (at + i * GROUP + p.lane < p.count) h[i] *= to_float(word_value(word[i]));
+            mine[i * GROUP + p.lane] = make_uint2(word_column(word[i]) * ROW_BYTES, __float_as_uint(h[i]));
+        }
         __syncwarp();
-        fresh = turn.last;
-        const bool write = fresh && !turn.lost;
-        turn.next();
-        if (!turn.done()) fetch();
-        for (int s = 0; s < n; s += AT_ONCE * PARTS) {
+        const int n = min(TURN, most - at);
+        for (int s = 0; s < n; s += AT_ONCE) {
             Vector v[AT_ONCE];
             uint2 e[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) e[i] = mine[s + p.part * AT_ONCE + i];
+            for (int i = 0; i < AT_ONCE; ++i) e[i] = mine[s + i];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) v[i] = load(matrix, e[i].x);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) add_scaled(sum, __uint_as_float(e[i].y), v[i]);
         }
-        if (write) store_sums(y, row, p, sum);
         __syncwarp();
     }
+    store_sums(y, p, sum);
 }
 
 // ups and gate: both or neither.
@@ -166,41 +134,38 @@ extern "C" __global__ void WARPS_OF_ROWS
 input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                   const float* __restrict__ dh, const value_t* __restrict__ gate, const value_t* __restrict__ up,
                   value_t* __restrict__ dx, int rows) {
-    __shared__ uint4 entry[WARPS_A_BLOCK][WARP];  // offset of its rows, du, dg
-    uint4* mine = entry[threadIdx.x / WARP];
-    const Place p(blockIdx.y);
+    __shared__ uint4 entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its rows, du, dg
+    const Place p(blockIdx.y, spans, rows);
+    uint4* mine = entries[threadIdx.x / GROUP];
     const char *of_gate = p.of(gate), *of_up = p.of(up);
-    Turns turn(spans, rows);
-    word_t word = 0;
-    float u = 0, d = 0;
-    auto fetch = [&]() {
-        if (p.lane < turn.n) {
-            word = __ldcg(words + turn.at + p.lane);
-            d = __ldcg(dh + turn.at + p.lane);
-            if (gate) u = __ldcg(ups + turn.at + p.lane);
-        }
-    };
-    fetch();
-    float sum[VECTOR];
-    for (bool fresh = true; !turn.done();) {
-        if (fresh) {
+    float sum[VECTOR] = {};
+    const int most = p.most(p.count);
+    for (int at = 0; at < most; at += TURN) {
+        word_t word[PARTS] = {};
+        float d[PARTS] = {}, u[PARTS] = {};
+        if (p.count) {
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
+            for (int i = 0; i < PARTS; ++i) {
+                const int k = at + i * GROUP + p.lane;
+                word[i] = element(words, p.start + min(k, p.count - 1));
+                if (k < p.count) d[i] = element(dh, p.start + k);
+                if (k < p.count && gate) u[i] = element(ups, p.start + k);
+            }
         }
-        const int n = turn.n, row = turn.row;
-        const unsigned offset = __shfl_sync(ALL_LANES, word_column(word) * ROW_BYTES, min(p.lane, max(n - 1, 0)));
-        const float du = gate ? d * to_float(word_value(word)) : d;
-        mine[p.lane] = make_uint4(offset, p.lane < n ? __float_as_uint(du) : 0, p.lane < n ? __float_as_uint(d * u) : 0, 0);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            float du = d[i];
+            if (gate && at + i * GROUP + p.lane < p.count) du *= to_float(word_value(word[i]));
+            mine[i * GROUP + p.lane] =
+                make_uint4(word_column(word[i]) * ROW_BYTES, __float_as_uint(du), __float_as_uint(d[i] * u[i]), 0);
+        }
         __syncwarp();
-        fresh = turn.last;
-        const bool write = fresh && !turn.lost;
-        turn.next();
-        if (!turn.done()) fetch();
-        for (int s = 0; s < n; s += AT_ONCE * PARTS) {
+        const int n = min(TURN, most - at);
+        for (int s = 0; s < n; s += AT_ONCE) {
             Vector v[AT_ONCE], w[AT_ONCE];
             uint4 e[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) e[i] = mine[s + p.part * AT_ONCE + i];
+            for (int i = 0; i < AT_ONCE; ++i) e[i] = mine[s + i];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) v[i] = load(of_up, e[i].x);
             if (gate) {
@@ -208,18 +173,17 @@ input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ wor
                 for (int i = 0; i < AT_ONCE; ++i) w[i] = load(of_gate, e[i].x);
             }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) add_scaled(sum, __uint_as_float(e[i].y), v[i]);
-            if (gate) {
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) add_scaled(sum, __uint_as_float(e[i].z), w[i]);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (gate) add_scaled(sum, __uint_as_float(e[i].z), w[i]);
+                add_scaled(sum, __uint_as_float(e[i].y), v[i]);
             }
         }
-        if (write) store_sums(dx, row, p, sum);
         __syncwarp();
     }
+    store_sums(dx, p, sum);
 }
 
-// The sum of d over the GROUP lanes of each part, of AT_ONCE values at once: a value has the lanes whose number within the
+// The sum of d over the GROUP lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within the
 // part, divided by GROUP / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
 __device__ __forceinline__ float sums_over_group(float* d, int lane) {
     int step = GROUP / 2;
@@ -241,37 +205,34 @@ __device__ __forceinline__ float sums_over_group(float* d, int lane) {
 extern "C" __global__ void WARPS_OF_ROWS
 pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const word_t* __restrict__ words,
           const value_t* __restrict__ matrix, float* __restrict__ pieces, int rows, int capacity, int first) {
-    __shared__ unsigned entry[WARPS_A_BLOCK][WARP];  // offset of its row
-    unsigned* mine = entry[threadIdx.x / WARP];
-    const Place p(first + blockIdx.y);
+    __shared__ unsigned entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its row
+    const Place p(first + blockIdx.y, spans, rows);
+    unsigned* mine = entries[threadIdx.x / GROUP];
     const char* rows_at = p.of(matrix);
-    float* to = pieces + (long long)blockIdx.y * capacity;
-    const int which = p.part * AT_ONCE + p.lane % GROUP / (GROUP / AT_ONCE);
-    const bool writes = p.lane % (GROUP / AT_ONCE) == 0;
-    Turns turn(spans, rows);
-    word_t word = 0;
+    float x[VECTOR];
     Vector in_row;
     in_row.raw = make_uint4(0, 0, 0, 0);
-    auto fetch = [&](bool fresh) {
-        if (p.lane < turn.n) word = __ldcg(words + turn.at + p.lane);
-        if (fresh && p.inside()) in_row.raw = __ldcs((const uint4*)(in + (long long)turn.row * D_MODEL + p.column));
-    };
-    if (!turn.done()) fetch(true);
-    float x[VECTOR];
-    for (bool fresh = true; !turn.done();) {
-        if (fresh) in_row.to_floats(x);
-        const int n = turn.n, at = turn.at;
-        mine[p.lane] = __shfl_sync(ALL_LANES, word_column(word) * ROW_BYTES, min(p.lane, max(n - 1, 0)));
+    if (!p.lost && p.inside()) in_row.raw = __ldcs((const uint4*)(in + (long long)p.row * D_MODEL + p.column));
+    in_row.to_floats(x);
+    float* to = pieces + (long long)blockIdx.y * capacity + p.start;
+    const int which = p.lane / (GROUP / AT_ONCE), most = p.most(p.count);
+    const bool writes = p.lane % (GROUP / AT_ONCE) == 0;
+    for (int at = 0; at < most; at += TURN) {
+        word_t word[PARTS] = {};
+        if (p.count) {
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) word[i] = element(words, p.start + min(at + i * GROUP + p.lane, p.count - 1));
+        }
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) mine[i * GROUP + p.lane] = word_column(word[i]) * ROW_BYTES;
         __syncwarp();
-        fresh = turn.last;
-        turn.next();
-        if (!turn.done()) fetch(fresh);
-        for (int s = 0; s < n; s += AT_ONCE * PARTS) {
+        const int n = min(TURN, most - at);
+        for (int s = 0; s < n; s += AT_ONCE) {
             Vector v[AT_ONCE];
             unsigned e[AT_ONCE];
             float d[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) e[i] = mine[s + p.part * AT_ONCE + i];
+            for (int i = 0; i < AT_ONCE; ++i) e[i] = mine[s + i];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) v[i] = load(rows_at, e[i]);
 #pragma unroll
@@ -283,7 +244,8 @@ pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const 
                 for (int j = 0; j < VECTOR; ++j) d[i] = fmaf(x[j], f[j], d[i]);
             }
             const float sum = sums_over_group(d, p.lane);
-            if (writes && s + which < n) to[at + s + which] = sum;
+            const int k = at + s + which;
+            if (writes && k < p.count) to[k] = sum;
         }
         __syncwarp();
     }

@@ -22,9 +22,9 @@ ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
 _MOST_ENTRIES = 2**31 - 2
 _PLACE_THREADS, _PACKED_ROWS = 1024, 16  # as in smxx_survivors.cu
 _VECTOR = 8  # values in 16 bytes
-_SLAB_WARPS, _ROWS_A_WARP = 4, 2  # of a block of smxx_train_slabs.cu
-_GROUP = 32  # lanes that share an entry: a slab is so many vectors wide
-_AT_ONCE = 4  # entries under way in a lane
+_SLAB_WARPS = 4  # of a block of smxx_train_slabs.cu
+# Lanes that share an entry, so that a slab is so many vectors wide; entries under way in a lane.
+_SHAPES = {"weighted_rows": (32, 8), "input_gradient": (16, 2), "dots": (32, 8)}
 _MOST_SLABS = 16  # of which the pieces of dot products are kept at once
 SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
 
@@ -112,7 +112,7 @@ def survivors(
     alone = l1 if up is None else None  # of a gated layer, l1 comes with u
     run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, packed, pool, counts, totals, spans, kept, lost, words, alone, rows, columns, room)
     if up is not None:
-        _dots(x, made, up.contiguous(), "up_values", 1, (None if up_bias is None else up_bias.contiguous(), ups, l1))
+        _dots(x, made, up.contiguous(), "up_values_v1", (None if up_bias is None else up_bias.contiguous(), ups, l1))
     return made
 
 
@@ -137,7 +137,7 @@ def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None
         raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)}; float32 [{s.tokens}] is accepted")
     dl1 = None if dl1 is None else dl1.contiguous()
     if version == 2:
-        _dots(dy, s, down_t, "hidden_gradient", 2, (s.ups, dl1, dh))
+        _dots(dy, s, down_t, "hidden_gradient_v2", (s.ups, dl1, dh))
     else:
         _rows("hidden_gradient", version, dy, (dy, s.spans, s.words, s.ups, down_t, dl1, dh))
     return dh
@@ -168,20 +168,20 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
         raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
 
 
-def _slab_defines(dtype: torch.dtype, d_model: int) -> tuple:
-    sizes = (("D_MODEL", d_model), ("GROUP", _GROUP), ("AT_ONCE", _AT_ONCE), ("ROWS_A_WARP", _ROWS_A_WARP))
+def _slab_defines(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
+    sizes = (("D_MODEL", d_model), ("GROUP", shape[0]), ("AT_ONCE", shape[1]))
     return ((launch._DEFINE[dtype], True), *sizes)
 
 
-def _slabs(d_model: int) -> int:
-    return -(-d_model // (_GROUP * _VECTOR))
+def _slabs(d_model: int, group: int) -> int:
+    return -(-d_model // (group * _VECTOR))
 
 
-def _run_slabs(name: str, version: int, rows: Tensor, slabs: int, arguments: tuple) -> None:
+def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, arguments: tuple) -> None:
     """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
-    defines = _slab_defines(rows.dtype, rows.shape[1])
-    grid = (-(-len(rows) // (_SLAB_WARPS * (_ROWS_A_WARP if slabs else 1))), max(slabs, 1))
-    launch._launch(SLABS, f"{name}_v{version}", defines, grid, (32 * _SLAB_WARPS, 1), rows.device, arguments)
+    defines = _slab_defines(rows.dtype, rows.shape[1], shape)
+    grid = (-(-len(rows) // (_SLAB_WARPS * (32 // shape[0] if slabs else 1))), max(slabs, 1))
+    launch._launch(SLABS, name, defines, grid, (32 * _SLAB_WARPS, 1), rows.device, arguments)
 
 
 def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
@@ -191,28 +191,30 @@ def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
     if not len(rows):
         return
     if version == 2:
-        return _run_slabs(name, 2, rows, _slabs(rows.shape[1]), (*arguments, ctypes.c_int(len(rows))))
+        shape = _SHAPES[name]
+        return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), (*arguments, ctypes.c_int(len(rows))))
     defines = launch.specialisation(rows.dtype, rows.shape[1])
     block = (32 * dict(defines)["WARPS"], 1)
     launch._launch(ROWS, f"{name}_v1", defines, (len(rows), 1), block, rows.device, arguments)
 
 
-def _dots(rows: Tensor, s: Survivors, matrix: Tensor, name: str, version: int, more: tuple) -> None:
-    """The dot product of each entry's row with a row of the matrix: pieces of slabs, then what kernel `name` makes of their sums."""
+def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
+    """The dot product of each entry's row with a row of the matrix: pieces of slabs, then what kernel `finish` makes of their sums."""
     if not len(rows):
         return
-    slabs = _slabs(rows.shape[1])
+    shape = _SHAPES["dots"]
+    slabs = _slabs(rows.shape[1], shape[0])
     pieces = torch.empty(min(slabs, _MOST_SLABS), s.capacity, dtype=torch.float32, device=rows.device)
     sizes = ctypes.c_int(len(rows)), ctypes.c_int(s.capacity)
     for first in range(0, slabs, _MOST_SLABS):
         some = min(_MOST_SLABS, slabs - first)
         part = (rows, s.spans, s.words, matrix, pieces, *sizes, ctypes.c_int(first))
-        _run_slabs("pieces", 1, rows, some, part)
+        _run_slabs("pieces_v1", shape, rows, some, part)
         order = map(ctypes.c_int, (some, first > 0, first + some == slabs))
-        _run_slabs(name, version, rows, 0, (s.spans, s.words, pieces, *more, *sizes, *order))
+        _run_slabs(finish, shape, rows, 0, (s.spans, s.words, pieces, *more, *sizes, *order))
 
 
 def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
     """(file, macros) of everything that rows of this type and width compile."""
     whole = launch.specialisation(dtype, d_model)
-    return [(SURVIVORS, whole), (ROWS, whole), (SLABS, _slab_defines(dtype, d_model))]
+    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in _SHAPES.values())]
