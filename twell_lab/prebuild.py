@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from . import jit, launch, launch_columns, launch_decode, launch_lost, launch_sm80, launch_sm90, launch_sm90_dense
-from . import launch_train, launch_train_dense
+from . import launch_train, launch_train_dense, launch_transpose
 from .errors import InputError
 
 _THREADS = 8  # the compiler runs outside of Python's lock
@@ -33,7 +33,7 @@ def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
             found += [(file, (*defines, *more.items())) for file, more in pooled]
         for width in d_models:
             found += launch_train.builds(dtype, width) if launch.pooled_takes(dtype, width) else []
-        found += [*launch_columns.builds([dtype]), *launch_lost.builds(dtype)]
+        found += [*launch_columns.builds([dtype]), *launch_lost.builds(dtype), *launch_transpose.builds(dtype)]
         if number >= 80:
             found += launch_decode.builds(dtype, d_models)
         if number >= 80 or dtype == torch.float16:

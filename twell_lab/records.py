@@ -29,7 +29,8 @@ from .errors import RecordError
 SCHEMA = 1
 UNVERIFIED = "UNVERIFIED.json"
 LAUNCH_CODE = ("dispatch.py", "jit.py", "launch.py", "launch_columns.py", "launch_decode.py", "launch_lost.py", "launch_sm80.py",
-               "launch_sm90.py", "launch_sm90_dense.py", "launch_train.py", "launch_train_dense.py", "tma.py", "training.py")
+               "launch_sm90.py", "launch_sm90_dense.py", "launch_train.py", "launch_train_dense.py", "launch_transpose.py",
+               "tma.py", "training.py")
 FLAT_KEYS = ("record", "kind", "device", "dtype", "tokens", "d_model", "d_ff", "nnz", "workload", "path",
              "ms", "dense_ms", "x_dense", "spread", "date", "commit", "kernel_hash", "stale")
 

@@ -99,10 +99,10 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
 def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
     if not takes(x, gate, up):
         return _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias)
-    from . import launch_lost, launch_sm80, launch_sm90
+    from . import launch_lost, launch_sm80, launch_sm90, launch_transpose
 
     x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
-    down_t = down.t().contiguous()
+    down_t = launch_transpose.transposed(down)
     first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
     packs = launch_sm90 if launch_sm90.takes(x, first) else launch_sm80
     packed, pool = packs.gate_pack(x, first, first_bias)
@@ -120,7 +120,7 @@ def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
 def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
     if not takes(x, gate, up):
         return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
-    from . import launch_columns, launch_lost
+    from . import launch_columns, launch_lost, launch_transpose
 
     x, gate, up, gate_bias, up_bias, dy = map(checks.plain, (x, gate, up, gate_bias, up_bias, dy))
     dl1 = None if dl1 is None else checks.plain(dl1)
@@ -131,7 +131,7 @@ def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, ke
     dgate, dup, ddown_t, dgate_bias, dup_bias = launch_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased)
     dx = launch_train.input_gradient(s, dh, gate, up)
     launch_lost.lost_backward(lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias)
-    ddown = ddown_t.t().contiguous()
+    ddown = launch_transpose.transposed(ddown_t)
     biases = (None if gate_bias is None else dgate_bias, None if up_bias is None else dup_bias,
               None if down_bias is None else dy.sum(0))  # fmt: skip
     return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
