@@ -82,6 +82,8 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
     """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are removed,
     unless keep_older. InputError where it can't be written."""
     safetensors = _safetensors()
+    from safetensors import SafetensorError
+
     folder = Path(folder)
     target = folder / f"checkpoint-{state.step:06d}"
     part = target.with_name(target.name + ".part")
@@ -93,15 +95,13 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        files = {"model.safetensors": safetensors.save({k: v.contiguous() for k, v in state.weights.items()}),
-                 "optimizer.safetensors": safetensors.save({k: v.contiguous() for k, v in extra.items()}),
-                 "config.json": _json({"format": MODEL_FORMAT, **state.model_config})}
-        sizes = {name: len(content) for name, content in files.items()}
-        files["state.json"] = _json({"format": FORMAT, "sizes": sizes, **fields})
-        for name, content in files.items():
-            with open(part / name, "wb") as file:
-                file.write(content)
-                file.flush()
+        for name, tensors in (("model", state.weights), ("optimizer", extra)):
+            safetensors.save_file({key: value.contiguous() for key, value in tensors.items()}, part / f"{name}.safetensors")
+        (part / "config.json").write_bytes(_json({"format": MODEL_FORMAT, **state.model_config}))
+        sizes = {path.name: path.stat().st_size for path in part.iterdir()}
+        (part / "state.json").write_bytes(_json({"format": FORMAT, "sizes": sizes, **fields}))
+        for path in part.iterdir():
+            with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         older = [path for path in checkpoints(folder) if path != target]
         if target.exists():  # the same step, interrupted again right after a resumption
@@ -109,7 +109,7 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         part.rename(target)
         for path in () if keep_older else older:
             shutil.rmtree(path, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(f"cannot save a checkpoint in {str(folder)!r}: {error}") from None
     return target
 

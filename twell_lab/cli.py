@@ -41,10 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as error:
         if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
-            said = f"{error}; to go on: {_again(['train', '--resume', folder])}"
+            several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+            again = f"torchrun as before, with --resume {folder}" if several else _again(["train", "--resume", folder])
+            said = f"{error}; to go on: {again}"
         else:
             said = f"interrupted; to run it again: {_again(arguments)}"
-        print(f"\ntwell-lab: {said}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
+            print(f"\ntwell-lab: {said}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.

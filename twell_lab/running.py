@@ -66,6 +66,8 @@ class Run:
         if world.size > 1 and not self.sharded:
             self.joined = distributed.replicate(self.objective, world)
         self.measure = torch.compile(self.joined) if config.compile else self.joined
+        # The penalty's coefficient, as a tensor: one graph serves all its values.
+        self.l1 = torch.zeros((), device=world.device) if config.l1 else None
         self.layers = firing_layers(model)
         self.parameters = dict(model.named_parameters())
         self.optimizer = _optimizer(model, config)

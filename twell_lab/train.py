@@ -87,7 +87,6 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         if whole.tokenizer != BYTES:
             whole.tokenizer.save(Path(out) / "tokenizer.json")
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
-    tokens_a_step = config.batch * config.context
 
     def save(keep_older: bool = False) -> None:
         state = run.state(described)
@@ -96,9 +95,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         world.wait()
 
     metrics = _Metrics(out if world.lead else None, run.history)
-    weight = torch.zeros((), device=world.device) if config.l1 else None  # the penalty's; a tensor makes one graph for all
-    parts = config.accumulate
-    saved, warned = run.step, False
+    saved, warned = run.step, not world.lead
     start = time.perf_counter() - run.seconds
     lap, lap_step = time.perf_counter(), run.step
     try:
@@ -109,28 +106,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 logged = validate or step == 1 or step % config.log_every == 0
                 revive = config.reinit > 0 and step % config.dead_every == 0
                 keep = out is not None and (last or config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
-                for group in run.optimizer.param_groups:
-                    group["lr"] = learning_rate(config, step)
-                coefficient = l1_coefficient(config, step)
-                if weight is not None:
-                    weight.fill_(coefficient)
-                # Compiled, one graph serves all steps, and counting is all but free in it.
-                l1 = weight if coefficient or config.compile else None
-                run.guard.begin(step)
-                numbers = []
-                for number, windows in enumerate(world.share(run.order.next()).chunk(parts), start=1):
-                    if world.size > 1 and parts > 1:
-                        distributed.sync_gradients(run.joined, run.model, number == parts)
-                    with _autocast(config, world.device):
-                        loss, *others = run.measure(windows, l1, logged or config.compile)
-                    (loss / parts if parts > 1 else loss).backward()
-                    numbers.append([loss.detach(), *others])
-                if run.tracker is not None:
-                    run.see_dead(tokens_a_step)
-                norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
-                run.guard.see(step, sum(each[0] for each in numbers) / parts, norm)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                numbers = _step(run, step, logged)
                 # Processes must agree to stop, which takes a message between them: only where there is one anyway.
                 stopping = stop.asked if world.size == 1 else logged and world.any(stop.asked)
                 if logged or revive or keep or stopping:
@@ -140,15 +116,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     run.revive()
                 bar.update()
                 if logged:
-                    row = {"step": step, **_read(numbers, world), "lr": learning_rate(config, step)}
-                    if not math.isfinite(row["loss"]):
-                        raise Diverged(config, step, row["loss"], norm.item())
-                    if run.tracker is not None:
-                        row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
-                    if run.switch is not None:
-                        with _autocast(config, world.device):
-                            run.follow(row["nnz_layers"])
-                    row["tokens_per_s"] = (step - lap_step) * tokens_a_step / (time.perf_counter() - lap)
+                    row = _row(run, step, numbers)
+                    row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
                     if validate:
                         with _autocast(config, world.device):
                             row["val_bits_per_byte"] = bits_per_byte(run.model, held_out) / validation.bytes_per_token
@@ -175,7 +144,6 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         raise InputError(f"{error}; the last good state, after step {run.step}, is in {os.fspath(out)!r}") from None
     finally:
         metrics.close()
-    seconds = run.seconds
     model = run.plain()
     with _autocast(config, world.device):
         firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
@@ -188,7 +156,56 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         mean_nnz=sum(layer.mean_nnz for layer in firing.layers) / len(firing.layers),
         density=[layer.density for layer in firing.layers], dead=[layer.dead for layer in firing.layers],
         text={**whole.describe(), "training_size": training.size, "validation_size": validation.size},
-        seconds=seconds, tokens=config.steps * tokens_a_step)
+        seconds=run.seconds, tokens=config.steps * config.batch * config.context)
+
+
+def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
+    """One optimizer step. Returns what Objective gave for each part of its windows, without gradients; where `count` is
+    False the numbers by layer may be missing."""
+    config, world, parts = run.config, run.world, run.config.accumulate
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(config, step)
+    coefficient = l1_coefficient(config, step)
+    if run.l1 is not None:
+        run.l1.fill_(coefficient)
+    # Compiled, one graph serves all steps, and counting is all but free in it.
+    l1 = run.l1 if coefficient or config.compile else None
+    run.guard.begin(step)
+    numbers = []
+    for number, windows in enumerate(world.share(run.order.next()).chunk(parts), start=1):
+        if world.size > 1 and parts > 1:
+            distributed.sync_gradients(run.joined, run.model, number == parts)
+        with _autocast(config, world.device):
+            loss, *others = run.measure(windows, l1, count or config.compile)
+        (loss / parts if parts > 1 else loss).backward()
+        numbers.append([loss.detach(), *others])
+    if run.tracker is not None:
+        run.see_dead(config.batch * config.context)
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
+    run.guard.see(step, sum(each[0] for each in numbers) / parts, norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return numbers
+
+
+def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
+    """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and one
+    more for the dead. Layers that choose their path by it do so here."""
+    loss, terms, l1, nnz = (torch.stack(each).mean(0) if len(numbers) > 1 else each[0]
+                            for each in zip(*numbers, strict=True))
+    layers = len(nnz)
+    values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz])).tolist()
+    row = {"step": step, "loss": values[0], "ce": values[1], "l1_term": values[2], "nnz": values[3],
+           "nnz_layers": values[4 + layers:], "l1_layers": values[4:4 + layers], "dead_layers": None,
+           "lr": learning_rate(run.config, step)}
+    if not math.isfinite(row["loss"]):  # of several processes' losses the guard sees the gradients alone
+        raise Diverged(run.config, step, row["loss"], math.nan)
+    if run.tracker is not None:
+        row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
+    if run.switch is not None:
+        with _autocast(run.config, run.world.device):
+            run.follow(row["nnz_layers"])
+    return row
 
 
 def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
@@ -196,16 +213,6 @@ def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         return LanguageModel(config.model(vocabulary))
-
-
-def _read(numbers: list[list[Tensor]], world: World) -> dict:
-    """The numbers of a row, averaged over the parts of a step and over processes: one transfer from the device."""
-    loss, terms, l1, nnz = (torch.stack(each).mean(0) if len(numbers) > 1 else each[0]
-                            for each in zip(*numbers, strict=True))
-    layers = len(nnz)
-    values = world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz])).tolist()
-    return {"loss": values[0], "ce": values[1], "l1_term": values[2], "nnz": values[3],
-            "nnz_layers": values[4 + layers:], "l1_layers": values[4:4 + layers], "dead_layers": None}
 
 
 def _autocast(config: TrainConfig, device: torch.device):
