@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from .errors import DeviceError, StackError, TwellError
 from .records import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+_AT_ONCE = 6  # processes of GPU tests side by side: they wait for the compiler and for Python more than for the GPU
 
 
 class TestsFailed(TwellError, RuntimeError):
@@ -138,7 +140,20 @@ def gpu_tests() -> Record:
         raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
     environment = dict(os.environ)
     cubins = environment.pop("TWELL_LAB_CUBINS", None)
-    suites = [_suite("gpu tests", [str(folder)], environment)]
+    tool = shutil.which("compute-sanitizer")
+    with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 2))) as side_by_side:
+        jobs = []
+        for name in SANITIZERS if tool else ():
+            # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
+            checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            command = [tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
+            jobs.append(side_by_side.submit(_suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command))
+        files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+        jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)], environment) for path in files]
+        try:
+            suites = [job.result() for job in jobs]
+        finally:
+            side_by_side.shutdown(cancel_futures=True)  # of what has not begun, once something has failed
     if cubins:
         with tempfile.TemporaryDirectory() as empty:
             elsewhere = {**environment, "TWELL_LAB_CUBINS": cubins, "TWELL_LAB_CACHE": empty}
@@ -147,12 +162,6 @@ def gpu_tests() -> Record:
                 raise TestsFailed(f"{len(compiled)} kernels were compiled here although cubins were given: {compiled[:3]}")
         compilers = sorted({p.stem.rpartition("-nvrtc")[2] for p in Path(cubins).glob("*.cubin")})
         suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
-    tool = shutil.which("compute-sanitizer")
-    for name in SANITIZERS if tool else ():
-        # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
-        checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        command = [tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
-        suites.append(_suite(f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command))
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
     return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes)

@@ -3,8 +3,8 @@
 Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each side costs, for a
 token, d_model x d_ff weights of `b` bytes and n neurons firing (twell_lab.training):
   dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
-  sparse  one GEMM, and for each of the n entries 7 rows (plain: 4) of d_model values through the cache:
-          up and down forwards; down, gate and up for dx; x and dy for the weights' gradients
+  sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down forwards;
+          down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
 So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins.
 """
 
@@ -29,7 +29,7 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
     """Neurons firing at a token, below which a training step of this layer is faster on the sparse path; 0 if never."""
     size = getattr(torch, rates.dtype).itemsize
     gemm = 2 * d_model * d_ff / rates.matmul
-    gemms, values, rows = (9, 11, 7) if gated else (6, 5, 4)
+    gemms, values, rows = (9, 11, 7) if gated else (6, 5, 5)
     dense = gemms * gemm + values * d_ff * size / rates.bandwidth
     packed = 2 * d_ff * 4 / 8 / rates.bandwidth  # the words are written whole
     fixed = gemm + packed + _REST * d_model * size / rates.bandwidth

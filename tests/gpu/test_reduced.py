@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab import launch, launch_sm80, launch_sm90, ops, reference
+from twell_lab import launch, launch_columns, launch_sm80, launch_sm90, launch_train, launch_train_dense, launch_transpose, ops, reference, training
 from twell_lab.formats import TwELL
 from twell_lab.pool import packed_and_pool, pool_used
 
@@ -117,3 +117,57 @@ def test_sm80_gate_pack(tokens, d_ff):
     assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
     used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
     assert torch.equal(spilled[used], pool[used])
+
+
+@pytest.mark.parametrize("path", training.PATHS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [20, 700])
+def test_train(tokens, gated, path):
+    """Every kernel of a training step: the pool, lost rows, lists of neurons that nearly all and that no token fires."""
+    generator = torch.Generator().manual_seed(8)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, first, up, down = normal(tokens, 136), normal(776, 136) / 12, normal(776, 136) / 12, normal(136, 776) / 4
+    x[:, 0], first[:, 0] = 1.0, -2.0
+    x[3, 0], x[5:17, 0] = -8.0, 0.5  # everything fires; twelve rows overflow together
+    first[7], first[8] = 0, 0
+    first[8, 0] = 2.0  # never; always but for row 3
+    made = [t.bfloat16() for t in (x, first, up, down, normal(776) / 9, normal(776) / 9, normal(136))]
+    weights = made[1:3] if gated else [None, made[1]]
+    leaves = [None if t is None else t.cuda().requires_grad_() for t in (made[0], *weights, made[3], made[4] if gated else None, *made[5:])]
+    dy, dl1 = normal(tokens, 136).bfloat16(), torch.rand(tokens, generator=generator)
+    y, l1, kept = training.train_ffn(*leaves, path=path)
+    asked = [t for t in leaves if t is not None]
+    found = [y, l1, *torch.autograd.grad([y, l1], asked, [dy.cuda(), dl1.cuda()])]
+    wide = [None if t is None else t.detach().cpu().double().requires_grad_() for t in leaves]
+    a, g, u, d, bg, bu, bd = wide
+    linear = torch.nn.functional.linear
+    h = torch.relu(linear(a, g, bg)) * linear(a, u, bu) if gated else torch.relu(linear(a, u, bu))
+    y, l1 = linear(h, d, bd), h.abs().sum(1)
+    exact = [y, l1, *torch.autograd.grad([y, l1], [t for t in wide if t is not None], [dy.double(), dl1.double()])]
+    for ours, right in zip(found, exact):
+        assert (ours.detach().cpu().double() - right).norm() <= 0.03 * right.norm()
+    assert ((kept.cpu() - (h != 0).sum(1)).abs() <= 2).all()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_train_versions(gated):
+    """The plain versions of the training kernels and the fast ones give the same, but for the order of their sums."""
+    generator = torch.Generator().manual_seed(9)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).bfloat16().cuda()  # noqa: E731
+    x, first, up, down_t, dy = normal(70, 136), normal(776, 136), normal(776, 136), normal(776, 136), normal(70, 136)
+    x[:, 0], first[:, 0] = 1.0, -25.0
+    packed, pool = launch_sm80.gate_pack(x, first)
+    s = launch_train.survivors(x, packed, pool, up if gated else None, None, 776)
+    alive = slice(int(s.spans[:, 1].sum()))
+    results = []
+    for version in (1, 2):
+        dh = launch_train.hidden_gradient(dy, s, down_t, None, version)
+        results.append([launch_train.weighted_rows(s, down_t, None, version), dh[alive],
+                        launch_train.input_gradient(s, dh, first if gated else None, up, version),
+                        *launch_columns.weight_gradients(x, dy, s, dh, 776, True, version),
+                        *launch_train_dense.dense_hidden(first, up, version),
+                        *launch_train_dense.dense_gradients(first, up, down_t.clone(), None, version)])  # fmt: skip
+    assert alive.stop > 0
+    for a, b in zip(*results):
+        assert a is None or torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * float(b.float().abs().max()))
+    assert torch.equal(launch_transpose.transposed(down_t), down_t.t())
