@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,24 @@ def test_one_process_goes_on_where_two_stopped(runs, tiny):
     result = train(config, resume=folder, progress=False)
     assert result.history == checkpoint.load(folder).history
     assert all(map(torch.equal, result.model.parameters(), LanguageModel.load(folder).parameters()))
+
+
+def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path):
+    """As a terminal does it: SIGINT to all of them, and torchrun sends them a second one."""
+    out = tmp_path / "out"
+    sizes = ["--steps=100000", "--d-model=16", "--heads=2", "--layers=1", "--d-ff=32", "--device=cpu", "--eval-windows=4"]
+    with subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+                           "twell_lab.train", *sizes, "--out", out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as stopped:
+        deadline = time.monotonic() + 120
+        while not ((out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") > 3):
+            assert stopped.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(stopped.pid, signal.SIGINT)
+        said = stopped.communicate(timeout=120)[1]
+    state = checkpoint.load(out)
+    assert state.history[-1]["step"] == state.step
+    assert said.count(f"twell-lab: stopped after step {state.step} of 100000") == 1 and f"with --resume {out}" in said
 
 
 def test_only_the_first_process_prints(runs):
