@@ -181,7 +181,7 @@ def overflow_rows() -> list[dict]:
     return rows
 
 
-def trained_rows(l1s=(1e-5, 2e-5), steps: int = 600) -> list[dict]:
+def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
     """Layers of a 4-layer model of d_model 2048 trained here, each on its own inputs."""
     from .train import TrainConfig, train
 
