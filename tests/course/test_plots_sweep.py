@@ -72,3 +72,8 @@ def test_dead_neurons_with_and_without(rows):
 def test_a_run_that_is_not_there_is_refused(rows, draw, index):
     with pytest.raises(InputError, match="there are runs 0 to"):
         draw(rows, index)
+
+
+def test_a_sentence_is_drawn_byte_by_byte():
+    figure = plots_sweep.sentence([("a", 3.0), (" ", 1.0)], "a model")
+    assert list(figure.data[0].y) == [3.0, 1.0] and list(figure.layout.xaxis.ticktext) == ["a", "\u00b7"]

@@ -3,10 +3,11 @@
 import copy
 
 import pytest
+import torch
 
 from twell_lab import records, sweep
 from twell_lab.course import sweep as course
-from twell_lab.errors import RecordError
+from twell_lab.errors import InputError, RecordError
 
 
 def fake(label, bits, nnz, l1=0.0, lr=1.0, seed=0, dead=(0, 0), first=10.0, **config):
@@ -110,3 +111,23 @@ def test_the_best_sparse_point_is_what_it_must_be():
     assert best["zeros"] >= 0.97 and sweep.cost(best, rows) <= 0.02
     assert abs(sweep.settled(best)) < 0.05
     assert course.verdict(rows)[-1].endswith("Reached.")
+
+
+# The models that are shipped
+
+
+def test_a_sentence_is_counted_byte_by_byte():
+    model = course.checkpoint("sparse")
+    counted = course.awake(model, "a caf\u00e9\n")
+    assert [letter for letter, _ in counted] == ["a", " ", "c", "a", "f", "byte 195", "byte 169", "line feed"]
+    windows = torch.tensor([[*"a caf\u00e9\n".encode(), 0]])
+    nnz = [layer["nnz"] for layer in sweep.who_fires(model, windows)["layers"]]
+    assert sum(value for _, value in counted) / 8 == pytest.approx(sum(nnz) / len(nnz), abs=1e-3)
+    for wrong in ("", "x" * 513):
+        with pytest.raises(InputError, match="1 to 512"):
+            course.awake(model, wrong)
+
+
+def test_a_checkpoint_that_is_not_there_is_told():
+    with pytest.raises(InputError, match="l1-free, sparse"):
+        course.checkpoint("dense")

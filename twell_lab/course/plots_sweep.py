@@ -202,6 +202,16 @@ def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
     return figure.update_annotations(font_size=12).update_layout(legend={"y": 1.1})
 
 
+def sentence(counted: list[tuple[str, float]], model: str) -> go.Figure:
+    """Neurons firing at each byte of a sentence, as course.sweep.awake counts them. model: what to call it."""
+    figure = go.Figure(go.Bar(x=list(range(len(counted))), y=[nnz for _, nnz in counted], marker_color=plots.BLUE,
+                              customdata=[letter for letter, _ in counted], hovertemplate="%{customdata}: %{y:.1f}<extra></extra>"))
+    figure.update_xaxes(tickmode="array", tickvals=list(range(len(counted))), ticktext=[letter.replace(" ", "\u00b7") for letter, _ in counted],
+                        tickangle=0, tickfont={"family": "monospace", "size": 11})
+    figure.update_yaxes(title_text="neurons firing, mean over layers", rangemode="tozero")
+    return plots.styled(figure, f"Who wakes at each byte: {model}", height=330)
+
+
 def _hover(some: list[dict], rows: list[dict]) -> dict:
     spread = seed_spread(rows)
     beside = "" if spread is None else f" (another seed: {spread:.1%})"

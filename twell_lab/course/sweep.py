@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from .. import records
-from ..errors import RecordError
+import torch
+from torch import nn
+
+from .. import paths, records
+from ..errors import InputError, RecordError
+from ..ffn import feed_forwards
+from ..model import LanguageModel
+from ..profile import activations
+from ..reference import fires
 from ..sweep import best_sparse, cost, pressed, seed_spread, settled, twin
 
 ZEROS, MORE = 0.97, 0.02  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
@@ -128,3 +135,25 @@ def extremes(row: dict, each: int = 8) -> list[tuple[str, float]]:
     order = sorted(range(len(mean)), key=lambda i: mean[i])
     picked = order if len(order) <= 2 * each else order[:each] + order[-each:]
     return [(byte_name(seen["value"][i]), mean[i]) for i in picked]
+
+
+# ---- the two models that are shipped ----
+
+
+def checkpoint(name: str) -> LanguageModel:
+    """A model of data/checkpoints, "sparse" or "l1-free", on the CPU (their README.md says what they are)."""
+    folder = paths.data_dir() / "checkpoints"
+    if not (folder / name / "model.safetensors").is_file():
+        raise InputError(f"name is {name!r}; accepted: {', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}")
+    return LanguageModel.load(folder / name).eval()
+
+
+def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:
+    """How many neurons fire at each byte of a sentence, averaged over layers: (the byte as a character, nnz)."""
+    content = sentence.encode()
+    if not 1 <= len(content) <= model.config.context:
+        raise InputError(f"sentence has {len(content)} bytes; accepted: 1 to {model.config.context}")
+    tokens = torch.tensor([list(content)])
+    layers = range(len(feed_forwards(model)))
+    nnz = sum(fires(activations(model, tokens, layer)[1]).sum(1).double() for layer in layers) / len(layers)
+    return [(chr(byte) if 32 <= byte < 127 else byte_name(byte), value) for byte, value in zip(content, nnz.tolist(), strict=True)]
