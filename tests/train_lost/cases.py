@@ -136,9 +136,9 @@ class Case:
             assert torch.equal(bits(after[~used]), bits(before[~used])), name
             if used.any():
                 assert relative(after[used], before.double()[used] + exact[used]) < eps, name
-                by_neuron = (len(after), -1)
-                off, whole = (t.reshape(by_neuron).norm(dim=1) for t in (after.double() - before.double() - exact, before.double() + exact))
-                assert (off <= 2 * eps * whole + 1e-4).all(), name
+                sides = after.double() - before.double() - exact, before.double() + exact, exact
+                off, whole, added = (t.reshape(len(after), -1).norm(dim=1) for t in sides)
+                assert (off <= eps * (2 * whole + added + added.mean())).all(), name  # a gate value may round the other way
 
 
 def relative(got: Tensor, exact: Tensor) -> float:

@@ -24,15 +24,26 @@ def test_against_float64(tokens, d_model, d_ff, rows, gated, dtype):
 
 @needs_simulator
 @pytest.mark.parametrize("gated", [True, False])
-def test_more_groups_than_blocks(gated):
+def test_more_groups_than_blocks(gated, monkeypatch):
     """Groups with a block each, and a rest that is cut; several batches of rows for the weights' gradients."""
     tokens = 8 * (launch_lost._BLOCKS_ON_CPU * 5 + 4) + 3
     assert tokens > 256  # BATCH_ROWS
-    Case.draw(tokens, 24, 70, torch.bfloat16, range(tokens), gated=gated, biases=True).check()
+    case = Case.draw(tokens, 24, 70, torch.bfloat16, range(tokens), gated=gated, biases=True)
+    case.check()
+    before = case.backward()
+    monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", 1)
+    assert all(a is b or torch.equal(bits(a), bits(b)) for a, b in zip(before, case.backward()))
 
 
 @needs_simulator
-@pytest.mark.parametrize("room", [1, 11, 40])
+@pytest.mark.parametrize("room", [0, 48 << 20])
+def test_rows_wider_than_a_piece(room, monkeypatch):
+    monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", room)
+    Case.draw(300, 1032, 3, torch.float16, range(0, 300, 1), biases=True).check()
+
+
+@needs_simulator
+@pytest.mark.parametrize("room", [1, 45])
 def test_what_there_is_no_room_for_is_computed_again(room, monkeypatch):
     case = Case.draw(50, 40, 22, torch.bfloat16, range(2, 48), biases=True)
     before = case.backward()
