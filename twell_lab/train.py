@@ -277,7 +277,8 @@ def _bar(config: TrainConfig, progress: bool, done: int):
 TOUR = TrainConfig(l1=2e-3)
 
 
-if __name__ == "__main__":
-    from twell_lab.cli import main
+if __name__ == "__main__":  # what `twell-lab train` does, without a core module that imports the command line
+    import runpy
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.argv.insert(1, "train")
+    runpy.run_module("twell_lab", run_name="__main__")
