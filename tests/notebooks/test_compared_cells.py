@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 COMPARED = {
     "00-start-here.ipynb": 7,
     "01-why-gpus-ignore-zeros.ipynb": 8,
-    "02-train-with-l1.ipynb": 8,
+    "02-train-with-l1.ipynb": 12,
     "03-pack-it.ipynb": 12,
     "04-first-kernels.ipynb": 14,
     "05-hopper-kernels.ipynb": 9,
