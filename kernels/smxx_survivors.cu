@@ -12,9 +12,10 @@
 // Floor, 16,384 tokens, d_ff 5632: the counts lie 128 bytes apart, 64 bytes of device memory each: 23 MB twice, 8 us each at
 // 3.0 TB/s, less what the L2 cache still has.
 //
-// Versions, in us for 16,384 tokens on an H100 SXM (2026-11-21, cold L2), counts and places
-//   one block over all rows, 8 neighbouring ones a thread, scalar loads   43 (13 of them the counts)
-//   counts summed by their own blocks, a sum a thread                    see below
+// Versions, in us for 16,384 tokens on an H100 SXM (2026-11-21, cold L2; an empty launch takes 4), at nnz 8 to 60
+//                                                                          counts   counts, places   all three
+//   v1  one block places all rows, 8 neighbouring ones a thread            13       43               54
+//   v2  the counts' blocks sum them up, a sum a thread is left to place    13       about 15         29 to 31
 //
 // x is searched for values that are not finite only where the row is suspect. One infinity or NaN in x makes all products
 // with finite weights infinite or NaN, and with them every value of the row's gate: so a row is suspect if it has no entries,

@@ -217,4 +217,5 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) 
 def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
     """(file, macros) of everything that rows of this type and width compile."""
     whole = launch.specialisation(dtype, d_model)
-    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in _SHAPES.values())]
+    shapes = dict.fromkeys(_SHAPES.values())
+    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in shapes)]

@@ -12,7 +12,8 @@ except StackError as error:
     pytest.skip(f"kernels cannot be compiled here: {error}", allow_module_level=True)
 
 REGISTERS, LEAST_THREADS = 65_536, 448  # of a multiprocessor; that should fit it at the least
-SIZES = [("sm_90", d_model) for d_model in (64, 768, 2048, 4096, 5120)] + [(arch, 2048) for arch in ("sm_75", "sm_80", "sm_120")]
+SIZES = [("sm_90", d_model) for d_model in (64, 768, 2048, 4096, 5120)]
+SIZES += [(arch, d_model) for arch in jit.ARCHITECTURES if arch != "sm_90" for d_model in (72, 2048)]
 
 
 def threads_a_block(file, kernel, defines):
