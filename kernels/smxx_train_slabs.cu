@@ -25,10 +25,11 @@
 //   weighted_rows    v1                  69     220    436              255
 //                    v2, 256 columns     60     146    269              231
 //   hidden_gradient  v1                  82     242    471              270
-//                    pieces and v2, 256  84     178    322              250
+//                    pieces and v2, 256  84     178    322              248 *
 //   input_gradient   v1                  137    464    939              530
 //                    v2, 128 columns     116    330    632              475
-//   up_values: pieces and v1, 256        81     175    319              245
+//   up_values: pieces and v1, 256        81     175    317              248 *   the survivors without their words
+// * its two launches timed apart.
 // Slabs pay by how unevenly neurons fire, and where rows are long enough for what each slab costs again: the span, the words.
 //
 // What it took, weighted_rows at nnz 29:
