@@ -43,7 +43,7 @@ class Case:
              slope: bool = True, density: float = 0.3, seed: int = 0) -> Case:  # fmt: skip
         """rows: which are lost. density: about which share of the neurons fires in a row."""
         generator = torch.Generator().manual_seed(tokens * 7 + d_model * 3 + d_ff + seed)
-        normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        normal = lambda *shape: torch.randn(*shape, generator=generator)
         x = normal(tokens, d_model)
         x[:, 0] = d_model**0.5  # a constant, whose weight sets how often neurons fire
         pattern, up, down_t = normal(d_ff, d_model) / d_model**0.5, normal(d_ff, d_model) / d_model**0.5, normal(d_ff, d_model)
@@ -56,7 +56,7 @@ class Case:
                    up.to(dtype), down_t.to(dtype), *both, torch.tensor(sorted(rows), dtype=torch.long), tuple(start))  # fmt: skip
 
     def to(self, device: str) -> Case:
-        move = lambda t: tuple(map(move, t)) if isinstance(t, tuple) else None if t is None else t.to(device)  # noqa: E731
+        move = lambda t: tuple(map(move, t)) if isinstance(t, tuple) else None if t is None else t.to(device)
         return Case(*(move(getattr(self, each.name)) for each in dataclasses.fields(self)))
 
     @property
