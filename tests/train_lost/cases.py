@@ -84,12 +84,16 @@ class Case:
         return dx, *gradients
 
     def expected(self):
-        """In float64, of the lost rows whose x is finite: (those rows, y, l1, kept, dx, [gradients of the weights and biases])."""
+        """In float64, of the lost rows whose x is finite: (those rows, y, l1, kept, dx, [gradients of the weights and biases], which
+        neurons fire, [rows, d_ff]: which gate values lie nearer to zero than a sum in float32 can tell)."""
         rows = self.rows[self.x[self.rows].isfinite().all(1)]
         leaves = [None if t is None else t.double().requires_grad_() for t in
                   (self.x[rows], self.gate, self.up, self.down_t, self.gate_bias, self.up_bias)]  # fmt: skip
         x, gate, up, down_t, gate_bias, up_bias = leaves
         g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+        with torch.no_grad():
+            first = up if gate is None else gate
+            unsure = g.abs() <= 2**-24 * len(first[0]) * linear(x.abs(), first.abs())
         g = g + (g.detach().to(self.x.dtype).double() - g.detach())  # rounded, its gradient passed on
         keep = reference.fires(g.detach())
         active = torch.where(keep, g, 0)
@@ -101,7 +105,7 @@ class Case:
         if len(rows):
             loss.backward()
         gradients = [None if t is None else torch.zeros_like(t) if t.grad is None else t.grad for t in leaves[1:]]
-        return rows, y.detach(), l1.detach(), keep.sum(1), x.grad, gradients, keep.any(0)
+        return rows, y.detach(), l1.detach(), keep.sum(1), x.grad, gradients, keep.any(0), unsure
 
     def dense_y(self, rows: Tensor) -> Tensor:
         x = self.x[rows]
@@ -113,14 +117,14 @@ class Case:
 
     def check(self) -> None:
         """Run both directions; what must be written is right, what must not be is as it was."""
-        rows, y, l1, kept, dx, gradients, used = self.expected()
+        rows, y, l1, kept, dx, gradients, used, unsure = self.expected()
         got = self.forward()
         spoilt = self.rows[~self.x[self.rows].isfinite().all(1)]
         others = torch.ones(len(self.x), dtype=torch.bool, device=self.x.device)
         others[self.rows] = False
         assert all((t[others] == POISON).all() for t in got)
         assert got[0][spoilt].isnan().all() and got[1][spoilt].isnan().all()
-        assert torch.equal(got[2][rows].long(), kept)
+        assert ((got[2][rows] - kept).abs() <= unsure.sum(1)).all()
         if len(rows):
             torch.testing.assert_close(got[1][rows].double(), l1, rtol=1e-3, atol=1e-5)
             assert accuracy.worst_row(got[0][rows], self.dense_y(rows), y)[0] <= 1.0
@@ -133,7 +137,8 @@ class Case:
             assert (after is None) == (exact is None), name
             if after is None:
                 continue
-            assert torch.equal(bits(after[~used]), bits(before[~used])), name
+            silent = ~(used | unsure.any(0))
+            assert torch.equal(bits(after[silent]), bits(before[silent])), name
             if used.any():
                 assert relative(after[used], before.double()[used] + exact[used]) < eps, name
                 sides = after.double() - before.double() - exact, before.double() + exact, exact
