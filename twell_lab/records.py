@@ -197,8 +197,11 @@ def is_cpu(device: str) -> bool:
 
 
 def stale(record: Record) -> bool:
-    """Whether this record was made with other kernels or launch code than the present ones."""
-    return record.kernel_hash != kernel_hash()
+    """Whether this record was made with other kernels or launch code than the present ones.
+
+    Not if its notes say under "kernels" that they were off: then none of them ran.
+    """
+    return record.kernel_hash != kernel_hash() and not str(record.notes.get("kernels", "")).startswith("off")
 
 
 def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:

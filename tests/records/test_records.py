@@ -81,6 +81,8 @@ def test_only_gpu_rows_of_other_kernels_are_stale():
     assert [row["stale"] for row in records.flat_rows([make(rows=rows)])] == [True, False]
     present = make(rows=rows, kernel_hash=records.kernel_hash())
     assert [row["stale"] for row in records.flat_rows([present])] == [False, False]
+    without = make(rows=rows, notes={"kernels": "off: torch's dense path"})  # none of them ran
+    assert [row["stale"] for row in records.flat_rows([without])] == [False, False]
 
 
 @pytest.mark.parametrize("field, value", [
