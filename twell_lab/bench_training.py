@@ -111,8 +111,8 @@ def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | No
     """Rows of a training step on every path. inputs: several [tokens, d_model]."""
     weights = tuple(None if w is None else w.detach().requires_grad_() for w in weights)
     inputs = [x.detach().requires_grad_() for x in inputs]
-    generator = torch.Generator("cuda").manual_seed(7)
-    grads = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in inputs]
+    generator = torch.Generator(inputs[0].device).manual_seed(7)
+    grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     shared = _describe(weights, inputs, label) | (facts or {})
     path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], weights[0] is not None)
     layers = {"dense eager": dense_layer, "dense compiled": _compiled("torch"), "forced dense": our_layer("dense"),
@@ -136,7 +136,8 @@ def _describe(weights: Weights, inputs: list[Tensor], label: str) -> dict:
     x = inputs[0]
     with torch.no_grad():
         fired = [(linear(each, first) > 0).sum(1).double().mean() for each in inputs]
-    return {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": str(x.dtype).removeprefix("torch."), "tokens": len(x),
+    device = torch.cuda.get_device_name() if x.is_cuda else "cpu"
+    return {"kind": "training", "device": device, "dtype": str(x.dtype).removeprefix("torch."), "tokens": len(x),
             "d_model": first.shape[1], "d_ff": first.shape[0], "gated": weights[0] is not None,
             "nnz": round(float(sum(fired) / len(fired)), 2), "workload": label}  # fmt: skip
 

@@ -1,0 +1,70 @@
+"""The training tables, tiny and on the CPU, with clocks that count: what is compared, and what is refused."""
+
+import pytest
+import torch
+
+from twell_lab import bench, bench_training, costs
+from twell_lab.model import LanguageModel, ModelConfig
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """No clock, no GPU memory, rates of an H100."""
+    monkeypatch.setattr(bench, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)})
+    monkeypatch.setattr(bench, "peak_bytes", lambda call: 1)
+    monkeypatch.setattr(bench_training, "_rates", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
+    monkeypatch.setattr(bench_training, "_compiled", lambda path: bench_training.dense_layer if path == "torch" else bench_training.our_layer(path))
+
+
+def weights(d_model=32, d_ff=96, gated=True):
+    torch.manual_seed(0)
+    draw = lambda *shape: (torch.randn(*shape) / 4).bfloat16()  # noqa: E731
+    return draw(d_ff, d_model) if gated else None, draw(d_ff, d_model), draw(d_model, d_ff)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_path_is_checked_and_says_what_it_is(stopped, gated):
+    inputs = [torch.randn(40, 32).bfloat16() for _ in range(2)]
+    rows = bench_training.compare(weights(gated=gated), inputs, "drawn", {"layer": 3})
+    assert [row["path"] for row in rows] == ["dense eager", "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"]
+    for row in rows:
+        assert row["kind"] == "training" and row["tokens"] == 40 and row["gated"] == gated and row["layer"] == 3
+        assert row["ms"] == 2.0 and row["x_dense"] == row["x_compiled"] == 1.0 and row["peak_bytes"] == 1
+        assert ("error_over_allowed" in row) == (row["path"] != "dense eager")
+    assert rows[4]["choice"] in ("twell", "dense")
+
+
+def test_a_wrong_gradient_is_refused(stopped, monkeypatch):
+    honest = bench_training.our_layer
+
+    def wrong(path):
+        def layer(x, *given):
+            y, l1 = honest(path)(x, *given)
+            return y, l1 if path == "dense" else l1 + 1e4 * x.sum()
+
+        return layer
+
+    monkeypatch.setattr(bench_training, "our_layer", wrong)
+    with pytest.raises(bench.WrongResult, match="dx is off by .* nothing was timed"):
+        bench_training.compare(weights(), [torch.randn(40, 32).bfloat16()], "drawn")
+
+
+def test_the_exact_gradients_are_autograds():
+    wide = tuple(w.double().requires_grad_() for w in weights())
+    x, dy = torch.randn(9, 32, dtype=torch.float64, requires_grad=True), torch.randn(9, 32, dtype=torch.float64)
+    y, l1 = bench_training.dense_layer(x, *wide)
+    autograd = torch.autograd.grad([y, l1], [x, *wide], [dy, torch.full((), bench_training.L1)])
+    for a, b in zip(bench_training._exact(wide, x.detach(), dy), [y, *autograd]):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gates_are_lowered_to_what_was_asked_for(monkeypatch):
+    monkeypatch.setattr(bench_training, "D_MODEL", 32)
+    monkeypatch.setattr(bench_training, "D_FF", 256)
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=64))
+    assert 10 < bench_training._quiet(model, torch.randint(0, 64, (8, 64)), 16) < 24
+
+
+def test_the_planned_path_follows_the_density(stopped):
+    assert bench_training.planned(20, 2048, 5632, True) == "twell" and bench_training.planned(200, 2048, 5632, True) == "dense"
