@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -150,10 +150,7 @@ def gpu_tests() -> Record:
             jobs.append(side_by_side.submit(_suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command))
         files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
         jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)], environment) for path in files]
-        try:
-            suites = [job.result() for job in jobs]
-        finally:
-            side_by_side.shutdown(cancel_futures=True)  # of what has not begun, once something has failed
+        suites = _all_passed(jobs)
     if cubins:
         with tempfile.TemporaryDirectory() as empty:
             elsewhere = {**environment, "TWELL_LAB_CUBINS": cubins, "TWELL_LAB_CACHE": empty}
@@ -165,6 +162,14 @@ def gpu_tests() -> Record:
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
     return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes)
+
+
+def _all_passed(jobs: list[Future]) -> list[dict]:
+    """Their reports; TestsFailed with what every one that failed says, after all have ended: GPU time is dear."""
+    failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
+    if failed:
+        raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
+    return [job.result() for job in jobs]
 
 
 def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] = []) -> dict:

@@ -1,0 +1,59 @@
+"""The report of the GPU tests: every file in a process of its own, all of them heard before anything is said to have failed."""
+
+import pytest
+import torch
+
+from twell_lab import paths, recordings
+
+GOOD = "def test_one():\n    pass\n\n\nimport pytest\n\n\n@pytest.mark.skip(reason='here')\ndef test_two():\n    pass\n"
+BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """tests/gpu of a checkout without a GPU or sanitizers."""
+    monkeypatch.setattr(recordings, "_need_gpu", lambda: None)
+    monkeypatch.setattr(recordings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(paths, "kernels_dir", lambda: tmp_path / "kernels")
+    monkeypatch.delenv("TWELL_LAB_CUBINS", raising=False)
+    made = tmp_path / "tests" / "gpu"
+    made.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def plain_record(monkeypatch):
+    """No hash of kernels that are not there."""
+    monkeypatch.setattr(recordings.Record, "new", classmethod(lambda cls, name, purpose, rows, notes: (name, rows, notes)))
+
+
+def test_all_files_are_run_and_counted(folder):
+    for name in ("test_a.py", "test_b.py", "test_c.py"):
+        (folder / name).write_text(GOOD)
+    (folder / "helper.py").write_text("raise RuntimeError")
+    name, rows, notes = recordings.gpu_tests()
+    assert name == "gpu-tests" and {row["suite"] for row in rows} == {f"gpu tests: test_{x}" for x in "abc"}
+    assert notes["gpu_tests"] == {"passed": 3, "failed": 0, "skipped": 3, "sanitizers": []}
+
+
+def test_every_failure_is_told(folder):
+    for name, content in (("test_a.py", BAD), ("test_b.py", GOOD), ("test_c.py", BAD)):
+        (folder / name).write_text(content)
+    with pytest.raises(recordings.TestsFailed) as told:
+        recordings.gpu_tests()
+    assert "2 of 3 suites failed" in str(told.value)
+    assert all(f"gpu tests: test_{x}" in str(told.value) for x in "ac") and "test_b" not in str(told.value)
+    assert "the value" in str(told.value)
+
+
+def test_an_error_of_another_kind_is_not_hidden(folder, monkeypatch):
+    (folder / "test_a.py").write_text(GOOD)
+    monkeypatch.setattr(recordings.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError("no processes left")))
+    with pytest.raises(OSError, match="no processes left"):
+        recordings.gpu_tests()
+
+
+def test_a_gpu_is_needed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(recordings.DeviceError, match="needs an NVIDIA GPU"):
+        recordings.gpu_tests()
