@@ -12,21 +12,11 @@ from twell_lab import launch, ops, penalty, training
 from twell_lab.ffn import SparseFFN, feed_forwards, sparsify
 from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig
 
+from .drawn import tensors
+
 pytestmark = pytest.mark.gpu
 NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 SPARSE = {"survivor", "weighted_rows", "hidden_gradient", "input_gradient", "weight_gradients"}  # beginnings of kernel names
-
-
-def tensors(tokens, d_model=256, d_ff=1000, gated=True, dtype=torch.bfloat16, biased=False, rate=2.3, seed=0):
-    """x, weights and biases of a layer whose neurons fire with the probability of a normal variable above `rate`."""
-    g = torch.Generator("cuda").manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=g, device="cuda")  # noqa: E731
-    x, first = normal(tokens, d_model), normal(d_ff, d_model) / d_model**0.5
-    x[:, 0], first[:, 0] = 1.0, -rate
-    up, down = normal(d_ff, d_model) / d_model**0.5, normal(d_model, d_ff) / 4
-    biases = [normal(d_ff) / 4, normal(d_ff) / 4, normal(d_model)] if biased else [None] * 3
-    made = [x, first, up, down, *biases] if gated else [x, None, first, down, None, *biases[1:]]
-    return [None if t is None else t.to(dtype) for t in made]
 
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias):
