@@ -201,8 +201,9 @@ def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
 # ---- whole steps ----
 
 
-def model_rows(nnz: float = 30, layers: int = 8, context: int = 2048, batch: int = 8) -> list[dict]:
-    """A training step of a 0.5B-shaped model, optimizer included, everything compiled, dense beside sparse layers.
+def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads: int = 16, vocabulary: int = 32768,
+               layers: int = 8, context: int = 2048, batch: int = 8) -> list[dict]:  # fmt: skip
+    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside sparse layers.
 
     The gate's thresholds are drawn so that the layers fire at about `nnz`: see _quiet. The learning rate is zero, so that every
     step is the same step; AdamW does its work all the same.
@@ -212,7 +213,7 @@ def model_rows(nnz: float = 30, layers: int = 8, context: int = 2048, batch: int
     from .model import LanguageModel, ModelConfig
 
     torch._dynamo.reset()
-    config = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=layers, heads=16, d_ff=D_FF, context=context)
+    config = ModelConfig(vocabulary=vocabulary, d_model=d_model, layers=layers, heads=heads, d_ff=d_ff, context=context)
     torch.manual_seed(0)
     with torch.device("cuda"):
         dense = LanguageModel(config)
@@ -226,8 +227,8 @@ def model_rows(nnz: float = 30, layers: int = 8, context: int = 2048, batch: int
     if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
         raise bench.WrongResult(f"the losses differ: {losses}; nothing was timed")
     peaks = {name: {"peak_bytes": bench.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()}
-    shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": D_MODEL,
-              "d_ff": D_FF, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
+    shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": d_model,
+              "d_ff": d_ff, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
               "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {layers} layers"}  # fmt: skip
     return _rows(shared, bench.time_cuda(steps, rounds=10), peaks)
 
@@ -266,12 +267,12 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     mean = 0.0
     for i, found in enumerate(feed_forwards(model)):
         gate, seen = found.gate.weight, []
-        hook = found.gate.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].reshape(-1, D_MODEL)))
+        hook = found.gate.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2)))
         model(tokens)
         hook.remove()
         gate[:, 0] = 0
         products = (seen[0] @ gate.t()).float()
-        rates = bench.firing_rates(D_FF, nnz, "lognormal", seed=i).to(products.device, torch.float64)
+        rates = bench.firing_rates(len(gate), nnz, "lognormal", seed=i).to(products.device, torch.float64)
         place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
         threshold = products.sort(0).values.gather(0, place[None])[0]
         threshold = torch.where(rates < 1 / len(products), threshold.abs() * 2 + 1, threshold)
@@ -286,5 +287,6 @@ SECTIONS = {
     "plain": plain_rows,
     "overflow": overflow_rows,
     "whole step": model_rows,
+    "whole step, the sweep's model": lambda: model_rows(42, 768, 2048, 12, vocabulary=256, context=512, batch=64),
     "trained": trained_rows,
 }

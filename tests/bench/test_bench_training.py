@@ -58,9 +58,7 @@ def test_the_exact_gradients_are_autograds():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_gates_are_lowered_to_what_was_asked_for(monkeypatch):
-    monkeypatch.setattr(bench_training, "D_MODEL", 32)
-    monkeypatch.setattr(bench_training, "D_FF", 256)
+def test_gates_are_lowered_to_what_was_asked_for():
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=64))
     assert 10 < bench_training._quiet(model, torch.randint(0, 64, (8, 64)), 16) < 24
