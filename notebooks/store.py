@@ -5,7 +5,8 @@
 Needs what the course needs, and kaleido with a Chrome or Chromium for the pictures; where Pillow is installed, they
 are stored without their unused transparency, a third smaller. Run it on an otherwise idle machine: the timings are
 stored. Widgets are not stored (their state would embed megabytes of script and no code host shows it); each is
-followed by a still figure. The first cell's "Stored figures" line is filled in with what the set-up cell printed.
+followed by a still figure. A cell that fails or writes to stderr stops it, and nothing is stored. The first cell's
+"Stored figures" line is filled in with what the set-up cell printed.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def tidy(notebook) -> None:
             # The text form of a figure is its data once more.
             if FIGURE in output.get("data", {}):
                 output.data.pop("text/plain", None)
+            if output.output_type == "stream" and output.name == "stderr":
+                raise RuntimeError(f"this cell complains:\n{cell.source}\n\n{output.text}")
             if output.output_type == "stream" and output.name == "stdout":
                 printed += output.text
     machine = MACHINE.search(printed)

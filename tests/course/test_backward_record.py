@@ -78,13 +78,59 @@ def test_recorded_steps_beside_the_floor():
     assert "1012 MiB (dense), 390 MiB (sparse)" in backward_record.memory_sentence(placed(compared(8.0) + compared()))
 
 
+def trained(nnz: float = 150.0) -> list[dict]:
+    return compared(nnz, "trained, L1 0.0001, layer 2", ms=24.0, choice="dense")
+
+
+def test_the_kinds_of_workload_are_told_apart():
+    plain = [each | {"d_ff": 8192, "gated": False} for each in compared(40.0, f"{LOGNORMAL}, plain layer")]
+    rows = placed(compared() + compared(29.2, "independent, uniform") + compared(31.0, "overflow: 1% of rows with a tile of 200") + plain + trained())
+    found = backward_record.series(rows)
+    assert [len(each) for each in found.values()] == [5, 5, 5, 5] and list(found) == list(backward_record.KINDS.values())
+    assert {each["workload"] for each in found["a few neurons fire often"]} == {LOGNORMAL}
+
+
+def test_where_the_sparse_step_meets_the_dense_ones():
+    rows = placed(compared(40.0, ms=4.0) + compared(80.0, ms=6.8) + trained())
+    assert backward_record.meets(rows[:10], "dense compiled") == pytest.approx(60.0)
+    assert backward_record.meetings(rows) == "Recorded, a few neurons fire often: the sparse step takes as long as torch's compiled at nnz 60, eager at nnz 69."
+    assert backward_record.meets(rows[:5], "dense compiled") is None and "Nothing" in backward_record.meetings(rows[:5])
+
+
+def test_a_layer_with_no_room_is_named_with_what_it_costs():
+    room = 128 * 16384 + 16 * 5632
+    line = backward_record.no_room(placed(compared() + trained()))
+    assert line.startswith(f"trained, L1 0.0001, layer 2: {150 * 16384:,} entries, room for {room:,}. At least 11.0% of them are in lost rows.")
+    assert line.endswith("Sparse 24.0 ms, dense 6.0, planned (dense) 24.0.")
+    assert backward_record.no_room(placed(compared())).startswith("In no recorded layer")
+
+
+def test_what_a_lost_row_costs():
+    drawn = compared(20.0, ms=2.0) + compared(40.0, ms=3.0)
+    rows = placed(drawn + compared(30.0, "overflow: 1% of rows with a tile of 200", ms=3.3192))
+    assert backward_record.lost_cost(rows) == "1% of 16,384 rows lost: 3.32 ms instead of 2.50, so a lost row costs about 5 us, a stored one 0.15."
+    assert backward_record.lost_cost(placed(drawn)).startswith("No workload")
+
+
+def test_a_whole_step_beside_its_layers():
+    model = [each | {"layers": 8, "parameters": 5e8, "peak_bytes": 2**30, "x_dense": 1.4, "x_compiled": 1.3}
+             for each in (row("dense eager", 120.0, 30.0), row("planned", 84.0, 30.0), row("dense compiled", 90.0, 30.0), row("planned compiled", 66.0, 30.0))]  # fmt: skip
+    rows = placed(compared() + [each | {"workload": "whole step, 8 layers"} for each in model])
+    head, _, eager, compiled, saved = backward_record.whole_step(rows).splitlines()
+    assert head == "8 layers, 500 million parameters, nnz 30.0:" and eager.split() == ["eager", "120", "84", "1.4", "1024", "1024"]
+    assert compiled.split()[3] == "1.3" and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
+    assert "whole step" not in backward_record.others_table(rows)
+
+
 def test_without_a_record_everything_says_so(stored):
     stored()
     rows = backward_record.recorded()
     assert rows == [] and backward_record.COMMAND in backward_record.about(rows) and backward_record.table(rows) == backward_record.MISSING
     assert backward_record.summary(rows) == "" and backward_record.dense_ms(rows) is None
     assert "No other" in backward_record.others_table(rows) and "No peak" in backward_record.memory_sentence(rows)
-    assert "No recorded step" in backward_record.beside_floor(rows, {})
+    assert "No recorded step" in backward_record.beside_floor(rows, {}) and backward_record.series(rows) == {}
+    assert backward_record.whole_step(rows).startswith("No whole step") and backward_record.meetings(rows).startswith("Nothing recorded")
+    assert backward_record.lost_cost(rows).startswith("No workload") and backward_record.no_room(rows).startswith("In no recorded layer")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to time")

@@ -73,6 +73,17 @@ def test_steps_compare_like_with_like():
     assert "twell-lab x makes the record" in plots_backward.steps([], [], "twell-lab x").layout.annotations[0].text
 
 
+def test_the_paths_stand_beside_the_dense_lines():
+    kinds = backward_record.series(placed(compared() + compared(29.2, "trained, L1 0.0001, layer 0")))
+    figure = plots_backward.paths(kinds)
+    shown = {trace.name: (trace.mode, list(trace.y)) for trace in figure.data}
+    assert shown == {"planned": ("markers", [3.0, 3.0]), "sparse, a few neurons fire often": ("lines+markers", [3.0]),
+                     "sparse, layers of a trained model": ("markers", [3.0]), "torch, dense eager": ("lines", [6.0, 6.0]),
+                     "torch, dense compiled": ("lines", [5.4, 5.4])}  # fmt: skip
+    assert figure.layout.title.text.endswith(WHERE)
+    assert "no training step is recorded" in plots_backward.paths({}).layout.annotations[0].text
+
+
 def test_a_layer_that_switches_changes_its_line():
     history = [{"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": 2**20}
                for step, nnz, path in ((10, 9.0, "dense"), (20, 3.0, "twell"), (30, 8.0, "dense"), (40, 2.0, "twell"))]  # fmt: skip

@@ -1,6 +1,7 @@
 """The first cell's helper, and the script that stores outputs."""
 
 import importlib.util
+import logging
 from pathlib import Path
 
 import plotly.io as pio
@@ -52,6 +53,7 @@ def test_a_chosen_renderer_stays(monkeypatch):
 def test_storing_adds_pictures(monkeypatch):
     monkeypatch.setenv(notebook.STORING, "1")
     assert notebook.use_renderer() == "plotly_mimetype+png"
+    assert not logging.getLogger("choreographer.channels.pipe").isEnabledFor(logging.ERROR)
 
 
 @pytest.fixture
@@ -84,7 +86,8 @@ def test_storing_stamps_the_first_cell_and_drops_widgets(store):
 
 
 @pytest.mark.parametrize("notebook", [
-    stored(("display_data", {"data": {FIGURE: {}}})), stored(first="# No line to stamp")])
+    stored(("display_data", {"data": {FIGURE: {}}})), stored(first="# No line to stamp"),
+    stored(("stream", {"name": "stderr", "text": "Traceback, with this machine's paths"}))])
 def test_what_cannot_be_stored_is_refused(store, notebook):
     with pytest.raises(RuntimeError):
         store.tidy(notebook)

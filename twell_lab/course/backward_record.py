@@ -8,10 +8,11 @@ gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 
-from .. import bench, records
+from .. import bench, launch_train, records
 from ..errors import TwellError
 from .hopper_work import LOGNORMAL
 
@@ -20,7 +21,10 @@ COMMAND = "twell-lab record training"
 MISSING = f"No training step is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes the record."
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 SPARSE = "forced twell"
+WHOLE = "whole step"
 OURS = {"planned": "x_dense", "planned compiled": "x_compiled", SPARSE: "x_dense"}  # path -> what it is compared by
+KINDS = {LOGNORMAL: "a few neurons fire often", "independent, uniform": "all fire equally often", "overflow": "rows with a full tile",
+         "trained": "layers of a trained model"}  # how a workload's name begins -> what it is called in figures
 LEAST = 0.97  # times as fast as dense; below it, a row counts as a loss
 
 
@@ -68,11 +72,87 @@ def table(rows: list[dict]) -> str:
 
 
 def others_table(rows: list[dict]) -> str:
-    """The other workloads: uniform firing, plain layers, rows that overflow, trained layers, whole steps of a model."""
-    lines = [line for line in _lines(rows) if line["workload"] != LOGNORMAL]
-    columns = {"workload": "", "nnz": "mean nnz", "choice": "planned", "dense eager": "dense ms", "planned": "planned ms", "planned x": "x dense",
-               "planned compiled x": "compiled: x dense", "dense eager mib": "MiB: dense", "planned mib": "planned"}  # fmt: skip
+    """The other workloads: uniform firing, plain layers, rows that overflow, trained layers."""
+    lines = [line for line in _lines(rows) if line["workload"] != LOGNORMAL and not line["workload"].startswith(WHOLE)]
+    columns = {"workload": "", "nnz": "mean nnz", "dense eager": "dense ms", SPARSE: "sparse ms", f"{SPARSE} x": "x dense", "choice": "planned",
+               "planned x": "x dense", "planned compiled x": "compiled: x dense"}  # fmt: skip
     return records.table(lines, columns) if lines else "No other workload is recorded."
+
+
+def whole_step(rows: list[dict]) -> str:
+    """The training step of a whole model, dense and with sparse layers, eager and compiled: ms, times as fast, MiB."""
+    said = []
+    for line in _lines([row for row in rows if row["workload"].startswith(WHOLE)]):
+        row = next(row for row in rows if row["workload"] == line["workload"])
+        said.append(f"{row['layers']} layers, {row['parameters'] / 1e6:.0f} million parameters, nnz {line['nnz']:.1f}:")
+        shown = [{"how": how, "dense": line[dense], "sparse": line[sparse], "x": line[f"{sparse} x"], "dense mib": line[f"{dense} mib"],
+                  "mib": line[f"{sparse} mib"]} for how, dense, sparse in (("eager", "dense eager", "planned"),
+                                                                         ("compiled", "dense compiled", "planned compiled"))]  # fmt: skip
+        said.append(records.table(shown, {"how": "", "dense": "dense ms", "sparse": "sparse ms", "x": "x dense", "dense mib": "MiB: dense", "mib": "sparse"}))
+        alone = min(_lines(steps(rows)), key=lambda other: abs(other["nnz"] - line["nnz"]), default={})
+        if {"dense compiled", "planned compiled"} <= set(alone):
+            saved = alone["dense compiled"] - alone["planned compiled"]
+            said.append(f"Compiled, the step saves {line['dense compiled'] - line['planned compiled']:.1f} ms; {row['layers']} single layers at "
+                        f"nnz {alone['nnz']:.0f} save {row['layers']} x {saved:.2f} = {row['layers'] * saved:.1f}.")  # fmt: skip
+    return "\n".join(said) or "No whole step is recorded."
+
+
+def series(rows: list[dict]) -> dict[str, list[dict]]:
+    """One layer of the size that the course speaks of, by kind of workload (KINDS' names), lowest nnz first."""
+    here = [row for row in rows if (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF) and row.get("gated", True)]
+    found = {name: sorted((row for row in here if row["workload"] == kind or row["workload"].split(":")[0].split(",")[0] == kind),
+                          key=lambda row: row["nnz"]) for kind, name in KINDS.items()}  # fmt: skip
+    return {name: each for name, each in found.items() if each}
+
+
+def meets(rows: list[dict], path: str) -> float | None:
+    """The nnz at which the sparse step takes as long as this path, on the lines between recorded times of one kind of workload.
+
+    None where it does not happen between two of them.
+    """
+    sparse, dense = ({row["nnz"]: row["ms"] for row in rows if row["path"] == each} for each in (SPARSE, path))
+    nnzs = sorted(set(sparse) & set(dense))
+    for low, high in pairwise(nnzs):
+        before, after = sparse[low] - dense[low], sparse[high] - dense[high]
+        if before < 0 <= after:
+            return low + (high - low) * before / (before - after)
+    return None
+
+
+def meetings(rows: list[dict]) -> str:
+    """Where the recorded sparse steps meet the dense ones, eager and compiled, for each workload that was drawn; a line each."""
+    lines = []
+    for name, each in series([row for row in rows if row["workload"].startswith("independent")]).items():
+        found = {path: meets(each, path) for path in ("dense compiled", "dense eager")}
+        shown = [f"{path.removeprefix('dense ')} at nnz {nnz:.0f}" for path, nnz in found.items() if nnz is not None]
+        if shown:
+            lines.append(f"Recorded, {name}: the sparse step takes as long as torch's {', '.join(shown)}.")
+    return "\n".join(lines) or "Nothing recorded to set beside it."
+
+
+def lost_cost(rows: list[dict]) -> str:
+    """What a lost row costs beside a stored one, from the recorded workload in which a known share of rows is lost."""
+    line = next((line for line in _lines(rows) if line["workload"].startswith("overflow") and "tile of 200" in line["workload"]), None)
+    drawn = sorted((row["nnz"], row["ms"]) for row in steps(rows) if row["path"] == SPARSE)
+    around = next((pair for pair in pairwise(drawn) if line and pair[0][0] <= line["nnz"] <= pair[1][0]), None)
+    if around is None:
+        return "No workload with a known number of lost rows is recorded."
+    (low, before), (high, after) = around
+    without = before + (after - before) * (line["nnz"] - low) / (high - low)
+    lost = 0.01 * TOKENS
+    return (f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f}, so a lost row costs about "
+            f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}.")  # fmt: skip
+
+
+def no_room(rows: list[dict]) -> str:
+    """Rows whose entries cannot all be in the lists, whatever their order: how much is lost, and what that costs. A line each."""
+    lines = []
+    for line in _lines([row for each in series(rows).values() for row in each]):
+        room, entries = launch_train.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
+        if entries > room and SPARSE in line:
+            lines.append(f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of them are in lost rows. "
+                         f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) {line['planned']:.1f}.")  # fmt: skip
+    return "\n".join(lines) or "In no recorded layer do more neurons fire than the lists have room for."
 
 
 def about(rows: list[dict]) -> str:

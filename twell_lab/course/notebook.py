@@ -5,6 +5,7 @@ The library never imports this module.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -63,6 +64,8 @@ def use_renderer() -> str | None:
     if os.environ.get(STORING):
         picture = pio.renderers["png"]
         picture.width, picture.scale = 860, 1.25
+        # What draws the pictures logs a whole traceback for a message of its browser that it can do without.
+        logging.getLogger("choreographer").setLevel(logging.CRITICAL)
         pio.renderers.default = "plotly_mimetype+png"
     elif not os.environ.get("PLOTLY_RENDERER") and "+notebook" in (pio.renderers.default or ""):
         pio.renderers.default = "plotly_mimetype"

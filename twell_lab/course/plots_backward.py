@@ -141,7 +141,7 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
         figure.add_bar(x=list(place.values()), y=[next(part["ms"] for part in each if part["part"] == name) for each in floors.values()],
                        name=name, marker_color=colour, hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>")  # fmt: skip
     figure.add_hline(y=dense_ms, line={"color": plots.INK, "width": 1, "dash": "dash"})
-    figure.add_annotation(x=0, xref="paper", y=dense_ms, xanchor="left", yanchor="bottom", showarrow=False, font={"size": 11},
+    figure.add_annotation(x=0, xref="paper", y=dense_ms, xanchor="left", yanchor="top", showarrow=False, font={"size": 11},
                           text=f"nine dense products on the tensor cores: {dense_ms:.2f} ms")  # fmt: skip
     marks = {"forced twell": ("sparse", "diamond"), "dense eager": ("dense", "x-thin"), "dense compiled": ("dense compiled", "cross-thin")}
     for path, (name, symbol) in marks.items():
@@ -172,7 +172,8 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
     for colour, (path, where) in zip(plots.COLOURS, dict.fromkeys((row["path"], row["where"]) for row in shown), strict=False):
         rows = sorted((row for row in shown if (row["path"], row["where"]) == (path, where)), key=lambda row: row["nnz"])
         figure.add_scatter(x=[row["nnz"] for row in rows], y=[row["x"] for row in rows], mode="lines+markers", name=f"{NAMES[path]}, {where}",
-                           line={"color": colour, "dash": "dot" if where.startswith("recorded") else "solid"}, marker={"size": 9},
+                           line={"color": colour, "dash": "dot" if where.startswith("recorded") else "solid"},
+                           marker={"size": 15 if path == "planned" else 8, "symbol": "circle-open" if path == "planned" else "circle"},
                            customdata=[[row["ms"]] for row in rows], hovertemplate="nnz %{x:.3g}: %{y:.2f}x, %{customdata[0]:.3g} ms")  # fmt: skip
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dash"})
     if not shown:
@@ -217,6 +218,37 @@ def move_capacity(figure: go.Figure, sweep: list[dict], index: int) -> None:
     error = "within rounding of autograd's" if row["error"] < 1e-12 else f"off by {row['error']:.1e}"
     figure.layout.title.text = (f"room for {row['capacity']} values, {row['bytes']:,} bytes: {len(lost)} of {len(row['counts'])} tokens lost; "
                                 f"gradients {error}")  # fmt: skip
+
+
+def paths(kinds: dict[str, list[dict]]) -> go.Figure:
+    """The sparse step in ms over nnz, a line or marks for each kind of workload, beside torch's dense one; circles: what is planned.
+
+    kinds: backward_record.series. Both axes are logarithmic.
+    """
+    figure = go.Figure()
+    every = [row for each in kinds.values() for row in each]
+    planned = sorted((row for row in every if row["path"] == "planned"), key=lambda row: row["nnz"])
+    figure.add_scatter(x=[row["nnz"] for row in planned], y=[row["ms"] for row in planned], mode="markers", name="planned",
+                       marker={"symbol": "circle-open", "size": 17, "color": plots.INK, "line": {"width": 1.5}},
+                       customdata=[[row["workload"], row.get("choice")] for row in planned],
+                       hovertemplate="%{customdata[0]}, nnz %{x}: planned %{customdata[1]}, %{y:.3g} ms<extra></extra>")  # fmt: skip
+    for colour, (name, each) in zip(plots.COLOURS, kinds.items(), strict=False):
+        rows = [row for row in each if row["path"] == "forced twell"]
+        drawn = rows and rows[0]["workload"].startswith("independent")
+        figure.add_scatter(x=[row["nnz"] for row in rows], y=[row["ms"] for row in rows], mode="lines+markers" if drawn else "markers",
+                           name=f"sparse, {name}", line={"color": colour}, marker={"size": 9, "color": colour, "symbol": "circle" if drawn else "diamond"},
+                           customdata=[[row["workload"]] for row in rows],
+                           hovertemplate="%{customdata[0]}, nnz %{x}: sparse %{y:.3g} ms<extra></extra>")  # fmt: skip
+    for path, dash in (("dense eager", "dash"), ("dense compiled", "dot")):
+        rows = sorted((row for row in every if row["path"] == path), key=lambda row: row["nnz"])
+        figure.add_scatter(x=[row["nnz"] for row in rows], y=[row["ms"] for row in rows], mode="lines", name=f"torch, {path}",
+                           line={"color": plots.GREY, "dash": dash}, hovertemplate=f"{path}, nnz %{{x}}: %{{y:.3g}} ms<extra></extra>")  # fmt: skip
+    if not every:
+        figure.add_annotation(x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, text="no training step is recorded in this checkout")
+    figure.update_xaxes(title_text="neurons firing for a token on average", type="log", tickvals=[5, 10, 20, 50, 100, 200])
+    figure.update_yaxes(title_text="ms, forward and backward", type="log", tickvals=[1, 2, 5, 10, 20, 50])
+    wheres = ", ".join(dict.fromkeys(row["where"] for row in every))
+    return plots.styled(figure, f"A training step of one layer, 16,384 tokens; {wheres}", height=490).update_layout(margin_t=160)
 
 
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
