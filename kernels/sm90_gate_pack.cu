@@ -14,12 +14,12 @@
 // once, and writes value << 16 | column to shared memory, from where whole sectors leave. A warp owns 16 rows: no barrier.
 //
 // Versions: ms (TFLOP/s) for the size above, mean nnz 29, on an H100 SXM, 2026-11-21: as in data/records/
-// inference-20261121T083719Z, beside torch's linear, 0.507 (745); then in another run 0.8 s without a pause, where power sets
+// inference-20261121T092751Z, beside torch's linear, 0.501 (755); then in another run 0.8 s without a pause, where power sets
 // the clock, torch 0.576 (656)
-//   gate_pack_v1  0.536 (705) | 0.623 (607)  no cluster, packing when a tile is done.
-//   gate_pack_v2  0.526 (718) | 0.605 (624)  clusters of two. Cool, it gains little, for the L2 gave more than was thought
+//   gate_pack_v1  0.532 (711) | 0.623 (607)  no cluster, packing when a tile is done.
+//   gate_pack_v2  0.523 (723) | 0.605 (624)  clusters of two. Cool, it gains little, for the L2 gave more than was thought
 //                 (11.3 TB/s into shared memory without a product); under load it gains power, which is clock.
-//   gate_pack_v3  0.481 (786) | 0.557 (679)  the packing in pieces between the k-steps of the next tile. The rounded pairs are
+//   gate_pack_v3  0.476 (795) | 0.557 (679)  the packing in pieces between the k-steps of the next tile. The rounded pairs are
 //                 64 registers beside the 128 of the sums, and the tensor cores work meanwhile. The same loop without any
 //                 epilogue (version 0, packed null) took 0.509 (743) | 0.533 (709) in the other run, v3 in short rounds
 //                 0.519 (728): packing costs 2 to 4%.
@@ -27,7 +27,7 @@
 // Measured with the clock: 4,700. A branch a pair of columns costs 40 to 50 cycles (two instructions of latency each, one
 // warp a scheduler), and the warpgroups fall into step, so neither hides the other. Pairs in shared memory and a loop over
 // those that fire, for a register can't be picked at run time: 3,300. Only v3 got it out of the way: tile 33,960.
-// Other loads, v3 beside torch, from the same record: nnz 8 0.477, 0.504; 60 0.485, 0.510; 131,072 tokens 3.94, 4.30. From the
+// Other loads, v3 beside torch, from the same record: nnz 8 0.472, 0.497; 60 0.479, 0.501; 131,072 tokens 3.85, 4.15. From the
 // other run: nnz 300 0.562, 0.571; half of all 0.73, 0.55 (a warp's loop runs as often as its fullest lane asks; such layers
 // are computed densely); 2,048 tokens 0.073, 0.064 and 512 tokens 0.030, 0.022 (graph replays): 2.67 waves of tiles, and 88 of
 // 132 blocks. A bias costs 2%.

@@ -205,7 +205,7 @@ def stale(record: Record) -> bool:
 
 
 def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:
-    """Check that the kernels as they are were tested on a GPU, or are named as not yet tested.
+    """Check that the kernels as they are were tested on a GPU, or are named as not reported on yet.
 
     The newest record whose notes hold `gpu_tests` must carry the present kernel hash and report no failure.
     Otherwise `UNVERIFIED.json` in the folder must be {"kernel_hash": the present hash, "why": a reason,
@@ -229,7 +229,7 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
     if (folder / UNVERIFIED).exists():
         entry = _read_json(folder / UNVERIFIED)
         if entry.get("kernel_hash") == now and isinstance(entry.get("why"), str) and entry["why"].strip():
-            return f"kernels {now[:12]} have not been tested on a GPU yet: {entry['why'].strip()}"
+            return f"kernels {now[:12]} have no GPU test report of their own yet: {entry['why'].strip()}"
         was += f" and {UNVERIFIED} names {str(entry.get('kernel_hash'))[:12]}" \
             if entry.get("kernel_hash") != now else f" and {UNVERIFIED} gives no reason in \"why\""
     raise RecordError(f"the kernels have hash {now}, but {was}. Run the GPU tests and keep their report in "
