@@ -6,7 +6,7 @@
                           optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
 
 A checkpoint is written under another name, forced to the disk and then renamed, so a folder of this name is whole. Once
-it is there the ones before it are removed.
+it is there the ones before it are removed. What a process that was killed left half written, the next `save` removes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import dataclasses
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ class State:
     step: steps made. config: what the run was told, but for its text: `text` says which (its name, sha256 and size, and
     the path where there is one). seconds: trained so far. order, noise: states of the generators of windows and of fresh
     gate rows, uint8. optimizer: {"<what>.<parameter>": tensor}. counts: of twell_lab.dead.Tracker; empty if not tracked.
+    paths: of kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer}; otherwise empty.
     """
 
     step: int
@@ -61,11 +63,14 @@ class State:
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     counts: dict[str, Tensor]
+    paths: dict = field(default_factory=dict)
 
 
 def describe(text: Text, given) -> dict:
     """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption."""
-    path = str(given) if isinstance(given, (str, os.PathLike)) else None
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if path is not None and not path.startswith("hf:"):
+        path = os.path.abspath(path)  # a resumption may begin in another folder
     return {**text.describe(), "path": path}
 
 
@@ -80,7 +85,7 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
 
 def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
     """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are removed,
-    unless keep_older. InputError where it can't be written."""
+    unless keep_older. InputError where it can't be written; nothing of it is left behind then."""
     safetensors = _safetensors()
     from safetensors import SafetensorError
 
@@ -88,30 +93,50 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
     target = folder / f"checkpoint-{state.step:06d}"
     part = target.with_name(target.name + ".part")
     fields = {name: value for name, value in vars(state).items() if not isinstance(value, (Tensor, dict))}
-    fields |= {"config": state.config, "model_config": state.model_config, "text": state.text}
+    fields |= {name: getattr(state, name) for name in ("config", "model_config", "text", "paths")}
     fields |= {name: getattr(state, name).numpy().tobytes().hex() for name in ("order", "noise")}
     extra = {**state.optimizer, **{f"counts.{name}": value for name, value in state.counts.items()}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        for left in folder.glob("checkpoint-*.part"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         part.mkdir()
         for name, tensors in (("model", state.weights), ("optimizer", extra)):
             safetensors.save_file({key: value.contiguous() for key, value in tensors.items()}, part / f"{name}.safetensors")
         (part / "config.json").write_bytes(_json({"format": MODEL_FORMAT, **state.model_config}))
         sizes = {path.name: path.stat().st_size for path in part.iterdir()}
         (part / "state.json").write_bytes(_json({"format": FORMAT, "sizes": sizes, **fields}))
-        for path in part.iterdir():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+        for path in (*part.iterdir(), part):
+            _to_disk(path)
         older = [path for path in checkpoints(folder) if path != target]
-        if target.exists():  # the same step, interrupted again right after a resumption
-            shutil.rmtree(target)
-        part.rename(target)
+        if target.exists():  # the same step, reached again from an older checkpoint: it goes only once the new one is there
+            before = target.with_name(target.name + ".old.part")
+            target.rename(before)
+            part.rename(target)
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            part.rename(target)
+        _to_disk(folder)
         for path in () if keep_older else older:
             shutil.rmtree(path, ignore_errors=True)
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
         raise InputError(f"cannot save a checkpoint in {str(folder)!r}: {error}") from None
     return target
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlast a power cut."""
+    if not path.is_dir():
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        return
+    with suppress(OSError):  # some systems open no folders, some file systems cannot wait for one
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def load(folder: str | os.PathLike) -> State:
@@ -127,7 +152,7 @@ def load(folder: str | os.PathLike) -> State:
             raise InputError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
         if len(content) != size:
             raise InputError(f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
-                             "it is truncated; accepted: a whole checkpoint")
+                             f"it is {'truncated' if len(content) < size else 'another file'}; accepted: a whole checkpoint")
         if name.endswith(".safetensors"):
             try:
                 tensors[name] = safetensors.load(content)
@@ -137,7 +162,8 @@ def load(folder: str | os.PathLike) -> State:
     counts = {name[7:]: optimizer.pop(name) for name in list(optimizer) if name.startswith("counts.")}
     plain = {name: fields[name] for name in ("step", "config", "model_config", "text", "seconds", "history")}
     states = {name: torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8) for name in ("order", "noise")}
-    return State(**plain, **states, weights=tensors["model.safetensors"], optimizer=optimizer, counts=counts)
+    return State(**plain, **states, weights=tensors["model.safetensors"], optimizer=optimizer, counts=counts,
+                 paths=fields.get("paths", {}))
 
 
 def newest(folder: str | os.PathLike) -> Path:
@@ -158,7 +184,7 @@ def home(folder: str | os.PathLike) -> Path:
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     """The config of the newest checkpoint in `folder`, its text named by the path it had, with `changes`."""
     fields = _fields(newest(folder))
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    known = {each.name for each in dataclasses.fields(TrainConfig)}
     if unknown := sorted(set(fields["config"]) - known):
         raise InputError(f"the checkpoint's config has {', '.join(unknown)}, which this release does not know")
     return TrainConfig(**{**fields["config"], "text": fields["text"]["path"], **changes})
@@ -168,6 +194,7 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
     """InputError naming the field and both values unless `config` and `text` go on with the run in `state`."""
     for name, value in vars(config).items():
         saved = state.config.get(name, _default(name))
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if name not in FREE and saved != value:
             raise InputError(f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
                              f"(only {', '.join(each for each in FREE if each != 'text')} may change)")
@@ -195,7 +222,19 @@ def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) 
 
 
 def prepare(folder: str | os.PathLike) -> Path:
-    """The folder to save in, made if need be. InputError if it holds an unfinished run, which would be lost."""
+    """The folder to save in, made if need be. InputError if it can't be written, or holds an unfinished run, which would
+    be lost."""
+    folder = writable(folder)
+    if found := checkpoints(folder):
+        fields = _fields(found[-1])
+        if fields["step"] < fields["config"]["steps"]:
+            raise InputError(f"{str(folder)!r} holds a run stopped at step {fields['step']} of {fields['config']['steps']}; "
+                             "accepted: to resume it, or another folder, or this one after removing its checkpoint")
+    return folder
+
+
+def writable(folder: str | os.PathLike) -> Path:
+    """The folder, made if need be. InputError where no file can be made in it."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,11 +243,6 @@ def prepare(folder: str | os.PathLike) -> Path:
         probe.unlink()
     except OSError as error:
         raise InputError(f"cannot save in {str(folder)!r}: {error}") from None
-    if found := checkpoints(folder):
-        fields = _fields(found[-1])
-        if fields["step"] < fields["config"]["steps"]:
-            raise InputError(f"{str(folder)!r} holds a run stopped at step {fields['step']} of {fields['config']['steps']}; "
-                             "accepted: to resume it, or another folder, or this one after removing its checkpoint")
     return folder
 
 
@@ -219,14 +253,14 @@ def _fields(path: Path) -> dict:
         raise InputError(f"state.json in the checkpoint {str(path)!r} cannot be read: {error}") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise InputError(f"state.json in the checkpoint {str(path)!r} is not of format {FORMAT}, the one read")
-    wanted = {"sizes", *(field.name for field in dataclasses.fields(State))} - {"weights", "optimizer", "counts"}
+    wanted = {"sizes", *(each.name for each in dataclasses.fields(State))} - {"weights", "optimizer", "counts", "paths"}
     if missing := sorted(wanted - fields.keys()):
         raise InputError(f"state.json in the checkpoint {str(path)!r} lacks {', '.join(missing)}")
     return fields
 
 
 def _default(name: str):
-    return next(field.default for field in dataclasses.fields(TrainConfig) if field.name == name)
+    return next(each.default for each in dataclasses.fields(TrainConfig) if each.name == name)
 
 
 def _json(value: dict) -> bytes:

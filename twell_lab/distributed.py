@@ -7,7 +7,7 @@ batch in every step; gradients and the numbers of the history are averaged over 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,10 +46,20 @@ class World:
         """Whether it holds in any process. Waits for the device."""
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
-    def wait(self) -> None:
-        """Until every process is here."""
+    def led(self, act: Callable[[], object]) -> None:
+        """Have the first process do it, the others wait; an InputError there is raised in each of them."""
+        said: list[str | None] = [None]
+        if self.lead:
+            try:
+                act()
+            except InputError as error:
+                if self.size == 1:
+                    raise
+                said = [str(error)]
         if self.size > 1:
-            dist.barrier()
+            dist.broadcast_object_list(said, src=0)
+        if said[0] is not None:
+            raise InputError(said[0])
 
 
 @contextmanager
@@ -85,14 +95,18 @@ def _own_device(device: str | None) -> torch.device:
                          "takes one, or 'cpu'")
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
     if here > gpus:
+        fewer = f"torchrun --nproc-per-node {gpus} or fewer, or " if gpus else ""
         raise DeviceError(f"{here} processes were started on a machine with {gpus} GPU{'' if gpus == 1 else 's'}; accepted: "
-                          f"torchrun --nproc-per-node {gpus} or fewer, or --device cpu")
+                          f"{fewer}--device cpu")
     return present(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
 
 
 def present(name: str | None) -> torch.device:
     """The device of that name (None: a GPU where there is one); DeviceError where it is not there."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "meta":
+        raise DeviceError(f"device {name!r} holds no numbers; accepted here: "
+                          f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts

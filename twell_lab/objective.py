@@ -23,11 +23,16 @@ def cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def bits_per_byte(model: nn.Module, windows: Tensor) -> float:
-    """Cross-entropy in bits on int64 windows [n, context + 1]; each window is read with nothing before it."""
+def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = None) -> float:
+    """Cross-entropy in bits a byte on int64 windows [n, context + 1]; each window is read with nothing before it.
+
+    lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Counted are the bytes of the
+    tokens that are predicted, not of the whole text: windows spread over a text need not be like all of it.
+    """
     with torch.no_grad():
         nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(EVAL_BATCH))
-    return (nats / len(windows)).item() / math.log(2)
+    bits = (nats / len(windows)).item() / math.log(2)
+    return bits if lengths is None else bits / lengths.to(windows.device)[windows[:, 1:]].double().mean().item()
 
 
 def layer_l1(h: Tensor) -> Tensor:

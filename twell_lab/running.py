@@ -91,6 +91,10 @@ class Run:
     def follow(self, nnz: list[float]) -> None:
         """Let layers that train through the kernels change their path by how many of their neurons fire."""
         terms = [LayerTerm(layer.name, None, value) for layer, value in zip(self.layers, nnz, strict=True)]
+        if self.switch.below is None:  # every process must take the same path: their measurements differ, nnz does not
+            found = self.switch.measure()
+            values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.world.device)
+            self.switch.below = dict(zip(found, self.world.mean(values).tolist(), strict=True))
         self.switch.see(terms)
 
     def state(self, text: dict) -> checkpoint.State:
@@ -102,7 +106,17 @@ class Run:
         return checkpoint.State(
             step=self.step, config=config, model_config=asdict(self.model.config), text=text, seconds=self.seconds,
             history=self.history, order=self.guard.order_state, noise=self.noise.get_state(), weights=self.weights(),
-            optimizer=optimizer, counts=self.tracker.state_dict() if self.tracker else {})
+            optimizer=optimizer, counts=self.tracker.state_dict() if self.tracker else {}, paths=self._paths())
+
+    def _paths(self) -> dict:
+        if self.switch is None:
+            return {}
+        layers = {layer.name: layer.module.learning for layer in self.layers}
+        return {"device": self._device_name(), "below": self.switch.below, "layers": layers}
+
+    def _device_name(self) -> str:
+        device = self.world.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights, whole, on the CPU."""
@@ -127,6 +141,11 @@ class Run:
         self.noise.set_state(state.noise)
         if self.tracker is not None:
             self.tracker.load_state_dict(state.counts)
+        if self.switch is not None and state.paths:
+            for layer in self.layers:
+                layer.module.learn(state.paths["layers"][layer.name])
+            if state.paths["device"] == self._device_name():  # elsewhere they are measured again
+                self.switch.below = state.paths["below"]
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
     def plain(self) -> LanguageModel:
@@ -192,8 +211,8 @@ class Diverged(InputError):
 
     def __init__(self, config: TrainConfig, step: int, loss: float, norm: float) -> None:
         what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
-        super().__init__(f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr is "
-                         "the first thing to try")
+        super().__init__(f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr "
+                         f"{'or l1 ' if config.l1 else ''}is the first thing to try")
 
 
 class Stop:

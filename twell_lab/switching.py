@@ -74,10 +74,11 @@ class Switch:
     def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
         """Have the layers follow what the terms of one forward pass say; returns the changes, as `switch` does."""
         if self.below is None:
-            self.below = self._measure()
+            self.below = self.measure()
         return switch(self.model, terms, below=self.below)
 
-    def _measure(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
+        """The break-even of each layer, from rates measured on its device now."""
         layers = feed_forwards(self.model)
         weight = layers[0].up.weight
         device = weight.device.type

@@ -14,13 +14,15 @@ trains on two GPUs what `twell-lab train` with the same options trains on one (s
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -80,22 +82,29 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         state = checkpoint.load(resume)
         checkpoint.check_same(state, config, run.model.config, whole)
         run.restore(state)
-        out = home if out is None else out
-    if out is not None and world.lead and (home is None or Path(out).resolve() != home.resolve()):
-        checkpoint.prepare(out)
-        (Path(out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run there
-        if whole.tokenizer != BYTES:
-            whole.tokenizer.save(Path(out) / "tokenizer.json")
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
+    lengths = None if validation.tokenizer == BYTES else validation.tokenizer.lengths.to(world.device)
+    goes_on = home is not None and (out is None or Path(out).resolve() == home.resolve())  # in the folder it began in
+    out = home if goes_on else out
+    metrics = _Metrics()
+
+    def begin() -> None:
+        if goes_on:
+            checkpoint.writable(out)
+        else:
+            checkpoint.prepare(out)
+            (Path(out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run there
+            if whole.tokenizer != BYTES:
+                whole.tokenizer.save(Path(out) / "tokenizer.json")
+        metrics.open(Path(out) / "metrics.jsonl", run.history)
 
     def save(keep_older: bool = False) -> None:
         state = run.state(described)
-        if world.lead:
-            checkpoint.save(out, state, keep_older=keep_older)
-        world.wait()
+        world.led(lambda: checkpoint.save(out, state, keep_older=keep_older))
 
-    metrics = _Metrics(out if world.lead else None, run.history)
-    saved, warned = run.step, not world.lead
+    if out is not None:
+        world.led(begin)
+    saved, warned = run.step if goes_on else None, not world.lead  # saved: the step of this run's last checkpoint in `out`
     start = time.perf_counter() - run.seconds
     lap, lap_step = time.perf_counter(), run.step
     try:
@@ -120,7 +129,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
                     if validate:
                         with _autocast(config, world.device):
-                            row["val_bits_per_byte"] = bits_per_byte(run.model, held_out) / validation.bytes_per_token
+                            row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
+                        if not math.isfinite(row["val_bits_per_byte"]):
+                            raise Diverged(config, step, row["val_bits_per_byte"], math.nan)
                     warned = warned or warn_if_silent(row, config)
                     lap, lap_step = time.perf_counter(), step
                     row["seconds"] = lap - start
@@ -132,24 +143,27 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         on_step(row)
                 run.seconds = time.perf_counter() - start
                 if keep or stopping and not last:
+                    before = time.perf_counter()
                     save()
                     saved = step
+                    lap += time.perf_counter() - before
                 if stopping and not last:
                     raise checkpoint.Interrupted(out, step, config.steps)
     except Diverged as error:
         if out is None:
             raise
-        if run.step > saved:  # not in the place of an older one, which may be the better start
-            save(keep_older=True)
-        raise InputError(f"{error}; the last good state, after step {run.step}, is in {os.fspath(out)!r}") from None
+        if run.step and run.step != saved:  # not in the place of an older one of this run, which may be the better start
+            save(keep_older=saved is not None)
+        raise InputError(f"{error}; the last good state, after step {run.step}, is " +
+                         (f"in {os.fspath(out)!r}" if run.step else "the one it began with")) from None
     finally:
         metrics.close()
     model = run.plain()
     with _autocast(config, world.device):
         firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
     model.eval()
-    if out is not None and world.lead:
-        model.save(out)
+    if out is not None:
+        world.led(lambda: model.save(out))
     return TrainResult(
         model=model, config=config, history=run.history,
         validation_bits_per_byte=run.history[-1]["val_bits_per_byte"],
@@ -221,20 +235,42 @@ def _autocast(config: TrainConfig, device: torch.device):
 
 
 class _Metrics:
-    """metrics.jsonl: a row of the history a line, there as soon as it is made. Without a folder nothing happens."""
+    """metrics.jsonl: a row of the history a line, there as soon as it is made. Until it is opened nothing happens.
 
-    def __init__(self, folder: str | os.PathLike | None, history: list[dict]) -> None:
-        self.file = None if folder is None else open(Path(folder) / "metrics.jsonl", "w", buffering=1)
-        for row in history:  # of a resumed run, up to its checkpoint
-            self.write(row)
+    Where a row can't be written any more (a full disk) it warns and stops: the checkpoints hold the rows as well.
+    """
+
+    def __init__(self) -> None:
+        self.file = None
+
+    def open(self, path: Path, history: list[dict]) -> None:
+        """Begin the file with the rows of a resumed run; what was there is replaced as a whole."""
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_text("".join(json.dumps(row) + "\n" for row in history))
+            part.replace(path)
+            self.file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise InputError(f"cannot write {str(path)!r}: {error}") from None
 
     def write(self, row: dict) -> None:
-        if self.file is not None:
-            self.file.write(json.dumps(row) + "\n")
+        if self.file is None:
+            return
+        line, at = (json.dumps(row) + "\n").encode(), self.file.tell()
+        try:
+            if self.file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self.file.truncate(at)  # no half of a row
+            warnings.warn(f"step {row['step']}: {self.file.name} takes no more rows: {error}; training goes on, and the "
+                          "checkpoints hold them", stacklevel=3)
+            self.close()
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+            self.file = None
 
 
 class _NoBar:

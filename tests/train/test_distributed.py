@@ -27,12 +27,12 @@ SEVERAL = """
 import json, os, runpy, sys
 import torch.distributed
 torch.distributed.init_process_group("gloo")
-for arguments in json.loads(sys.argv[1]):
+for arguments, code in json.loads(sys.argv[1]):
     sys.argv = ["train", *arguments]
     try:
         runpy.run_module("twell_lab.train", run_name="__main__")
     except SystemExit as ended:
-        assert not ended.code, ended.code
+        assert (ended.code or 0) == code, ended.code
 torch.distributed.destroy_process_group()
 """
 
@@ -47,12 +47,14 @@ def runs(tiny, some_text, tmp_path_factory):
     options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
         "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows", "device",
         "text", *EVERYTHING)]
-    asked = [[*options, f"--parallel={name}", f"--out={folder / name}"] for name in ("ddp", "fsdp")]
+    asked = [([*options, f"--parallel={name}", f"--out={folder / name}"], 0) for name in ("ddp", "fsdp")]
+    (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
+    asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
     ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                           folder / "several.py", json.dumps(asked)], capture_output=True, text=True, timeout=300,
                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    return {name: folder / name for name in ("ddp", "fsdp")}, config, ran.stdout
+    return {name: folder / name for name in ("ddp", "fsdp")}, config, ran.stdout, ran.stderr
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,13 @@ def test_only_the_first_process_prints(runs):
 # What is refused
 
 
+def test_what_the_first_process_cannot_write_ends_them_all(runs):
+    """As the same error in each, so none is left to wait for the others; they then train what else is asked of them."""
+    for process in ("twell-lab: ", "twell-lab, process 1: "):
+        assert f"{process}cannot save in" in runs[3]
+    assert "Traceback" not in runs[3]
+
+
 def pretend(monkeypatch, processes, gpus):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
@@ -128,6 +137,12 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(tiny, monkeypatc
     pretend(monkeypatch, 4, 2)
     with pytest.raises(DeviceError, match="4 processes were started on a machine with 2 GPUs; accepted: .*2 or fewer"):
         train(tiny(device=device), progress=False)
+
+
+def test_a_machine_without_gpus_is_not_told_to_start_none(tiny, monkeypatch):
+    pretend(monkeypatch, 2, 0)
+    with pytest.raises(DeviceError, match="2 processes were started on a machine with 0 GPUs; accepted: --device cpu"):
+        train(tiny(device="cuda"), progress=False)
 
 
 def test_one_gpu_named_for_several_processes_is_refused(tiny, monkeypatch):
