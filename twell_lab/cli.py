@@ -31,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status or 0
     except TwellError as error:
-        print(f"twell-lab: {error}", file=sys.stderr)
+        number = os.environ.get("RANK", "0")  # under torchrun each process speaks for itself
+        print(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         # torch has no class of its own for a CPU allocation that fails, only this wording.

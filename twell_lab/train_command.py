@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 EPILOG = """\
@@ -100,7 +103,8 @@ def run(options: argparse.Namespace) -> int:
     if options.config is not None:
         given = {**configurations.named(options.config), **given}
     config = checkpoint.config_of(options.resume, **given) if options.resume else TrainConfig(**given)
-    result = train(config, out=options.out, resume=options.resume)
+    with _warnings_in_one_line():
+        result = train(config, out=options.out, resume=options.resume)
     if int(os.environ.get("RANK", "0")):
         return 0
     if options.json:
@@ -113,6 +117,23 @@ def run(options: argparse.Namespace) -> int:
           f"{result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s" +
           (f"; the model is in {options.out or options.resume}" if options.out or options.resume else ""))
     return 0
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Within this context warnings of this package look like its errors, without the line of source."""
+    usual, here = warnings.formatwarning, os.path.dirname(__file__)
+
+    def in_one_line(message, category, filename, lineno, line=None) -> str:
+        if os.path.dirname(filename) != here:
+            return usual(message, category, filename, lineno, line)
+        return f"\ntwell-lab: warning: {message}\n"  # the line before it may be a progress bar's
+
+    warnings.formatwarning = in_one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _given(text: str) -> str:

@@ -97,6 +97,10 @@ class TrainConfig:
         self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
         for name in ("l1", "weight_decay", "reinit_sigma"):
             self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        if self.l1 > torch.finfo(torch.float32).max:
+            raise InputError(f"l1 is {self.l1!r}; accepted: a number from 0 up that float32 holds")
+        if self.dead_window >= 2**63:
+            raise InputError(f"dead_window is {self.dead_window!r}; accepted: a whole number from 0 to 2**63 - 1")
         for name in ("lr", "clip"):
             self._check(name, (int, float), lambda value: 0 < value < math.inf, "a finite number above 0")
         self._check("reinit", (int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1")
