@@ -2,7 +2,7 @@
 
     out/checkpoint-000300/state.json             config, step, random states, history
                           model.safetensors      weights; with config.json a model that twell-lab profile reads
-                          config.json
+                          config.json            and tokenizer.json, where it reads no bytes
                           optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
 
 A checkpoint is written under another name, forced to the disk and then renamed, so a folder of this name is whole. Once
@@ -29,6 +29,7 @@ from .text import Text
 from .train_config import TrainConfig
 
 FORMAT = 1  # of state.json; raised when an older reader would misread it
+TOKENIZER = "tokenizer.json"  # training writes it into the folder, unless the text is read as bytes
 
 # What may differ between a run and its resumption: where and how it computes, and how often it saves.
 FREE = ("device", "compile", "kernels", "parallel", "checkpoint_every", "text")
@@ -104,6 +105,8 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         for name, tensors in (("model", state.weights), ("optimizer", extra)):
             safetensors.save_file({key: value.contiguous() for key, value in tensors.items()}, part / f"{name}.safetensors")
         (part / "config.json").write_bytes(_json({"format": MODEL_FORMAT, **state.model_config}))
+        if (folder / TOKENIZER).is_file():  # so that a checkpoint taken elsewhere still reads its text as it was trained
+            shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
         sizes = {path.name: path.stat().st_size for path in part.iterdir()}
         (part / "state.json").write_bytes(_json({"format": FORMAT, "sizes": sizes, **fields}))
         for path in (*part.iterdir(), part):

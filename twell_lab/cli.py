@@ -233,7 +233,7 @@ def _profile(options) -> int:
     from .model import LanguageModel
     from .profile import profile
     model = LanguageModel.load(options.model)
-    part, windows = _windows(options.text, Path(options.model), options.windows, model.config.context)
+    part, windows = _windows(options.text, Path(options.model), options.windows, model.config)
     firing = profile(model, windows.split(32))
     if options.out is not None:
         firing.save(options.out)
@@ -248,18 +248,22 @@ def _profile(options) -> int:
     return 0
 
 
-def _windows(given: str | None, model: Path, count: int, context: int):
+def _windows(given: str | None, model: Path, count: int, config):
     """(the text, windows [count, context] spread over it): a given text whole, of the default one the held-out part,
-    read through the tokenizer that training left in the model's folder, or as bytes."""
+    read through the tokenizer that training left in the model's folder, or as bytes. config: the model's."""
     from .text import load_any, spread_windows
     own = model / "tokenizer.json"
     text = load_any(given, tokenizer=own if own.is_file() else None)
+    if text.vocabulary != config.vocabulary:
+        read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
+        raise InputError(f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
+                         "accepted: a model with the tokenizer it was trained with beside it")
     # A model was trained on the first part of the default text; a text of the reader's own is read whole.
     part = text if given else text.split()[1]
-    if len(part.tokens) <= context:
-        raise InputError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of {context}, "
-                         f"so at least {context + 1} are needed")
-    return part, spread_windows(part.tokens, count, context)[:, :-1]
+    if len(part.tokens) <= config.context:
+        raise InputError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
+                         f"{config.context}, so at least {config.context + 1} are needed")
+    return part, spread_windows(part.tokens, count, config.context)[:, :-1]
 
 
 def _plan(options) -> int:
@@ -272,7 +276,7 @@ def _plan(options) -> int:
     device = _device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
-    part, windows = _windows(options.text, Path(options.model), 2 * options.windows, model.config.context)
+    part, windows = _windows(options.text, Path(options.model), 2 * options.windows, model.config)
     # Every other window is profiled, and the ones between are timed: the same text, other tokens.
     firing = profile(model, windows[::2].split(32))
     made = plan(firing, model, tokens=options.tokens, device=device, measure=not options.predict_only,

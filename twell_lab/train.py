@@ -72,7 +72,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         raise InputError(f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
                          f"a multiple of {config.accumulate * world.size}, so that each part has as many windows")
     home = None if resume is None else checkpoint.home(resume)
-    own = home / "tokenizer.json" if home is not None else None  # the one it began with, not one trained again
+    own = home / checkpoint.TOKENIZER if home is not None else None  # the one it began with, not one trained again
     whole = load_any(config.text, tokenizer=own if own is not None and own.is_file() else config.tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
@@ -93,9 +93,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             checkpoint.writable(out)
         else:
             checkpoint.prepare(out)
-            (Path(out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run there
+            (Path(out) / checkpoint.TOKENIZER).unlink(missing_ok=True)  # of an earlier run there
             if whole.tokenizer != BYTES:
-                whole.tokenizer.save(Path(out) / "tokenizer.json")
+                whole.tokenizer.save(Path(out) / checkpoint.TOKENIZER)
         metrics.open(Path(out) / "metrics.jsonl", run.history)
 
     def save(keep_older: bool = False) -> None:

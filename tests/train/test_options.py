@@ -182,6 +182,16 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
     assert (out / "tokenizer.json").is_file() and 5 < summary["validation_bits_per_byte"] < 9
     assert cli.main(["profile", str(out), "--text", str(tmp_path / "text.py"), "--json"]) == 0
     assert cli.main(["train", "--resume", str(out), "--json"]) == 0
+    checkpoint = out / "checkpoint-000004"  # a model of its own, wherever it is taken
+    counted = []
+    for model in (out, checkpoint):
+        capsys.readouterr()
+        assert cli.main(["profile", str(model), "--text", str(tmp_path / "text.py"), "--json"]) == 0
+        counted.append(json.loads(capsys.readouterr().out))
+    assert counted[0] == counted[1]
+    (checkpoint / "tokenizer.json").unlink()
+    assert cli.main(["profile", str(checkpoint), "--text", str(tmp_path / "text.py")]) == 2
+    assert "a vocabulary of 300, and 256 would be read: bytes, as there is no" in capsys.readouterr().err
 
 
 # What is refused
