@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from .ffn import SparseFFN
 from .learning import LayerTerm as LayerTerm
 from .model import firing_layers
+from .objective import layer_l1, layer_nnz
 
 
 @contextmanager
@@ -48,5 +48,4 @@ def layer_terms(model: nn.Module) -> Iterator[list[LayerTerm]]:
 
 def dense_term(name: str, h: Tensor) -> LayerTerm:
     """The term of a layer whose hidden activations h [..., d_ff] are all there."""
-    tokens = h[..., 0].numel()
-    return LayerTerm(name, h.abs().sum(dtype=torch.float32) / tokens, torch.count_nonzero(h.detach()).float() / tokens)
+    return LayerTerm(name, layer_l1(h), layer_nnz(h.detach()))
