@@ -47,7 +47,7 @@ def from_hub(name: str | os.PathLike, *, subset: str | None = None, split: str =
         rows = iter(library.load_dataset(name, subset, split=split, revision=revision, streaming=True))
         first = next(rows, {})
     except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
-        raise TextError(f"cannot open {tried}: {type(error).__name__}: {error}; accepted: a folder that is here, or a "
+        raise TextError(f"cannot open {tried}: {type(error).__name__}: {_line(error)}; accepted: a folder that is here, or a "
                         f"dataset of the Hub, which needs a network") from error
     if column not in first:
         raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, first)) or 'none, it is empty'}")
@@ -64,7 +64,7 @@ def from_hub(name: str | os.PathLike, *, subset: str | None = None, split: str =
     except TextError:
         raise
     except Exception as error:
-        raise TextError(f"{tried} broke off after {size} bytes: {type(error).__name__}: {error}; "
+        raise TextError(f"{tried} broke off after {size} bytes: {type(error).__name__}: {_line(error)}; "
                         f"accepted: at most that many, or another try") from error
     if not pieces:
         raise TextError(f"{tried} holds no text: every document in {column!r} is empty")
@@ -101,6 +101,11 @@ def _whole(value: float) -> int:
     if value != int(value):
         raise ValueError(value)
     return int(value)
+
+
+def _line(error: Exception) -> str:
+    """The Hub's client explains itself over several lines."""
+    return " ".join(str(error).split())
 
 
 def _documents(rows: Iterable[dict], column: str, tried: str) -> Iterator[bytes]:

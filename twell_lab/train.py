@@ -60,8 +60,8 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
     there or more processes than GPUs; InputError when the loss stops being a number, for a checkpoint that is truncated or
-    of another model or config, and for an `out` that holds an unfinished run; checkpoint.Interrupted (a
-    KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more.
+    of another model or config, and for an `out` that holds an unfinished run or lies in the folder that is the text;
+    checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more.
     """
     with distributed.joined(config.device) as world:
         return _train(config, out, resume, progress and world.lead, on_step, world)
@@ -92,6 +92,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         if goes_on:
             checkpoint.writable(out)
         else:
+            checkpoint.check_apart(out, config.text)
             checkpoint.prepare(out)
             (Path(out) / checkpoint.TOKENIZER).unlink(missing_ok=True)  # of an earlier run there
             if whole.tokenizer != BYTES:
@@ -149,6 +150,12 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     lap += time.perf_counter() - before
                 if stopping and not last:
                     raise checkpoint.Interrupted(out, step, config.steps)
+        model = run.plain()
+        with _autocast(config, world.device):
+            firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
+        model.eval()
+        if out is not None:
+            world.led(lambda: model.save(out))
     except Diverged as error:
         if out is None:
             raise
@@ -156,14 +163,12 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             save(keep_older=saved is not None)
         raise InputError(f"{error}; the last good state, after step {run.step}, is " +
                          (f"in {os.fspath(out)!r}" if run.step else "the one it began with")) from None
+    except KeyboardInterrupt as error:  # a second one, or between the last step and the end
+        if isinstance(error, checkpoint.Interrupted) or saved is None:
+            raise
+        raise checkpoint.Interrupted(out, saved, config.steps) from None
     finally:
         metrics.close()
-    model = run.plain()
-    with _autocast(config, world.device):
-        firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
-    model.eval()
-    if out is not None:
-        world.led(lambda: model.save(out))
     return TrainResult(
         model=model, config=config, history=run.history,
         validation_bits_per_byte=run.history[-1]["val_bits_per_byte"],

@@ -103,6 +103,42 @@ def test_a_resumption_where_nothing_can_be_written_is_refused_at_once(tiny, tmp_
         train(tiny(), resume=tmp_path, progress=False)
 
 
+def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
+    """What is saved there would be read as text when the run is to go on."""
+    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    for out in (tmp_path / "out", tmp_path, tmp_path / "sub" / "out"):
+        with pytest.raises(InputError, match="is inside of the text .*accepted: a folder outside of it"):
+            train(tiny(text=tmp_path), out=out, progress=False)
+    assert names(tmp_path) == ["text.py"]
+    broken_off(tiny(text=tmp_path, checkpoint_every=2), tmp_path / ".out", 4)
+    assert train(tiny(text=tmp_path), resume=tmp_path / ".out", progress=False).history[-1]["step"] == 12
+
+
+@pytest.mark.parametrize("where, saved", [("save", 2), ("profile", 12)], ids=["in a save", "after the last step"])
+def test_an_interruption_at_a_bad_moment_names_the_checkpoint_that_is_there(tiny, tmp_path, monkeypatch, where, saved):
+    owner = {"save": checkpoint, "profile": trainer}[where]
+    real, calls = getattr(owner, where), []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if where == "profile" or len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(checkpoint.Interrupted, match=f"stopped after step {saved} of 12, saved in"):
+        train(tiny(checkpoint_every=2), out=tmp_path, progress=False)
+    monkeypatch.undo()
+    assert train(tiny(), resume=tmp_path, progress=False).history[-1]["step"] == 12
+    with pytest.raises(KeyboardInterrupt) as plain:  # nothing is saved yet, so nothing is claimed
+
+        def at_once(row):
+            raise KeyboardInterrupt
+
+        train(tiny(), out=tmp_path / "other", progress=False, on_step=at_once)
+    assert not isinstance(plain.value, checkpoint.Interrupted)
+
+
 # A loss that is no number
 
 
