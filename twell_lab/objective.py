@@ -16,11 +16,19 @@ from .learning import LayerTerm
 from .model import firing_layers
 
 EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
+EVAL_SCORES = 2**28  # or fewer: so many scores of next tokens take 1 GiB in float32
 
 
 def cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar."""
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def eval_batch(model: nn.Module, windows: Tensor) -> int:
+    """How many of the windows [n, context + 1] to read at a time: EVAL_BATCH, fewer where a large vocabulary would take
+    more memory for it than training does."""
+    vocabulary = getattr(getattr(model, "config", None), "vocabulary", 1)
+    return max(1, min(EVAL_BATCH, EVAL_SCORES // (vocabulary * windows.shape[1])))
 
 
 def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = None) -> float:
@@ -30,7 +38,7 @@ def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = No
     tokens that are predicted, not of the whole text: windows spread over a text need not be like all of it.
     """
     with torch.no_grad():
-        nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(EVAL_BATCH))
+        nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(eval_batch(model, windows)))
     bits = (nats / len(windows)).item() / math.log(2)
     return bits if lengths is None else bits / lengths.to(windows.device)[windows[:, 1:]].double().mean().item()
 

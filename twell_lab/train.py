@@ -36,6 +36,7 @@ from .objective import (  # noqa: F401  (names that others import from here)
     EVAL_BATCH,
     bits_per_byte,
     cross_entropy,
+    eval_batch,
     hidden_activations,
     l1_penalty,
     mean_nnz,
@@ -152,7 +153,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     raise checkpoint.Interrupted(out, step, config.steps)
         model = run.plain()
         with _autocast(config, world.device):
-            firing = profile(model, (windows[:, :-1] for windows in held_out.split(EVAL_BATCH)))
+            firing = profile(model, (windows[:, :-1] for windows in held_out.split(eval_batch(model, held_out))))
         model.eval()
         if out is not None:
             world.led(lambda: model.save(out))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import checkpoint, cli, distributed, running, text
+from twell_lab import checkpoint, cli, distributed, objective, running, text
 from twell_lab.errors import DeviceError, InputError
 from twell_lab.objective import cross_entropy
 from twell_lab.text import spread_windows
@@ -255,6 +255,18 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     assert trained.validation_bits_per_byte == bits_per_byte(trained.model, windows, lengths)
     bytes_alone = spread_windows(some_text.data, 3, 16)
     assert bits_per_byte(initial_model(config), bytes_alone) == bits_per_byte(initial_model(config), bytes_alone, torch.ones(256))
+
+
+def test_a_validation_takes_no_more_memory_for_a_large_vocabulary(tiny, monkeypatch):
+    model, sizes = initial_model(tiny(), 512), []
+    windows = torch.randint(512, (20, 17))
+    together = bits_per_byte(model, windows)
+    assert objective.eval_batch(model, windows) == 64 and objective.eval_batch(torch.nn.Identity(), windows) == 64
+    monkeypatch.setattr(objective, "EVAL_SCORES", 8 * 17 * 512)
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    assert bits_per_byte(model, windows) == pytest.approx(together, rel=1e-6) and sizes == [8, 8, 4]
+    monkeypatch.setattr(objective, "EVAL_SCORES", 1)
+    assert objective.eval_batch(model, windows) == 1
 
 
 def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, monkeypatch):
