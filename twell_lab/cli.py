@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
             several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-            again = f"torchrun as before, with --resume {folder}" if several else _again(["train", "--resume", folder])
+            again = f"torchrun as before, with --resume {shlex.quote(folder)}" if several else _again(["train", "--resume", folder])
             said = f"{error}; to go on: {again}"
         else:
             said = f"interrupted; to run it again: {_again(arguments)}"

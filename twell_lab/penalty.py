@@ -36,7 +36,8 @@ def layer_terms(model: nn.Module) -> Iterator[list[LayerTerm]]:
             layer.module.report_to(terms, layer.name)
             sparse.append(layer.module)
         else:
-            hooks.append(layer.down.register_forward_pre_hook(lambda _, args, name=layer.name: terms.append(dense_term(name, args[0]))))
+            hooks.append(layer.down.register_forward_pre_hook(
+                lambda _, args, name=layer.name: terms.append(dense_term(name, args[0]))))
     try:
         yield terms
     finally:

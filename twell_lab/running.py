@@ -153,7 +153,8 @@ class Run:
         self.objective.remove()
         if not self.sharded and not any(isinstance(module, SparseFFN) for module in self.model.modules()):
             return self.model
-        made = LanguageModel(self.model.config)
+        with torch.random.fork_rng(devices=[]):  # the fresh weights are written over, and nobody's generator moves
+            made = LanguageModel(self.model.config)
         made.load_state_dict(self.weights())
         return made.to(self.world.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -119,9 +120,11 @@ class TrainConfig:
             raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
                              "tokens after which a silent neuron counts as dead")
         try:
+            if not isinstance(self.device, (str, type(None))):
+                raise TypeError("not a name")
             torch.device("cpu" if self.device is None else self.device)
         except (RuntimeError, TypeError) as error:
-            raise InputError(f"device is {self.device!r}; accepted: a torch device, or None") from error
+            raise InputError(f"device is {self.device!r}; accepted: the name of a torch device, or None") from error
         self.model()
 
     def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
@@ -167,6 +170,8 @@ class TrainResult:
     def summary(self) -> dict:
         """Everything but the weights, JSON-able, without any path of this machine."""
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
+        if config["tokenizer"] is not None:
+            config["tokenizer"] = os.path.basename(config["tokenizer"])
         return {"config": config, "parameters": sum(weight.numel() for weight in self.model.parameters()),
                 **{name: value for name, value in vars(self).items() if name not in ("model", "config")}}
 

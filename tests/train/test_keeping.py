@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import io
+import json
 import math
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from twell_lab.errors import DeviceError, InputError
 from twell_lab.objective import cross_entropy
 from twell_lab.text import spread_windows
 from twell_lab.train import bits_per_byte, initial_model, train
+from twell_lab.train_config import TrainResult
 
 trainer = importlib.import_module("twell_lab.train")  # the name in the package is the function's
 
@@ -286,6 +288,27 @@ def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, 
 def test_numbers_that_no_tensor_holds_are_refused(tiny, name, value):
     with pytest.raises(InputError, match=f"^{name} is .*; accepted: a .*number from 0 "):
         tiny(**{name: value})
+
+
+def test_training_through_the_kernels_leaves_the_global_generator_alone(tiny):
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    train(tiny(kernels="sparse", steps=2), progress=False)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_summary_names_the_tokenizers_file_alone(tiny, tmp_path):
+    kept = dict.fromkeys(
+        ("history", "validation_bits_per_byte", "mean_nnz", "density", "dead", "text", "seconds", "tokens"))
+    for given, shown in ((tmp_path / "own.json", "own.json"), ("bpe:300", "bpe:300"), (None, None)):
+        result = TrainResult(torch.nn.Identity(), tiny(tokenizer=given), **kept)
+        assert json.loads(json.dumps(result.summary()))["config"]["tokenizer"] == shown
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), 0])
+def test_a_device_is_given_by_its_name(tiny, device):
+    with pytest.raises(InputError, match="^device is .*; accepted: the name of a torch device, or None"):
+        tiny(device=device)
 
 
 def test_a_device_without_numbers_is_refused(tiny):
