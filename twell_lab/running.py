@@ -92,7 +92,7 @@ class Run:
         """Let layers that train through the kernels change their path by how many of their neurons fire."""
         terms = [LayerTerm(layer.name, None, value) for layer, value in zip(self.layers, nnz, strict=True)]
         if self.switch.below is None:  # every process must take the same path: their measurements differ, nnz does not
-            found = self.switch.measure()
+            found = self.switch.measure(self.config.batch * self.config.context // (self.config.accumulate * self.world.size))
             values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.world.device)
             self.switch.below = dict(zip(found, self.world.mean(values).tolist(), strict=True))
         self.switch.see(terms)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from . import costs
+from . import costs, training
 from .errors import InputError
 from .ffn import SparseFFN, feed_forwards
 from .learning import LayerTerm
@@ -77,11 +77,21 @@ class Switch:
             self.below = self.measure()
         return switch(self.model, terms, below=self.below)
 
-    def measure(self) -> dict[str, float]:
-        """The break-even of each layer, from rates measured on its device now."""
+    def measure(self, tokens: int = 1) -> dict[str, float]:
+        """The break-even of each layer, from rates measured on its device now; 0 (never) where the kernels do not take it.
+
+        tokens: how many a forward pass of training has. Without the kernels (a CPU, float32) the sparse path is torch's own
+        operations, and the gate twice: slower, however few neurons fire.
+        """
         layers = feed_forwards(self.model)
         weight = layers[0].up.weight
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         rates = costs.measure_rates(weight.device, dtype)
-        return {each.name: break_even(rates, each.up.weight.shape[1], each.up.weight.shape[0], each.gate is not None) for each in layers}
+        made = {}
+        for each in layers:
+            d_ff, d_model = each.up.weight.shape
+            x = torch.empty(1, d_model, dtype=dtype, device=weight.device).expand(tokens, d_model)  # one row's memory
+            taken = training.takes(x, None, each.up.weight)
+            made[each.name] = break_even(rates, d_model, d_ff, each.gate is not None) if taken else 0.0
+        return made

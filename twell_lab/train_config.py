@@ -50,7 +50,7 @@ class TrainConfig:
         See twell_lab.dead. Needs a dead_window.
     checkpoint_every: steps between two checkpoints, where train has a folder for them; 0 writes one at the end.
     kernels: "off" trains the dense layers; "sparse" trains through this package's kernels (SparseFFN); "auto"
-        lets each layer go over to them when it fires little enough.
+        lets each layer go over to them when it fires little enough; never without a GPU and 16 bits, where they do not run.
     parallel: under torchrun, "ddp" keeps the whole model on each process, "fsdp" a share of it.
 
     The defaults are the tour's; what they were chosen from stands beside TOUR, at the end of twell_lab.train.

@@ -186,7 +186,7 @@ def test_a_validation_that_is_no_number_ends_the_run(tiny, tmp_path, monkeypatch
 def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, monkeypatch):
     """Their paths and break-evens are in the checkpoint: the next rows are those of the unbroken run, bit for bit."""
     measured = []
-    monkeypatch.setattr(running.Switch, "measure", lambda switch: measured.append(1) or {
+    monkeypatch.setattr(running.Switch, "measure", lambda switch, tokens: measured.append(1) or {
         name: 8.0 for name in ("layers.0.mlp", "layers.1.mlp")})
     config = tiny(kernels="auto", l1=1.0, lr=0.05, warmup=2, steps=16, log_every=4, eval_every=8, checkpoint_every=14)
     whole = train(config, progress=False)
@@ -209,7 +209,7 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
         def mean(self, values):  # the other one measured 20
             return (values + 20) / 2
 
-    monkeypatch.setattr(running.Switch, "measure", lambda switch: {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0})
+    monkeypatch.setattr(running.Switch, "measure", lambda switch, tokens: {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0})
     config = tiny(kernels="auto")
     run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
     run.follow([14.0, 30.0])

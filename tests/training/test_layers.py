@@ -197,4 +197,14 @@ def test_a_switch_measures_the_break_even_of_its_own_device():
     net = sparsify(model())
     change = switching.Switch(net)
     change.see(terms_of([1, 1]))
-    assert set(change.below) == {"layers.0.mlp", "layers.1.mlp"} and all(n >= 0 for n in change.below.values())
+    # On a CPU there are no kernels, and the sparse path is the slower one: layers stay where they are.
+    assert change.below == {"layers.0.mlp": 0.0, "layers.1.mlp": 0.0}
+
+
+def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
+    net, asked = sparsify(model()), []
+    monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
+    monkeypatch.setattr(switching.training, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1)
+    monkeypatch.setattr(switching, "break_even", lambda *_: 7.0)
+    assert switching.Switch(net).measure(300) == {"layers.0.mlp": 0.0, "layers.1.mlp": 7.0}
+    assert asked == [((300, 16), torch.float32)] * 2
