@@ -7,6 +7,7 @@ batch in every step; gradients and the numbers of the history are averaged over 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ def joined(device: str | None) -> Iterator[World]:
     finally:
         if begin:
             dist.destroy_process_group()
+            if own.type == "cpu":
+                # A thread of gloo's keeps the tensors of a message a moment longer than their receiver waits. It outlives the
+                # group wherever torch still refers to that, as it does after DDP and FSDP2, and one that lets go of a
+                # tensor while Python ends aborts the process (pytorch issue 190489).
+                time.sleep(0.2)
 
 
 def _own_device(device: str | None) -> torch.device:

@@ -24,16 +24,15 @@ EVERYTHING = dict(dead_window=60, reinit=0.1, dead_every=3, accumulate=2, l1=1.0
 
 # What `torchrun -m twell_lab.train` does, several times in one pair of processes: importing torch is most of the time.
 SEVERAL = """
-import json, os, runpy, sys
-import torch.distributed
-torch.distributed.init_process_group("gloo")
-for arguments, code in json.loads(sys.argv[1]):
-    sys.argv = ["train", *arguments]
-    try:
-        runpy.run_module("twell_lab.train", run_name="__main__")
-    except SystemExit as ended:
-        assert (ended.code or 0) == code, ended.code
-torch.distributed.destroy_process_group()
+import json, runpy, sys
+from twell_lab.distributed import joined
+with joined("cpu"):
+    for arguments, code in json.loads(sys.argv[1]):
+        sys.argv = ["train", *arguments]
+        try:
+            runpy.run_module("twell_lab.train", run_name="__main__")
+        except SystemExit as ended:
+            assert (ended.code or 0) == code, ended.code
 """
 
 

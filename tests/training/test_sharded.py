@@ -1,5 +1,6 @@
 """Sparse layers whose weights FSDP2 shards: two processes on the CPU train what one trains, and no copy of a weight gets stale."""
 
+import os
 import socket
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from twell_lab import penalty
+from twell_lab.distributed import joined
 from twell_lab.ffn import feed_forwards, sparsify
 from twell_lab.model import LanguageModel, ModelConfig
 
@@ -45,36 +47,38 @@ def alone():
 
 
 def work(rank, port, path, out):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    with joined("cpu"):
+        shard_and_train(rank, path, out)
+
+
+def shard_and_train(rank, path, out):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        net = sparsify(model())
-        for found in feed_forwards(net):
-            found.module.learn(path)
-        for layer in net.layers:
-            fully_shard(layer)
-        fully_shard(net)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        seen = []
-        for step in range(3):
-            train_step(net, optimizer, tokens(step).chunk(2)[rank])
-            with torch.no_grad():
-                seen.append(net(tokens(9)))
-        for layer in (net, *net.layers):
-            layer.reshard()
-        own = {name: p for name, p in net.named_parameters()}
-        net.load_state_dict({name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-                             for name, value in model(5).state_dict().items()})  # fmt: skip
+    net = sparsify(model())
+    for found in feed_forwards(net):
+        found.module.learn(path)
+    for layer in net.layers:
+        fully_shard(layer)
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    seen = []
+    for step in range(3):
+        train_step(net, optimizer, tokens(step).chunk(2)[rank])
         with torch.no_grad():
             seen.append(net(tokens(9)))
-        if rank == 0:
-            torch.save(seen, out)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    for layer in (net, *net.layers):
+        layer.reshard()
+    own = {name: p for name, p in net.named_parameters()}
+    net.load_state_dict({name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
+                         for name, value in model(5).state_dict().items()})  # fmt: skip
+    with torch.no_grad():
+        seen.append(net(tokens(9)))
+    if rank == 0:
+        torch.save(seen, out)
+    dist.barrier()
 
 
 @pytest.mark.parametrize("path", ["dense", "twell"])
