@@ -5,7 +5,9 @@ The paper's (arXiv 2603.23198, appendix B, and the configurations of its publish
 million tokens; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight decay 0.1, clip 1.0; L1 2e-5, which it
 recommends; about 10, 20, 30 and 40 billion tokens. Here too, except: the learning rate falls to a tenth and not to 0,
 rotary positions turn by the usual base of 10,000 and not 100,000, and head and embedding are two matrices and not
-one. Their vocabulary is that of a tokenizer with 49,152 entries; the counts below assume one of 32,768.
+one. Their vocabulary is that of a tokenizer with 49,152 entries; here it is a BPE of 32,768, trained on the text. A text
+is held in memory and is at most 1 GiB (twell_lab.text), some 0.2 billion tokens: the paper's lengths read it many times over,
+of which `train` warns.
 
 The smaller ones are this project's. Of these 1M is measured (beside train.TOUR); the L1 of the others is where to
 begin, between those that were tried: at d_model 768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a
@@ -17,20 +19,21 @@ from __future__ import annotations
 from .errors import InputError
 from .model import ModelConfig
 
-BYTES, BPE = 256, 32_768  # vocabularies assumed where the parameters are counted
+BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 
 
 def _paper(layers: int, billions: int) -> dict:
     return {"d_model": 2048, "d_ff": 5632, "layers": layers, "heads": 32, "context": 2048, "batch": 512,
             "accumulate": 64, "steps": billions * 1000, "lr": 1e-3, "warmup": 600, "weight_decay": 0.1, "clip": 1.0,
-            "l1": 2e-5, "dtype": "bfloat16", "compile": True, "eval_every": 1000, "checkpoint_every": 1000}
+            "l1": 2e-5, "tokenizer": f"bpe:{BPE}", "dtype": "bfloat16", "compile": True, "eval_every": 1000,
+            "checkpoint_every": 1000}
 
 
 def _small(d_model: int, d_ff: int, layers: int, heads: int, **more) -> dict:
     return {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "weight_decay": 0.1, "clip": 1.0, **more}
 
 
-# name: (vocabulary assumed, fields of TrainConfig, what it is for)
+# name: (vocabulary, fields of TrainConfig, what it is for)
 _NAMED = {
     "1M": (BYTES, _small(128, 512, 4, 4, context=64, batch=8, steps=900, lr=2e-3, warmup=50, l1=2e-3),
            "a CPU: what the tour trains"),
@@ -44,7 +47,8 @@ _NAMED = {
                           dtype="bfloat16", compile=True, eval_every=500),
             "one GPU; the smallest worth a sweep of L1"),
     "150M": (BPE, _small(768, 2048, 14, 12, context=1024, batch=128, accumulate=4, steps=10_000, lr=1e-3, warmup=600,
-                         l1=1e-4, dtype="bfloat16", compile=True, eval_every=500, checkpoint_every=1000),
+                         l1=1e-4, tokenizer=f"bpe:{BPE}", dtype="bfloat16", compile=True, eval_every=500,
+                         checkpoint_every=1000),
              "one GPU, with a BPE"),
     "0.5B": (BPE, _paper(8, 10), "the paper's shape; 10 billion tokens"),
     "1B": (BPE, _paper(18, 20), "the paper's shape; 20 billion tokens"),
@@ -73,7 +77,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def rows() -> list[dict]:
-    """One row a configuration, JSON-able: name, sizes, vocabulary assumed, parameters, tokens a step and in all."""
+    """One row a configuration, JSON-able: name, sizes, vocabulary, parameters, tokens a step and in all."""
     made = []
     for name, (vocabulary, fields, purpose) in _NAMED.items():
         sizes = {key: fields[key] for key in ("d_model", "d_ff", "layers", "heads", "context")}

@@ -22,6 +22,8 @@ from .objective import Objective
 from .switching import Switch
 from .train_config import TrainConfig
 
+FRESH = 4  # up to so many readings of a text are nearly as good as so much fresh text (Muennighoff et al., arXiv 2305.16264)
+
 
 class Order:
     """Which windows each step reads: text.random_windows, without waiting for the device.
@@ -250,6 +252,15 @@ def warn_if_silent(row: dict, config: TrainConfig) -> bool:
                   f"cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
                   "does not fire gets no gradient; a smaller l1, a longer l1_warmup or reinit may help", stacklevel=4)
     return True
+
+
+def warn_if_repeated(config: TrainConfig, tokens: int) -> None:
+    """Warn, with the numbers, where a run reads a text of so many training tokens more than FRESH times over."""
+    asked = config.steps * config.batch * config.context
+    if asked > FRESH * tokens:
+        warnings.warn(f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
+                      f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to "
+                      "give: a longer text or fewer steps would do better", stacklevel=4)
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -42,7 +42,7 @@ from .objective import (  # noqa: F401  (names that others import from here)
     mean_nnz,
 )
 from .profile import profile
-from .running import Diverged, Run, Stop, warn_if_silent
+from .running import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
 from .text import check_enough, load_any, spread_windows
 from .tokenizer import BYTES
 from .train_config import TrainConfig, TrainResult, l1_coefficient, learning_rate
@@ -62,7 +62,8 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
     there or more processes than GPUs; InputError when the loss stops being a number, for a checkpoint that is truncated or
     of another model or config, and for an `out` that holds an unfinished run or lies in the folder that is the text;
-    checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more.
+    checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more, and
+    when the steps read the text more than four times over.
     """
     with distributed.joined(config.device) as world:
         return _train(config, out, resume, progress and world.lead, on_step, world)
@@ -77,6 +78,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     whole = load_any(config.text, tokenizer=own if own is not None and own.is_file() else config.tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
+    if world.lead:
+        warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text)
     if home is not None:

@@ -17,7 +17,9 @@ ROWS = {row["name"]: row for row in configurations.rows()}
 @pytest.mark.parametrize("name", configurations.NAMES)
 def test_each_makes_a_config_whose_model_has_the_parameters_counted(name):
     config = TrainConfig(**configurations.named(name))
-    sizes = config.model(ROWS[name]["vocabulary"])
+    kind, _, size = (config.tokenizer or "bytes").partition(":")
+    sizes = config.model({"bytes": 256, "bpe": int(size or 0)}[kind])
+    assert sizes.vocabulary == ROWS[name]["vocabulary"]
     with torch.device("meta"):
         model = LanguageModel(sizes)
     assert sum(weight.numel() for weight in model.parameters()) == ROWS[name]["parameters"]

@@ -61,6 +61,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tm
     assert curve(again.history) == curve(whole.history) and again.mean_nnz == whole.mean_nnz
 
 
+@pytest.mark.filterwarnings("ignore:100000 steps")
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_text):
     """SIGKILL, from outside, at whatever point it happens to be."""
     text = tmp_path / "text.py"

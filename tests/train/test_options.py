@@ -1,5 +1,6 @@
 """The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels, tokenizers."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -118,6 +119,15 @@ def test_a_coefficient_that_kills_every_neuron_is_told_with_the_numbers(tiny):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(tiny(), progress=False)
+
+
+def test_a_text_read_many_times_over_is_told_with_the_numbers(tiny, some_text):
+    few = dataclasses.replace(some_text, data=some_text.data[:190])  # 171 to train on, 768 read
+    with pytest.warns(UserWarning, match=r"^12 steps of 4 windows of 16 tokens read a text of 171 training tokens 4 times over"):
+        train(tiny(text=few), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tiny(text=few, steps=10), progress=False)  # 3.7 times
 
 
 # Other ways to compute the same
