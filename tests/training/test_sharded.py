@@ -8,18 +8,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from twell_lab import penalty
+from twell_lab import cpu, penalty
 from twell_lab.distributed import joined
 from twell_lab.ffn import feed_forwards, sparsify
 from twell_lab.model import LanguageModel, ModelConfig
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
-CONFIG = ModelConfig(vocabulary=32, d_model=16, layers=2, heads=2, d_ff=48, context=8)
+CONFIG = ModelConfig(vocabulary=32, d_model=16, layers=2, heads=2, d_ff=256, context=8)
 
 
 def model(seed=0):
+    """A model of which few neurons can fire: only then a sparse layer on a CPU reads its own copy of a weight."""
     torch.manual_seed(seed)
-    return LanguageModel(CONFIG)
+    net = LanguageModel(CONFIG)
+    with torch.no_grad():
+        for found in feed_forwards(net):
+            found.gate.weight[6:] = 0
+    return net
 
 
 def tokens(step):
@@ -57,6 +62,8 @@ def shard_and_train(rank, path, out):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
+    skipped, real = [], cpu._gated_wide
+    cpu._gated_wide = lambda *arguments: skipped.append(1) or real(*arguments)
     net = sparsify(model())
     for found in feed_forwards(net):
         found.module.learn(path)
@@ -76,6 +83,7 @@ def shard_and_train(rank, path, out):
                          for name, value in model(5).state_dict().items()})  # fmt: skip
     with torch.no_grad():
         seen.append(net(tokens(9)))
+    assert len(skipped) == 2 * len(seen)  # both layers, each time
     if rank == 0:
         torch.save(seen, out)
     dist.barrier()
