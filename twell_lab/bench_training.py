@@ -103,7 +103,7 @@ def _rates() -> costs.Rates:
 
 
 def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
-    """The path that a layer takes by itself at this density."""
+    """The path that switching chooses for a layer of this density: what "planned" means in these rows."""
     return "twell" if nnz < switching.break_even(_rates(), d_model, d_ff, gated) else "dense"
 
 

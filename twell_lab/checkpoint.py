@@ -155,7 +155,7 @@ def load(folder: str | os.PathLike) -> State:
             raise InputError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
         if len(content) != size:
             raise InputError(f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
-                             f"it is {'truncated' if len(content) < size else 'another file'}; accepted: a whole checkpoint")
+                             f"it is {'truncated, or ' if len(content) < size else ''}another file; accepted: a whole checkpoint")
         if name.endswith(".safetensors"):
             try:
                 tensors[name] = safetensors.load(content)
@@ -197,10 +197,12 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
     """InputError naming the field and both values unless `config` and `text` go on with the run in `state`."""
     for name, value in vars(config).items():
         saved = state.config.get(name, _default(name))
+        if name == "tokenizer":  # two names of one
+            saved, value = ("bytes" if each is None else each for each in (saved, value))
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if name not in FREE and saved != value:
             raise InputError(f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
-                             f"(only {', '.join(each for each in FREE if each != 'text')} may change)")
+                             f"(what may change: {', '.join(each for each in FREE if each != 'text')}, and where the text lies)")
     for name in ("sha256", "size"):
         if state.text[name] != getattr(text, name):
             raise InputError(f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
@@ -213,26 +215,17 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
             raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")
 
 
-def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
-    """InputError naming the first tensor of a checkpoint that is missing, unknown, or of another shape."""
-    for name in sorted(found.keys() ^ wanted.keys()):
-        raise InputError(f"the checkpoint's {what} {'lack' if name in wanted else 'have an unknown'} {name!r}; "
-                         "accepted: the tensors of this model")
-    for name, shape in wanted.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise InputError(f"{name} has shape {list(found[name].shape)} in the checkpoint's {what}, and {list(shape)} "
-                             "here; accepted: a checkpoint of this model")
-
-
 def prepare(folder: str | os.PathLike) -> Path:
-    """The folder to save in, made if need be. InputError if it can't be written, or holds an unfinished run, which would
-    be lost."""
+    """The folder to save in, made if need be. InputError if it can't be written, or holds a run or a model, which would be
+    lost, or mixed with this one."""
     folder = writable(folder)
     if found := checkpoints(folder):
         fields = _fields(found[-1])
-        if fields["step"] < fields["config"]["steps"]:
-            raise InputError(f"{str(folder)!r} holds a run stopped at step {fields['step']} of {fields['config']['steps']}; "
-                             "accepted: to resume it, or another folder, or this one after removing its checkpoint")
+        step, steps = fields["step"], fields["config"]["steps"]
+        holds, resume = (f"a run stopped at step {step} of {steps}", "to resume it, or ") if step < steps else (f"a run of {steps} steps", "")
+        raise InputError(f"{str(folder)!r} holds {holds}; accepted: {resume}another folder, or this one once it is empty")
+    if (folder / "model.safetensors").exists():
+        raise InputError(f"{str(folder)!r} holds a model; accepted: another folder, or this one once it is empty")
     return folder
 
 

@@ -98,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
-    profile.add_argument("--text", type=_given, metavar="PATH", help="a file or folder (default: the held-out part of the "
-                                                        "source of Python's standard library)")
+    profile.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, read whole (default: the held-out part "
+                                                        "of the source of Python's standard library)")
     profile.add_argument("--windows", type=_positive, default=256, metavar="N",
                          help="how many windows (default: %(default)s)")
     profile.add_argument("--out", metavar="FILE", type=Path, help="save the counts here, as JSON")
@@ -229,7 +229,6 @@ def _tour(options) -> int:
 
 
 def _profile(options) -> int:
-    from . import records
     from .model import LanguageModel
     from .profile import profile
     model = LanguageModel.load(options.model)
@@ -241,8 +240,7 @@ def _profile(options) -> int:
     if options.json:
         _print_json(rows)
         return 0
-    print(records.table(rows, {"layer": "layer", "d_ff": "d_ff", "mean_nnz": "mean nnz", "density": "density",
-                               "dead": "dead neurons", "overflow_rows": "rows overflowing"}))
+    print(firing)
     print(f"profile: {firing.tokens:,} tokens of {part.name}" +
           (f"; the counts are in {options.out}" if options.out else ""))
     return 0

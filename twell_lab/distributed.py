@@ -116,7 +116,8 @@ def present(name: str | None) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise DeviceError(f"device {name!r} is not there: {error}; accepted here: "
+        why = str(error).partition("\n")[0].partition(". ")[0]  # torch adds every kernel that it has
+        raise DeviceError(f"device {name!r} is not there: {why}; accepted here: "
                           f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}") from None
     return device
 

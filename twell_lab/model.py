@@ -209,9 +209,14 @@ class LanguageModel(nn.Module):
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
             weights = safetensors.load((folder / "model.safetensors").read_bytes())
             model = cls(ModelConfig(**fields))
+            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in model.state_dict().items()})
             model.load_state_dict(weights)
         except InputError:
             raise
+        except FileNotFoundError as error:
+            stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
+            hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
+            raise InputError(f"there is no model in {str(folder)!r}: no {Path(error.filename).name}{hint}") from None
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
@@ -234,6 +239,16 @@ def firing_layers(model: nn.Module) -> list[FeedForward]:
         if layer is not None:
             found.append(layer)
     return found or feed_forwards(model)  # which says what it found instead
+
+
+def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
+    """InputError naming the first tensor among those found that is missing, unknown, or of another shape."""
+    for name in sorted(found.keys() ^ wanted.keys()):
+        raise InputError(f"{what} {'lack' if name in wanted else 'have an unknown'} {name!r}; accepted: the tensors of this model")
+    for name, shape in wanted.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise InputError(f"{name} has shape {list(found[name].shape)} in {what}, and {list(shape)} in this model; accepted: "
+                             "weights of this model")
 
 
 def _safetensors():

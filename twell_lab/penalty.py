@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from .ffn import SparseFFN
@@ -37,7 +38,7 @@ def layer_terms(model: nn.Module) -> Iterator[list[LayerTerm]]:
             sparse.append(layer.module)
         else:
             hooks.append(layer.down.register_forward_pre_hook(
-                lambda _, args, name=layer.name: terms.append(dense_term(name, args[0]))))
+                lambda _, args, name=layer.name: terms.append(dense_term(name, args[0])) if torch.is_grad_enabled() else None))
     try:
         yield terms
     finally:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import records
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, WORDS, check_geometry
@@ -96,6 +97,11 @@ class FiringProfile:
         return [{"layer": layer.name, "d_model": layer.d_model, "d_ff": layer.d_ff, "gated": layer.gated,
                  "tokens": layer.tokens, "density": number(layer.density), "mean_nnz": number(layer.mean_nnz),
                  "dead": layer.dead, "overflow_rows": number(layer.overflow_rows)} for layer in self.layers]
+
+    def __str__(self) -> str:
+        """`table` as lines of text, without the sizes."""
+        return records.table(self.table(), {"layer": "layer", "d_ff": "d_ff", "mean_nnz": "mean nnz", "density": "density",
+                                            "dead": "dead neurons", "overflow_rows": "rows overflowing"})
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""

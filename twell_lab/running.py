@@ -17,7 +17,7 @@ from .distributed import World
 from .errors import InputError
 from .ffn import SparseFFN, feed_forwards, sparsify
 from .learning import LayerTerm
-from .model import LanguageModel, firing_layers
+from .model import LanguageModel, check_shapes, firing_layers
 from .objective import Objective
 from .switching import Switch
 from .train_config import TrainConfig
@@ -127,10 +127,10 @@ class Run:
     def restore(self, state: checkpoint.State) -> None:
         """Go on from a checkpoint of the same config. InputError for tensors of another model."""
         shapes = {name: tuple(weight.shape) for name, weight in self.parameters.items()}
-        checkpoint.check_shapes("weights", state.weights, shapes)
+        check_shapes("the checkpoint's weights", state.weights, shapes)
         moments = {f"{what}.{name}": shape for name, shape in shapes.items() for what in ("exp_avg", "exp_avg_sq")}
         moments |= {f"step.{name}": () for name in shapes}
-        checkpoint.check_shapes("optimizer states", state.optimizer, moments if state.step else {})
+        check_shapes("the checkpoint's optimizer states", state.optimizer, moments if state.step else {})
         for name, weight in self.parameters.items():
             distributed.put(weight, state.weights[name])
             if state.step:
@@ -248,9 +248,10 @@ def warn_if_silent(row: dict, config: TrainConfig) -> bool:
     """Warn, with the numbers, where no neuron of any layer fires any more; returns whether it did."""
     if row["nnz"] > 0:
         return False
-    warnings.warn(f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} (mean nnz 0, "
+    warnings.warn(f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch (mean nnz 0, "
                   f"cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
-                  "does not fire gets no gradient; a smaller l1, a longer l1_warmup or reinit may help", stacklevel=4)
+                  f"does not fire gets no gradient; a smaller l1{', a longer l1_warmup or reinit' if not config.reinit else ' or a longer l1_warmup'} "
+                  "may help", stacklevel=4)
     return True
 
 

@@ -16,12 +16,13 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from . import costs, training
+from . import costs, launch_train, training
 from .errors import InputError
 from .ffn import SparseFFN, feed_forwards
 from .learning import LayerTerm
 
 MARGIN = 0.1  # a layer changes over when it is this far past the break-even, so that noise does not send it to and fro
+ROOM_USED = 0.9  # of the room for entries: with the margin a layer still changes over before rows do not fit, which costs much more
 _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
 
 
@@ -77,10 +78,11 @@ class Switch:
             self.below = self.measure()
         return switch(self.model, terms, below=self.below)
 
-    def measure(self, tokens: int = 1) -> dict[str, float]:
+    def measure(self, tokens: int = 4096) -> dict[str, float]:
         """The break-even of each layer, from rates measured on its device now; 0 (never) where the kernels do not take it.
 
-        tokens: how many a forward pass of training has. Without the kernels (a CPU, float32) the sparse path is torch's own
+        tokens: how many a forward pass of training has. At most what the kernels have room for (launch_train.capacity_for):
+        the break-even of wide layers lies above that. Without the kernels (a CPU, float32) the sparse path is torch's own
         operations, and the gate twice: slower, however few neurons fire.
         """
         layers = feed_forwards(self.model)
@@ -93,5 +95,6 @@ class Switch:
             d_ff, d_model = each.up.weight.shape
             x = torch.empty(1, d_model, dtype=dtype, device=weight.device).expand(tokens, d_model)  # one row's memory
             taken = training.takes(x, None, each.up.weight)
-            made[each.name] = break_even(rates, d_model, d_ff, each.gate is not None) if taken else 0.0
+            room = ROOM_USED * launch_train.capacity_for(tokens, d_ff) / tokens
+            made[each.name] = min(break_even(rates, d_model, d_ff, each.gate is not None), room) if taken else 0.0
         return made

@@ -187,7 +187,7 @@ def load(path: str | os.PathLike) -> Bytes | BPE:
         content = path.read_text(encoding="utf-8")
         fields = json.loads(content)
     except (OSError, ValueError) as error:
-        raise TextError(f"cannot read the tokenizer {str(path)!r}: {error}") from None
+        raise TextError(f"cannot read the tokenizer {str(path)!r}: {error}; accepted: bytes, bpe:4096, or its file") from None
     if isinstance(fields, dict) and fields.get("format") == FORMAT:
         return BYTES
     return BPE(content, path.name)

@@ -60,11 +60,13 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     on_step: called with each row of the history as it is made.
 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
-    there or more processes than GPUs; InputError when the loss stops being a number, for a checkpoint that is truncated or
-    of another model or config, and for an `out` that holds an unfinished run or lies in the folder that is the text;
-    checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more, and
-    when the steps read the text more than four times over.
+    there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no TrainConfig, a
+    checkpoint that is truncated or of another model or config, and for an `out` that holds a run or a model, or lies in the
+    folder that is the text; checkpoint.Interrupted (a KeyboardInterrupt) once an
+    interrupted run is saved. Warns when no neuron fires any more, and when the steps read the text more than four times over.
     """
+    if not isinstance(config, TrainConfig):
+        raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with distributed.joined(config.device) as world:
         return _train(config, out, resume, progress and world.lead, on_step, world)
 
@@ -98,7 +100,6 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         else:
             checkpoint.check_apart(out, config.text)
             checkpoint.prepare(out)
-            (Path(out) / checkpoint.TOKENIZER).unlink(missing_ok=True)  # of an earlier run there
             if whole.tokenizer != BYTES:
                 whole.tokenizer.save(Path(out) / checkpoint.TOKENIZER)
         metrics.open(Path(out) / "metrics.jsonl", run.history)
@@ -165,8 +166,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             raise
         if run.step and run.step != saved:  # not in the place of an older one of this run, which may be the better start
             save(keep_older=saved is not None)
-        raise InputError(f"{error}; the last good state, after step {run.step}, is " +
-                         (f"in {os.fspath(out)!r}" if run.step else "the one it began with")) from None
+        where = (f"in {os.fspath(out)!r}, and resuming it leads there again: begin anew in another folder" if run.step else
+                 "the one it began with")
+        raise InputError(f"{error}; the last good state, after step {run.step}, is {where}") from None
     except KeyboardInterrupt as error:  # a second one, or between the last step and the end
         if isinstance(error, checkpoint.Interrupted) or saved is None:
             raise

@@ -54,7 +54,7 @@ _MACHINE = (
     ("device", str, "cpu, cuda, cuda:1 [a GPU where there is one]"),
     ("dtype", str, "float32 or bfloat16, which is torch's autocast [float32]"),
     ("kernels", str, "off: dense layers; sparse: this package's kernels; auto: each layer changes over when it fires little "
-                     "enough [off]"),
+                     "enough; both need a GPU and bfloat16, and are torch's operations elsewhere [off]"),
     ("parallel", str, "under torchrun: ddp, or fsdp to shard the model [ddp]"),
 )
 _REPORTS = (
@@ -75,9 +75,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, or hf:owner/name for a Hugging Face "
                         "dataset, whose first 100 MB are read unless ?bytes=500e6 follows; at most 1 GiB [the source of Python's "
                         "standard library]")
-    parser.add_argument("--out", metavar="DIR", type=_folder, help="save the model, metrics and checkpoints here, for twell-lab "
-                                                                   "profile and --resume")
-    parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there, as it began")
+    parser.add_argument("--out", metavar="DIR", type=_folder, help="save metrics and checkpoints here, for --resume, and in the "
+                                                                   "end the model, for twell-lab profile; no folder that has some")
+    parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there; of its options only "
+                        "where and how it computes and --checkpoint-every may change")
     parser.add_argument("--config", metavar="NAME", help=f"sizes, steps and rates to begin from, which every option here "
                         f"overrides: {CONFIGURATIONS}; 'list' says what they are")
     for title, fields in _GROUPS:

@@ -108,6 +108,9 @@ class TrainConfig:
         for name, accepted in (("activation", ACTIVATIONS), ("dtype", DTYPES), ("kernels", KERNELS),
                                ("parallel", PARALLEL)):
             self._check(name, str, lambda value: value in accepted, " or ".join(map(repr, accepted)))
+        if self.kernels != "off" and self.activation != "relu":
+            raise InputError(f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
+                             "activation 'relu', which the sparse layers compute")
         if not isinstance(self.compile, bool):
             raise InputError(f"compile is {self.compile!r}; accepted: True or False")
         if not isinstance(self.text, (str, PathLike, Text, type(None))):
@@ -124,7 +127,7 @@ class TrainConfig:
                 raise TypeError("not a name")
             torch.device("cpu" if self.device is None else self.device)
         except (RuntimeError, TypeError) as error:
-            raise InputError(f"device is {self.device!r}; accepted: the name of a torch device, or None") from error
+            raise InputError(f"device is {self.device!r}; accepted: a device of torch's, such as 'cpu', 'cuda' or 'cuda:1', or None") from error
         self.model()
 
     def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:

@@ -164,3 +164,19 @@ def test_a_wrong_gradient_is_said_and_not_timed(a_gpu_that_is_none, monkeypatch,
     monkeypatch.setattr(bench_training, "our_layer", lambda path: lambda x, gate, up, down: bench_training.dense_layer(x, gate, up, 2 * down))
     assert backward_record.yours((8,), tokens=32) == []
     assert capsys.readouterr().out.startswith("Nothing was timed on My GPU: a gradient is off by ")
+
+
+def test_the_newest_record_holds_what_training_promises():
+    """Times as fast as torch's eager dense layer, memory and errors: a record that falls behind is noticed where it is added."""
+    rows = max((each for each in records.load_all() if each.name == "training"), key=lambda each: each.date).rows
+    mib = {name: [each["peak_bytes"] / 2**20 for each in rows if each["path"] == name] for name in ("forced twell", "dense eager")}
+    for nnz, least in ((8, 2.65), (29, 1.95), (60, 1.45), (120, 1.0)):
+        found = [each["x_dense"] for each in rows if each["path"] == "planned" and each["workload"] == LOGNORMAL and abs(each["nnz"] / nnz - 1) < 0.1]
+        assert len(found) == 1 and found[0] >= least, (nnz, found)
+    assert all(each["x_dense"] >= 0.97 for each in rows if each["path"] == "planned")
+    assert all(each["x_compiled"] >= 0.97 for each in rows if each["path"] == "planned compiled")
+    assert 0 < min(mib["forced twell"]) and max(mib["forced twell"]) <= 400 < min(mib["dense eager"])
+    assert sum("error_over_allowed" in each for each in rows) > 50
+    assert max(each.get("error_over_allowed", 0) for each in rows) <= 1
+    steps = {each["path"]: each["ms"] for each in rows if each["workload"] == "whole step, 8 layers"}
+    assert steps["dense compiled"] / steps["planned compiled"] >= 1.15

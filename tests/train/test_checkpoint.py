@@ -120,7 +120,6 @@ def test_what_a_folder_holds_after_a_run(unbroken, tiny):
     for saved in (folder, folder / "checkpoint-000012"):
         assert all(map(torch.equal, LanguageModel.load(saved).parameters(), result.model.parameters()))
     assert checkpoint.config_of(folder, text=result.config.text) == result.config
-    train(tiny(**FULL), out=folder, progress=False)  # the run there is finished: it may be made anew
 
 
 def test_the_second_interruption_stops_at_once():
@@ -173,12 +172,18 @@ def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(tiny, unbr
         tensors = getattr(state, part)
         tensors[key] = tensors[key][:30]
         checkpoint.save(tmp_path / part, state)
-        with pytest.raises(InputError, match=rf"{name} has shape \[30, 16\] in the checkpoint.* and \[32, 16\] here"):
+        with pytest.raises(InputError, match=rf"{name} has shape \[30, 16\] in the checkpoint.* and \[32, 16\] in this model"):
             train(tiny(**FULL), resume=tmp_path / part, progress=False)
         del tensors[key]
         checkpoint.save(tmp_path / part, state)
         with pytest.raises(InputError, match=f"lack '.*{name}'"):
             train(tiny(**FULL), resume=tmp_path / part, progress=False)
+
+
+def test_bytes_may_be_named_when_a_run_that_reads_them_goes_on(tiny, unbroken):
+    config = tiny(**FULL)
+    assert config.tokenizer is None
+    checkpoint.check_same(checkpoint.load(unbroken[1]), tiny(**FULL, tokenizer="bytes"), config.model(), config.text)
 
 
 def test_an_unfinished_run_is_not_written_over(tiny, tmp_path, capsys):
@@ -187,6 +192,18 @@ def test_an_unfinished_run_is_not_written_over(tiny, tmp_path, capsys):
         train(tiny(), out=tmp_path, progress=False)
     assert cli.main(["train", "--resume", str(tmp_path), "--lr", "0.5"]) == 2
     assert "lr is 0.5, and 0.002 in the checkpoint" in capsys.readouterr().err
+
+
+def test_a_finished_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path):
+    """Nor mixed: a run stopped early would leave the old model beside its own checkpoint."""
+    result, folder = unbroken
+    held = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="holds a run of 12 steps; accepted: another folder, or this one once it is empty"):
+        train(tiny(**FULL), out=folder, progress=False)
+    assert held == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    result.model.save(tmp_path)
+    with pytest.raises(InputError, match="holds a model; accepted: another folder"):
+        train(tiny(), out=tmp_path, progress=False)
 
 
 def test_folders_that_cannot_be_used_are_named(tiny, tmp_path):

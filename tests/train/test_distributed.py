@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CLOSE = dict(rel=1e-4, abs=1e-6)
 EVERYTHING = dict(dead_window=60, reinit=0.1, dead_every=3, accumulate=2, l1=1.0, lr=0.08, warmup=2)
 
+RUNS = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}, "ddp-sparse": {"parallel": "ddp", "kernels": "sparse"},
+        "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"}}
+
 # What `torchrun -m twell_lab.train` does, several times in one pair of processes: importing torch is most of the time.
 SEVERAL = """
 import json, runpy, sys
@@ -38,7 +41,7 @@ with joined("cpu"):
 
 @pytest.fixture(scope="module")
 def runs(tiny, some_text, tmp_path_factory):
-    """{parallel: folder} of two processes each, the config that all share, and what they printed."""
+    """{name of RUNS: folder} of two processes each, the config that all share, and what they printed."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
     (folder / "several.py").write_text(SEVERAL)
@@ -46,14 +49,15 @@ def runs(tiny, some_text, tmp_path_factory):
     options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
         "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows", "device",
         "text", *EVERYTHING)]
-    asked = [([*options, f"--parallel={name}", f"--out={folder / name}"], 0) for name in ("ddp", "fsdp")]
+    asked = [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
+             for name, how in RUNS.items()]
     (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
     asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
     ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                           folder / "several.py", json.dumps(asked)], capture_output=True, text=True, timeout=300,
                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    return {name: folder / name for name in ("ddp", "fsdp")}, config, ran.stdout, ran.stderr
+    return {name: folder / name for name in RUNS}, config, ran.stdout, ran.stderr
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +65,13 @@ def alone(runs):
     return train(runs[1], progress=False)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_give_the_curve_of_one(runs, alone, parallel):
-    rows = [json.loads(line) for line in (runs[0][parallel] / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_give_the_curve_of_one(runs, alone, name):
+    rows = [json.loads(line) for line in (runs[0][name] / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row in alone.history]
     for two, one in zip(rows, alone.history, strict=True):
-        for name in ("loss", "ce", "l1_term", "l1_layers", "lr"):
-            assert two[name] == pytest.approx(one[name], **CLOSE), (name, two["step"])
+        for field in ("loss", "ce", "l1_term", "l1_layers", "lr"):
+            assert two[field] == pytest.approx(one[field], **CLOSE), (field, two["step"])
         assert two["nnz_layers"] == pytest.approx(one["nnz_layers"], rel=1e-3)
         assert two["dead_layers"] == one["dead_layers"]
     assert any(sum(row["dead_layers"]) for row in rows)  # or nothing was re-initialised
@@ -111,7 +115,7 @@ def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path):
 
 
 def test_only_the_first_process_prints(runs):
-    assert runs[2].count("bits per byte") == 2  # one a run
+    assert runs[2].count("bits per byte") == len(RUNS)
 
 
 # What is refused

@@ -161,15 +161,12 @@ def poison(monkeypatch, call):
 
 
 def test_the_last_good_state_is_where_the_message_says(tiny, tmp_path, monkeypatch):
-    """Also in another folder than the one resumed from, and in one where another run was finished."""
+    """Also in another folder than the one resumed from. As resuming repeats the step, it says how to begin anew."""
     broken_off(tiny(checkpoint_every=2), tmp_path / "first", 4)
-    train(tiny(steps=20), out=tmp_path / "used", progress=False)
-    for out in ("other", "used"):
-        poison(monkeypatch, 1)
-        with pytest.raises(InputError, match=f"at step 3 .*after step 2, is in '.*{out}'"):
-            train(tiny(), resume=tmp_path / "first", out=tmp_path / out, progress=False)
-        assert checkpoint.load(tmp_path / out).step == 2
-        monkeypatch.undo()
+    poison(monkeypatch, 1)
+    with pytest.raises(InputError, match="at step 3 .*after step 2, is in '.*other', and .*: begin anew in another folder"):
+        train(tiny(), resume=tmp_path / "first", out=tmp_path / "other", progress=False)
+    assert checkpoint.load(tmp_path / "other").step == 2
 
 
 def test_a_validation_that_is_no_number_ends_the_run(tiny, tmp_path, monkeypatch):
@@ -307,8 +304,14 @@ def test_a_summary_names_the_tokenizers_file_alone(tiny, tmp_path):
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), 0])
 def test_a_device_is_given_by_its_name(tiny, device):
-    with pytest.raises(InputError, match="^device is .*; accepted: the name of a torch device, or None"):
+    with pytest.raises(InputError, match="^device is .*; accepted: a device of torch's, such as 'cpu', .*, or None"):
         tiny(device=device)
+
+
+def test_a_device_that_is_not_there_is_told_in_one_line(tiny):
+    with pytest.raises(DeviceError, match=r"^device 'mps' is not there: .*; accepted here: cpu.*$") as refused:
+        train(tiny(device="mps"), progress=False)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 def test_a_device_without_numbers_is_refused(tiny):

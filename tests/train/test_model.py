@@ -77,8 +77,8 @@ def test_broken_saved_models_are_refused(tmp_path):
         LanguageModel.load(tmp_path / "missing")
     saved = model().save(tmp_path / "saved")
     fields = json.loads((saved / "config.json").read_text())
-    for change, words in (({"format": 99}, "format"), ({"d_ff": 41}, "size mismatch"),
-                          ({"heads": 5}, "d_model"), ({"layers": 3}, "Missing key"), ({"new": 1}, "new")):
+    for change, words in (({"format": 99}, "format"), ({"d_ff": 41}, r"gate_proj.weight has shape \[40, 24\] .* and \[41, 24\] in this model"),
+                          ({"heads": 5}, "d_model"), ({"layers": 3}, "lack 'layers.2"), ({"new": 1}, "new")):
         (saved / "config.json").write_text(json.dumps({**fields, **change}))
         with pytest.raises(InputError, match=words):
             LanguageModel.load(saved)
@@ -87,6 +87,13 @@ def test_broken_saved_models_are_refused(tmp_path):
     (saved / "model.safetensors").write_bytes(weights[:-10])
     with pytest.raises(InputError, match="no model can be loaded"):
         LanguageModel.load(saved)
+
+
+def test_a_stopped_run_names_the_checkpoint_that_holds_its_model(tmp_path):
+    for step in (5, 10):
+        model().save(tmp_path / f"checkpoint-{step:06d}")
+    with pytest.raises(InputError, match="there is no model in .*: no config.json; a run was stopped there, whose model is in .*000010'"):
+        LanguageModel.load(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

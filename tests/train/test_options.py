@@ -130,6 +130,17 @@ def test_a_text_read_many_times_over_is_told_with_the_numbers(tiny, some_text):
         train(tiny(text=few, steps=10), progress=False)  # 3.7 times
 
 
+@pytest.mark.parametrize("kernels", ["auto", "sparse"])
+def test_squared_relu_has_no_sparse_layers(tiny, kernels):
+    with pytest.raises(InputError, match=f"kernels is '{kernels}' with activation 'relu2'; accepted: kernels 'off', or activation 'relu'"):
+        tiny(kernels=kernels, activation="relu2")
+
+
+def test_what_is_no_config_is_named():
+    with pytest.raises(InputError, match="config is a dict; accepted: a TrainConfig"):
+        train({"l1": 1.0})
+
+
 # Other ways to compute the same
 
 

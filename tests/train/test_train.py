@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -198,6 +199,7 @@ def test_the_progress_bar_is_on_stderr_and_can_be_silent(some_text, capsys, monk
     train(tiny(text=some_text), progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "6/6" in shown.err
+    assert re.search(r"step/s, loss=\d+\.\d{3}, nnz=\d+, tokens_s=[\d,]+\]", shown.err)
     train(tiny(text=some_text), progress=False)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setitem(__import__("sys").modules, "tqdm", None)  # as if not installed

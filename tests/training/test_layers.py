@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell_lab import costs, cpu, penalty, switching
+from twell_lab import costs, cpu, launch_train, penalty, switching
 from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, feed_forwards, sparsify
 from twell_lab.learning import LayerTerm
@@ -86,6 +86,13 @@ def test_nothing_is_reported_outside_the_context():
     assert len(terms) == 2
 
 
+@pytest.mark.parametrize("net", [model(), sparsify(model())], ids=["dense", "sparse"])
+def test_a_forward_pass_without_gradients_reports_nothing(net):
+    with penalty.layer_terms(net) as terms, torch.no_grad():
+        net(tokens())
+    assert terms == []
+
+
 def test_gradient_checkpointing():
     dense, sparse = model(), sparsify(model())
     for found in feed_forwards(sparse):
@@ -94,6 +101,16 @@ def test_gradient_checkpointing():
     loss_of(dense)[0].backward()
     loss_of(sparse)[0].backward()
     same(sparse, dense)
+
+
+@pytest.mark.parametrize("path", ["dense", "twell"])
+def test_the_sparse_path_keeps_nothing_as_wide_as_the_layer(path):
+    layer = SparseFFN.from_module(model().layers[0].mlp)
+    layer.learn(path)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        layer(torch.randn(5, 16)).sum().backward()
+    assert ((5, 256) in kept) == (path == "dense") and (5, 16) in kept
 
 
 def test_gradient_accumulation():
@@ -227,3 +244,13 @@ def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
     monkeypatch.setattr(switching, "break_even", lambda *_: 7.0)
     assert switching.Switch(net).measure(300) == {"layers.0.mlp": 0.0, "layers.1.mlp": 7.0}
     assert asked == [((300, 16), torch.float32)] * 2
+
+
+def test_a_break_even_stays_within_the_room_for_entries(monkeypatch):
+    net, tokens = sparsify(model()), 100
+    monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
+    monkeypatch.setattr(switching.training, "takes", lambda *_: True)
+    monkeypatch.setattr(switching, "break_even", lambda *_: 1e6)
+    limit = switching.Switch(net).measure(tokens)["layers.0.mlp"]
+    room = launch_train.capacity_for(tokens, CONFIG.d_ff)
+    assert 0.8 * room < limit * tokens < limit * (1 + switching.MARGIN) * tokens < room
