@@ -96,9 +96,9 @@ def neuron_frequency(profile, layer: int = 0) -> go.Figure:
         raise InputError(f"layer is {layer!r}; this profile has layers 0 to {len(layers) - 1}")
     values = sorted((100 * float(value) for value in _get(layers[layer], "neuron_frequency")), reverse=True)
     alive = [value for value in values if value > 0]
-    figure = go.Figure(go.Scatter(x=list(range(1, len(alive) + 1)), y=alive, mode="lines", fill="tozeroy",
+    figure = go.Figure(go.Scatter(x=list(range(1, len(alive) + 1)), y=alive, mode="lines",
                                   line={"color": BLUE}, hovertemplate="neuron %{x}: %{y:.3g}% of tokens"))
-    figure.update_yaxes(title_text="fires on this share of tokens, %", type="log", dtick=1, tickformat="~g",
+    figure.update_yaxes(title_text="fires on this share of tokens, % (log scale)", type="log", dtick=1, tickformat="~g",
                         range=[math.log10(alive[-1] / 1.5), 2.05] if alive else [-1, 2])
     figure.update_xaxes(title_text="neuron, most used first", range=[0, len(values) * 1.01])
     if len(alive) < len(values):

@@ -72,7 +72,7 @@ def test_the_summary_names_the_extremes_and_the_losses():
 def test_recorded_steps_beside_the_floor():
     floors = {"29": backward.floors(backward.parts(nnz=29), RATES)}
     floor = sum(part["ms"] for part in floors["29"])
-    assert backward_record.beside_floor(placed(compared()), floors) == f"nnz 29: floor {floor:.2f} ms, recorded 3.00, {3 / floor:.2f} times that"
+    assert backward_record.beside_floor(placed(compared()), floors) == f"nnz 29: counted {floor:.2f} ms, recorded 3.00, {3 / floor:.2f} times that"
     assert backward_record.beside_floor(placed(compared(ms=0.9 * floor)), floors).endswith("the caches delivered rows faster than the rate used here")
     assert backward_record.dense_ms(placed(compared() + compared(8.0))) == 6.0
     assert "1012 MiB (dense), 390 MiB (sparse)" in backward_record.memory_sentence(placed(compared(8.0) + compared()))

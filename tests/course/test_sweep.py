@@ -50,7 +50,7 @@ def test_where_it_was_recorded():
 def test_the_table_goes_from_no_l1_up():
     lines = course.table(ROWS).splitlines()
     assert [line[:25].strip() for line in lines[1:]] == [
-        "no L1 (the twin)", "no L1, seed 1", "no L1, lr 2", "L1 1", "L1 1, dead rows renewed", "L1 2"]
+        "no L1, lr 1 (the twin)", "no L1, seed 1", "no L1, lr 2", "L1 1", "L1 1, dead rows renewed", "L1 2"]
     assert "+1.0%" in lines[4] and "98.00%" in lines[4] and "20%" in lines[4]
 
 

@@ -286,7 +286,7 @@ def break_even(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: i
 def break_even_sentences(reached: Rates, recorded_ms: float | None = None) -> str:
     """Where the floor of the sparse step meets the dense floor, and the recorded dense step where there is one."""
     own = dense_floor(reached)
-    lines = [f"Against nine products at full rate ({own:.2f} ms), the sparse floor is lower below {break_even(reached):.0f} firing neurons."]
+    lines = [f"Against nine products at full rate ({own:.2f} ms), the counted sparse step is shorter below {break_even(reached):.0f} firing neurons."]
     if recorded_ms is not None:
         lines.append(f"Against torch's step as it was recorded ({recorded_ms:.2f} ms), below {break_even(reached, dense_ms=recorded_ms):.0f}.")
     return "\n".join(lines)

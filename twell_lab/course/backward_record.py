@@ -181,7 +181,7 @@ def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
         if row["path"] == SPARSE and row["column"] in floors:
             floor = sum(part["ms"] for part in floors[row["column"]])
             below = row["ms"] < 0.995 * floor
-            lines.append(f"nnz {row['column']}: floor {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} times that"
+            lines.append(f"nnz {row['column']}: counted {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} times that"
                          + ": the caches delivered rows faster than the rate used here" * below)  # fmt: skip
     return "\n".join(dict.fromkeys(lines)) or "No recorded step to set beside them yet."
 

@@ -9,6 +9,7 @@ from .. import plots
 from ..errors import InputError
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE
+BELOW = {"orientation": "h", "x": 0, "y": -0.17, "yanchor": "top"}  # a legend of many entries, in as many lines as it takes
 PICKED = (plots.RED, plots.GREEN, plots.PURPLE, plots.ORANGE, plots.SKY)
 
 
@@ -131,7 +132,7 @@ PARTS = {"gate, packed": plots.GREY, "survivors: u": plots.SKY, "y": plots.BLUE,
 
 
 def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] = ()) -> go.Figure:
-    """The least time of a sparse step by part, for each nnz, beside the dense floor; recorded steps as marks.
+    """The counted time of a sparse step by part, for each nnz, beside the dense floor; recorded steps as marks.
 
     floors: nnz as text -> backward.floors; recorded: rows of backward_record.recorded.
     """
@@ -154,8 +155,8 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
     figure.update_xaxes(title_text="neurons firing for a token on average, and the sum of the parts", type="category")
     figure.update_yaxes(title_text="ms, 16,384 tokens", rangemode="tozero")
     wheres = ", ".join(dict.fromkeys(row["where"] for row in recorded if row["column"] in floors))
-    title = "The least time of a sparse step, by part" + f"; marks: {wheres}" * bool(wheres)
-    return plots.styled(figure, title, height=450).update_layout(barmode="stack", margin_t=140 if wheres else 100, legend={"traceorder": "normal"})
+    title = "A sparse step by part, were every row to come from the L2 cache" + f"<br><sup>marks: {wheres}</sup>" * bool(wheres)
+    return plots.styled(figure, title, height=520).update_layout(barmode="stack", margin_b=150, legend=BELOW | {"traceorder": "normal"})
 
 
 NAMES = {"planned": "planned", "planned compiled": "planned, compiled against compiled", "forced twell": "sparse, forced"}
@@ -245,10 +246,11 @@ def paths(kinds: dict[str, list[dict]]) -> go.Figure:
                            line={"color": plots.GREY, "dash": dash}, hovertemplate=f"{path}, nnz %{{x}}: %{{y:.3g}} ms<extra></extra>")  # fmt: skip
     if not every:
         figure.add_annotation(x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, text="no training step is recorded in this checkout")
-    figure.update_xaxes(title_text="neurons firing for a token on average", type="log", tickvals=[5, 10, 20, 50, 100, 200])
-    figure.update_yaxes(title_text="ms, forward and backward", type="log", tickvals=[1, 2, 5, 10, 20, 50])
+    figure.update_xaxes(title_text="neurons firing for a token on average (log scale)", type="log", tickvals=[5, 10, 20, 50, 100, 200])
+    figure.update_yaxes(title_text="ms, forward and backward (log scale)", type="log", tickvals=[1, 2, 5, 10, 20, 50])
     wheres = ", ".join(dict.fromkeys(row["where"] for row in every))
-    return plots.styled(figure, f"A training step of one layer, 16,384 tokens; {wheres}", height=490).update_layout(margin_t=160)
+    title = f"A training step of one layer, 16,384 tokens<br><sup>{wheres}</sup>"
+    return plots.styled(figure, title, height=560).update_layout(margin_b=170, legend=BELOW)
 
 
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
@@ -284,7 +286,8 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
     low = 0.7 * min(min(min(row["nnz"]) for row in history), limit)
     if low > 0:
         figure.update_yaxes(type="log", tickvals=ticks, row=1, col=1)
-    figure.update_yaxes(title_text=f"of {d_ff} (dashed: break-even)", row=1, col=1)
+    scale = ", log scale" if low > 0 else ""
+    figure.update_yaxes(title_text=f"of {d_ff} (dashed: break-even{scale})", row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
     figure = plots.styled(figure, "Dotted: dense; solid: sparse; diamond: the layer changes its path", height=420)
     figure.update_annotations(font_size=12)

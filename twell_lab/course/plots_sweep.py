@@ -74,10 +74,10 @@ def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
     layers = [f"{number}" for number in range(len(runs[0]["layers"]))]
     figure.add_bar(x=layers, y=[0] * len(layers), marker_color=plots.BLUE, showlegend=False, row=1, col=3, cliponaxis=False,
                    textposition="outside", textfont={"size": 10}, hovertemplate="layer %{x}: %{y:.3g}<extra></extra>")
-    figure.update_xaxes(type="log", tickformat="~g", dtick=1, autorange="reversed", title_text="mean nnz", row=1, col=1)
+    figure.update_xaxes(type="log", tickformat="~g", dtick=1, autorange="reversed", title_text="mean nnz (log scale)", row=1, col=1)
     figure.update_yaxes(title_text="bits per byte", row=1, col=1)
     figure.update_xaxes(title_text="step", row=1, col=2)
-    figure.update_yaxes(type="log", tickformat="~g", dtick=1, row=1, col=2)
+    figure.update_yaxes(title_text="mean nnz (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=2)
     figure.update_xaxes(title_text="layer", row=1, col=3)
     figure = plots.styled(figure, "", height=400).update_layout(margin_t=110)
     figure.update_annotations(font_size=12)
@@ -110,14 +110,15 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     for number, row in enumerate(runs):
         colour, history = RAMP[number % len(RAMP)], row["history"]
         seen = [(step, bits) for step, bits in zip(history["step"], history["val_bits_per_byte"], strict=True) if bits is not None]
-        group = {"legendgroup": short(row), "line": {"color": colour}}
+        # A small L1 changes little: the line without any is drawn first and wide, to be seen beneath.
+        group = {"legendgroup": short(row), "line": {"color": colour, "width": 2 if row["config"]["l1"] else 6}}
         figure.add_scatter(x=[step for step, _ in seen], y=[bits for _, bits in seen], mode="lines+markers", name=short(row),
                            hovertemplate="step %{x}: %{y:.3f} bits per byte", row=1, col=1, **group)
         figure.add_scatter(x=history["step"], y=history["nnz"], mode="lines", name=short(row), showlegend=False,
                            hovertemplate="step %{x}: %{y:.3g} neurons", row=1, col=2, **group)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="held-out novels, bits per byte", row=1, col=1)
-    figure.update_yaxes(title_text=f"neurons firing, of {runs[0]['config']['d_ff']}", type="log", tickformat="~g", dtick=1, row=1, col=2)
+    figure.update_yaxes(title_text=f"neurons firing, of {runs[0]['config']['d_ff']} (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=2)
     return plots.styled(figure, f"While they trained<br><sup>{where}</sup>", height=430).update_layout(
         legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"})
 
@@ -227,6 +228,8 @@ def _at(runs: list[dict], index: int) -> dict:
 
 
 def _shade(share: float) -> str:
-    """Layers from first to last, light to dark blue."""
-    light, dark = (158, 202, 225), (8, 48, 107)
-    return "rgb({}, {}, {})".format(*(round(a + share * (b - a)) for a, b in zip(light, dark, strict=True)))
+    """Layers from first to last: orange, green, blue, violet, and what lies between."""
+    stops = ((230, 159, 0), (0, 158, 115), (0, 114, 178), (72, 15, 105))
+    at = min(int(share * (len(stops) - 1)), len(stops) - 2)
+    within = share * (len(stops) - 1) - at
+    return "rgb({}, {}, {})".format(*(round(a + within * (b - a)) for a, b in zip(stops[at], stops[at + 1], strict=True)))

@@ -21,7 +21,7 @@ def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
                            marker={"size": 9}, line={"color": colour},
                            hovertemplate="%{x}: %{y:.1f} neurons")
     figure.update_xaxes(title_text="feed-forward layer", range=[-0.2, len(density) - 0.8])
-    figure.update_yaxes(title_text=f"neurons firing for a token, of {width}", **_log(figure))
+    figure.update_yaxes(**_counts(figure, f"neurons firing for a token, of {width}"))
     return plots.styled(figure, "Who fires, layer by layer (held-out text)")
 
 
@@ -67,7 +67,7 @@ def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) ->
                            marker={"size": 5}, line={"color": colour},
                            hovertemplate="position %{x}: %{y:.1f} neurons")
     figure.update_xaxes(title_text="position in the window (0: nothing stands before it)")
-    figure.update_yaxes(title_text="neurons firing, mean over windows", **_log(figure))
+    figure.update_yaxes(**_counts(figure, "neurons firing, mean over windows"))
     return plots.styled(figure, "Who fires where in a window")
 
 
@@ -124,9 +124,10 @@ def _width(run) -> int:
     return plots._get(plots._get(run, "config"), "d_ff")
 
 
-def _log(figure: go.Figure) -> dict:
+def _counts(figure: go.Figure, title: str) -> dict:
     """A log axis where every value can stand on one; otherwise, with silent layers, a linear one."""
     values = [value for trace in figure.data for value in trace.y]
     if min(values) > 0:
-        return {"type": "log", "tickformat": "~g", "dtick": "D2" if max(values) < 200 * min(values) else 1}
-    return {"rangemode": "tozero"}
+        return {"title_text": f"{title} (log scale)", "type": "log", "tickformat": "~g",
+                "dtick": "D2" if max(values) < 200 * min(values) else 1}
+    return {"title_text": title, "rangemode": "tozero"}

@@ -44,7 +44,7 @@ def table(rows: list[dict]) -> str:
 def name(row: dict, rows: list[dict]) -> str:
     """What to call a run in a figure."""
     if row is twin(rows):
-        return "no L1 (the twin)"
+        return f"no L1, {row['label']} (the twin)"
     return f"no L1, {row['label']}" if not row["config"]["l1"] else row["label"]
 
 
