@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .errors import InputError
+
 EPILOG = """\
 on a text of your own, a file or a folder of files:
 
@@ -104,6 +106,8 @@ def run(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.config is not None:
         given = {**configurations.named(options.config), **given}
+    if options.checkpoint_every and not (options.out or options.resume):
+        raise InputError(f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, where they go")
     config = checkpoint.config_of(options.resume, **given) if options.resume else TrainConfig(**given)
     with _warnings_in_one_line():
         result = train(config, out=options.out, resume=options.resume)

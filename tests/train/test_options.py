@@ -141,6 +141,11 @@ def test_what_is_no_config_is_named():
         train({"l1": 1.0})
 
 
+def test_checkpoints_need_a_folder(capsys):
+    assert cli.main(["train", "--checkpoint-every", "10"]) == 2
+    assert "--checkpoint-every is 10 without --out; accepted" in capsys.readouterr().err
+
+
 # Other ways to compute the same
 
 
