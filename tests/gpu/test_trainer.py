@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import running
+from twell_lab import launch, running
 from twell_lab.errors import InputError
+from twell_lab.ffn import feed_forwards
 from twell_lab.text import standard_library
 from twell_lab.train import TrainConfig, train
 
@@ -122,6 +123,23 @@ def test_every_way_to_compute_a_step(tiny, plain, changes, rel):
     result = train(tiny(**changes), progress=False)
     close(result.history, plain.history, rel)
     assert result.validation_bits_per_byte == pytest.approx(plain.validation_bits_per_byte, rel=rel)
+
+
+def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkeypatch):
+    """By the break-even measured here, which an L1 as large as this takes them below."""
+    names, real = [], launch._launch
+    monkeypatch.setattr(launch, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1])
+    runs, init = [], running.Run.__init__
+    monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
+    changes = dict(dtype="bfloat16", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)
+    result = train(tiny(**changes, kernels="auto"), progress=False)
+    run = runs[0]
+    assert all(value > 0 for value in run.switch.below.values())
+    below = [nnz < 0.5 * limit for nnz, limit in zip(result.history[-1]["nnz_layers"], run.switch.below.values(), strict=True)]
+    assert any(below), (result.history[-1]["nnz_layers"], run.switch.below)
+    paths = [layer.module.learning for layer in feed_forwards(run.model)]
+    assert all(path == "twell" for path, low in zip(paths, below, strict=True) if low), (paths, below)
+    assert any(name.startswith("input_gradient") for name in names)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
