@@ -227,25 +227,44 @@ def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads:
     if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
         raise bench.WrongResult(f"the losses differ: {losses}; nothing was timed")
     peaks = {name: {"peak_bytes": bench.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()}
+    peaks["planned"]["gradients_apart"] = gradients_apart(twin, dense, tokens[0])
     shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": d_model,
               "d_ff": d_ff, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
               "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {layers} layers"}  # fmt: skip
     return _rows(shared, bench.time_cuda(steps, rounds=10), peaks)
 
 
-def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
-    """One step: loss with L1, backward, AdamW of learning rate 0. turn -> the loss, a tensor."""
+def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
+    """How far two models' gradients of the loss with L1 are apart: the largest over parameters of |a - b| / |b|, in norms."""
+    for each in (model, other):
+        each.zero_grad()
+        _loss(each, each, windows).backward()
+    apart = 0.0
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        a, b = a.grad.double(), b.grad.double()
+        apart = max(apart, float((a - b).norm() / b.norm().clamp(min=1e-30)))
+    for each in (model, other):
+        each.zero_grad()
+    return apart
+
+
+def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
     from .penalty import layer_terms
 
+    with layer_terms(model) as terms:
+        scores = call(windows[:, :-1])
+    loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
+    return loss + L1 * sum(term.l1 for term in terms) / len(terms)
+
+
+def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
+    """One step: loss with L1, backward, AdamW of learning rate 0. turn -> the loss, a tensor."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     call = torch.compile(model, dynamic=False) if compiled else model
 
     def step(turn: int) -> Tensor:
-        windows = tokens[turn % len(tokens)]
-        with layer_terms(model) as terms:
-            scores = call(windows[:, :-1])
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
-        (loss + L1 * sum(term.l1 for term in terms) / len(terms)).backward()
+        loss = _loss(model, call, tokens[turn % len(tokens)])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -255,7 +274,7 @@ def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
 
 @torch.no_grad()
 def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
-    """Lower the gates of every layer until it fires at about `nnz`, lognormal rates; returns what the last layer does.
+    """Lower the gates of every layer until it fires at about `nnz`, lognormal rates; returns what they do, on average.
 
     Coordinate 0 of the stream is made a constant that no layer changes, and each gate row gets there what its neuron's
     quantile of the products asks for.
@@ -264,7 +283,7 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     for block in model.layers:
         block.attention.out_proj.weight[0] = 0
         block.mlp.down_proj.weight[0] = 0
-    mean = 0.0
+    fired = []
     for i, found in enumerate(feed_forwards(model)):
         gate, seen = found.gate.weight, []
         hook = found.gate.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2)))
@@ -277,8 +296,8 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
         threshold = products.sort(0).values.gather(0, place[None])[0]
         threshold = torch.where(rates < 1 / len(products), threshold.abs() * 2 + 1, threshold)
         gate[:, 0] = (-threshold / seen[0][:, 0].float().mean()).to(gate.dtype)
-        mean = float((seen[0] @ gate.t() > 0).sum(1).double().mean())
-    return mean
+        fired.append(float((seen[0] @ gate.t() > 0).sum(1).double().mean()))
+    return sum(fired) / len(fired)
 
 
 SECTIONS = {

@@ -1,9 +1,12 @@
 """The training tables, tiny and on the CPU, with clocks that count: what is compared, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 
 from twell_lab import bench, bench_training, costs
+from twell_lab.ffn import sparsify
 from twell_lab.model import LanguageModel, ModelConfig
 
 
@@ -66,3 +69,24 @@ def test_gates_are_lowered_to_what_was_asked_for():
 
 def test_the_planned_path_follows_the_density(stopped):
     assert bench_training.planned(20, 2048, 5632, True) == "twell" and bench_training.planned(200, 2048, 5632, True) == "dense"
+
+
+def test_how_far_two_models_gradients_are_apart():
+    config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=16)
+    torch.manual_seed(0)
+    dense = LanguageModel(config)
+    windows = torch.randint(0, 64, (3, 17))
+    same, other = sparsify(copy.deepcopy(dense)), copy.deepcopy(dense)
+    assert bench_training.gradients_apart(same, dense, windows) < 1e-5
+    with torch.no_grad():
+        other.layers[0].mlp.up_proj.weight[3] *= 1.5
+    assert bench_training.gradients_apart(other, dense, windows) > 1e-2
+    assert all(p.grad is None for p in (*same.parameters(), *dense.parameters()))
+
+
+def test_a_step_of_a_model_leaves_it_as_it_was():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=16))
+    before, step = copy.deepcopy(model), bench_training._model_step(model, torch.randint(0, 64, (3, 4, 17)), False)
+    assert float(step(0)) == float(step(3)) != float(step(1))
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
