@@ -62,8 +62,8 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
     there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no TrainConfig, a
     checkpoint that is truncated or of another model or config, and for an `out` that holds a run or a model, or lies in the
-    folder that is the text; checkpoint.Interrupted (a KeyboardInterrupt) once an
-    interrupted run is saved. Warns when no neuron fires any more, and when the steps read the text more than four times over.
+    folder that is the text; checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no
+    neuron fires any more, and when the steps read the text more than four times over.
     """
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
@@ -100,6 +100,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         else:
             checkpoint.check_apart(out, config.text)
             checkpoint.prepare(out)
+            (Path(out) / checkpoint.TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             if whole.tokenizer != BYTES:
                 whole.tokenizer.save(Path(out) / checkpoint.TOKENIZER)
         metrics.open(Path(out) / "metrics.jsonl", run.history)

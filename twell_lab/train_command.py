@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         "dataset, whose first 100 MB are read unless ?bytes=500e6 follows; at most 1 GiB [the source of Python's "
                         "standard library]")
     parser.add_argument("--out", metavar="DIR", type=_folder, help="save metrics and checkpoints here, for --resume, and in the "
-                                                                   "end the model, for twell-lab profile; no folder that has some")
+                        "end the model, for twell-lab profile; a folder that holds another run or model is refused")
     parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there; of its options only "
                         "where and how it computes and --checkpoint-every may change")
     parser.add_argument("--config", metavar="NAME", help=f"sizes, steps and rates to begin from, which every option here "

@@ -227,6 +227,12 @@ def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypa
     assert cli.main(["train", "--resume", "../out"]) == 0
 
 
+def test_a_tokenizer_that_a_run_left_before_it_saved_anything_is_not_read(tiny, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("of a run that was killed")
+    train(tiny(), out=tmp_path, progress=False)
+    assert not list(tmp_path.rglob("tokenizer.json"))
+
+
 def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
     pytest.importorskip("tokenizers")
     path = text.load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
