@@ -83,8 +83,10 @@ class Switch:
 
         tokens: how many a forward pass of training has. At most what the kernels have room for (launch_train.capacity_for):
         the break-even of wide layers lies above that. Without the kernels (a CPU, float32) the sparse path is torch's own
-        operations, and the gate twice: slower, however few neurons fire.
+        operations, and the gate twice: slower, however few neurons fire. Raises InputError for tokens below 1.
         """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise InputError(f"tokens is {tokens!r}; a whole number from 1 up is accepted")
         layers = feed_forwards(self.model)
         weight = layers[0].up.weight
         device = weight.device.type

@@ -246,6 +246,12 @@ def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
     assert asked == [((300, 16), torch.float32)] * 2
 
 
+@pytest.mark.parametrize("tokens", [0, -1, 2.5, True])
+def test_a_break_even_needs_tokens(tokens):
+    with pytest.raises(InputError, match=f"tokens is {tokens}; a whole number from 1 up"):
+        switching.Switch(sparsify(model())).measure(tokens)
+
+
 def test_a_break_even_stays_within_the_room_for_entries(monkeypatch):
     net, tokens = sparsify(model()), 100
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
