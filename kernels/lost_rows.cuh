@@ -43,13 +43,6 @@ __device__ __forceinline__ bool nonfinite(const uint4* row, int width) {
     return __any_sync(ALL_LANES, found);
 }
 
-// The number of the lowest bit, which is cleared.
-__device__ __forceinline__ int take_first(unsigned long long& bits) {
-    const int k = __ffsll((long long)bits) - 1;
-    bits &= bits - 1;
-    return k;
-}
-
 // Where lost_backward leaves the entry of the i-th lost row for a neuron, a multiple of 4, and its next three: in each plane
 // (h, dup, dgate) float [ceil(d_ff / 4)][room][4].
 __device__ __forceinline__ long long plane_of(int d_ff, int room) {

@@ -8,8 +8,10 @@
 // Versions
 //   lost_weights_v1  4 neurons a block, 16 bytes of a row a thread.
 //   lost_weights_v2  8 neurons a block, 8 bytes a thread, four rows under way; dgate and dup in one walk over x, ddown_t in one
-//                    over dy. h, dup and dgate are those that lost_backward left, for the first `room` rows of the list; past
-//                    those they are computed again, once a walk.
+//                    over dy. h, dup and dgate are those that lost_backward left, or, where there was no room for them, are
+//                    computed again for each batch of rows, the sums lying in memory meanwhile.
+// Times: smxx_train_lost.cu. There 37 us a row, at 3,000 rows, is v2 when it kept the sums in registers while it computed entries
+// again: they spilled, and it computed them four times. That the sums now lie in memory has not been timed.
 #include "lost_rows.cuh"
 
 #define BATCH_ROWS 256  // rows between barriers
@@ -30,7 +32,7 @@ struct Entries {
     int neurons;               // bits of those that fired in some row
 };
 
-// Fills in rows i..i + count - 1 of the list for neurons first..first + here - 1. AGAIN: some may have to be computed again.
+// Fills in rows i..i + count - 1 of the list for neurons first..first + here - 1. AGAIN: they are computed again.
 template <bool AGAIN>
 __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const value_t* x, const value_t* dy, const float* dl1,
                                      const int* lost, int i, int count, int first, int here, const float* entries, int room) {
@@ -41,7 +43,7 @@ __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const v
         const int t = tile / 2, half = tile % 2, begin = i + t * ROWS, rows = min(ROWS, i + count - begin);
         const int neuron = first + half * NEURONS, left = min(NEURONS, here - half * NEURONS);
         Entry e = {0, 0, 0, false};
-        if (left > 0 && (!AGAIN || begin + rows <= room)) {  // lost_backward has left them
+        if (!AGAIN && left > 0) {  // lost_backward has left them
             if (n < left && r < rows) {
                 const float* kept = entries + place_of(neuron, begin + r, room) + n;
                 e.h = kept[0], e.dup = kept[plane];
@@ -166,40 +168,79 @@ struct Rows {
     const value_t *x, *dy;
     const float* dl1;
     const int* lost;
-    const float* entries;
+    float* entries;
     int room;
 };
+struct Gradients {
+    value_t *gate, *up, *down_t, *gate_bias, *up_bias;
+};
 
-// One walk over all lost rows for neurons first, first + 1, ...: gradient[m] += sum of plane + m times the rows of `in`.
-// fresh: the batch is not filled yet. Returns the bits of the neurons that fired.
-template <bool AGAIN, int MATRICES>
-__device__ __forceinline__ int walk(Entries& batch, const Layer& layer, const Rows& rows, int first, bool fresh, int plane,
-                                    const value_t* in, value_t* const (&gradient)[MATRICES], float& bias_sum) {
+// Fills and lists rows i.. of the list, at most BATCH_ROWS; returns how many.
+template <bool AGAIN>
+__device__ __forceinline__ int open_batch(Entries& batch, const Layer& layer, const Rows& rows, int i, int first) {
+    const int here = min(BATCH_ROWS, rows.lost[0] - i);
+    __syncthreads();  // everybody is done with what it held
+    fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first, min(OWN, layer.d_ff - first), rows.entries,
+                rows.room);
+    __syncthreads();
+    if (warp_of() == 0) list_rows(batch, rows.lost, i, here, layer.d_model);
+    __syncthreads();
+    return here;
+}
+
+// Warp n's part of the sums for the biases of neuron n: dup in lanes 0 to 7, dgate in the next 8.
+__device__ __forceinline__ float bias_part(const Entries& batch, int here) {
+    float sum = 0;
+    if (lane_of() < 2 * ROWS)
+        for (int t = lane_of() % ROWS; t < here; t += ROWS)
+            sum += ((const float*)batch.value[1 + lane_of() / ROWS][t])[warp_of()];
+    return sum;
+}
+static_assert(WARPS_HERE == OWN, "a warp for each neuron");
+
+__device__ __forceinline__ void add_biases(const Gradients& to, float sum, int first, int neurons) {
+#pragma unroll
+    for (int step = ROWS / 2; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    value_t* bias = lane_of() == 0 ? to.up_bias : lane_of() == ROWS ? to.gate_bias : nullptr;
+    if (bias && neurons >> warp_of() & 1) bias[first + warp_of()] = from_float(to_float(bias[first + warp_of()]) + sum);
+}
+
+template <int MATRICES>
+__device__ __forceinline__ void set(float (&sum)[MATRICES][OWN][PART], const float* from) {
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const float4 f = from ? *(const float4*)(from + ((m * OWN + n) * THREADS + threadIdx.x) * PART)
+                                  : make_float4(0, 0, 0, 0);
+            sum[m][n][0] = f.x, sum[m][n][1] = f.y, sum[m][n][2] = f.z, sum[m][n][3] = f.w;
+        }
+}
+template <int MATRICES>
+__device__ __forceinline__ void keep(const float (&sum)[MATRICES][OWN][PART], float* to) {
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+        for (int n = 0; n < OWN; ++n)
+            *(float4*)(to + ((m * OWN + n) * THREADS + threadIdx.x) * PART) =
+                make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
+}
+
+// One walk over the lost rows for neurons first, first + 1, ...: gradient[m] += sum of plane + m times the rows of `in`, with
+// the entries that lost_backward has left. The sums stay in registers. The batch is open if it is the only one.
+template <int MATRICES>
+__device__ __forceinline__ void walk(Entries& batch, const Layer& layer, const Rows& rows, int first, int& neurons,
+                                     float& bias_sum, int plane, const value_t* in, value_t* const (&gradient)[MATRICES]) {
     const int count = rows.lost[0], d = layer.d_model;
-    int neurons = 0;
     for (int piece = 0; piece < d; piece += PIECE) {
         float sum[MATRICES][OWN][PART];
-#pragma unroll
-        for (int m = 0; m < MATRICES; ++m)
-#pragma unroll
-            for (int n = 0; n < OWN; ++n)
-#pragma unroll
-                for (int k = 0; k < PART; ++k) sum[m][n][k] = 0;
+        set<MATRICES>(sum, nullptr);
         const int c = piece + threadIdx.x * PART;
         for (int i = 0; i < count; i += BATCH_ROWS) {
-            const int here = min(BATCH_ROWS, count - i);
-            if (count > BATCH_ROWS || (fresh && piece == 0)) {
-                __syncthreads();  // everybody is done with what it held
-                fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first, min(OWN, layer.d_ff - first),
-                     rows.entries, rows.room);
-                __syncthreads();
-                if (warp_of() == 0) list_rows(batch, rows.lost, i, here, d);
-                __syncthreads();
-            }
+            int here = count;
+            if (count > BATCH_ROWS) here = open_batch<false>(batch, layer, rows, i, first);
             neurons |= batch.neurons;
-            if (plane == 1 && piece == 0)  // warp n sums up the entries of neuron n for the biases, dgate in the upper lanes
-                for (int t = lane_of() % ROWS; t < here; t += ROWS)
-                    if (lane_of() < 2 * ROWS) bias_sum += ((const float*)batch.value[1 + lane_of() / ROWS][t])[warp_of()];
+            if (plane == 1 && piece == 0) bias_sum += bias_part(batch, here);
             if (c < d) add_batch<MATRICES>(sum, batch, plane, (const uint2*)(in + c));
         }
         if (c < d) {
@@ -209,41 +250,77 @@ __device__ __forceinline__ int walk(Entries& batch, const Layer& layer, const Ro
             add_to<MATRICES>(to, sum, neurons, d);
         }
     }
-    return neurons;
 }
-static_assert(WARPS_HERE == OWN, "a warp for each neuron");
 
-struct Gradients {
-    value_t *gate, *up, *down_t, *gate_bias, *up_bias;
-};
-
-// All neurons of the block. AGAIN is a variant of its own so that the usual one keeps its sums in registers.
-template <bool AGAIN>
-__device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
-    for (int first = blockIdx.x * OWN; first < layer.d_ff; first += gridDim.x * OWN) {
-        float bias_sum = 0;
-        int neurons;
-        if (layer.gated())
-            neurons = walk<AGAIN, 2>(batch, layer, rows, first, true, 1, rows.x, {to.up, to.gate}, bias_sum);
-        else
-            neurons = walk<AGAIN, 1>(batch, layer, rows, first, true, 1, rows.x, {to.up}, bias_sum);
-        walk<AGAIN, 1>(batch, layer, rows, first, false, 0, rows.dy, {to.down_t}, bias_sum);
+// The same for one batch that was computed again: sums lie in `between`, float [pieces][MATRICES][OWN][PIECE].
+template <int MATRICES>
+__device__ __forceinline__ void walk_batch(const Entries& batch, int neurons, int first, bool begins, bool ends, int plane,
+                                           const value_t* in, value_t* const (&gradient)[MATRICES], float* between, int d) {
+    for (int piece = 0; piece < d; piece += PIECE, between += MATRICES * OWN * PIECE) {
+        const int c = piece + threadIdx.x * PART;
+        if (c >= d) continue;
+        float sum[MATRICES][OWN][PART];
+        set<MATRICES>(sum, begins ? nullptr : between);
+        add_batch<MATRICES>(sum, batch, plane, (const uint2*)(in + c));
+        if (!ends) {
+            keep<MATRICES>(sum, between);
+            continue;
+        }
+        value_t* to[MATRICES];
 #pragma unroll
-        for (int step = ROWS / 2; step; step /= 2) bias_sum += __shfl_xor_sync(ALL_LANES, bias_sum, step);
-        value_t* bias = lane_of() == 0 ? to.up_bias : lane_of() == ROWS ? to.gate_bias : nullptr;
-        if (bias && neurons >> warp_of() & 1)
-            bias[first + warp_of()] = from_float(to_float(bias[first + warp_of()]) + bias_sum);
+        for (int m = 0; m < MATRICES; ++m) to[m] = gradient[m] + (long long)first * d + c;
+        add_to<MATRICES>(to, sum, neurons, d);
     }
 }
 
-// blocks: the grid of lost_backward, whose `sums` become dx first.
+template <bool GATED>
+__device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
+    for (int first = blockIdx.x * OWN; first < layer.d_ff; first += gridDim.x * OWN) {
+        int neurons = 0;
+        float bias_sum = 0;
+        if (rows.lost[0] <= BATCH_ROWS) open_batch<false>(batch, layer, rows, 0, first);
+        if (GATED) walk<2>(batch, layer, rows, first, neurons, bias_sum, 1, rows.x, {to.up, to.gate});
+        if (!GATED) walk<1>(batch, layer, rows, first, neurons, bias_sum, 1, rows.x, {to.up});
+        walk<1>(batch, layer, rows, first, neurons, bias_sum, 0, rows.dy, {to.down_t});
+        add_biases(to, bias_sum, first, neurons);
+    }
+}
+
+// Where there was no room for the entries they are computed again, and `entries`, of `bytes`, is where the sums lie meanwhile:
+// as many blocks work as find room there.
+template <bool GATED>
+__device__ __forceinline__ void take_neurons_again(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
+    const int d = layer.d_model, pieces = (d + PIECE - 1) / PIECE, count = rows.lost[0];
+    const long long own = (long long)pieces * (GATED ? 3 : 2) * OWN * PIECE,
+                    have = plane_of(layer.d_ff, rows.room) * (GATED ? 3 : 2);
+    const int blocks = (int)min(max(have / own, 1LL), (long long)gridDim.x);
+    float* between = rows.entries + own * blockIdx.x;
+    if ((int)blockIdx.x >= blocks) return;
+    for (int first = blockIdx.x * OWN; first < layer.d_ff; first += blocks * OWN) {
+        int neurons = 0;
+        float bias_sum = 0;
+        for (int i = 0; i < count; i += BATCH_ROWS) {
+            const bool begins = i == 0, ends = i + BATCH_ROWS >= count;
+            const int here = open_batch<true>(batch, layer, rows, i, first);
+            neurons |= batch.neurons;
+            bias_sum += bias_part(batch, here);
+            float* down = between + own - (long long)pieces * OWN * PIECE;
+            if (GATED) walk_batch<2>(batch, neurons, first, begins, ends, 1, rows.x, {to.up, to.gate}, between, d);
+            if (!GATED) walk_batch<1>(batch, neurons, first, begins, ends, 1, rows.x, {to.up}, between, d);
+            walk_batch<1>(batch, neurons, first, begins, ends, 0, rows.dy, {to.down_t}, down, d);
+        }
+        add_biases(to, bias_sum, first, neurons);
+    }
+}
+
+// blocks: the grid of lost_backward, whose `sums` become dx first. entries: see lost_rows.cuh; in all at least 24 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 lost_weights_v2(const int* __restrict__ lost, const value_t* __restrict__ x, const value_t* __restrict__ dy,
                 const float* __restrict__ dl1, const value_t* __restrict__ gate, const value_t* __restrict__ up,
                 const value_t* __restrict__ down_t, const value_t* __restrict__ gate_bias,
                 const value_t* __restrict__ up_bias, value_t* __restrict__ dx, value_t* __restrict__ dgate,
                 value_t* __restrict__ dup, value_t* __restrict__ ddown_t, value_t* __restrict__ dgate_bias,
-                value_t* __restrict__ dup_bias, const float* __restrict__ sums, const float* __restrict__ entries, int room,
+                value_t* __restrict__ dup_bias, const float* __restrict__ sums, float* __restrict__ entries, int room,
                 int d_model, int d_ff, int blocks) {
     __shared__ Entries batch;
     if (lost[0] == 0) return;
@@ -251,8 +328,9 @@ lost_weights_v2(const int* __restrict__ lost, const value_t* __restrict__ x, con
     const Layer layer = {gate, up, down_t, gate_bias, up_bias, d_model, d_ff};
     const Rows rows = {x, dy, dl1, lost, entries, room};
     const Gradients to = {dgate, dup, ddown_t, dgate_bias, dup_bias};
-    if (lost[0] <= room)
-        take_neurons<false>(batch, layer, rows, to);
-    else
-        take_neurons<true>(batch, layer, rows, to);
+    const bool again = lost[0] > room;
+    if (gate && !again) take_neurons<true>(batch, layer, rows, to);
+    if (gate && again) take_neurons_again<true>(batch, layer, rows, to);
+    if (!gate && !again) take_neurons<false>(batch, layer, rows, to);
+    if (!gate && again) take_neurons_again<false>(batch, layer, rows, to);
 }

@@ -10,12 +10,23 @@
 // Prediction: 0.6 of the fma rate, since a third of the instructions convert 16-bit values; and for p = 0.3 most weight rows are
 // wanted by some of 8 rows, so that little of their work is saved: 1.5 us and 2.5 us a row.
 //
-// Versions
+// Versions, in us a lost row on an H100 SXM (2026-11-21, cold L2, d_model 2048, d_ff 5632, 16,384 tokens, both kernels of a direction
+// together; no record was kept). Without lost rows 7.0 us forward and 7.9 us backward, the events around two launches included.
+//   lost rows                    1      8      64     500    3000   | at p = 0.1: 8      500
+//   forward, v1 as first written 60.2   9.6    4.5    3.9    4.0    |             8.5    3.3
+//   forward, then                43.2   7.3    3.4    3.0    3.0    |             6.3    2.2
+//   backward, first              111    24.1   10.9   10.0   15.1   |             18.7   7.2
+//   backward, then               93     21.5   8.6    7.8    (37)   |             16.6   5.7
 //   lost_forward_v1, lost_finish_v1    8 rows a block; a warp makes 4 x 8 dot products at once, each weight value from L2 serving 8
 //                                      rows and each x value from L1 four neurons; then y's columns are dealt to the threads, the
 //                                      block's sums lying in global memory (L2) between batches of 64 neurons. Few rows: slices of
 //                                      neurons, added up by the second kernel in a fixed order.
-//   lost_backward_v1                   the same for dx; it leaves h, dgate and dup of the first `room` lost rows for lost_weights.
+//   lost_backward_v1                   the same for dx; it leaves h, dgate and dup for lost_weights, unless there are more than `room`
+//                                      lost rows.
+// "First" asked of each product whether its h is zero, and waited for each weight row; "then" asks only of neurons, makes few
+// wanted dot products one by one, and has four weight rows under way. Since then the neurons come from a list (100 instead of
+// 137 instructions a neuron, by the disassembly), which has not been timed. So the prediction was missed by a factor of two:
+// for p = 0.3 the count of instructions alone makes 2.2 us forward, and a quarter of the time they wait.
 #include "lost_rows.cuh"
 
 #define BATCH 64         // neurons between two barriers
@@ -45,33 +56,44 @@ __device__ __forceinline__ void open_group(Group& group, const int* lost, int i,
 }
 static_assert(WARPS_HERE == ROWS, "a warp for each row");
 
-// sum[r] += coefficient[k][r] * row k of `weights`, in ascending order, for each k whose bit is set in `alive`.
+// sum[r] += coefficient[k][r] * row k of `weights` for each k of the list, which has `count` and goes on for AHEAD more that are
+// loaded for nothing.
 __device__ __forceinline__ void add_rows(float (&sum)[ROWS][VECTOR], const float4 (*coefficient)[ROWS / 4],
-                                         unsigned long long alive, const uint4* __restrict__ weights, int width) {
+                                         const unsigned char* list, int count, const uint4* __restrict__ weights, int width) {
     Vector ahead[AHEAD];
-    unsigned long long to_load = alive;
 #pragma unroll
-    for (int q = 0; q < AHEAD; ++q)
-        if (to_load) ahead[q] = load<true>(weights + (unsigned)(take_first(to_load) * width));
-    while (alive) {
+    for (int q = 0; q < AHEAD; ++q) ahead[q] = load<true>(weights + (unsigned)(list[q] * width));
+    for (int at = 0; at < count; at += AHEAD)
 #pragma unroll
         for (int q = 0; q < AHEAD; ++q)
-            if (alive) {
-                const int k = take_first(alive);
+            if (at + q < count) {
                 float w[VECTOR];
                 ahead[q].to_floats(w);
-                if (to_load) ahead[q] = load<true>(weights + (unsigned)(take_first(to_load) * width));
+                ahead[q] = load<true>(weights + (unsigned)(list[at + q + AHEAD] * width));
+                const float4* f = coefficient[list[at + q]];
 #pragma unroll
                 for (int r = 0; r < ROWS; r += 4) {  // without asking which of them are 0
-                    const float4 f = coefficient[k][r / 4];
+                    const float4 four = f[r / 4];
 #pragma unroll
                     for (int i = 0; i < VECTOR; ++i) {
-                        sum[r][i] = fmaf(f.x, w[i], sum[r][i]), sum[r + 1][i] = fmaf(f.y, w[i], sum[r + 1][i]);
-                        sum[r + 2][i] = fmaf(f.z, w[i], sum[r + 2][i]), sum[r + 3][i] = fmaf(f.w, w[i], sum[r + 3][i]);
+                        sum[r][i] = fmaf(four.x, w[i], sum[r][i]), sum[r + 1][i] = fmaf(four.y, w[i], sum[r + 1][i]);
+                        sum[r + 2][i] = fmaf(four.z, w[i], sum[r + 2][i]), sum[r + 3][i] = fmaf(four.w, w[i], sum[r + 3][i]);
                     }
                 }
             }
+}
+
+// The numbers of the set places among alive[0..count), ascending, and then AHEAD and more zeros. One warp calls it.
+__device__ __forceinline__ void list_alive(const bool* alive, int count, unsigned char* list, int& listed) {
+    int total = 0;
+    for (int k = lane_of(); k < BATCH; k += WARP) {
+        const bool mine = k < count && alive[k];
+        const unsigned all = __ballot_sync(ALL_LANES, mine);
+        if (mine) list[total + __popc(all & ((1u << lane_of()) - 1))] = k;
+        total += __popc(all);
     }
+    if (lane_of() < 2 * AHEAD) list[total + lane_of()] = 0;
+    if (lane_of() == 0) listed = total;
 }
 
 // What a block is to do: neurons from..to - 1 for `rows` rows of the list, from number i on. whole: these are all
@@ -82,7 +104,7 @@ struct Task {
 };
 
 // Forward: out is y, its sums those of h * down_t, and l1 and kept of row r go to [r], or if the task is whole to [its number].
-// Backward: out is dx, its sums those of dgate * gate + dup * up, and entries of list rows below `room` are kept in `entries`.
+// Backward: out is dx, its sums those of dgate * gate + dup * up, and if there is room for all rows of the list their entries are kept.
 // sums: the block's float [ROWS][d_model].
 template <bool BACKWARD>
 __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, const value_t* __restrict__ x,
@@ -92,12 +114,15 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
                                           float* __restrict__ entries, int room) {
     __shared__ Group group;
     __shared__ float4 first_of[BATCH][ROWS / 4], second_of[BATCH][ROWS / 4];  // h; or dup and dgate
-    __shared__ bool alive_of[BATCH];  // whether a neuron of the batch counts in some row
+    __shared__ bool alive[BATCH];     // whether a neuron of the batch counts in some row
+    __shared__ unsigned char list[BATCH + 2 * AHEAD];  // those that do, ascending
+    __shared__ int listed;
     __shared__ float l1_part[WARPS_HERE][WARP];
     __shared__ int kept_part[WARPS_HERE][WARP];
     open_group(group, lost, task.i, task.rows, x, dl1, layer.d_model);
     const unsigned valid = ALL_ROWS >> (ROWS - task.rows), finite = group.finite & valid;
     const int d = layer.d_model, n = lane_of() / ROWS, r = lane_of() % ROWS;
+    const bool keep = lost[0] <= room;
     float l1_sum = 0;
     int kept_sum = 0;
 
@@ -111,8 +136,8 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
             const unsigned fired = __ballot_sync(ALL_LANES, counts);
             ((float*)first_of[k + n])[r] = BACKWARD ? e.dup : e.h;
             if (BACKWARD) ((float*)second_of[k + n])[r] = e.dgate;
-            if (r == 0) alive_of[k + n] = fired >> (n * ROWS) & ALL_ROWS;
-            if (BACKWARD && task.i + r < room && r < task.rows) {
+            if (r == 0) alive[k + n] = fired >> (n * ROWS) & ALL_ROWS;
+            if (BACKWARD && keep && r < task.rows) {
                 const long long plane = plane_of(layer.d_ff, room);
                 float* to_keep = entries + place_of(first + k, task.i + r, room) + n;
                 to_keep[0] = e.h, to_keep[plane] = e.dup;
@@ -121,10 +146,8 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
         }
         __syncthreads();
         const bool begins = first == task.from, ends = first + BATCH >= task.to;
-        // Every warp finds the same neurons.
-        const unsigned long long low = __ballot_sync(ALL_LANES, lane_of() < count && alive_of[lane_of()]),
-                                 high = __ballot_sync(ALL_LANES, WARP + lane_of() < count && alive_of[WARP + lane_of()]),
-                                 alive = high << WARP | low;
+        if (warp_of() == 0) list_alive(alive, count, list, listed);
+        __syncthreads();
         for (int c = threadIdx.x * VECTOR; c < d; c += PIECE) {
             float sum[ROWS][VECTOR];
 #pragma unroll
@@ -135,8 +158,8 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
                     sum[q][k] = f.x, sum[q][k + 1] = f.y, sum[q][k + 2] = f.z, sum[q][k + 3] = f.w;
                 }
             const long long at = ((long long)first * d + c) / VECTOR;
-            add_rows(sum, first_of, alive, (const uint4*)(BACKWARD ? layer.up : layer.down_t) + at, d / VECTOR);
-            if (BACKWARD && layer.gated()) add_rows(sum, second_of, alive, (const uint4*)layer.gate + at, d / VECTOR);
+            add_rows(sum, first_of, list, listed, (const uint4*)(BACKWARD ? layer.up : layer.down_t) + at, d / VECTOR);
+            if (BACKWARD && layer.gated()) add_rows(sum, second_of, list, listed, (const uint4*)layer.gate + at, d / VECTOR);
 #pragma unroll
             for (int q = 0; q < ROWS; ++q)
                 if (q < task.rows) {

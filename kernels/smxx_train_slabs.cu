@@ -1,28 +1,45 @@
 // The row kernels of a training step (smxx_train_rows.cu), a slab of columns at a time.
 //
 // The kernels with whole rows in registers read 4 KB through the L2 cache for a kept value (d_model 2048), and that is what
-// binds them. But neurons fire unevenly: half of the kept values come from the tenth that fires most. The L1 cache of a
-// multiprocessor, 256 KB, holds 60 whole rows of a matrix, or 960 slabs of 128 columns. So blockIdx.y says which slab, the GPU
-// takes all tokens of one before those of the next, and most reads of a matrix end in L1.
+// binds them. But neurons fire unevenly: half of the kept values come from the tenth of the neurons that fires most. The L1
+// cache of a multiprocessor, 256 KB, holds 60 whole rows of a matrix, or 480 slabs of 256 columns. So blockIdx.y says which
+// slab, the GPU takes all tokens of one before those of the next, and many reads of a matrix end in L1.
 //
-// GROUP lanes take an entry, 16 bytes each, and WARP / GROUP entries are under way in a warp, each of AT_ONCE in turn. A warp
-// takes one token. What is added goes into the same column sums from slab to slab, but a dot product is cut into as many
-// pieces as there are slabs: they are kept in fp32, `pieces` [slabs][capacity], and added up in order by a kernel of their own.
+// GROUP lanes take a row, 16 bytes of a slab each; WARP / GROUP rows a warp. What is added goes into the same column sums
+// from the first entry to the last; but a dot product is cut into as many pieces as there are slabs, which are kept in fp32,
+// `pieces` [slabs][capacity], and added up in order by a kernel of their own.
 //
-//   weighted_rows_v2    y  = sum of h down_t[column] + bias
+//   weighted_rows_v2    y  = sum of h down_t[column] + bias; the bits of v1
 //   input_gradient_v2   dx = sum of dh u gate[column] + dh g up[column]; plain: dh up[column]
 //   pieces_v1           the dot products of x's or dy's rows with rows of a matrix, by slab
 //   up_values_v1        u = sum of pieces + up_bias, l1 = sum |g u|
 //   hidden_gradient_v2  dh = sum of pieces + dl1 sign(h)
 //
-// What it took, weighted_rows at nnz 29, lognormal rates, 16,384 tokens, d_model 2048, d_ff 5632, bf16, in us on an H100 SXM
-// (2026-11-21, cold L2; an empty launch takes 4):
-//   220  v1, whole rows (smxx_train_rows.cu)
-//   191  slabs; entries handed round by shuffles, loads asked for one by one (k < n ? load : 0): 36 instructions for 512 bytes,
-//        and the compiler waits for each load before it asks for the next
+// Floor: of lognormal rates (bench.firing_rates) an LRU cache of 210 KB would have 43% of the reads in slabs of 256 columns,
+// 64% in slabs of 128, and of two matrices in turn 27% and 43%; of equal rates 7% and 15%. What is left at 7.4 TB/s: at nnz 29
+// 0.15 or 0.10 ms a matrix, 0.30 ms for two in slabs of 128. Instructions: 20 for 512 bytes, 0.09 ms a matrix.
+//
+// Times, us, 16,384 tokens, d_model 2048, d_ff 5632, bf16, on an H100 SXM (2026-11-21, cold L2; an empty launch takes 4)
+//                                        lognormal rates, 30% dead      all neurons equally often
+//   mean nnz                             8      29     60               29
+//   weighted_rows    v1                  69     220    436              255
+//                    v2, 256 columns     60     146    269              231
+//   hidden_gradient  v1                  82     242    471              270
+//                    pieces and v2, 256  84     178    322              248 *
+//   input_gradient   v1                  137    464    939              530
+//                    v2, 128 columns     116    330    632              475
+//   up_values: pieces and v1, 256        81     175    317              248 *   the survivors without their words
+// * its two launches timed apart.
+// Slabs pay by how unevenly neurons fire, and where rows are long enough for what each slab costs again: the span, the words.
+//
+// What it took, weighted_rows at nnz 29:
+//   191  entries handed round by shuffles, loads asked for one by one (k < n ? load : 0): 36 instructions for 512 bytes, and
+//        the compiler waits for each load before it asks for the next
 //   160  entries in shared memory, every load unconditional; a warp's next entries fetched ahead
 //   154  GROUP lanes a row with its own entries, nothing fetched ahead: fewer instructions between rows
-// Narrower slabs, predicted to win by their hits in L1, do not: each slab costs a row about 80 instructions besides its entries.
+//   146  eight entries at once in 32 registers, 64 warps a multiprocessor
+// Narrower slabs, predicted to win by their hits in L1, do not: 161 with 128 columns, 199 with 64. Each slab costs a row about
+// 80 instructions besides its entries. With two matrices 128 columns do win, 331 beside 350.
 #include "row_walk.cuh"
 
 #ifndef GROUP
@@ -40,7 +57,16 @@
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
 static_assert(TURN % AT_ONCE == 0 && GROUP % AT_ONCE == 0, "a turn and a group are cut evenly");
 
-#define WARPS_OF_ROWS __launch_bounds__(WARP * WARPS_A_BLOCK)
+// Blocks that should fit a multiprocessor: as many as leave every thread the registers it needs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define AS_SM90 (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)  // room for 2048 threads
+#define SUMS_RESIDENT (AT_ONCE != 8 ? 12 : AS_SM90 && D_MODEL % WIDTH == 0 ? 16 : 10)
+#define RESIDENT (__CUDA_ARCH__ >= 1000 ? 8 : 10)
+#else
+#define SUMS_RESIDENT 8
+#define RESIDENT 8
+#endif
+#define WARPS_OF_ROWS(BLOCKS) __launch_bounds__(WARP * WARPS_A_BLOCK, BLOCKS)
 
 // Where a lane is: its row, and its columns of the row's slab. A row beyond the last counts as lost.
 struct Place {
@@ -95,7 +121,7 @@ __device__ __forceinline__ void store_sums(value_t* m, const Place& p, const flo
 // A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last entry
 // comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has to
 // ask whether to load.
-extern "C" __global__ void WARPS_OF_ROWS
+extern "C" __global__ void WARPS_OF_ROWS(SUMS_RESIDENT)
 weighted_rows_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                  const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int rows) {
     __shared__ uint2 entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its row, h
@@ -138,8 +164,9 @@ weighted_rows_v2(const int2* __restrict__ spans, const word_t* __restrict__ word
     store_sums(y, p, sum);
 }
 
+#if AT_ONCE < 8  // else two matrices want more registers than there are
 // ups and gate: both or neither.
-extern "C" __global__ void WARPS_OF_ROWS
+extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                   const float* __restrict__ dh, const value_t* __restrict__ gate, const value_t* __restrict__ up,
                   value_t* __restrict__ dx, int rows) {
@@ -191,6 +218,7 @@ input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ wor
     }
     store_sums(dx, p, sum);
 }
+#endif
 
 // The sum of d over the GROUP lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within the
 // part, divided by GROUP / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
@@ -211,7 +239,7 @@ __device__ __forceinline__ float sums_over_group(float* d, int lane) {
 }
 
 // in: x or dy. Slabs from `first` on; pieces: [gridDim.y][capacity].
-extern "C" __global__ void WARPS_OF_ROWS
+extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const word_t* __restrict__ words,
           const value_t* __restrict__ matrix, float* __restrict__ pieces, int rows, int capacity, int first) {
     __shared__ unsigned entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its row
@@ -268,7 +296,7 @@ __device__ __forceinline__ float sum_of_pieces(const float* pieces, int slabs, i
 }
 
 // begun: whether earlier slabs' sums are in ups; last: whether these are the last slabs.
-extern "C" __global__ void WARPS_OF_ROWS
+extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 up_values_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ pieces,
              const value_t* __restrict__ up_bias, float* __restrict__ ups, float* __restrict__ l1, int rows, int capacity,
              int slabs, int begun, int last) {
@@ -294,7 +322,7 @@ up_values_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, c
 
 __device__ __forceinline__ float sign_of(float h) { return h > 0 ? 1.0f : h < 0 ? -1.0f : h; }  // zero and NaN are their own
 
-extern "C" __global__ void WARPS_OF_ROWS
+extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 hidden_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ pieces,
                    const float* __restrict__ ups, const float* __restrict__ dl1, float* __restrict__ dh, int rows, int capacity,
                    int slabs, int begun, int last) {

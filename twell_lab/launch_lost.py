@@ -16,7 +16,7 @@ from .errors import InputError
 from .launch import _DEFINE, _aligned, _launch, _multiprocessors, pooled_takes
 
 FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
-_THREADS, _ROWS, _NEURONS, _OWN = 256, 8, 4, 8  # as in the sources
+_THREADS, _ROWS, _NEURONS, _OWN, _PIECE = 256, 8, 4, 8, 1024  # as in the sources
 _BLOCKS_A_MULTIPROCESSOR = 2
 _BLOCKS_ON_CPU = 6  # few enough that small tests meet every way of dealing the rows
 _MOST_SUMS = 32 << 20  # bytes of float32 sums that blocks keep in global memory, forward
@@ -73,7 +73,8 @@ def lost_backward(
     room = min(len(x), max(_MOST_ENTRIES // (4 * planes * _NEURONS * groups), 1))
     blocks, others = _blocks(x), min(_grid(x), -(-d_ff // _OWN))
     sums = torch.empty(blocks, _ROWS, d_model, **here)
-    entries = torch.empty(planes, groups, room, _NEURONS, **here)
+    least = planes * _OWN * _PIECE * -(-d_model // _PIECE)  # where entries find no room, sums of one block at least must
+    entries = torch.empty(max(planes * groups * room * _NEURONS, least), **here)
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx)
     _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries, ctypes.c_int(room)))
     gradients = (dgate, dup, ddown_t, dgate_bias, dup_bias)

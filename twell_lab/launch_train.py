@@ -34,8 +34,8 @@ class Survivors:
     """The kept entries of all rows, row by row without gaps. h = g * u, or g where ups is None (a plain layer).
 
     spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the 16
-    bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, u = x . up[column] + up_bias[column], not
-    rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept: int32 [tokens], entries of
+    bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] + up_bias[column],
+    not rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept: int32 [tokens], entries of
     each row, l1: float32 [tokens], sum of |h|; both unwritten for lost rows, for whoever computes those to fill in. What is
     not in use of any of them is never read and not cleared.
     """
@@ -110,7 +110,8 @@ def survivors(
     run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, x, packed, pool, counts, totals, rows, columns)
     run("survivor_places_v2", 1, _PLACE_THREADS, counts, totals, lost, rows, room)
     alone = l1 if up is None else None  # of a gated layer, l1 comes with u
-    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, packed, pool, counts, totals, spans, kept, lost, words, alone, rows, columns, room)
+    placed = (packed, pool, counts, totals, spans, kept, lost, words, alone, rows, columns, room)
+    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, *placed)
     if up is not None:
         _dots(x, made, up.contiguous(), "up_values_v1", (None if up_bias is None else up_bias.contiguous(), ups, l1))
     return made
@@ -149,7 +150,8 @@ def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, ve
     dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are left unwritten.
     """
     if (gate is None) != (s.ups is None):
-        raise InputError(f"gate is {'' if gate is None else 'not '}None and ups is {'' if s.ups is None else 'not '}None; both or neither")
+        is_none = tuple("None" if t is None else "a tensor" for t in (gate, s.ups))
+        raise InputError("gate is {} and ups is {}; both or neither are accepted".format(*is_none))
     dx = torch.empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
     gate, up = None if gate is None else gate.contiguous(), up.contiguous()
     _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
@@ -199,7 +201,7 @@ def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
 
 
 def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
-    """The dot product of each entry's row with a row of the matrix: pieces of slabs, then what kernel `finish` makes of their sums."""
+    """The dot product of each entry's row with a row of the matrix: pieces by slab, then what `finish` makes of their sums."""
     if not len(rows):
         return
     shape = _SHAPES["dots"]
@@ -217,4 +219,5 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) 
 def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
     """(file, macros) of everything that rows of this type and width compile."""
     whole = launch.specialisation(dtype, d_model)
-    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in _SHAPES.values())]
+    shapes = dict.fromkeys(_SHAPES.values())
+    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in shapes)]

@@ -26,7 +26,7 @@ def dense_hidden(g: Tensor, u: Tensor | None, version: int | None = None) -> tup
     sum of |h| of each row, of the rounded h, added in float32 (float64 where g is float32); kept int32 [tokens]: how many
     neurons of each row fire (reference.fires). version: 1 (any d_ff) or 2 (16 bytes at a time). Raises InputError.
     """
-    rows, d_ff = _check("dense_hidden", g, u)
+    rows, _ = _check("dense_hidden", g, u)
     h = torch.empty_like(g)
     l1 = torch.empty(rows, dtype=torch.float32, device=g.device)
     kept = torch.empty(rows, dtype=torch.int32, device=g.device)
@@ -43,7 +43,7 @@ def dense_gradients(
     plain layer. h is that of dense_hidden, for the gradient of the down weight. dg is written over dh's memory and is dh.
     Raises InputError.
     """
-    rows, d_ff = _check("dense_gradients", g, u, dh)
+    rows, _ = _check("dense_gradients", g, u, dh)
     if dl1 is not None and (dl1.dtype != torch.float32 or dl1.shape != (rows,) or dl1.device != g.device or not dl1.is_contiguous()):
         raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)} on {dl1.device}; contiguous float32 [{rows}] on {g.device} is accepted")
     h = torch.empty_like(g)

@@ -14,12 +14,14 @@ class LayerTerm(NamedTuple):
     """One layer's part in one forward pass.
 
     l1: scalar with gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without, the neurons that
-    fire at a token on average, float32; reading either waits for the device.
+    fire at a token on average, float32. lost: the share of tokens that found no room in the sparse kernels' lists and were
+    finished densely, float32; None where those kernels did not run. Reading any of them waits for the device.
     """
 
     name: str
     l1: Tensor
     nnz: Tensor
+    lost: Tensor | None = None
 
 
 class Learner:
@@ -44,7 +46,8 @@ class Learner:
 
     def _learn(self, x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None], planned: str) -> Tensor:
         path = self.learning or ("dense" if planned == "dense" else "twell")
-        y, l1, kept = training.train_ffn(x, *weights, *biases, path=path)
+        y, l1, kept, lost = training.train_layer(x, *weights, *biases, path=path)
         if self._terms is not None:
-            self._terms.append(LayerTerm(self._name, l1.mean(), kept.float().mean()))
+            lost = None if lost is None else lost.float() / kept.numel()
+            self._terms.append(LayerTerm(self._name, l1.mean(), kept.float().mean(), lost))
         return y

@@ -112,9 +112,9 @@ class Objective(nn.Module):
         self.hooks = [] if self.sparse else catch_hidden(model, self.hidden, lambda: self.running)
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
-        """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> four tensors:
-        loss, with gradient; and without: cross-entropy and l1_term, [2]; l1 by layer and nnz by layer, both
-        float32 [layers], or two empty tensors if not `count`."""
+        """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> five tensors:
+        loss, with gradient; and without: cross-entropy and l1_term, [2]; l1, nnz and the share of lost tokens
+        (learning.LayerTerm) by layer, float32 [layers], or three empty tensors if not `count`."""
         self.hidden.clear()
         self.terms.clear()
         self.running = True
@@ -124,13 +124,15 @@ class Objective(nn.Module):
         if l1 is not None or count:
             penalties = [term.l1 for term in self.terms] or [layer_l1(h) for h in self.hidden]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
-        by_layer = nnz = ce.new_empty(0)
+        by_layer = nnz = lost = ce.new_empty(0)
         if count:
             by_layer = torch.stack([value.detach() for value in penalties])
             nnz = torch.stack([term.nnz for term in self.terms] or [layer_nnz(h.detach()) for h in self.hidden])
+            none = torch.zeros_like(nnz[0])
+            lost = torch.stack([none if term.lost is None else term.lost for term in self.terms] or [none] * len(nnz))
         self.hidden.clear()  # or the last step's would stay in memory beside the next one's
         self.terms.clear()
-        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz
+        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
 
     def remove(self) -> None:
         """Take the hooks off the model."""

@@ -90,9 +90,10 @@ class Run:
         for layer, silent in zip(self.layers, self.tracker.dead(), strict=True):
             dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
 
-    def follow(self, nnz: list[float]) -> None:
-        """Let layers that train through the kernels change their path by how many of their neurons fire."""
-        terms = [LayerTerm(layer.name, None, value) for layer, value in zip(self.layers, nnz, strict=True)]
+    def follow(self, nnz: list[float], lost: list[float]) -> None:
+        """Let layers that train through the kernels change their path by how many of their neurons fire, and the share of
+        tokens for which the kernels had no room."""
+        terms = [LayerTerm(layer.name, None, *each) for layer, *each in zip(self.layers, nnz, lost, strict=True)]
         if self.switch.below is None:  # every process must take the same path: their measurements differ, nnz does not
             found = self.switch.measure(self.config.batch * self.config.context // (self.config.accumulate * self.world.size))
             values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.world.device)

@@ -5,7 +5,9 @@ token, d_model x d_ff weights of `b` bytes and n neurons firing (twell_lab.train
   dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
   sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down forwards;
           down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
-So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins.
+So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins. A token that the sparse
+path has no room for (a "lost" row: exact, and finished from the dense weights without tensor cores) costs as much as LOST of the
+layer's neurons firing; how many there are is seen on that path alone.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from .learning import LayerTerm
 
 MARGIN = 0.1  # a layer changes over when it is this far past the break-even, so that noise does not send it to and fro
 ROOM_USED = 0.9  # of the room for entries: with the margin a layer still changes over before rows do not fit, which costs much more
+LOST = 0.35  # of d_ff; smxx_train_lost.cu has the times on an H100
 _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
 
 
@@ -38,11 +41,12 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
-    """Set the training path of every SparseFFN of the model by how many neurons fire; returns {layer: new path} of the changes.
+    """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens found no room on
+    the sparse path; returns {layer: new path} of the changes.
 
     terms: of one forward pass (twell_lab.penalty.layer_terms). below: the break-even, one number or one for each layer. Reads
-    the terms' nnz, which waits for the device. A layer without a term stays as it is. A layer whose `learning` is None counts
-    as sparse. Raises InputError for a threshold that is no number from 0 up.
+    the terms' nnz and lost, which waits for the device. A layer without a term stays as it is. A layer whose `learning` is None
+    counts as sparse. Raises InputError for a threshold that is no number from 0 up.
     """
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
@@ -53,8 +57,8 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
             raise InputError(f"below is {limit!r} for layer {term.name!r}; a number from 0 up is accepted")
         if layer is None:
             continue
-        nnz, now = float(term.nnz), "dense" if layer.learning == "dense" else "twell"
-        path = "twell" if nnz < limit * (1 - MARGIN) else "dense" if not nnz <= limit * (1 + MARGIN) else now
+        cost, now = _cost(term, layer), "dense" if layer.learning == "dense" else "twell"
+        path = "twell" if cost < limit * (1 - MARGIN) else "dense" if not cost <= limit * (1 + MARGIN) else now
         if layer.learning != path:
             layer.learn(path)
             if path != now:
@@ -62,8 +66,16 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
     return changes
 
 
+def _cost(term: LayerTerm, layer: SparseFFN) -> float:
+    """What a token costs on the sparse path, in neurons firing."""
+    return float(term.nnz) + (0.0 if term.lost is None else LOST * layer.up.weight.shape[0] * float(term.lost))
+
+
 class Switch:
     """`switch` with break-evens of this model on its device: measured once, when the first terms come.
+
+    A layer that lost tokens send back to the dense path, where they are not seen, tries again when fewer neurons fire than then:
+    its break-even becomes that number.
 
     below: a break-even for every layer instead, in neurons firing at a token.
     """
@@ -76,7 +88,13 @@ class Switch:
         """Have the layers follow what the terms of one forward pass say; returns the changes, as `switch` does."""
         if self.below is None:
             self.below = self.measure()
-        return switch(self.model, terms, below=self.below)
+        terms = list(terms)
+        changes = switch(self.model, terms, below=self.below)
+        for term in terms:
+            if changes.get(term.name) == "dense" and term.lost is not None and float(term.lost):
+                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys((t.name for t in terms), self.below)
+                self.below[term.name] = min(self.below[term.name], float(term.nnz))
+        return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:
         """The break-even of each layer, from rates measured on its device now; 0 (never) where the kernels do not take it.

@@ -217,20 +217,22 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
 def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
     """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and one
     more for the dead. Layers that choose their path by it do so here."""
-    loss, terms, l1, nnz = (torch.stack(each).mean(0) if len(numbers) > 1 else each[0]
-                            for each in zip(*numbers, strict=True))
+    loss, terms, l1, nnz, lost = (torch.stack(each).mean(0) if len(numbers) > 1 else each[0]
+                                  for each in zip(*numbers, strict=True))
     layers = len(nnz)
-    values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz])).tolist()
+    values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, lost])).tolist()
     row = {"step": step, "loss": values[0], "ce": values[1], "l1_term": values[2], "nnz": values[3],
-           "nnz_layers": values[4 + layers:], "l1_layers": values[4:4 + layers], "dead_layers": None,
+           "nnz_layers": values[4 + layers:4 + 2 * layers], "l1_layers": values[4:4 + layers], "dead_layers": None,
            "lr": learning_rate(run.config, step)}
     if not math.isfinite(row["loss"]):  # of several processes' losses the guard sees the gradients alone
         raise Diverged(run.config, step, row["loss"], math.nan)
     if run.tracker is not None:
         row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
+    if run.config.kernels != "off":
+        row["lost_layers"] = values[4 + 2 * layers:]
     if run.switch is not None:
         with _autocast(run.config, run.world.device):
-            run.follow(row["nnz_layers"])
+            run.follow(row["nnz_layers"], row["lost_layers"])
     return row
 
 

@@ -64,6 +64,22 @@ def train_ffn(
     Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Raises InputError for arguments
     that do not fit together.
     """
+    return train_layer(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)[:3]
+
+
+def train_layer(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    path: str = "twell",
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`train_ffn`, and how many tokens did not fit into the compact form and were finished densely: an int32 scalar on the
+    device, None where no such form was made (path "dense", and wherever `takes` says no)."""
     checks.check_tensor("x", x)
     x, gate, up, down, gate_bias, up_bias, down_bias = checks.autocast(x, gate, up, down, gate_bias, up_bias, down_bias)
     named = dict(up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
@@ -74,10 +90,11 @@ def train_ffn(
     rows = x.reshape(-1, x.shape[-1])
     arguments = (rows, gate, up, down, gate_bias, up_bias, down_bias)
     if path == "dense":
-        y, l1, kept = _dense(*arguments)
+        (y, l1, kept), lost = _dense(*arguments), None
     else:
-        y, l1, kept, *_ = torch.ops.twell_lab.train_forward(*arguments)
-    return y.view(x.shape), l1.view(x.shape[:-1]), kept.view(x.shape[:-1])
+        y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
+        lost = listed[0] if listed.shape[0] else None
+    return y.view(x.shape), l1.view(x.shape[:-1]), kept.view(x.shape[:-1]), lost
 
 
 def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:

@@ -119,6 +119,28 @@ def test_overflowing_rows_lose_nothing(share, many, gated, ran):
     assert lost > 0 or many == 40  # 9 values past the words of a tile still have room in the pool
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_term_says_how_many_tokens_found_no_room(compiled):
+    x, gate, up, down, *_ = made = tensors(640, 512, 1024, True)
+    x[:, 1] = 0
+    x[::5, 1] = 8.0
+    gate[256:456, 1] = 4.0
+    net = torch.nn.Sequential(GatedFeedForward(512, 1024)).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        for weight, given in zip(net.parameters(), (gate, up, down), strict=True):
+            weight.copy_(given)
+    net = sparsify(net)
+    call = torch.compile(net) if compiled else net
+    shares = {}
+    for path in ("twell", "dense"):
+        net[0].learn(path)
+        with penalty.layer_terms(net) as terms:
+            call(x)
+        shares[path] = terms[0].lost
+    lost = int(torch.ops.twell_lab.train_forward(*made)[-1][0])
+    assert 0 < lost <= 128 and float(shares["twell"]) == pytest.approx(lost / 640) and shares["dense"] is None
+
+
 @pytest.mark.parametrize("rate", [-9.0, 0.0, 9.0])
 def test_everything_half_and_nothing_fires(rate, ran):
     made = tensors(300, 256, 1000, rate=rate)

@@ -209,10 +209,10 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
     monkeypatch.setattr(running.Switch, "measure", lambda switch, tokens: {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0})
     config = tiny(kernels="auto")
     run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
-    run.follow([14.0, 30.0])
+    run.follow([14.0, 30.0], [0.0, 0.0])
     assert run.switch.below == {"layers.0.mlp": 15.0, "layers.1.mlp": 20.0}
     assert [layer.module.learning for layer in run.layers] == ["dense", "dense"]
-    run.follow([13.0, 30.0])
+    run.follow([13.0, 30.0], [0.0, 0.0])
     assert [layer.module.learning for layer in run.layers] == ["twell", "dense"]
 
 

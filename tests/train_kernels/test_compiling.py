@@ -12,7 +12,8 @@ except StackError as error:
     pytest.skip(f"kernels cannot be compiled here: {error}", allow_module_level=True)
 
 REGISTERS, LEAST_THREADS = 65_536, 448  # of a multiprocessor; that should fit it at the least
-SIZES = [("sm_90", d_model) for d_model in (64, 768, 2048, 4096, 5120)] + [(arch, 2048) for arch in ("sm_75", "sm_80", "sm_120")]
+SIZES = [("sm_90", d_model) for d_model in (64, 768, 2048, 4096, 5120)]
+SIZES += [(arch, d_model) for arch in jit.ARCHITECTURES if arch != "sm_90" for d_model in (72, 2048)]
 
 
 def threads_a_block(file, kernel, defines):
@@ -23,15 +24,14 @@ def threads_a_block(file, kernel, defines):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arch, d_model", SIZES)
-def test_registers_within_what_a_multiprocessor_has(arch, d_model, dtype, tmp_path):
+def test_no_spills_and_registers_within_what_a_multiprocessor_has(arch, d_model, dtype, tmp_path):
     builds = launch_train.builds(dtype, d_model)
     assert {file for file, _ in builds} == {launch_train.SURVIVORS, launch_train.ROWS, launch_train.SLABS}
     for file, defines in builds:
         kernels = jit.resources(jit.compile(file, arch, dict(defines), cache_in=tmp_path).log)
         assert kernels
         for name, used in kernels.items():
-            # The compiler keeps weighted_rows_v2 of half precision at 40 registers, by itself, and puts one value away for it.
-            assert used["spill_bytes"] <= 8 and used["stack_bytes"] <= 8, f"{name}: {used}"
+            assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, f"{name}: {used}"
             threads = threads_a_block(file, name, dict(defines))
             resident = REGISTERS // (-(-used["registers"] // 8) * 8 * threads) * threads
             assert resident >= max(LEAST_THREADS // threads * threads, threads), f"{name}: {used}, {threads} threads"

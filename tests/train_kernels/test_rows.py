@@ -48,11 +48,15 @@ def test_adversarial_rows(tokens, d_model, gated, dtype):
 @pytest.mark.parametrize("d_model", [8, 128, 1056, 2320])
 def test_both_versions_and_any_number_of_slabs(d_model, gated):
     """A last slab that is narrower, and more slabs than have room for their pieces at once."""
-    case = RowCase.draw(gate_of(9, 300, torch.bfloat16, 0.2), d_model, gated=gated, biases=True)
+    case = RowCase.draw(gate_of(9, 300, torch.bfloat16, 0.1), d_model, gated=gated, biases=True)
     s = case.survivors()
     lost = case.check_survivors(s)
-    for version in (1, 2):
-        case.check_rows(s, lost, version)
+    assert not lost.any()
+    (y, dh, dx), (y1, dh1, _) = (case.check_rows(s, lost, version) for version in (2, 1))
+    assert same_bits(y, y1)  # what is added has one order in both; the dot products have not
+    assert same_bits(launch_train.input_gradient(s, dh, case.Wg, case.up, 1), dx)
+    entries = int(s.kept.sum())
+    torch.testing.assert_close(dh[:entries], dh1[:entries], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 20, 10**6])

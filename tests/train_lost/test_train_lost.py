@@ -24,15 +24,26 @@ def test_against_float64(tokens, d_model, d_ff, rows, gated, dtype):
 
 @needs_simulator
 @pytest.mark.parametrize("gated", [True, False])
-def test_more_groups_than_blocks(gated):
+def test_more_groups_than_blocks(gated, monkeypatch):
     """Groups with a block each, and a rest that is cut; several batches of rows for the weights' gradients."""
     tokens = 8 * (launch_lost._BLOCKS_ON_CPU * 5 + 4) + 3
     assert tokens > 256  # BATCH_ROWS
-    Case.draw(tokens, 24, 70, torch.bfloat16, range(tokens), gated=gated, biases=True).check()
+    case = Case.draw(tokens, 24, 70, torch.bfloat16, range(tokens), gated=gated, biases=True)
+    case.check()
+    before = case.backward()
+    monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", 1)
+    assert all(a is b or torch.equal(bits(a), bits(b)) for a, b in zip(before, case.backward()))
 
 
 @needs_simulator
-@pytest.mark.parametrize("room", [1, 11, 40])
+@pytest.mark.parametrize("room", [0, 48 << 20])
+def test_rows_wider_than_a_piece(room, monkeypatch):
+    monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", room)
+    Case.draw(300, 1032, 3, torch.float16, range(0, 300, 1), biases=True).check()
+
+
+@needs_simulator
+@pytest.mark.parametrize("room", [1, 45])
 def test_what_there_is_no_room_for_is_computed_again(room, monkeypatch):
     case = Case.draw(50, 40, 22, torch.bfloat16, range(2, 48), biases=True)
     before = case.backward()
@@ -79,9 +90,11 @@ def test_the_gradient_that_comes_may_not_be_finite():
 
 
 @needs_simulator
-def test_no_kernel_reads_out_of_bounds_or_races():
+@pytest.mark.parametrize("gated, most", [(True, 48 << 20), (True, 1), (False, 1)])
+def test_no_kernel_reads_out_of_bounds_or_races(gated, most, monkeypatch):
+    monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", most)
     with simulator.watching("faults"):
-        case = Case.draw(70, 24, 38, torch.bfloat16, range(5, 68), biases=True)
+        case = Case.draw(70, 24, 38, torch.bfloat16, range(5, 68), gated=gated, biases=True)
         case.forward(), case.backward()
 
 

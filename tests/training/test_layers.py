@@ -177,8 +177,9 @@ def test_learn_refuses_what_it_does_not_know():
 RATES = costs.Rates("a GPU", "bfloat16", bandwidth=3e12, l2=7.4e12, matmul=7e14, launch=2e-6)
 
 
-def terms_of(nnz):
-    return [LayerTerm(f"layers.{i}.mlp", torch.zeros(()), torch.tensor(float(n))) for i, n in enumerate(nnz)]
+def terms_of(nnz, lost=(None, None)):
+    lost = [None if share is None else torch.tensor(share) for share in lost]
+    return [LayerTerm(f"layers.{i}.mlp", torch.zeros(()), torch.tensor(float(n)), lost[i]) for i, n in enumerate(nnz)]
 
 
 def paths(net):
@@ -220,6 +221,25 @@ def test_a_model_that_becomes_sparse_changes_over_and_computes_the_same():
         change.see(terms)
         same(sparse, dense)
         assert paths(sparse) == (["twell"] * 2 if silent else ["dense"] * 2)
+
+
+def test_tokens_without_room_count_as_what_they_cost():
+    net = sparsify(model())
+    share = 60 / (switching.LOST * CONFIG.d_ff)  # costs as much as 60 neurons firing
+    assert switching.switch(net, terms_of([10, 10], [share, 0.0]), below=50) == {"layers.0.mlp": "dense"}
+    assert paths(net) == ["dense", "twell"]
+
+
+@pytest.mark.parametrize("below", [50.0, {"layers.0.mlp": 50.0, "layers.1.mlp": 50.0}])
+def test_a_layer_that_lost_tokens_send_back_waits_until_fewer_neurons_fire(below):
+    net, given = sparsify(model()), below.copy() if isinstance(below, dict) else below
+    change = switching.Switch(net, below=below)
+    assert change.see(terms_of([10, 10], [1.0, None])) == {"layers.0.mlp": "dense"}
+    assert change.below == {"layers.0.mlp": 10, "layers.1.mlp": 50} and below == given
+    assert change.see(terms_of([10, 10])) == {} == change.see(terms_of([9.1, 10]))  # what sent it back cannot be seen from there
+    assert change.see(terms_of([8, 10])) == {"layers.0.mlp": "twell"}
+    assert change.see(terms_of([70, 70])) == {"layers.0.mlp": "dense", "layers.1.mlp": "dense"}  # too many fire, none is lost
+    assert change.below["layers.1.mlp"] == 50
 
 
 def test_dense_layers_of_the_model_are_left_alone_and_bad_thresholds_named():

@@ -5,7 +5,7 @@ Data in, data out, nothing drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -63,8 +63,13 @@ def averaged(recent: list[list[LayerTerm]]) -> list[LayerTerm]:
     """The terms of several forward passes as one, each number a mean."""
     if not recent:
         raise InputError("recent is empty; the terms of one forward pass or more are accepted")
-    return [LayerTerm(each[0].name, torch.stack([term.l1.detach() for term in each]).mean(), torch.stack([term.nnz for term in each]).mean())
+    return [LayerTerm(each[0].name, *map(_mean, zip(*((term.l1.detach(), term.nnz, term.lost) for term in each), strict=True)))
             for each in zip(*recent, strict=True)]  # fmt: skip
+
+
+def _mean(values: Iterable[Tensor | None]) -> Tensor | None:
+    known = [value for value in values if value is not None]
+    return torch.stack(known).mean() if known else None
 
 
 def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[Tensor]:
