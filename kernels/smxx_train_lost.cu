@@ -15,8 +15,10 @@
 //   lost rows                    1      8      64     500    3000   | at p = 0.1: 8      500
 //   forward, v1 as first written 60.2   9.6    4.5    3.9    4.0    |             8.5    3.3
 //   forward, then                43.2   7.3    3.4    3.0    3.0    |             6.3    2.2
+//   forward, now                 42.3   7.1    3.2    2.8    2.7    |             6.0    2.0
 //   backward, first              111    24.1   10.9   10.0   15.1   |             18.7   7.2
 //   backward, then               93     21.5   8.6    7.8    (37)   |             16.6   5.7
+//   backward, now                96.6   21.4   8.2    7.3    11.5   |             17.0   5.2
 //   lost_forward_v1, lost_finish_v1    8 rows a block; a warp makes 4 x 8 dot products at once, each weight value from L2 serving 8
 //                                      rows and each x value from L1 four neurons; then y's columns are dealt to the threads, the
 //                                      block's sums lying in global memory (L2) between batches of 64 neurons. Few rows: slices of
@@ -24,9 +26,9 @@
 //   lost_backward_v1                   the same for dx; it leaves h, dgate and dup for lost_weights, unless there are more than `room`
 //                                      lost rows.
 // "First" asked of each product whether its h is zero, and waited for each weight row; "then" asks only of neurons, makes few
-// wanted dot products one by one, and has four weight rows under way. Since then the neurons come from a list (100 instead of
-// 137 instructions a neuron, by the disassembly), which has not been timed. So the prediction was missed by a factor of two:
-// for p = 0.3 the count of instructions alone makes 2.2 us forward, and a quarter of the time they wait.
+// wanted dot products one by one, and has four weight rows under way. "Now" takes the neurons from a list: 100 instead of 137
+// instructions a neuron, by the disassembly, of which 5 to 8% of the time is left. So the prediction was missed by a factor of two:
+// for p = 0.3 the count of instructions alone made 2.2 us forward, and the kernel waits for more than these.
 #include "lost_rows.cuh"
 
 #define BATCH 64         // neurons between two barriers

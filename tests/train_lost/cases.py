@@ -85,7 +85,8 @@ class Case:
 
     def expected(self):
         """In float64, of the lost rows whose x is finite: (those rows, y, l1, kept, dx, [gradients of the weights and biases], which
-        neurons fire, [rows, d_ff]: which gate values lie nearer to zero than a sum in float32 can tell)."""
+        neurons fire, [rows, d_ff]: where the sign of a gate value is not sure in float32; [d_ff]: the neurons none of whose
+        gradients jumps for such a sign, or for that of an up value)."""
         rows = self.rows[self.x[self.rows].isfinite().all(1)]
         leaves = [None if t is None else t.double().requires_grad_() for t in
                   (self.x[rows], self.gate, self.up, self.down_t, self.gate_bias, self.up_bias)]  # fmt: skip
@@ -93,7 +94,10 @@ class Case:
         g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
         with torch.no_grad():
             first = up if gate is None else gate
-            unsure = g.abs() <= 2**-24 * len(first[0]) * linear(x.abs(), first.abs())
+            unsure = g.abs() <= _rounding(x, first)
+            sure = ~unsure.any(0)
+            if gate is not None:
+                sure &= ~(linear(x, up, up_bias).abs() <= _rounding(x, up)).any(0)
         g = g + (g.detach().to(self.x.dtype).double() - g.detach())  # rounded, its gradient passed on
         keep = reference.fires(g.detach())
         active = torch.where(keep, g, 0)
@@ -105,7 +109,7 @@ class Case:
         if len(rows):
             loss.backward()
         gradients = [None if t is None else torch.zeros_like(t) if t.grad is None else t.grad for t in leaves[1:]]
-        return rows, y.detach(), l1.detach(), keep.sum(1), x.grad, gradients, keep.any(0), unsure
+        return rows, y.detach(), l1.detach(), keep.sum(1), x.grad, gradients, keep.any(0), unsure, sure
 
     def dense_y(self, rows: Tensor) -> Tensor:
         x = self.x[rows]
@@ -117,7 +121,7 @@ class Case:
 
     def check(self) -> None:
         """Run both directions; what must be written is right, what must not be is as it was."""
-        rows, y, l1, kept, dx, gradients, used, unsure = self.expected()
+        rows, y, l1, kept, dx, gradients, used, unsure, sure = self.expected()
         got = self.forward()
         spoilt = self.rows[~self.x[self.rows].isfinite().all(1)]
         others = torch.ones(len(self.x), dtype=torch.bool, device=self.x.device)
@@ -143,7 +147,13 @@ class Case:
                 assert relative(after[used], before.double()[used] + exact[used]) < eps, name
                 sides = after.double() - before.double() - exact, before.double() + exact, exact
                 off, whole, added = (t.reshape(len(after), -1).norm(dim=1) for t in sides)
-                assert (off <= eps * (2 * whole + added + added.mean())).all(), name  # a gate value may round the other way
+                assert (off <= eps * (2 * whole + added + added.mean()))[sure].all(), name
+                assert sure.float().mean() > 0.5 or len(sure) < 100
+
+
+def _rounding(x: Tensor, weight: Tensor) -> Tensor:
+    """How far a sum of products in float32 may be off, in any order: four standard deviations of independent roundings."""
+    return 4 * 2**-24 * x.shape[-1] ** 0.5 * linear(x.abs(), weight.abs())
 
 
 def relative(got: Tensor, exact: Tensor) -> float:
