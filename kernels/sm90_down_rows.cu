@@ -11,8 +11,8 @@
 //                                                               not the products but what one multiprocessor can take in
 //   v3   5.8     53     54     63     82    118    201      -   four clusters share a tile where there are few (SPLITS; eight
 //                                                               are no better). Predicted 45; half of the 53 is gate_up
-// A layer of which every row is lost takes 2.09 ms, 0.48 of it the gate; torch's dense layer 1.83 (data/records/
-// inference-20261121T092751Z).
+// A layer of which every row is lost takes 2.09 ms, 0.48 of it the gate; torch's dense layer 1.83
+// (record of 2026-11-21, 09:27).
 // Empty launches alone: 1.3 us each (1.15 with 2 blocks; clusters and shared memory cost nothing).
 //
 // Macros: VALUE_BF16 | VALUE_FP16, CLUSTER 1 | 2.

@@ -13,8 +13,8 @@
 // two rows to 64 registers of pairs, finds what fires (two values an instruction), ranks by two shuffles for both rows at
 // once, and writes value << 16 | column to shared memory, from where whole sectors leave. A warp owns 16 rows: no barrier.
 //
-// Versions: ms (TFLOP/s) for the size above, mean nnz 29, on an H100 SXM, 2026-11-21: as in data/records/
-// inference-20261121T092751Z, beside torch's linear, 0.501 (755); then in another run 0.8 s without a pause, where power sets
+// Versions: ms (TFLOP/s) for the size above, mean nnz 29, on an H100 SXM, 2026-11-21: as recorded at
+// 09:27, beside torch's linear, 0.501 (755); then in another run 0.8 s without a pause, where power sets
 // the clock, torch 0.576 (656)
 //   gate_pack_v1  0.532 (711) | 0.623 (607)  no cluster, packing when a tile is done.
 //   gate_pack_v2  0.523 (723) | 0.605 (624)  clusters of two. Cool, it gains little, for the L2 gave more than was thought

@@ -15,7 +15,7 @@
 //   v1  a row of a tile at a time to the copy engine: 7% over the main loop, found to be the 16 turns that lanes take for it.
 //   v2  tensor map stores, two a warp. Predicted 1.04 ms at d_ff 5632, measured 1.06. Of what is left over the main loop, 4%, a
 //       quarter is the 192 instructions a thread between two tiles; the rest is not explained.
-// The layer with torch's linear after it, in data/records/inference-20261121T092751Z: 1.42 ms; torch 1.78, compiled 1.65 (inputs
+// The layer with torch's linear after it, as recorded on 2026-11-21 at 09:27: 1.42 ms; torch 1.78, compiled 1.65 (inputs
 // of nnz 29; in another run, where these took 1.49, 1.87, 1.75, half dense ones 1.58, 1.96, 1.84).
 // Few tokens, d_ff 5632, gate_up and torch: 256 tokens 27 and 31 us, 512: 45 and 47, 1024: 67 and 81, 2048: 147 and 170.
 //

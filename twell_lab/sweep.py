@@ -1,7 +1,7 @@
 """The L1 sweep: one model trained again and again with more and more L1, beside its twins without.
 
-Three learning rates are tried without L1 and the best one is kept; then every L1 value, then a few of them again with
-dead gate rows re-initialised, then the twin once more from another seed, which says what a difference is worth. All runs
+Three learning rates are tried without L1 and the best one is kept; then every L1 value, then the twin and a few of them
+once more from another seed, which says what a difference is worth, then a few with dead gate rows re-initialised. All runs
 read the same text in the same order from the same initial weights (but for that seed). `twell-lab record sweep` makes the
 record that the course's notebook 02 draws.
 """
@@ -65,28 +65,30 @@ class Plan:
     lrs: learning rates tried without L1. l1: coefficients, each run at the best of them (0 is that run itself).
     reinit: of these coefficients, those that also run with dead gate rows re-initialised, mixing in `share` of fresh
         numbers every `every` steps where a neuron was silent for `window` tokens.
-    seeds: further seeds of the twin without L1.
+    seeds: further seeds of the twin without L1, and of the coefficients `again`.
     """
 
     base: TrainConfig = MODEL
     lrs: tuple[float, ...] = (6e-4, 1.2e-3, 2.4e-3)
-    l1: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 2e-4, 4e-4, 7e-4, 1e-3, 2e-3)
+    l1: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 7e-4, 1e-3, 2e-3)
     reinit: tuple[float, ...] = (2e-4, 7e-4)
     share: float = 0.1
     every: int = 5
     window: int = 1_000_000
     seeds: tuple[int, ...] = (1,)
+    again: tuple[float, ...] = (1e-4, 2e-4)
 
     def __post_init__(self) -> None:
         if not self.lrs:
             raise InputError("lrs is empty; accepted: one learning rate or more")
-        for name in ("lrs", "l1", "reinit"):
+        for name in ("lrs", "l1", "reinit", "again"):
             if not all(isinstance(value, float) and value > 0 for value in getattr(self, name)):
                 raise InputError(f"{name} is {getattr(self, name)!r}; accepted: numbers above 0 (the run with L1 0 is "
                                  "always made)")
-        if not set(self.reinit) <= set(self.l1):
-            raise InputError(f"reinit is {self.reinit!r}; accepted: values of l1, {self.l1!r}: without the run beside it "
-                             "there is nothing to compare")
+        for name in ("reinit", "again"):
+            if not set(getattr(self, name)) <= set(self.l1):
+                raise InputError(f"{name} is {getattr(self, name)!r}; accepted: values of l1, {self.l1!r}: without the run "
+                                 "beside it there is nothing to compare")
 
     def learning_rates(self) -> dict[str, TrainConfig]:
         """The runs that choose the learning rate, by label."""
@@ -96,7 +98,8 @@ class Plan:
         """All further runs, by label, at the learning rate chosen: the most pressing first, should time run out."""
         base = replace(self.base, lr=lr)
         runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1}
-        runs |= {f"seed {seed}": replace(base, l1=0.0, seed=seed) for seed in self.seeds}
+        runs |= {f"L1 {l1:g}, seed {seed}" if l1 else f"seed {seed}": replace(base, l1=l1, seed=seed)
+                 for seed in self.seeds for l1 in (0.0, *self.again)}
         runs |= {f"L1 {l1:g}, dead rows renewed":
                  replace(base, l1=l1, reinit=self.share, dead_every=self.every, dead_window=self.window)
                  for l1 in self.reinit}
@@ -252,23 +255,27 @@ def _by_position(counts: Tensor, windows: int) -> dict:
 # ---- what the rows say ------------------------------------------------------------------------------------------------
 
 
-def twin(rows: list[dict]) -> dict:
-    """The run without L1 at the learning rate that did best, of the first seed: what every other run is compared with."""
+def twin(rows: list[dict], seed: int | None = None) -> dict:
+    """The run without L1 at the learning rate that did best: what every other run is compared with. seed: the one from that
+    seed, for runs that share it; None, or where there is none, the first."""
     without = [row for row in rows if row["label"].startswith("lr ")]
     if not without:
         raise InputError("there is no run without L1 in these rows; accepted: the rows of a sweep")
-    return min(without, key=lambda row: row["validation_bits_per_byte"])
+    first = min(without, key=lambda row: row["validation_bits_per_byte"])
+    return next((row for row in rows if row["label"] == f"seed {seed}"), first)
 
 
 def pressed(rows: list[dict]) -> list[dict]:
     """The runs of the sweep itself, from L1 0 up: the twin, then every L1 value without re-initialisation."""
-    return [twin(rows), *sorted((row for row in rows if row["config"]["l1"] and not row["config"].get("reinit")),
+    return [twin(rows), *sorted((row for row in rows if row["label"] == f"L1 {row['config']['l1']:g}"),
                                 key=lambda row: row["config"]["l1"])]
 
 
 def cost(row: dict, rows: list[dict]) -> float:
-    """By how much a run's validation loss lies above its twin's, as a share of that: 0.02 is 2% above."""
-    return row["validation_bits_per_byte"] / twin(rows)["validation_bits_per_byte"] - 1
+    """By how much a run's validation loss lies above its twin's, as a share of that: 0.02 is 2% above. A run with L1 has
+    the twin of its seed; one without is compared with the first."""
+    base = twin(rows, row["config"].get("seed") if row["config"]["l1"] else None)
+    return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
 
 def best_sparse(rows: list[dict], zeros: float = 0.97) -> dict | None:

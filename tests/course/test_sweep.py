@@ -62,7 +62,18 @@ def test_the_verdict_is_computed():
     assert course.verdict(ROWS, zeros=0.999)[-1] == "No run reached 100% zeros."
     more = copy.deepcopy(ROWS)
     more[2]["validation_bits_per_byte"] = 2.03
+    more.append(fake("L1 1, seed 1", 2.01 * 1.015, 2.0, 1.0, seed=1))
+    assert "L1 1, seed 1: 98.0% zeros, +1.50% against the twin of that seed." in course.verdict(more)
     assert "Most zeros within 2%, L1 2: 0.5 fire (99.5% zeros), +1.50%." in course.verdict(more)
+
+
+def test_what_has_not_settled_is_said():
+    moving = copy.deepcopy(ROWS)
+    for row in moving:
+        row["history"] |= {"step": list(range(1, 25)), "nnz": [2.0] * 24}
+    assert course.settled_sentence(moving).endswith("5% or less in 3 of 3 runs.")
+    moving[2]["history"]["nnz"] = [2.0] * 21 + [1.0] * 3
+    assert course.settled_sentence(moving).endswith("5% or less in 2 of 3 runs; by more in L1 2 (-50% of 0.5).")
 
 
 def test_a_renewed_run_is_never_the_best_sparse_point_of_the_sweep():
@@ -97,7 +108,8 @@ def test_the_record_is_what_was_asked_for():
     without = [row for row in rows if not row["config"]["l1"] and row["config"]["seed"] == sweep.twin(rows)["config"]["seed"]]
     assert len({row["config"]["lr"] for row in without}) >= 3
     assert min(row["config"]["lr"] for row in without) < sweep.twin(rows)["config"]["lr"] < max(row["config"]["lr"] for row in without)
-    assert len(sweep.pressed(rows)) >= 8 and course.renewed(rows)
+    at_rest = [row for row in sweep.pressed(rows) if abs(sweep.settled(row)) <= 0.05]
+    assert len(at_rest) >= 8 and not at_rest[0]["config"]["l1"] and course.renewed(rows)
     for row in rows:
         assert row["parameters"] >= 50e6 and row["tokens"] < found.notes["training_size"]
         assert row["config"]["kernels"] == "off" and row["config"]["steps"] == rows[0]["config"]["steps"]

@@ -14,7 +14,7 @@ from twell_lab.records import Record
 from twell_lab.text import standard_library
 from twell_lab.train import TrainConfig, initial_model
 
-PLAN = dict(lrs=(5e-3, 1e-2), l1=(1e-3, 3e-2), reinit=(3e-2,), window=200, every=4)
+PLAN = dict(lrs=(5e-3, 1e-2), l1=(1e-3, 3e-2), reinit=(3e-2,), again=(3e-2,), window=200, every=4)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,12 @@ def rows(base):
 
 
 def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
-    assert [row["label"] for row in rows] == ["lr 0.005", "lr 0.01", "L1 0.001", "L1 0.03", "seed 1", "L1 0.03, dead rows renewed"]
+    assert [row["label"] for row in rows] == ["lr 0.005", "lr 0.01", "L1 0.001", "L1 0.03", "seed 1", "L1 0.03, seed 1",
+                                          "L1 0.03, dead rows renewed"]
     best = sweep.twin(rows)["config"]["lr"]
     assert {row["config"]["lr"] for row in rows[2:]} == {best}
     assert rows[-1]["config"]["reinit"] == 0.1 and rows[-1]["config"]["dead_every"] == 4
-    assert [row["config"]["seed"] for row in rows] == [0, 0, 0, 0, 1, 0]
+    assert [row["config"]["seed"] for row in rows] == [0, 0, 0, 0, 1, 1, 0]
 
 
 def test_what_is_done_is_not_made_again_and_time_ends_it(base, rows, monkeypatch):
@@ -51,7 +52,7 @@ def test_what_is_done_is_not_made_again_and_time_ends_it(base, rows, monkeypatch
 
 def test_rows_are_handed_out_as_they_are_made(base):
     seen = []
-    rows = sweep.sweep(sweep.Plan(base=base, lrs=(1e-2,), l1=(1e-3,), reinit=(), seeds=()),
+    rows = sweep.sweep(sweep.Plan(base=base, lrs=(1e-2,), l1=(1e-3,), reinit=(), seeds=(), again=()),
                        on_run=lambda rows, result: seen.append((len(rows), result.config.l1)))
     assert seen == [(1, 0.0), (2, 1e-3)] and len(rows) == 2
 
@@ -130,6 +131,9 @@ def test_the_twin_is_the_best_without_l1_and_the_cost_is_a_share_of_its_loss():
     assert sweep.twin(FAKES)["label"] == "lr 1"
     assert sweep.cost(FAKES[3], FAKES) == pytest.approx(0.01)
     assert [row["label"] for row in sweep.pressed(FAKES)] == ["lr 1", "L1 1", "L1 2"]
+    other = fake("L1 1, seed 1", 2.211, 0.98, 1.0, seed=1)
+    assert sweep.cost(other, [*FAKES, other]) == pytest.approx(0.1) and len(sweep.pressed([*FAKES, other])) == 3
+    assert sweep.twin(FAKES, 1)["label"] == "seed 1" and sweep.twin(FAKES, 7)["label"] == "lr 1"
     assert sweep.seed_spread(FAKES) == pytest.approx(0.005) and sweep.seed_spread(FAKES[:4]) is None
 
 
@@ -154,7 +158,7 @@ def test_the_table_has_one_line_a_run(rows):
     assert all(math.isfinite(line["above_twin"]) for line in lines)
 
 
-@pytest.mark.parametrize("wrong", [dict(lrs=()), dict(l1=(0.0,), reinit=()), dict(l1=(-1e-3,), reinit=()), dict(reinit=(0.5,)), dict(lrs=(1,))])
+@pytest.mark.parametrize("wrong", [dict(lrs=()), dict(l1=(0.0,)), dict(l1=(-1e-3,)), dict(reinit=(0.5,)), dict(again=(0.5,)), dict(lrs=(1,))])
 def test_a_plan_that_cannot_be_is_refused(wrong):
     with pytest.raises(InputError, match="accepted"):
         sweep.Plan(**wrong)

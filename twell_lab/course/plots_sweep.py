@@ -16,7 +16,6 @@ from ..sweep import cost, pressed, seed_spread, twin
 from . import sweep
 
 LIGHT = "#C8C8C8"
-RAMP = ("#8A8A8A", "#56B4E9", "#0072B2", "#009E73", "#7FBF3F", "#E69F00", "#D55E00", "#CC79A7", "#882255")  # L1 from 0 up
 
 
 def short(row: dict) -> str:
@@ -41,9 +40,11 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = sweep.ZEROS, m
                        line={"color": plots.BLUE}, marker={"size": 10}, cliponaxis=False,
                        **_hover(runs, rows))
     again = [row for _, row in sweep.renewed(rows)]
-    others = [row for row in rows if not row["config"]["l1"] and row is not base]
+    seeds = [row for row in rows if row["label"].split(", ")[-1].startswith("seed ")]
+    rates = [row for row in rows if row["label"].startswith("lr ") and row is not base]
     for name, some, colour, symbol in (("dead rows renewed", again, plots.RED, "diamond-open"),
-                                       ("no L1, another learning rate or seed", others, plots.GREY, "circle-open")):
+                                       ("another seed", seeds, plots.ORANGE, "square-open"),
+                                       ("no L1, another learning rate", rates, plots.GREY, "circle-open")):
         if some:
             figure.add_scatter(x=[row["mean_nnz"] for row in some], y=[row["validation_bits_per_byte"] for row in some],
                                name=name, mode="markers", marker={"size": 11, "color": colour, "symbol": symbol,
@@ -108,7 +109,7 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     runs = pressed(rows)
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
     for number, row in enumerate(runs):
-        colour, history = RAMP[number % len(RAMP)], row["history"]
+        colour, history = _shade((number - 1) / max(len(runs) - 2, 1)) if number else plots.GREY, row["history"]
         seen = [(step, bits) for step, bits in zip(history["step"], history["val_bits_per_byte"], strict=True) if bits is not None]
         # A small L1 changes little: the line without any is drawn first and wide, to be seen beneath.
         group = {"legendgroup": short(row), "line": {"color": colour, "width": 2 if row["config"]["l1"] else 6}}

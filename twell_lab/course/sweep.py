@@ -70,9 +70,20 @@ def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[
                      f"{cost(most, rows):+.2%}.")
     if (spread := seed_spread(rows)) is not None:
         lines.append(f"Another seed alone moves the twin's loss by {spread:.2%}: a smaller difference means nothing.")
+    for again in rows:
+        if again["label"] in {f"{row['label']}, seed {again['config']['seed']}" for row in within}:
+            lines.append(f"{again['label']}: {again['zeros']:.1%} zeros, {cost(again, rows):+.2%} against the twin of that seed.")
     lines.append(f"Asked for: at least {zeros:.0%} zeros at no more than {more:.0%} above the twin. "
                  f"{'Reached' if within else 'Not reached'}.")
     return lines
+
+
+def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
+    """In how many runs the number of firing neurons had come to rest, and in which it had not."""
+    runs = pressed(rows)
+    moving = [f"{row['label']} ({settled(row):+.0%} of {row['mean_nnz']:.2g})" for row in runs if abs(settled(row)) > within]
+    return (f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of {len(runs)} runs"
+            f"{'; by more in ' + ', '.join(moving) if moving else ''}.")
 
 
 def quality(record: records.Record) -> list[str]:
