@@ -202,8 +202,9 @@ def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
 
 
 def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads: int = 16, vocabulary: int = 32768,
-               layers: int = 8, context: int = 2048, batch: int = 8) -> list[dict]:  # fmt: skip
-    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside sparse layers.
+               layers: int = 8, context: int = 2048, batch: int = 8, name: str = "") -> list[dict]:  # fmt: skip
+    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside layers as they are planned, and
+    beside sparse ones. name: what the workload is called beside "whole step".
 
     The gate's thresholds are drawn so that the layers fire at about `nnz`: see _quiet. The learning rate is zero, so that every
     step is the same step; AdamW does its work all the same.
@@ -220,18 +221,34 @@ def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads:
     dense = dense.to(torch.bfloat16)
     tokens = torch.randint(0, config.vocabulary, (3, batch, context + 1), device="cuda")
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
-    twin = sparsify(copy.deepcopy(dense))
+    twin, sparse = sparsify(copy.deepcopy(dense)), sparsify(copy.deepcopy(dense))
+    choice = plan(twin, tokens[0, :, :-1])
     steps = {"dense compiled": _model_step(dense, tokens, True), "planned compiled": _model_step(twin, tokens, True),
+             "forced twell compiled": _model_step(sparse, tokens, True),
              "dense eager": _model_step(dense, tokens, False), "planned": _model_step(twin, tokens, False)}  # fmt: skip
     losses = {name: float(call(0)) for name, call in steps.items()}
     if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
         raise bench.WrongResult(f"the losses differ: {losses}; nothing was timed")
     peaks = {name: {"peak_bytes": bench.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()}
-    peaks["planned"]["gradients_apart"] = gradients_apart(twin, dense, tokens[0])
+    for path in ("planned", "planned compiled"):
+        peaks[path]["choice"] = choice
+    peaks["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
     shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": d_model,
               "d_ff": d_ff, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
-              "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {layers} layers"}  # fmt: skip
+              "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {name or f'{layers} layers'}"}  # fmt: skip
     return _rows(shared, bench.time_cuda(steps, rounds=10), peaks)
+
+
+def plan(model: nn.Module, tokens: Tensor) -> str:
+    """Have each sparse layer take the path that switching chooses for it; returns in how many it is the sparse one, in words."""
+    from .penalty import layer_terms
+
+    with layer_terms(model) as terms:
+        model(tokens)
+    found = [layer.module for layer in feed_forwards(model)]
+    d_ff, d_model = found[0].up.weight.shape
+    switching.switch(model, terms, below=switching.break_even(_rates(), d_model, d_ff, found[0].gate is not None))
+    return f"{sum(layer.learning != 'dense' for layer in found)} of {len(found)} layers sparse"
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
@@ -306,6 +323,7 @@ SECTIONS = {
     "plain": plain_rows,
     "overflow": overflow_rows,
     "whole step": model_rows,
-    "whole step, the sweep's model": lambda: model_rows(42, 768, 2048, 12, vocabulary=256, context=512, batch=64),
+    "whole step, the sweep's model": lambda: [row for nnz in (42, 20) for row in model_rows(  # as with L1 1e-4 and 2e-4
+        nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model")],
     "trained": trained_rows,
 }

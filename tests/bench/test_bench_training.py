@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab import bench, bench_training, costs
-from twell_lab.ffn import sparsify
+from twell_lab.ffn import feed_forwards, sparsify
 from twell_lab.model import LanguageModel, ModelConfig
 
 
@@ -69,6 +69,17 @@ def test_gates_are_lowered_to_what_was_asked_for():
 
 def test_the_planned_path_follows_the_density(stopped):
     assert bench_training.planned(20, 2048, 5632, True) == "twell" and bench_training.planned(200, 2048, 5632, True) == "dense"
+
+
+def test_layers_of_a_model_are_planned_one_by_one(stopped):
+    torch.manual_seed(0)
+    model = sparsify(LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=16)))
+    with torch.no_grad():
+        model.layers[1].mlp.gate.weight.zero_()
+    limit = bench_training.switching.break_even(bench_training._rates(), 32, 256)
+    assert 0 < limit < 100  # half of the first layer fires, and nothing of the second
+    assert bench_training.plan(model, torch.randint(0, 64, (3, 16))) == "1 of 2 layers sparse"
+    assert [found.module.learning for found in feed_forwards(model)] == ["dense", "twell"]
 
 
 def test_how_far_two_models_gradients_are_apart():

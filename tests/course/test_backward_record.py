@@ -117,9 +117,15 @@ def test_a_whole_step_beside_its_layers():
              for each in (row("dense eager", 120.0, 30.0), row("planned", 84.0, 30.0), row("dense compiled", 90.0, 30.0), row("planned compiled", 66.0, 30.0))]  # fmt: skip
     rows = placed(compared() + [each | {"workload": "whole step, 8 layers"} for each in model])
     head, _, eager, compiled, saved = backward_record.whole_step(rows).splitlines()
-    assert head == "8 layers, 500 million parameters, nnz 30.0:" and eager.split() == ["eager", "120", "84", "1.4", "1024", "1024"]
-    assert compiled.split()[3] == "1.3" and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
+    assert head == "8 layers of 2048 x 5632, 500 million parameters, nnz 30.0"
+    assert eager.split() == ["planned", "120", "84", "1.4", "1024", "1024"]
+    assert compiled.split()[4] == "1.3" and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
     assert "whole step" not in backward_record.others_table(rows)
+    small = [each | {"workload": "whole step, small", "d_model": 768, "choice": "3 of 8 layers sparse"} for each in (
+        *model, row("forced twell compiled", 100.0, 30.0) | {"x_compiled": 0.9, "peak_bytes": 2**29})]  # fmt: skip
+    *_, head, _, eager, compiled, forced = backward_record.whole_step(placed(compared() + small)).splitlines()
+    assert head.endswith("8 layers of 768 x 5632, 500 million parameters, nnz 30.0, planned: 3 of 8 layers sparse")
+    assert forced.split() == ["sparse,", "compiled", "90", "100", "0.9", "1024", "512"]
 
 
 def test_without_a_record_everything_says_so(stored):
@@ -180,3 +186,5 @@ def test_the_newest_record_holds_what_training_promises():
     assert max(each.get("error_over_allowed", 0) for each in rows) <= 1
     steps = {each["path"]: each["ms"] for each in rows if each["workload"] == "whole step, 8 layers"}
     assert steps["dense compiled"] / steps["planned compiled"] >= 1.15
+    swept = [each for each in rows if each["workload"] == "whole step, the sweep's model"]
+    assert {each["path"] for each in swept} >= {"dense compiled", "planned compiled", "forced twell compiled"} and len({each["nnz"] for each in swept}) == 2

@@ -1,7 +1,7 @@
 """Recorded training steps, as notebook 06 shows them, and the reader's own beside them.
 
 Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench_training): path ("dense eager", "dense
-compiled", "forced dense", "forced twell", "planned", "planned compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each
+compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each
 gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
 """
 
@@ -22,7 +22,7 @@ MISSING = f"No training step is recorded in this checkout. On a machine with a H
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 SPARSE = "forced twell"
 WHOLE = "whole step"
-OURS = {"planned": "x_dense", "planned compiled": "x_compiled", SPARSE: "x_dense"}  # path -> what it is compared by
+OURS = {"planned": "x_dense", "planned compiled": "x_compiled", SPARSE: "x_dense", f"{SPARSE} compiled": "x_compiled"}  # path -> what it is compared by
 KINDS = {LOGNORMAL: "a few neurons fire often", "independent, uniform": "all fire equally often", "overflow": "rows with a full tile",
          "trained": "layers of a trained model"}  # how a workload's name begins -> what it is called in figures
 LEAST = 0.97  # times as fast as dense; below it, a row counts as a loss
@@ -80,15 +80,20 @@ def others_table(rows: list[dict]) -> str:
 
 
 def whole_step(rows: list[dict]) -> str:
-    """The training step of a whole model, dense and with sparse layers, eager and compiled: ms, times as fast, MiB."""
+    """The training step of whole models, dense, with layers as planned, and with sparse ones: ms, times as fast, MiB."""
     said = []
     for line in _lines([row for row in rows if row["workload"].startswith(WHOLE)]):
         row = next(row for row in rows if row["workload"] == line["workload"])
-        said.append(f"{row['layers']} layers, {row['parameters'] / 1e6:.0f} million parameters, nnz {line['nnz']:.1f}:")
-        shown = [{"how": how, "dense": line[dense], "sparse": line[sparse], "x": line[f"{sparse} x"], "dense mib": line[f"{dense} mib"],
-                  "mib": line[f"{sparse} mib"]} for how, dense, sparse in (("eager", "dense eager", "planned"),
-                                                                         ("compiled", "dense compiled", "planned compiled"))]  # fmt: skip
-        said.append(records.table(shown, {"how": "", "dense": "dense ms", "sparse": "sparse ms", "x": "x dense", "dense mib": "MiB: dense", "mib": "sparse"}))
+        planned = f", planned: {line['choice']}" if line["choice"] else ""
+        said.append(f"{row['layers']} layers of {row['d_model']} x {row['d_ff']}, {row['parameters'] / 1e6:.0f} million parameters, "
+                    f"nnz {line['nnz']:.1f}{planned}")
+        shown = [{"how": how, "dense": line[dense], "ours": line[ours], "x": line[f"{ours} x"], "dense mib": line[f"{dense} mib"],
+                  "mib": line[f"{ours} mib"]} for how, dense, ours in (
+                      ("planned", "dense eager", "planned"), ("planned, compiled", "dense compiled", "planned compiled"),
+                      ("sparse, compiled", "dense compiled", f"{SPARSE} compiled")) if ours in line]  # fmt: skip
+        said.append(records.table(shown, {"how": "", "dense": "dense ms", "ours": "ours ms", "x": "x dense", "dense mib": "MiB: dense", "mib": "ours"}))
+        if (row["d_model"], row["d_ff"]) != (D_MODEL, D_FF):
+            continue
         alone = min(_lines(steps(rows)), key=lambda other: abs(other["nnz"] - line["nnz"]), default={})
         if {"dense compiled", "planned compiled"} <= set(alone):
             saved = alone["dense compiled"] - alone["planned compiled"]
