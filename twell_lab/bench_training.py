@@ -233,6 +233,7 @@ def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads:
     for path in ("planned", "planned compiled"):
         peaks[path]["choice"] = choice
     peaks["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
+    peaks["dense compiled"]["gradients_apart"] = gradients_apart(torch.compile(dense, dynamic=False), dense, tokens[0])  # a yardstick
     shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": d_model,
               "d_ff": d_ff, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
               "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {name or f'{layers} layers'}"}  # fmt: skip
@@ -253,16 +254,16 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
     """How far two models' gradients of the loss with L1 are apart: the largest over parameters of |a - b| / |b|, in norms."""
-    for each in (model, other):
-        each.zero_grad()
-        _loss(each, each, windows).backward()
-    apart = 0.0
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        a, b = a.grad.double(), b.grad.double()
-        apart = max(apart, float((a - b).norm() / b.norm().clamp(min=1e-30)))
-    for each in (model, other):
-        each.zero_grad()
-    return apart
+    a, b = (_gradients(each, windows) for each in (model, other))
+    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
+
+
+def _gradients(model: nn.Module, windows: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    _loss(model, model, windows).backward()
+    found = [p.grad.double() for p in model.parameters()]
+    model.zero_grad()
+    return found
 
 
 def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:

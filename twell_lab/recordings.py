@@ -189,7 +189,7 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] =
 
 
 def sweep() -> Record:
-    """The L1 sweep (twell_lab.sweep): 14 trainings of a model of 57 million parameters, about 11 minutes on an H100.
+    """The L1 sweep (twell_lab.sweep): 19 trainings of a model of 57 million parameters, about 15 minutes on an H100.
 
     TWELL_LAB_SWEEP_TEXT names the text; without it, the error says where the published sweep's comes from.
     """

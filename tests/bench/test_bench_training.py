@@ -89,6 +89,7 @@ def test_how_far_two_models_gradients_are_apart():
     windows = torch.randint(0, 64, (3, 17))
     same, other = sparsify(copy.deepcopy(dense)), copy.deepcopy(dense)
     assert bench_training.gradients_apart(same, dense, windows) < 1e-5
+    assert bench_training.gradients_apart(torch.compile(dense, backend="eager"), dense, windows) < 1e-5
     with torch.no_grad():
         other.layers[0].mlp.up_proj.weight[3] *= 1.5
     assert bench_training.gradients_apart(other, dense, windows) > 1e-2

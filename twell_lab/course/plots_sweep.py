@@ -121,7 +121,7 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     figure.update_yaxes(title_text="held-out novels, bits per byte", row=1, col=1)
     figure.update_yaxes(title_text=f"neurons firing, of {runs[0]['config']['d_ff']} (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=2)
     return plots.styled(figure, f"While they trained<br><sup>{where}</sup>", height=430).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"})
+        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 0})
 
 
 def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
