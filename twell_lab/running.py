@@ -220,28 +220,35 @@ class Diverged(InputError):
 
 
 class Stop:
-    """While a run that can save itself goes on, the first Ctrl-C only asks it to stop after its step; `asked` says so.
+    """While a run that can save itself goes on, the first Ctrl-C, or SIGTERM as a cluster's scheduler sends it, only asks it to
+    stop after its step; `asked` says so.
 
-    With several processes a second one is ignored too: the terminal sends it to each of them, and so does torchrun.
+    With several processes a second Ctrl-C is ignored too: the terminal sends it to each of them, and so does torchrun. But
+    SIGTERM, which torchrun sends to the others when one process has failed, ends them: they would wait for it for ever.
     """
 
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
         self.patient, self.asked = patient, False
+        self.signals = (signal.SIGINT,) if patient else (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> Stop:
         if self.active:
-            self.old = signal.signal(signal.SIGINT, self._note)
+            self.old = {number: signal.signal(number, self._note) for number in self.signals}
         return self
 
     def __exit__(self, *raised) -> None:
         if self.active:
-            signal.signal(signal.SIGINT, self.old)
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if not self.patient:
-            signal.signal(signal.SIGINT, self.old)
+            self._restore()
             print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
 
 

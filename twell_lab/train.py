@@ -53,7 +53,7 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
     out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
-        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C; each replaces the one before.
+        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C or SIGTERM; each replaces the one before.
     resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
         the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
     progress: show a bar on stderr, where tqdm is installed.
@@ -63,7 +63,7 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no TrainConfig, a
     checkpoint that is truncated or of another model or config, and for an `out` that holds a run or a model, or lies in the
     folder that is the text; checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no
-    neuron fires any more, and when the steps read the text more than four times over.
+    neuron fires any more, and when the steps read the text more than four times over, and where a run that is resumed had ended already.
     """
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
@@ -88,6 +88,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         state = checkpoint.load(resume)
         checkpoint.check_same(state, config, run.model.config, whole)
         run.restore(state)
+        if world.lead and state.step >= config.steps:
+            warnings.warn(f"all {config.steps} steps of the run in {os.fspath(resume)!r} had been made: there is nothing left to train, and "
+                          "what was made is only measured again", stacklevel=3)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = None if validation.tokenizer == BYTES else validation.tokenizer.lengths.to(world.device)
     goes_on = home is not None and (out is None or Path(out).resolve() == home.resolve())  # in the folder it began in

@@ -57,7 +57,8 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tm
         mine_, other_ = getattr(mine, name), getattr(other, name)
         assert mine_.keys() == other_.keys() and all(torch.equal(mine_[key], other_[key]) for key in mine_), name
     assert torch.equal(mine.order, other.order) and torch.equal(mine.noise, other.noise)
-    again = train(tiny(**FULL), resume=tmp_path, progress=False)  # nothing is left to do
+    with pytest.warns(UserWarning, match="^all 12 steps of the run in .* had been made: there is nothing left to train"):
+        again = train(tiny(**FULL), resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and again.mean_nnz == whole.mean_nnz
 
 
@@ -80,18 +81,19 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
     same_as_unbroken(config, out, saved, curve)
 
     # The same run again, interrupted this time: it saves itself, and says how to go on.
-    (out / "metrics.jsonl").unlink()
-    with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", "--resume", out], env=ENVIRONMENT,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stopped:
-        wait_for_rows(out, saved // 2 + 20, stopped)
-        stopped.send_signal(signal.SIGINT)
-        printed, said = stopped.communicate(timeout=60)
-    assert stopped.returncode == 130 and printed == ""
-    assert said.splitlines()[-1].startswith("twell-lab: stopped after step ") and "Traceback" not in said
-    assert said.splitlines()[-1].endswith(f"to go on: python -m twell_lab train --resume {out}")
-    step = checkpoint.load(out).step
-    assert step > saved and len((out / "metrics.jsonl").read_text().splitlines()) >= step // 2
-    same_as_unbroken(config, out, step, curve)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        (out / "metrics.jsonl").unlink()
+        with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", "--resume", out], env=ENVIRONMENT,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stopped:
+            wait_for_rows(out, saved // 2 + 20, stopped)
+            stopped.send_signal(number)
+            printed, said = stopped.communicate(timeout=60)
+        assert stopped.returncode == 130 and printed == ""
+        assert said.splitlines()[-1].startswith("twell-lab: stopped after step ") and "Traceback" not in said
+        assert said.splitlines()[-1].endswith(f"to go on: python -m twell_lab train --resume {out}")
+        before, saved = saved, checkpoint.load(out).step
+        assert saved > before and len((out / "metrics.jsonl").read_text().splitlines()) >= saved // 2
+        same_as_unbroken(config, out, saved, curve)
 
 
 def wait_for_rows(out: Path, rows: int, process) -> None:
@@ -122,13 +124,21 @@ def test_what_a_folder_holds_after_a_run(unbroken, tiny):
     assert checkpoint.config_of(folder, text=result.config.text) == result.config
 
 
-def test_the_second_interruption_stops_at_once():
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_interruption_stops_at_once(first):
+    before = signal.getsignal(signal.SIGTERM)
     with running.Stop(active=True, patient=False) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), first)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_one_of_several_processes_dies_when_it_is_told_to():
+    before = signal.getsignal(signal.SIGTERM)
+    with running.Stop(active=True, patient=True):
+        assert signal.getsignal(signal.SIGTERM) == before
 
 
 # What is refused
