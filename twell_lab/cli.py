@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import train_command
@@ -95,6 +96,13 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", train_command.run, "Train a small ReLU language model, with an L1 penalty if asked for.")
     train_command.add_options(train)
+
+    prepared = command("prepare", _prepare, "Read a text of any length once, encode it, and keep its tokens for training.")
+    prepared.add_argument("text", type=_given, metavar="TEXT", help="a file, a folder of files, or hf:owner/name?bytes=10e9 for a "
+                          "Hugging Face dataset, all of it unless ?bytes says how much")
+    prepared.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder, for twell-lab train --text")
+    prepared.add_argument("--tokenizer", metavar="WORD", help="bytes, bpe:4096 (a BPE of that size, trained on the text's "
+                          "beginning), or a file [bytes]")
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
@@ -246,9 +254,35 @@ def _profile(options) -> int:
     return 0
 
 
+def _prepare(options) -> int:
+    from .prepared import prepare
+    with _bytes_bar() as seen:
+        made = prepare(options.text, options.out, tokenizer=options.tokenizer, on_bytes=seen)
+    training, validation = made.split()
+    if options.json:
+        _print_json({**made.describe(), "training_tokens": len(training.tokens), "validation_tokens": len(validation.tokens)})
+        return 0
+    print(f"prepare: {made.size:,} bytes of {made.name} as {made.count:,} {made.tokenizer.unit}, {len(validation.tokens):,} of them held out; "
+          f"twell-lab train --text {shlex.quote(str(options.out))} reads them")
+    return 0
+
+
+@contextmanager
+def _bytes_bar():
+    """Calls with the bytes so far move a bar on stderr, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(unit="B", unit_scale=True, file=sys.stderr, leave=False, disable=None) as bar:
+        yield lambda size: bar.update(size - bar.n)
+
+
 def _windows(given: str | None, model: Path, count: int, config):
     """(the text, windows [count, context] spread over it): a given text whole, of the default one the held-out part,
     read through the tokenizer that training left in the model's folder, or as bytes. config: the model's."""
+    from .prepared import PreparedText
     from .text import load_any, spread_windows
     own = model / "tokenizer.json"
     text = load_any(given, tokenizer=own if own.is_file() else None)
@@ -256,8 +290,8 @@ def _windows(given: str | None, model: Path, count: int, config):
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
         raise InputError(f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
                          "accepted: a model with the tokenizer it was trained with beside it")
-    # A model was trained on the first part of the default text; a text of the reader's own is read whole.
-    part = text if given else text.split()[1]
+    # A model was trained on the first part of the default text, as of a prepared one; another of the reader's is read whole.
+    part = text if given and not isinstance(text, PreparedText) else text.split()[1]
     if len(part.tokens) <= config.context:
         raise InputError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
                          f"{config.context}, so at least {config.context + 1} are needed")

@@ -5,9 +5,8 @@ The paper's (arXiv 2603.23198, appendix B, and the configurations of its publish
 million tokens; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight decay 0.1, clip 1.0; L1 2e-5, which it
 recommends; about 10, 20, 30 and 40 billion tokens. Here too, except: the learning rate falls to a tenth and not to 0,
 rotary positions turn by the usual base of 10,000 and not 100,000, and head and embedding are two matrices and not
-one. Their vocabulary is that of a tokenizer with 49,152 entries; here it is a BPE of 32,768, trained on the text. A text
-is held in memory and is at most 1 GiB (twell_lab.text), some 0.2 billion tokens: the paper's lengths read it many times over,
-of which `train` warns.
+one. Their vocabulary is that of a tokenizer with 49,152 entries; here it is a BPE of 32,768, trained on the text. So many
+tokens are prepared on disk first (twell_lab.prepared); a text held in memory has at most 1 GiB, some 0.2 billion tokens.
 
 The smaller ones are this project's. Of these 1M is measured (beside train.TOUR); the L1 of the others is where to
 begin, between those that were tried: at d_model 768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a

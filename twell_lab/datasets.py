@@ -2,14 +2,16 @@
 
 Needs the `datasets` library, which the extra "text" installs, and for a name on the Hub a network. The paper
 (arXiv 2603.23198) trains on a deduplicated fineweb-edu; FINEWEB_EDU names the original's sample of 10 billion tokens,
-from which `most_bytes` are read. Nothing is kept on disk but what the library itself caches.
+from which `most_bytes` are read. Nothing is kept on disk but what the library itself caches; twell_lab.prepared reads all of it
+and keeps it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from urllib.parse import parse_qsl
 
 import torch
@@ -37,49 +39,71 @@ def from_hub(name: str | os.PathLike, *, subset: str | None = None, split: str =
     subset, split or column, or holds no text; InputError for a size outside 1 to 1 GiB; StackError without `datasets`.
     """
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes <= LARGEST:
-        raise InputError(f"most_bytes is {most_bytes!r}; accepted: a whole number from 1 to {LARGEST}")
-    library = _library()
-    name = os.fspath(name)
-    local = os.path.isdir(name)
-    said = {"subset": subset, "split": split, "column": column, "revision": revision}
-    tried = f"the dataset {name!r} ({', '.join(f'{key} {value!r}' for key, value in said.items() if value)})"
-    try:
-        rows = iter(library.load_dataset(name, subset, split=split, revision=revision, streaming=True))
-        first = next(rows, {})
-    except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
-        raise TextError(f"cannot open {tried}: {type(error).__name__}: {_line(error)}; accepted: a folder that is here, or a "
-                        f"dataset of the Hub, which needs a network") from error
-    if column not in first:
-        raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, first)) or 'none, it is empty'}")
-    pieces: list[bytes] = []
-    starts: list[int] = []
-    size = 0
-    try:
-        for document in _documents(chain([first], rows), column, tried):
-            starts.append(size)
-            pieces.append((document + SEPARATOR)[: most_bytes - size])
-            size += len(pieces[-1])
-            if size == most_bytes:
-                break
-    except TextError:
-        raise
-    except Exception as error:
-        raise TextError(f"{tried} broke off after {size} bytes: {type(error).__name__}: {_line(error)}; "
-                        f"accepted: at most that many, or another try") from error
-    if not pieces:
-        raise TextError(f"{tried} holds no text: every document in {column!r} is empty")
+        raise InputError(f"most_bytes is {most_bytes!r}; accepted: a whole number from 1 to {LARGEST}; more is for twell-lab prepare")
+    documents = Documents(name, subset=subset, split=split, column=column, revision=revision, most_bytes=most_bytes)
+    pieces = list(documents)
     data = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
-    shown = os.path.basename(os.path.abspath(name)) if local else name
-    about = {} if local else _about(name, revision)
-    source = {"dataset": shown, "subset": subset, "split": split, "column": column, "documents": len(pieces), **about}
-    title = ", ".join(part for part in (shown, subset, split) if part)
-    return Text(f"{title}, first {size:,} bytes", digest(data), data, tuple(starts), source=source)
+    starts = (0, *accumulate(map(len, pieces[:-1])))
+    return Text(f"{documents.name}, first {len(data):,} bytes", digest(data), data, starts, source=documents.source(len(pieces)))
+
+
+class Documents:
+    """The documents of a dataset as it is read, in their order: iterating gives bytes, an empty line at the end of each.
+
+    The arguments and errors are those of `from_hub`, but that most_bytes has no limit; name: dataset, subset and split.
+    """
+
+    def __init__(self, dataset: str | os.PathLike, *, subset: str | None = None, split: str = "train", column: str = "text",
+                 revision: str | None = None, most_bytes: float = math.inf) -> None:
+        self.library, self.dataset, self.most_bytes = _library(), os.fspath(dataset), most_bytes
+        self.local = os.path.isdir(self.dataset)
+        self.said = {"subset": subset, "split": split, "column": column, "revision": revision}
+        self.tried = f"the dataset {self.dataset!r} ({', '.join(f'{key} {value!r}' for key, value in self.said.items() if value)})"
+        self.shown = os.path.basename(os.path.abspath(self.dataset)) if self.local else self.dataset
+        self.name = ", ".join(part for part in (self.shown, subset, split) if part)
+
+    def __iter__(self) -> Iterator[bytes]:
+        subset, split, column, revision = self.said.values()
+        try:
+            rows = iter(self.library.load_dataset(self.dataset, subset, split=split, revision=revision, streaming=True))
+            first = next(rows, {})
+        except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
+            raise TextError(f"cannot open {self.tried}: {type(error).__name__}: {_line(error)}; accepted: a folder that is here, or a "
+                            f"dataset of the Hub, which needs a network") from error
+        if column not in first:
+            raise TextError(f"{self.tried} has no column {column!r}; accepted: {', '.join(map(repr, first)) or 'none, it is empty'}")
+        size = 0
+        try:
+            for document in _documents(chain([first], rows), column, self.tried):
+                piece = (document + SEPARATOR)[: None if self.most_bytes == math.inf else self.most_bytes - size]
+                size += len(piece)
+                yield piece
+                if size >= self.most_bytes:
+                    return
+        except TextError:
+            raise
+        except Exception as error:
+            raise TextError(f"{self.tried} broke off after {size} bytes: {type(error).__name__}: {_line(error)}; "
+                            f"accepted: at most that many, or another try") from error
+        if not size:
+            raise TextError(f"{self.tried} holds no text: every document in {column!r} is empty")
+
+    def source(self, documents: int) -> dict:
+        """Where it comes from, for a record: dataset, subset, split, column, documents, of the Hub commit and licence."""
+        about = {} if self.local else _about(self.dataset, self.said["revision"])
+        return {"dataset": self.shown, **{key: self.said[key] for key in ("subset", "split", "column")}, "documents": documents, **about}
 
 
 def from_spec(spec: str) -> Text:
-    """`from_hub` of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=100e6&revision=main".
+    """`from_hub` of what a command line names; see `parse`."""
+    parts = parse(spec)
+    return from_hub(parts.pop("dataset"), **parts)
 
-    All after the name may be left out. InputError for a part of another name, or bytes that are no whole number.
+
+def parse(spec: str) -> dict:
+    """The arguments of Documents in "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=100e6&revision=main".
+
+    All after the name may be left out, and is then left out here. InputError for a part of another name, or bytes that are no whole number.
     """
     name, _, rest = spec.removeprefix("hf:").partition("?")
     accepted = ("subset", "split", "column", "bytes", "revision")
@@ -94,7 +118,7 @@ def from_spec(spec: str) -> Text:
             parts["most_bytes"] = int(said) if said.isascii() and said.isdigit() else _whole(float(said))
         except (ValueError, OverflowError):
             raise InputError(f"bytes is {said!r} in {spec!r}; accepted: a whole number, such as 100e6") from None
-    return from_hub(name, **parts)
+    return {"dataset": name, **parts}
 
 
 def _whole(value: float) -> int:

@@ -22,27 +22,34 @@ from .objective import Objective
 from .switching import Switch
 from .train_config import TrainConfig
 
+RESIDENT = 2**31  # bytes of tokens that are copied to the device
 FRESH = 4  # up to so many readings of a text are nearly as good as so much fresh text (Muennighoff et al., arXiv 2305.16264)
 
 
 class Order:
     """Which windows each step reads: text.random_windows, without waiting for the device.
 
+    Tokens that fit are on the device; more than RESIDENT stay where they are, and windows of them are moved.
+
     The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
     """
 
     def __init__(self, data: Tensor, config: TrainConfig, device: torch.device) -> None:
-        self.data = data.to(device)
+        self.data = data.to(device) if data.nbytes <= RESIDENT else data
+        self.device = device
         self.count, self.context = config.batch, config.context
         self.generator = torch.Generator().manual_seed(config.seed)
-        self.offsets = torch.arange(config.context + 1, device=device)
+        self.offsets = torch.arange(config.context + 1, device=self.data.device)
 
     def next(self) -> Tensor:
         """The windows of one step: int64 [batch, context + 1] on the device."""
         starts = torch.randint(self.data.numel() - self.context, (self.count, 1), generator=self.generator)
         if self.data.is_cuda:
             starts = starts.pin_memory().to(self.data.device, non_blocking=True)
-        return self.data[starts + self.offsets].long()
+        windows = self.data[starts + self.offsets].long()
+        if self.device.type == "cuda" and not windows.is_cuda:
+            windows = windows.pin_memory().to(self.device, non_blocking=True)
+        return windows
 
 
 class Run:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from .errors import InputError, TextError
 from .tokenizer import BPE, BYTES, Bytes
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
+
+if TYPE_CHECKING:
+    from .prepared import PreparedText
 
 # Not the library itself: what others installed into it, and its own tests (some broken on purpose).
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
@@ -82,10 +86,7 @@ class Text:
     def describe(self) -> dict:
         """What a record keeps of a text: its name, SHA-256 and size in bytes, of a tokenizer its name, SHA-256 and
         vocabulary, of a dataset its source."""
-        fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
-        if self.tokenizer != BYTES:
-            fields["tokenizer"] = self.tokenizer.describe()
-        return fields if self.source is None else {**fields, "source": self.source}
+        return described(self)
 
     def split(self, fraction: float = 0.9) -> tuple[Text, Text]:
         """Cut into a training text (about the first `fraction` of the bytes) and the rest, for validation.
@@ -122,6 +123,14 @@ class Text:
         data = self.data[begin:end]
         inside = tuple(start - begin for start in self.starts if begin < start < end)
         return replace(self, name=f"{self.name}, {which}", sha256=digest(data), data=data, starts=(0, *inside))
+
+
+def described(text) -> dict:
+    """Text.describe, for whatever has a name, a SHA-256, a size, a tokenizer and a source."""
+    fields = {"name": text.name, "sha256": text.sha256, "size": text.size}
+    if text.tokenizer != BYTES:
+        fields["tokenizer"] = text.tokenizer.describe()
+    return fields if text.source is None else {**fields, "source": text.source}
 
 
 def standard_library() -> Text:
@@ -177,17 +186,26 @@ def load(path: str | os.PathLike | None) -> Text:
     return standard_library() if path is None else read(path)
 
 
-def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathLike | Bytes | BPE | None = None) -> Text:
+def load_any(spec: str | os.PathLike | Text | PreparedText | None, *,
+             tokenizer: str | os.PathLike | Bytes | BPE | None = None) -> Text | PreparedText:
     """The text that a command line or a config names, with the tokenizer to read it through.
 
-    spec: None (Python's standard library), a path of a file or folder, "hf:owner/name?subset=...&split=...&bytes=..."
-        (a Hugging Face dataset, see twell_lab.datasets), or a Text.
+    spec: None (Python's standard library), a path of a file or folder, or of one that twell_lab.prepared made,
+        "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see twell_lab.datasets), or a text.
     tokenizer: None (that of the Text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
         of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
 
-    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size,
-    StackError for a package that the extra "text" would install.
+    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size, or
+    another tokenizer than a text was prepared with, StackError for a package that the extra "text" would install.
     """
+    from . import prepared
+
+    if isinstance(spec, prepared.PreparedText) or isinstance(spec, (str, os.PathLike)) and prepared.is_prepared(spec):
+        text = spec if isinstance(spec, prepared.PreparedText) else prepared.load(spec)
+        if tokenizer is None:
+            return text
+        named = isinstance(tokenizer, (Bytes, BPE)) or tokenizer == "bytes" or isinstance(tokenizer, str) and tokenizer.startswith("bpe:")
+        return text.read_as(tokenizer if named else load_tokenizer(tokenizer))
     if isinstance(spec, Text):
         text = spec
     elif isinstance(spec, str) and spec.startswith("hf:"):
@@ -203,11 +221,16 @@ def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathL
     if tokenizer == "bytes":
         return text.read_as(BYTES)
     if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
-        size = tokenizer.removeprefix("bpe:")
-        if not (size.isascii() and size.isdigit()):
-            raise InputError(f"tokenizer is {tokenizer!r}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
-        return text.read_as(train_tokenizer(text.split()[0], int(size)))
+        return text.read_as(train_tokenizer(text.split()[0], vocabulary_of(tokenizer)))
     return text.read_as(load_tokenizer(tokenizer))
+
+
+def vocabulary_of(tokenizer: str) -> int:
+    """4096 of "bpe:4096". InputError where no number follows."""
+    size = tokenizer.removeprefix("bpe:")
+    if not (size.isascii() and size.isdigit()):
+        raise InputError(f"tokenizer is {tokenizer!r}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
+    return int(size)
 
 
 def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:

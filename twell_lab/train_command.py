@@ -26,6 +26,11 @@ On a GPU, --dtype bfloat16 --compile is several times faster. On two of them:
 
   torchrun --nproc-per-node 2 -m twell_lab.train --text my-texts --out build/mine
 
+A text of more than a gigabyte is read and encoded once, and training then maps it into memory:
+
+  twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
+  twell-lab train --config 0.5B --text texts/edu --out build/edu
+
 About a tenth of the text is held out for validation. metrics.jsonl in --out has a line for every --log-every steps."""
 
 # (field of TrainConfig, type, help); a value that is not given leaves the config's own, which the brackets say.
@@ -75,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, or hf:owner/name for a Hugging Face "
-                        "dataset, whose first 100 MB are read unless ?bytes=500e6 follows; at most 1 GiB [the source of Python's "
+                        "dataset, whose first 100 MB are read unless ?bytes=500e6 follows (at most 1 GiB), or what twell-lab prepare made [the source of Python's "
                         "standard library]")
     parser.add_argument("--out", metavar="DIR", type=_folder, help="save metrics and checkpoints here, for --resume, and in the "
                         "end the model, for twell-lab profile; a folder that holds another run or model is refused")

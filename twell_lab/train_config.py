@@ -12,6 +12,7 @@ import torch
 
 from .errors import InputError
 from .model import LanguageModel, ModelConfig
+from .prepared import PreparedText
 from .text import Text
 
 ACTIVATIONS = ("relu", "relu2")
@@ -35,8 +36,8 @@ class TrainConfig:
     seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives
         the same curve bit for bit.
     device: "cpu", "cuda", "cuda:1"; None picks a GPU where there is one.
-    text: a file or folder, "hf:owner/name" for a Hugging Face dataset, a Text, or None for the source of Python's
-        standard library (text.load_any).
+    text: a file or folder, "hf:owner/name" for a Hugging Face dataset, a folder made by twell_lab.prepared, a Text, or None for
+        the source of Python's standard library (text.load_any).
     tokenizer: what the model reads the text as: None (bytes, or a Text's own), "bpe:4096", a tokenizer's file.
     log_every, eval_every: steps between two rows of the history, between two validations.
     eval_windows: how many windows of the held-out text a validation and the profile read, at most.
@@ -71,7 +72,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     device: str | None = None
-    text: str | PathLike | Text | None = None
+    text: str | PathLike | Text | PreparedText | None = None
     tokenizer: str | PathLike | None = None
     log_every: int = 10
     eval_every: int = 150
@@ -113,7 +114,7 @@ class TrainConfig:
                              "activation 'relu', which the sparse layers compute")
         if not isinstance(self.compile, bool):
             raise InputError(f"compile is {self.compile!r}; accepted: True or False")
-        if not isinstance(self.text, (str, PathLike, Text, type(None))):
+        if not isinstance(self.text, (str, PathLike, Text, PreparedText, type(None))):
             raise InputError(f"text is a {type(self.text).__name__}; accepted: a path, a Text, or None")
         if not isinstance(self.tokenizer, (str, PathLike, type(None))):
             raise InputError(f"tokenizer is {self.tokenizer!r}; accepted: 'bytes', 'bpe:4096', a path, or None")

@@ -1,0 +1,203 @@
+"""Texts prepared on disk: the same bytes and tokens as in memory, a cut between documents, typed errors for what is damaged."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twell_lab import cli, prepared, running, text
+from twell_lab.errors import InputError, TextError
+from twell_lab.tokenizer import BYTES
+from twell_lab.train import TrainConfig, train
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twenty files of one line and more."""
+    made = tmp_path / "poems"
+    made.mkdir()
+    for number in range(20):
+        (made / f"{number:02}.txt").write_text(f"Poem {number}: the straße is long, and the poem is not.\n" * (3 + number % 4))
+    return made
+
+
+def bytes_of(made) -> bytes:
+    return made.tokenizer.decode(made.tokens)
+
+
+
+
+@pytest.mark.parametrize("tokenizer", [None, "bytes", "bpe:300"])
+def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
+    if tokenizer == "bpe:300":
+        pytest.importorskip("tokenizers")
+    whole = text.read(folder)
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
+    assert bytes_of(made) == whole.data.numpy().tobytes()
+    assert (made.sha256, made.size, made.name) == (whole.sha256, whole.size, whole.name)
+    assert made.describe() == whole.read_as(made.tokenizer).describe()
+    assert torch.equal(made.tokens, whole.read_as(made.tokenizer).tokens)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path / "out" / "tokens.bin") in maps.read_text()  # mapped, not read
+    training, validation = made.split()
+    assert training.size in whole.starts and training.size + validation.size == whole.size
+    assert abs(validation.size - whole.size / 10) < 400
+    raw = whole.data.numpy().tobytes()
+    for part, own in ((training, raw[:training.size]), (validation, raw[training.size:])):
+        assert made.tokenizer.decode(part.tokens) == own
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
+    assert str(tmp_path) not in (tmp_path / "out" / prepared.MANIFEST).read_text()
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=30), st.integers(1, 200))
+def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk):
+    documents = [each.replace(b"\0", b" ") for each in documents]
+    raw, starts = b"".join(documents), [sum(map(len, documents[:i])) for i in range(len(documents))]
+    whole = text.Text("some", hashlib.sha256(raw).hexdigest(), torch.frombuffer(bytearray(raw), dtype=torch.uint8), tuple(starts))
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "CHUNK", chunk)
+        try:
+            made = prepared.prepare(whole, folder)
+        except TextError as error:
+            assert "cannot be cut" in str(error)
+            return
+    assert bytes_of(made) == raw and made.cut[0] == made.cut[1] and made.cut[0] in starts[1:]
+    assert json.loads((folder / prepared.MANIFEST).read_text())["documents"] == len(documents)
+
+
+def test_the_cut_falls_after_the_same_document_however_it_is_read(folder, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    made = prepared.prepare(folder, tmp_path / "one", tokenizer="bpe:300")
+    for chunk in (1, 500):
+        monkeypatch.setattr(prepared, "CHUNK", chunk)
+        seen = []
+        other = prepared.prepare(folder, tmp_path / f"chunk {chunk}", tokenizer=made.tokenizer, on_bytes=seen.append)
+        assert other.cut == made.cut and torch.equal(other.tokens, made.tokens)
+        assert seen == sorted(seen) and seen[-1] == made.size and len(seen) > 5
+
+
+@pytest.mark.parametrize("sample", [1, 1000, 10**9])
+def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatch, sample):
+    pytest.importorskip("tokenizers")
+    learned, real = [], prepared.train_tokenizer
+    monkeypatch.setattr(prepared, "SAMPLE", sample)
+    monkeypatch.setattr(prepared, "train_tokenizer", lambda some, size: learned.append(some) or real(some, size))
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    raw = text.read(folder).data.numpy().tobytes()
+    (some,) = learned
+    assert some.size <= made.cut[0] and some.data.numpy().tobytes() == raw[:some.size]
+    assert bytes_of(made) == raw
+
+
+def test_a_dataset_of_any_size_is_read_to_its_end(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "train.jsonl").write_text("".join(json.dumps({"text": f"Letter {i}. " * 9}) + "\n" for i in range(40)))
+    monkeypatch.setattr("twell_lab.datasets.LARGEST", 100)  # of what is held in memory
+    made = prepared.prepare(f"hf:{tmp_path / 'letters'}", tmp_path / "out")
+    assert made.name == "letters, train" and made.source["documents"] == 40 and bytes_of(made).count(b"\n\n") == 40
+    less = prepared.prepare(f"hf:{tmp_path / 'letters'}?bytes=1000", tmp_path / "less")
+    assert less.size == 1000 and bytes_of(made).startswith(bytes_of(less))
+
+
+def test_a_model_trains_on_it_and_goes_on(folder, tmp_path):
+    prepared.prepare(folder, tmp_path / "text")
+    config = TrainConfig(text=tmp_path / "text", steps=8, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2,
+                         eval_every=4, eval_windows=4, warmup=2, checkpoint_every=4)
+    whole = train(config, progress=False)
+
+    class Enough(Exception):
+        pass
+
+    def until(row):
+        if row["step"] >= 6:
+            raise Enough
+
+    with pytest.raises(Enough):
+        train(config, out=tmp_path / "out", progress=False, on_step=until)
+    again = train(config, resume=tmp_path / "out", progress=False)
+    assert [row["loss"] for row in again.history] == [row["loss"] for row in whole.history]
+    assert whole.text["training_size"] + whole.text["validation_size"] == whole.text["size"]
+    other = prepared.prepare(text.standard_library(), tmp_path / "other")
+    with pytest.raises(InputError, match="the text's sha256 is"):
+        train(dataclasses.replace(config, text=other), resume=tmp_path / "out", progress=False)
+
+
+def test_windows_are_the_same_wherever_the_tokens_lie(monkeypatch):
+    config, data = SimpleNamespace(batch=5, context=7, seed=3), torch.randint(256, (900,), dtype=torch.uint8)
+    resident = running.Order(data, config, torch.device("cpu"))
+    monkeypatch.setattr(running, "RESIDENT", 0)
+    moved = running.Order(data, config, torch.device("cpu"))
+    assert moved.data is data
+    for _ in range(3):
+        a, b = resident.next(), moved.next()
+        assert a.shape == (5, 8) and a.dtype == torch.int64 and torch.equal(a, b)
+
+
+def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
+    pytest.importorskip("tokenizers")
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    for same in (None, "bpe:300", made.tokenizer, tmp_path / "out" / "tokenizer.json"):
+        assert text.load_any(tmp_path / "out", tokenizer=same).tokenizer == made.tokenizer
+    for other in ("bytes", "bpe:301", BYTES):
+        with pytest.raises(InputError, match="for a text that was prepared with 'bpe:300'; accepted: that one, or none"):
+            text.load_any(tmp_path / "out", tokenizer=other)
+
+
+# What is refused
+
+
+def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_path):
+    prepared.prepare(folder, tmp_path / "out")
+    with pytest.raises(InputError, match="out is .* which is not empty; accepted: a new folder"):
+        prepared.prepare(folder, tmp_path / "out")
+    with pytest.raises(InputError, match="is a prepared text already"):
+        prepared.prepare(tmp_path / "out", tmp_path / "again")
+    (tmp_path / "broken off").mkdir()
+    (tmp_path / "broken off" / "tokens.bin").write_bytes(b"left by a run that was killed")
+    assert prepared.prepare(folder, tmp_path / "broken off").size == text.read(folder).size
+    with pytest.raises(InputError, match="cannot prepare a text in"):
+        prepared.prepare(folder, folder / "00.txt")
+
+
+@pytest.mark.parametrize("sizes", [[100], [10, 90], [1]])
+def test_documents_that_cannot_be_cut(tmp_path, sizes):
+    (tmp_path / "some").mkdir()
+    for number, size in enumerate(sizes):
+        (tmp_path / "some" / str(number)).write_text("a" * size)
+    with pytest.raises(TextError, match=f"some has {len(sizes)} documents that cannot be cut .*; accepted: more and shorter documents"):
+        prepared.prepare(tmp_path / "some", tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "no tokens", "no tokenizer", "no json", "a list", "another format", "a cut outside"])
+def test_what_is_damaged_is_named(folder, tmp_path, damage):
+    out = tmp_path / "out"
+    prepared.prepare(folder, out)
+    tokens, manifest = out / "tokens.bin", out / prepared.MANIFEST
+    fields = json.loads(manifest.read_text())
+    if damage in ("short", "long"):
+        tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "short" else tokens.read_bytes() + b"a")
+    elif damage.startswith("no t"):
+        (tokens if damage == "no tokens" else out / "tokenizer.json").unlink()
+    else:
+        manifest.write_text({"no json": "{", "a list": "[]", "another format": json.dumps({**fields, "format": 2}),
+                             "a cut outside": json.dumps({**fields, "cut": {"bytes": 5, "tokens": fields["count"]}})}[damage])
+    with pytest.raises(TextError, match=str(out)):
+        text.load_any(out)
+
+
+def test_the_command(folder, tmp_path, capsys):
+    assert cli.main(["prepare", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "prepare: " in (said := capsys.readouterr().out) and "of poems as" in said and "held out" in said
+    assert cli.main(["prepare", str(folder), "--out", str(tmp_path / "json"), "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["training_tokens"] + fields["validation_tokens"] == fields["size"]
+    assert cli.main(["prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "none")]) == 2
+    assert "cannot read the text" in capsys.readouterr().err and not (tmp_path / "none").exists()
