@@ -84,6 +84,12 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
+def text_of(folder: str | os.PathLike) -> dict:
+    """What the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where there is none."""
+    found = checkpoints(folder)
+    return _fields(found[-1])["text"] if found else {}
+
+
 def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
     """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are removed,
     unless keep_older. InputError where it can't be written; nothing of it is left behind then."""

@@ -106,16 +106,16 @@ def _parser() -> argparse.ArgumentParser:
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
-    profile.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, read whole (default: the held-out part "
-                                                        "of the source of Python's standard library)")
+    profile.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, read whole, but of the text that the "
+                         "model was trained on the held-out part (default: that of the source of Python's standard library)")
     profile.add_argument("--windows", type=_positive, default=256, metavar="N",
                          help="how many windows (default: %(default)s)")
     profile.add_argument("--out", metavar="FILE", type=Path, help="save the counts here, as JSON")
 
     plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
     plan.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
-    plan.add_argument("--text", type=_given, metavar="PATH", help="a file or folder (default: the held-out part of the "
-                                                     "source of Python's standard library)")
+    plan.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, as for profile (default: the held-out "
+                                                     "part of the source of Python's standard library)")
     plan.add_argument("--windows", type=_positive, default=256, metavar="N",
                       help="how many windows to profile, and how many others to time on (default: %(default)s)")
     plan.add_argument("--tokens", type=_positive, nargs="+", default=[1, 64, 2048, 16384], metavar="N",
@@ -280,8 +280,10 @@ def _bytes_bar():
 
 
 def _windows(given: str | None, model: Path, count: int, config):
-    """(the text, windows [count, context] spread over it): a given text whole, of the default one the held-out part,
-    read through the tokenizer that training left in the model's folder, or as bytes. config: the model's."""
+    """(the text, windows [count, context] spread over it): of the text that the model was trained on, of the default one and
+    of a prepared one the held-out part, another whole; read through the tokenizer that training left in the model's folder,
+    or as bytes. config: the model's."""
+    from .checkpoint import text_of
     from .prepared import PreparedText
     from .text import load_any, spread_windows
     own = model / "tokenizer.json"
@@ -290,8 +292,8 @@ def _windows(given: str | None, model: Path, count: int, config):
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
         raise InputError(f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
                          "accepted: a model with the tokenizer it was trained with beside it")
-    # A model was trained on the first part of the default text, as of a prepared one; another of the reader's is read whole.
-    part = text if given and not isinstance(text, PreparedText) else text.split()[1]
+    seen = given is None or isinstance(text, PreparedText) or text.sha256 == text_of(model).get("sha256")
+    part = text.split()[1] if seen else text
     if len(part.tokens) <= config.context:
         raise InputError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
                          f"{config.context}, so at least {config.context + 1} are needed")

@@ -187,7 +187,9 @@ def test_train_then_profile(capsys, tmp_path, text):
     assert summary["config"]["l1"] == 0.001 and len(summary["density"]) == 1
     rows = json.loads(ask(capsys, "profile", model, "--text", text, "--out", counts, "--json"))
     assert [row["d_ff"] for row in rows] == [32] and Path(counts).exists()
-    assert "tokens of text.txt" in ask(capsys, "profile", model, "--text", text, "--windows", "2")
+    assert "tokens of text.txt, validation part" in ask(capsys, "profile", model, "--text", text, "--windows", "2")
+    (tmp_path / "other.txt").write_text(Path(text).read_text()[1:])
+    assert "tokens of other.txt;" in ask(capsys, "profile", model, "--text", str(tmp_path / "other.txt"), "--windows", "2", "--out", counts)
 
 
 def test_plain_layers_can_be_trained(capsys, text):
