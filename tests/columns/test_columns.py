@@ -70,6 +70,15 @@ def test_several_slabs_of_columns_and_few_chunks(monkeypatch):
 
 
 @simulated
+def test_as_many_chunks_as_there_can_be():
+    """256 of 32 rows: every group of the scan has its eight."""
+    fires = pattern(8192, 5, 0.02)
+    fires[-1, 3] = True
+    layer = Layer.draw(fires, 8)
+    layer.check_records(launch_columns.by_column(layer.s, layer.dh, 5, layer.x.dtype))
+
+
+@simulated
 @pytest.mark.parametrize("gated", [True, False])
 def test_lists_of_every_class(gated, monkeypatch):
     """One to eight warps a list, whole pieces, a piece of one record; as many pieces as there can be."""

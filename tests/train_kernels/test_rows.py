@@ -33,7 +33,7 @@ def spoilt_rows(case: RowCase) -> RowCase:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, d_model", [(1, 8), (17, 264), (60, 48), (40, 1032)])
+@pytest.mark.parametrize("tokens, d_model", [(1, 8), (17, 264), (60, 48), (40, 1032), (32, 16)])
 def test_adversarial_rows(tokens, d_model, gated, dtype):
     """No entries, a tile over its slots, a pool that overflows, x that is not finite, a narrow last tile."""
     gate = adversarial(tokens, 600, dtype)
@@ -66,16 +66,22 @@ def test_both_versions_and_any_number_of_slabs(d_model, gated):
     torch.testing.assert_close(dh[:entries], dh1[:entries], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 20, 10**6])
-def test_rows_past_the_capacity_are_lost_and_all_behind_them(capacity):
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("capacity", [0, 1, 20, -1, None, 10**6])
+def test_rows_past_the_capacity_are_lost_and_all_behind_them(capacity, spoilt):
     gate = gate_of(30, 100, torch.bfloat16, 0.05)
     gate[7:9] = -1.0
     gate[12:14] = -1.0
+    all_entries = int((gate > 0).sum()) - spoilt * int((gate[1] > 0).sum())
+    if capacity in (-1, None):  # one too few, and just enough
+        capacity = all_entries + (capacity or 0)
     case = RowCase.draw(gate, 16, capacity=capacity)
+    if spoilt:
+        case.spoil(1, "nan")  # before the room ends
     s = case.survivors()
     assert s.words.shape == s.ups.shape == (capacity,)
     lost = case.check_survivors(s)
-    assert lost.any() == (capacity <= 20) and (capacity > 20 or lost[-1])
+    assert lost[-1] == (capacity < all_entries) and lost[1] >= spoilt
     case.check_rows(s, lost)
 
 

@@ -36,6 +36,18 @@ def test_more_groups_than_blocks(gated, monkeypatch):
 
 
 @needs_simulator
+@pytest.mark.parametrize("d_ff", [64, 65, 128])
+def test_batches_of_neurons_that_end_with_the_layer_and_just_before(d_ff):
+    Case.draw(48, 24, d_ff, torch.bfloat16, range(48)).check()  # as many groups as blocks: each has all neurons, 64 at a time
+
+
+@needs_simulator
+def test_more_slices_than_lanes(monkeypatch):
+    monkeypatch.setattr(launch_lost, "_BLOCKS_ON_CPU", 40)
+    Case.draw(3, 24, 1280, torch.bfloat16, [1]).check()  # 40, of 32 neurons each
+
+
+@needs_simulator
 @pytest.mark.parametrize("room", [0, 48 << 20])
 def test_rows_wider_than_a_piece(room, monkeypatch):
     monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", room)
