@@ -25,6 +25,7 @@ from torch import Tensor
 from .errors import InputError
 from .model import FORMAT as MODEL_FORMAT
 from .model import ModelConfig, _safetensors
+from .prepared import PreparedText
 from .text import Text
 from .train_config import TrainConfig
 
@@ -67,12 +68,13 @@ class State:
     paths: dict = field(default_factory=dict)
 
 
-def describe(text: Text, given) -> dict:
-    """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption."""
+def describe(text: Text | PreparedText, given, training_size: int) -> dict:
+    """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption. training_size:
+    bytes of its training part."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if path is not None and not path.startswith("hf:"):
         path = os.path.abspath(path)  # a resumption may begin in another folder
-    return {**text.describe(), "path": path}
+    return {**text.describe(), "path": path, "training_size": training_size}
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
@@ -199,7 +201,7 @@ def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     return TrainConfig(**{**fields["config"], "text": fields["text"]["path"], **changes})
 
 
-def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text) -> None:
+def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text | PreparedText, training_size: int) -> None:
     """InputError naming the field and both values unless `config` and `text` go on with the run in `state`."""
     for name, value in vars(config).items():
         saved = state.config.get(name, _default(name))
@@ -213,6 +215,9 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
         if state.text[name] != getattr(text, name):
             raise InputError(f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
                              f"({state.text['name']}) in the checkpoint; accepted: the text the run began with")
+    if (held := state.text.get("training_size", training_size)) != training_size:  # a text and what was prepared of it are cut apart
+        raise InputError(f"the text's training part has {training_size} bytes, and {held} in the checkpoint; accepted: the text as "
+                         "the run read it, prepared or not")
     saved, mine = (each.get("tokenizer", {}) for each in (state.text, text.describe()))
     if saved.get("sha256") != mine.get("sha256"):
         raise InputError(f"the text's tokenizer is {mine}, and {saved} in the checkpoint; accepted: the same")

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import train_command
@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             said = f"interrupted; to run it again: {_again(arguments)}"
         if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
-            print(f"\ntwell-lab: {said}", file=sys.stderr)
+            with suppress(OSError):  # the reader may have been interrupted too
+                print(f"\ntwell-lab: {said}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.

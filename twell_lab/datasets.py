@@ -57,6 +57,7 @@ class Documents:
                  revision: str | None = None, most_bytes: float = math.inf) -> None:
         self.library, self.dataset, self.most_bytes = _library(), os.fspath(dataset), most_bytes
         self.local = os.path.isdir(self.dataset)
+        self.folder = self.dataset if self.local else None
         self.said = {"subset": subset, "split": split, "column": column, "revision": revision}
         self.tried = f"the dataset {self.dataset!r} ({', '.join(f'{key} {value!r}' for key, value in self.said.items() if value)})"
         self.shown = os.path.basename(os.path.abspath(self.dataset)) if self.local else self.dataset
@@ -65,7 +66,8 @@ class Documents:
     def __iter__(self) -> Iterator[bytes]:
         subset, split, column, revision = self.said.values()
         try:
-            rows = iter(self.library.load_dataset(self.dataset, subset, split=split, revision=revision, streaming=True))
+            whole = {"sample_by": "document"} if self.local and _only_txt(self.dataset) else {}  # not line by line
+            rows = iter(self.library.load_dataset(self.dataset, subset, split=split, revision=revision, streaming=True, **whole))
             first = next(rows, {})
         except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
             raise TextError(f"cannot open {self.tried}: {type(error).__name__}: {_line(error)}; accepted: a folder that is here, or a "
@@ -118,7 +120,14 @@ def parse(spec: str) -> dict:
             parts["most_bytes"] = int(said) if said.isascii() and said.isdigit() else _whole(float(said))
         except (ValueError, OverflowError):
             raise InputError(f"bytes is {said!r} in {spec!r}; accepted: a whole number, such as 100e6") from None
+        if parts["most_bytes"] < 1:
+            raise InputError(f"bytes is {said!r} in {spec!r}; accepted: from 1 up")
     return {"dataset": name, **parts}
+
+
+def _only_txt(folder: str) -> bool:
+    names = [name for _, _, files in os.walk(folder) for name in files if name[0] != "."]
+    return bool(names) and all(name.endswith(".txt") for name in names)
 
 
 def _whole(value: float) -> int:

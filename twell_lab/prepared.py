@@ -3,9 +3,10 @@
     twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
     twell-lab train --config 0.5B --text texts/edu --out build/edu
 
-A Text is held in memory as a whole. Here documents are read one after the other, encoded and written, so that the disk alone
-sets a limit, and every process of a run maps the same file. In the folder: `tokens.bin`, the numbers one after the other,
-little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest, written last: without it, the folder is no text.
+A Text is held in memory as a whole. Here documents are read one after the other, long files in pieces, encoded and written, so
+that the disk alone sets a limit, and every process of a run maps the same file. In the folder: `tokens.bin`, the numbers one
+after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest, written last: without it, the folder
+is no text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -27,7 +30,8 @@ from torch import Tensor
 
 from . import text as texts
 from .errors import InputError, TextError
-from .tokenizer import BPE, BYTES, Bytes
+from .tokenizer import BPE, BYTES, Bytes, check_trainable, cut_after
+from .tokenizer import CHUNK as PIECE
 from .tokenizer import load as load_tokenizer
 from .tokenizer import train as train_tokenizer
 
@@ -82,16 +86,17 @@ class PreparedText:
         return torch.from_file(str(self.folder / TOKENS), shared=False, size=self.count, dtype=_KINDS[self.dtype])
 
     def split(self) -> tuple[Part, Part]:
-        """The training and the validation part, cut between two documents when the text was prepared."""
+        """The training and the validation part, cut between two documents or pieces when the text was prepared."""
         bytes_, tokens = self.cut
         return (Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
                 Part(f"{self.name}, validation part", self.size - bytes_, self.tokens[tokens:], self.tokenizer))
 
     def read_as(self, tokenizer: Bytes | BPE | str) -> PreparedText:
         """Itself, if that is the tokenizer it was prepared with, or what was asked for then; InputError otherwise."""
-        if tokenizer not in (self.tokenizer, self.asked):
-            raise InputError(f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r} for a text that was prepared with "
-                             f"{self.asked or self.tokenizer.name!r}; accepted: that one, or none")
+        wanted = BYTES if tokenizer == "bytes" else tokenizer
+        if wanted not in (self.tokenizer, self.asked):
+            raise InputError(f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} was prepared with, "
+                             f"{self.asked or self.tokenizer.name!r}; accepted: that one, or a text that is not prepared")
         return self
 
     def describe(self) -> dict:
@@ -101,24 +106,35 @@ class PreparedText:
 
 def is_prepared(path: str | os.PathLike) -> bool:
     """Whether `prepare` made this folder."""
-    return (Path(path) / MANIFEST).is_file()
+    try:
+        return (Path(path) / MANIFEST).is_file()
+    except (OSError, ValueError):  # no path that could be
+        return False
 
 
 def load(folder: str | os.PathLike) -> PreparedText:
-    """The text that `prepare` left in a folder. TextError where the manifest or the tokens are damaged or cut short."""
+    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens' length are not those
+    of one preparation; the tokens themselves are not read."""
     folder = Path(folder)
     try:
         fields = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if fields["format"] != FORMAT:
-            raise TextError(f"{str(folder)!r} is a text of format {fields['format']!r}; accepted: {FORMAT}")
+        form = fields["format"]
+        tokenizer = load_tokenizer(folder / TOKENIZER)
         made = PreparedText(folder.absolute(), fields["name"], fields["sha256"], int(fields["size"]), fields["dtype"], int(fields["count"]),
-                            (int(fields["cut"]["bytes"]), int(fields["cut"]["tokens"])), load_tokenizer(folder / TOKENIZER),
-                            fields["source"], fields["asked"])
+                            (int(fields["cut"]["bytes"]), int(fields["cut"]["tokens"])), tokenizer, fields["source"], fields["asked"])
         held, wanted = (folder / TOKENS).stat().st_size, made.count * _KINDS[made.dtype].itemsize
+        same = fields["tokenizer"] == tokenizer.describe().get("sha256")
+    except TextError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {type(error).__name__}: {error}") from None
-    if held != wanted or not 0 < made.cut[1] < made.count:
-        raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes; accepted: {wanted}, as its manifest says: prepare the text again")
+    if form != FORMAT:
+        raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
+    if not same:
+        raise TextError(f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it again")
+    if held != wanted or not 0 < made.cut[1] < made.count or not 0 < made.cut[0] < made.size:
+        raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at {made.cut} of {made.size} bytes "
+                        f"and {made.count} tokens: prepare the text again")
     return made
 
 
@@ -126,34 +142,34 @@ def prepare(spec: str | os.PathLike | texts.Text | None, out: str | os.PathLike,
             on_bytes: Callable[[int], None] | None = None) -> PreparedText:  # fmt: skip
     """Read a text, encode it, and keep it in the folder `out`.
 
-    spec: as for text.load_any; of "hf:owner/name" everything is read unless "bytes" says how much, and held to no size. tokenizer:
-    None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a tokenizer. on_bytes: called with
-    the bytes written so far. The last documents are the validation part: 64 MiB, a tenth of a shorter text.
+    spec: as for text.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have any size.
+    tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a tokenizer. on_bytes:
+    called with the bytes written so far. The end of the text is the validation part: 64 MiB, a tenth of a shorter text.
 
-    Raises TextError for a text that can't be read, or whose documents cannot be cut so; InputError for an `out` that is not
-    empty; StackError for a package that the extra "text" would install.
+    Raises TextError for a text that can't be read, or is so short and in so few documents that none can be held out;
+    InputError for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong vocabulary;
+    StackError for a package that the extra "text" would install. What was begun is removed then.
     """
+    from .checkpoint import check_apart  # whose TrainConfig takes texts of this kind
+
     out = Path(out)
     stream = _stream(spec)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(path.name != TOKENS for path in out.iterdir()):  # tokens alone: a preparation that was broken off
-            raise InputError(f"out is {str(out)!r}, which is not empty; accepted: a new folder")
-    except OSError as error:
-        raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
-    documents = iter(stream)
     tokenizer = "bytes" if tokenizer is None else tokenizer
     asked = tokenizer if tokenizer == "bytes" or isinstance(tokenizer, str) and tokenizer.startswith("bpe:") else None
-    if tokenizer == "bytes":
+    if asked == "bytes":
         tokenizer = BYTES
     elif asked is not None:
-        vocabulary = texts.vocabulary_of(tokenizer)
-        first = list(_first(documents, SAMPLE))
-        tokenizer, documents = train_tokenizer(_sample(first, stream.name), vocabulary), chain(first, documents)
+        check_trainable(texts.vocabulary_of(asked))
     elif not isinstance(tokenizer, (Bytes, BPE)):
         tokenizer = load_tokenizer(tokenizer)
-    digest, ends, kind = hashlib.sha256(), [np.zeros((1, 2), np.int64)], None
-    with open(out / TOKENS, "wb") as file:
+    check_apart(out, stream.folder)
+    with _writing(out) as file:
+        documents = iter(stream)
+        if isinstance(tokenizer, str):
+            first = list(_first(documents, SAMPLE))
+            tokenizer = train_tokenizer(_sample(first, stream.name), texts.vocabulary_of(asked))
+            documents = chain(first, documents)
+        digest, ends, kind = hashlib.sha256(), [np.zeros((1, 2), np.int64)], None
         for chunk in _chunks(documents):
             raw = b"".join(chunk)
             digest.update(raw)
@@ -161,37 +177,65 @@ def prepare(spec: str | os.PathLike | texts.Text | None, out: str | os.PathLike,
             data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             tokens = tokenizer.encode(data, tuple(starts[:-1].tolist()))
             kind = tokens.dtype
-            tokens.numpy().tofile(file)
+            file.write(tokens.numpy().tobytes())
             # Where each document ends: no token reaches over it, so a sum of the tokens' lengths meets it.
             upto = tokenizer.lengths[tokens.long()].cumsum(0, dtype=torch.int64)
             places = torch.searchsorted(upto, torch.from_numpy(starts[1:])) + 1
             ends.append(ends[-1][-1] + np.stack([starts[1:], places.numpy()], 1))
             if on_bytes is not None:
                 on_bytes(int(ends[-1][-1, 0]))
-    ends = np.concatenate(ends)[1:]
-    if not len(ends):
-        raise TextError(f"{stream.name} holds no text")
-    cut = _cut(ends, stream.name)
-    tokenizer.save(out / TOKENIZER)
-    size, count = ends[-1].tolist()
-    fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size, "dtype": str(kind).removeprefix("torch."),
-              "count": count, "documents": len(ends), "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked, "source": stream.source(len(ends))}
+        ends = np.concatenate(ends)[1:]
+        if not len(ends):
+            raise TextError(f"{stream.name} holds no text")
+        cut, (size, count) = _cut(ends, stream.name), ends[-1].tolist()
+        tokenizer.save(out / TOKENIZER)
+        fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size, "dtype": str(kind).removeprefix("torch."),
+                  "count": count, "pieces": len(ends), "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked,
+                  "tokenizer": tokenizer.describe().get("sha256"), "source": stream.source(len(ends))}
     part = out / (MANIFEST + ".part")
     part.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     part.replace(out / MANIFEST)
     return load(out)
 
 
+@contextmanager
+def _writing(out: Path) -> Iterator:
+    """The file of the tokens, under another name until all is well; one process alone can have it. Nothing is left behind
+    where something fails."""
+    part = out / (TOKENS + ".part")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if found := sorted(path.name for path in out.iterdir()):
+            why = ", of a preparation that goes on or was killed" if part.name in found else ""
+            raise InputError(f"out is {str(out)!r}, which holds {found[0]!r}{why}; accepted: a new folder, or this one once it is empty")
+        file = open(part, "xb")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
+    try:
+        with file:
+            yield file
+        part.replace(out / TOKENS)
+    except BaseException as error:
+        for left in (part, out / TOKENIZER):
+            left.unlink(missing_ok=True)
+        with suppress(OSError):
+            out.rmdir()
+        if isinstance(error, OSError):
+            raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
+        raise
+
+
 def _cut(ends: np.ndarray, name: str) -> tuple[int, int]:
-    """Bytes and tokens before the validation part: the end of a document, nearest to where it should begin."""
+    """Bytes and tokens before the validation part: the end of a document or piece, nearest to where it should begin."""
     size = int(ends[-1, 0])
-    wanted = size - min(HELD_OUT, size // 10)
+    share = min(HELD_OUT, size // 10)
     if len(ends) > 1:
-        cut = min(ends[:-1].tolist(), key=lambda end: abs(end[0] - wanted))
-        if size - cut[0] <= 4 * (size - wanted):
+        cut = ends[:-1][np.abs(ends[:-1, 0] - (size - share)).argmin()].tolist()
+        if share / 2 <= size - cut[0] <= 2 * share:
             return tuple(cut)
-    raise TextError(f"{name} has {len(ends)} documents that cannot be cut so that about {size - wanted} of {size} bytes are held out; "
-                    f"accepted: more and shorter documents")
+    itself = ", or the text itself, which memory can hold" if size <= texts.LARGEST else ""
+    raise TextError(f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about {share} bytes are "
+                    f"held out; accepted: more and shorter documents{itself}")
 
 
 def _first(documents: Iterator[bytes], size: int) -> Iterator[bytes]:
@@ -223,28 +267,76 @@ def _chunks(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield chunk
 
 
+# ---- where documents come from: something to iterate over, with a name, a source for the record and, if local, a folder ----
+
+
+def _stream(spec) -> _Whole | _Files | Documents:
+    if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
+        raise InputError(f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was made from")
+    if isinstance(spec, str) and spec.startswith("hf:"):
+        from .datasets import Documents, parse
+
+        parts = parse(spec)
+        return Documents(most_bytes=parts.pop("most_bytes", math.inf), **parts)
+    if isinstance(spec, (str, os.PathLike)):
+        return _Files(Path(spec))
+    return _Whole(spec if isinstance(spec, texts.Text) else texts.load(spec))
+
+
 class _Whole:
-    """The files of a Text, as documents."""
+    """A Text's files, long ones in pieces."""
+
+    folder = None
 
     def __init__(self, text: texts.Text) -> None:
         self.text, self.name = text, text.name
 
     def __iter__(self) -> Iterator[bytes]:
         for begin, end in zip(self.text.starts, (*self.text.starts[1:], self.text.size), strict=True):
-            if end > begin:
-                yield self.text.data[begin:end].numpy().tobytes()
+            raw = self.text.data[begin:end].numpy().tobytes()
+            yield from _pieces(iter([raw]))
 
     def source(self, documents: int) -> dict | None:
         return self.text.source
 
 
-def _stream(spec) -> _Whole | Documents:
-    """Something to iterate over, with `name` and `source`."""
-    if isinstance(spec, str) and spec.startswith("hf:"):
-        from .datasets import Documents, parse
+class _Files:
+    """What text.read joins, one file after the other and long ones in pieces: none is held in memory."""
 
-        parts = parse(spec)
-        return Documents(most_bytes=parts.pop("most_bytes", math.inf), **parts)
-    if isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
-        raise InputError(f"{os.fspath(spec)!r} is a prepared text already; accepted: the text it was made from")
-    return _Whole(spec if isinstance(spec, texts.Text) else texts.load(spec))
+    def __init__(self, path: Path) -> None:
+        self.paths, self.name = texts.files_of(path)
+        self.folder = path
+
+    def __iter__(self) -> Iterator[bytes]:
+        for path in self.paths:
+            try:
+                if not any(b"\0" in block for block in _blocks(path)):
+                    yield from _pieces(_blocks(path))
+            except OSError as error:
+                raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+
+    def source(self, documents: int) -> None:
+        return None
+
+
+def _blocks(path: Path, size: int = 2**20) -> Iterator[bytes]:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
+    with open(path, "rb") as file:
+        while block := file.read(size):
+            yield block
+
+
+def _pieces(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The bytes of these blocks in pieces, cut where an encoder would cut them itself (tokenizer.cut_after)."""
+    held, more = b"", True
+    while more or held:
+        while more and len(held) < 4 * PIECE:
+            block = next(blocks, b"")
+            held, more = held + block, bool(block)
+        begin = 0
+        while begin < len(held) and (not more or len(held) - begin > 2 * PIECE + 4):
+            cut = cut_after(held, begin, len(held))
+            yield held[begin:cut]
+            begin = cut
+        held = held[begin:]

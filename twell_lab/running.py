@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
 from types import FrameType
 
@@ -154,7 +155,7 @@ class Run:
         if self.switch is not None and state.paths:
             for layer in self.layers:
                 layer.module.learn(state.paths["layers"][layer.name])
-            if state.paths["device"] == self._device_name():  # elsewhere they are measured again
+            if not self.world.any(state.paths["device"] != self._device_name()):  # elsewhere they are measured again
                 self.switch.below = state.paths["below"]
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
@@ -256,7 +257,8 @@ class Stop:
         self.asked = True
         if not self.patient:
             self._restore()
-            print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
+            with suppress(OSError):  # whoever read it may have got the same Ctrl-C, as in `2>&1 | tee log`
+                print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
 
 
 def warn_if_silent(row: dict, config: TrainConfig) -> bool:

@@ -92,7 +92,8 @@ class Switch:
         changes = switch(self.model, terms, below=self.below)
         for term in terms:
             if changes.get(term.name) == "dense" and term.lost is not None and float(term.lost):
-                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys((t.name for t in terms), self.below)
+                names = (layer.name for layer in feed_forwards(self.model))
+                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(names, self.below)
                 self.below[term.name] = min(self.below[term.name], float(term.nnz))
         return changes
 

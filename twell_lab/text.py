@@ -162,23 +162,25 @@ def read(path: str | os.PathLike) -> Text:
     empty text, and a text of more than 1 GiB.
     """
     path = Path(path)
+    files, name = files_of(path)
+    text = _join(name, files)
+    if not text.size:
+        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden" if path.is_dir() else
+                        f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text")
+    return text
+
+
+def files_of(path: Path) -> tuple[list[Path], str]:
+    """The files that make up the text at a path, in their order, and what to call it. TextError where it can't be read."""
     name = os.path.basename(os.path.abspath(path)) or "text"
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-    if not is_folder:
-        text = _join(name, [path])
-        if not text.size:
-            raise TextError(f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text")
-        return text
     try:
-        text = _join(name, _files(path, skip=frozenset()))
+        return (_files(path, skip=frozenset()) if is_folder else [path]), name
     except OSError as error:
         raise TextError(f"cannot read the folder {str(path)!r}: {error}") from None
-    if not text.size:
-        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden")
-    return text
 
 
 def load(path: str | os.PathLike | None) -> Text:
@@ -310,7 +312,8 @@ def _join(name: str, paths: Iterable[Path]) -> Text:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
             if size + path.stat().st_size > LARGEST:
-                raise TextError(f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that")
+                raise TextError(f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what "
+                                "twell-lab prepare makes of it")
             content = path.read_bytes()
         except OSError as error:
             raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

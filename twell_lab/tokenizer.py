@@ -165,9 +165,7 @@ def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
     Give it the training part alone (Text.split), so that nothing is learned from what is held out. Raises InputError
     for a vocabulary outside 256 to 2**20, and StackError without the tokenizers library.
     """
-    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 256 <= vocabulary <= 2**20:
-        raise InputError(f"vocabulary is {vocabulary!r}; accepted: a whole number from 256 to {2**20}")
-    library = _library()
+    library = check_trainable(vocabulary)
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -178,6 +176,13 @@ def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
     made = BPE(tokenizer.to_str())
     made.name = name or f"BPE of {made.vocabulary}, from {text.name}"
     return made
+
+
+def check_trainable(vocabulary: int):
+    """The tokenizers library, with which `train` can make a BPE of that vocabulary; its errors."""
+    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 256 <= vocabulary <= 2**20:
+        raise InputError(f"vocabulary is {vocabulary!r}; accepted: a whole number from 256 to {2**20}")
+    return _library()
 
 
 def load(path: str | os.PathLike) -> Bytes | BPE:
@@ -197,12 +202,7 @@ def _pieces(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
     """The files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
     for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
         while begin < end:
-            cut = min(begin + CHUNK, end)
-            if cut < end:
-                line = raw.find(b"\n", cut, min(cut + CHUNK, end)) + 1
-                cut = line or cut
-                while not line and cut < end and raw[cut] & 0xC0 == 0x80 and cut < begin + CHUNK + 3:
-                    cut += 1  # not inside a character
+            cut = cut_after(raw, begin, end)
             # Each byte that is no UTF-8 becomes one character of its own, which the library would not take.
             text = raw[begin:cut].decode("utf-8", "surrogateescape")
             for part in re.split("([\udc80-\udcff]+)", text):
@@ -210,6 +210,17 @@ def _pieces(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
                     broken = "\udc80" <= part[0] <= "\udcff"
                     yield part.encode("utf-8", "surrogateescape") if broken else part
             begin = cut
+
+
+def cut_after(raw: bytes, begin: int, end: int) -> int:
+    """Where the piece that begins at `begin` ends: CHUNK bytes and the rest of that line, if it is no longer than CHUNK again."""
+    cut = min(begin + CHUNK, end)
+    if cut < end:
+        line = raw.find(b"\n", cut, min(cut + CHUNK, end)) + 1
+        cut = line or cut
+        while not line and cut < end and raw[cut] & 0xC0 == 0x80 and cut < begin + CHUNK + 3:
+            cut += 1  # not inside a character
+    return cut
 
 
 def _batches(pieces: Iterator) -> Iterator[list]:

@@ -53,7 +53,7 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
     out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
-        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C or SIGTERM; each replaces the one before.
+        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C, or SIGTERM without torchrun; each replaces the one before.
     resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
         the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
     progress: show a bar on stderr, where tqdm is installed.
@@ -83,14 +83,14 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     if world.lead:
         warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
-    described = checkpoint.describe(whole, config.text)
+    described = checkpoint.describe(whole, config.text, training.size)
     if home is not None:
         state = checkpoint.load(resume)
-        checkpoint.check_same(state, config, run.model.config, whole)
+        checkpoint.check_same(state, config, run.model.config, whole, training.size)
         run.restore(state)
         if world.lead and state.step >= config.steps:
             warnings.warn(f"all {config.steps} steps of the run in {os.fspath(resume)!r} had been made: there is nothing left to train, and "
-                          "what was made is only measured again", stacklevel=3)
+                          "only its neurons are counted again", stacklevel=3)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = None if validation.tokenizer == BYTES else validation.tokenizer.lengths.to(world.device)
     goes_on = home is not None and (out is None or Path(out).resolve() == home.resolve())  # in the folder it began in
@@ -311,7 +311,29 @@ def _bar(config: TrainConfig, progress: bool, done: int):
         from tqdm import tqdm  # not tqdm.auto: its notebook form stores widget state
     except ImportError:
         progress = False
-    return tqdm(total=config.steps, initial=done, desc=f"training, l1 {config.l1:g}", unit="step") if progress else _NoBar()
+    return _Bar(tqdm(total=config.steps, initial=done, desc=f"training, l1 {config.l1:g}", unit="step")) if progress else _NoBar()
+
+
+class _Bar:
+    """A bar that goes away when its reader does: Ctrl-C also ends the `tee` of `2>&1 | tee log`, and the run is to be saved yet."""
+
+    def __init__(self, bar) -> None:
+        self.bar = bar
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *raised) -> None:
+        with suppress(OSError):
+            self.bar.close()
+
+    def update(self) -> None:
+        with suppress(OSError):
+            self.bar.update()
+
+    def set_postfix(self, **shown) -> None:
+        with suppress(OSError):
+            self.bar.set_postfix(**shown)
 
 
 # What the tour trains: once like this, once with l1=0. Measured on 2026-11-21 on an AMD EPYC (Zen 5), torch

@@ -18,7 +18,7 @@ on a text of your own, a file or a folder of files:
   twell-lab train --text my-texts --l1 1e-3 --out build/mine
   twell-lab profile build/mine --text my-texts
 
-Ctrl-C (or SIGTERM) saves the run and says how to go on; --checkpoint-every saves it now and then as well:
+Ctrl-C, or SIGTERM where there is one process, saves the run and says how to go on; --checkpoint-every saves it now and then too:
 
   twell-lab train --resume build/mine
 

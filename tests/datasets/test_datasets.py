@@ -67,7 +67,8 @@ def test_what_the_parts_of_a_name_mean(monkeypatch):
 
 @pytest.mark.parametrize("spec, words", [
     ("hf:", "no name"), ("hf:a/b?size=3", "size"), ("hf:a/b?split", "split"), ("hf:a/b?bytes=many", "many"),
-    ("hf:a/b?bytes=1.5", "1.5"), ("hf:a/b?bytes=inf", "inf"), ("hf:a/b?bytes=", "bytes"), ("hf:a/b?bytes=0", "most_bytes"),
+    ("hf:a/b?bytes=1.5", "1.5"), ("hf:a/b?bytes=inf", "inf"), ("hf:a/b?bytes=", "bytes"), ("hf:a/b?bytes=0", "from 1 up"),
+    ("hf:a/b?bytes=-1e3", "from 1 up"),
     ("hf:a/b?bytes=1e12", "most_bytes")])
 def test_wrong_names_are_refused(spec, words):
     with pytest.raises(InputError, match=words):

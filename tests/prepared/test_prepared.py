@@ -66,10 +66,10 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
         try:
             made = prepared.prepare(whole, folder)
         except TextError as error:
-            assert "cannot be cut" in str(error)
+            assert "none of which begins so that" in str(error) and not list(folder.parent.glob(folder.name + "/*"))
             return
     assert bytes_of(made) == raw and made.cut[0] == made.cut[1] and made.cut[0] in starts[1:]
-    assert json.loads((folder / prepared.MANIFEST).read_text())["documents"] == len(documents)
+    assert json.loads((folder / prepared.MANIFEST).read_text())["pieces"] == len(documents)
 
 
 def test_the_cut_falls_after_the_same_document_however_it_is_read(folder, tmp_path, monkeypatch):
@@ -96,6 +96,57 @@ def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatc
     assert bytes_of(made) == raw
 
 
+def test_no_more_is_held_out_than_asked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "HELD_OUT", 200)
+    made = prepared.prepare(folder, tmp_path / "out")
+    assert 100 <= made.size - made.cut[0] <= 400 < made.size // 10
+
+
+def test_no_more_is_kept_for_a_sample_than_it_takes():
+    documents = iter([b"a" * 10] * 5)
+    assert len(list(prepared._first(documents, 25))) == 3 and len(list(documents)) == 2
+    assert prepared.CHUNK <= 2**25
+
+
+def test_tokens_of_32_bits_and_a_file_that_stays_as_it_is(folder, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    encode = prepared.BPE.encode
+    monkeypatch.setattr(prepared.BPE, "encode", lambda *given: encode(*given).int())
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    assert made.tokens.dtype == torch.int32 and bytes_of(made) == text.read(folder).data.numpy().tobytes()
+    before = (tmp_path / "out" / "tokens.bin").read_bytes()
+    made.tokens[0] += 1
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == before
+
+
+def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path):
+    pytest.importorskip("tokenizers")
+    lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(60_000))
+    (tmp_path / "long.txt").write_bytes(lines + b"x" * 300_000 + b"\xe2\x82\xac" * 100_000)
+    whole = text.read(tmp_path / "long.txt")
+    made = prepared.prepare(tmp_path / "long.txt", tmp_path / "out", tokenizer="bpe:300")
+    assert torch.equal(made.tokens, whole.read_as(made.tokenizer).tokens) and made.sha256 == whole.sha256
+    same = prepared.prepare(whole, tmp_path / "same", tokenizer=made.tokenizer)
+    assert torch.equal(same.tokens, made.tokens) and same.cut == made.cut
+    (tmp_path / "binary").write_bytes(b"a" * 2**20 + b"\0")
+    with pytest.raises(TextError, match="binary holds no text"):
+        prepared.prepare(tmp_path / "binary", tmp_path / "none")
+
+
+def test_files_are_not_held_to_what_memory_can_hold(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "LARGEST", 100)
+    with pytest.raises(TextError, match="or what twell-lab prepare makes of it"):
+        text.read(folder)
+    assert prepared.prepare(folder, tmp_path / "out").size > 1000
+
+
+def test_a_folder_of_plain_files_as_a_dataset_is_files_not_lines(folder, tmp_path):
+    pytest.importorskip("datasets")
+    made = prepared.prepare(f"hf:{folder}", tmp_path / "out")
+    assert made.source["documents"] == 20
+    assert bytes_of(made) == b"".join(path.read_bytes() + b"\n\n" for path in sorted(folder.iterdir()))
+
+
 def test_a_dataset_of_any_size_is_read_to_its_end(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     (tmp_path / "letters").mkdir()
@@ -107,7 +158,8 @@ def test_a_dataset_of_any_size_is_read_to_its_end(tmp_path, monkeypatch):
     assert less.size == 1000 and bytes_of(made).startswith(bytes_of(less))
 
 
-def test_a_model_trains_on_it_and_goes_on(folder, tmp_path):
+def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "HELD_OUT", 300)  # less than text.split would hold out
     prepared.prepare(folder, tmp_path / "text")
     config = TrainConfig(text=tmp_path / "text", steps=8, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2,
                          eval_every=4, eval_windows=4, warmup=2, checkpoint_every=4)
@@ -125,7 +177,10 @@ def test_a_model_trains_on_it_and_goes_on(folder, tmp_path):
     again = train(config, resume=tmp_path / "out", progress=False)
     assert [row["loss"] for row in again.history] == [row["loss"] for row in whole.history]
     assert whole.text["training_size"] + whole.text["validation_size"] == whole.text["size"]
+    monkeypatch.undo()
     other = prepared.prepare(text.standard_library(), tmp_path / "other")
+    with pytest.raises(InputError, match="the text's training part has .* bytes, and .* in the checkpoint"):
+        train(dataclasses.replace(config, text=folder), resume=tmp_path / "out", progress=False)
     with pytest.raises(InputError, match="the text's sha256 is"):
         train(dataclasses.replace(config, text=other), resume=tmp_path / "out", progress=False)
 
@@ -147,7 +202,7 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     for same in (None, "bpe:300", made.tokenizer, tmp_path / "out" / "tokenizer.json"):
         assert text.load_any(tmp_path / "out", tokenizer=same).tokenizer == made.tokenizer
     for other in ("bytes", "bpe:301", BYTES):
-        with pytest.raises(InputError, match="for a text that was prepared with 'bpe:300'; accepted: that one, or none"):
+        with pytest.raises(InputError, match="is not the tokenizer that the text 'poems' was prepared with, 'bpe:300'; accepted: that one, or"):
             text.load_any(tmp_path / "out", tokenizer=other)
 
 
@@ -156,27 +211,60 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
 
 def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_path):
     prepared.prepare(folder, tmp_path / "out")
-    with pytest.raises(InputError, match="out is .* which is not empty; accepted: a new folder"):
+    with pytest.raises(InputError, match="out is .* which holds 'tokenizer.json'; accepted: a new folder"):
         prepared.prepare(folder, tmp_path / "out")
-    with pytest.raises(InputError, match="is a prepared text already"):
-        prepared.prepare(tmp_path / "out", tmp_path / "again")
-    (tmp_path / "broken off").mkdir()
-    (tmp_path / "broken off" / "tokens.bin").write_bytes(b"left by a run that was killed")
-    assert prepared.prepare(folder, tmp_path / "broken off").size == text.read(folder).size
+    for made in (tmp_path / "out", prepared.load(tmp_path / "out")):
+        with pytest.raises(InputError, match="is a prepared text already"):
+            prepared.prepare(made, tmp_path / "again")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tokens.bin").write_bytes(b"of somebody else")
+    with pytest.raises(InputError, match="which holds 'tokens.bin'; accepted"):
+        prepared.prepare(folder, tmp_path / "mine")
+    assert (tmp_path / "mine" / "tokens.bin").read_bytes() == b"of somebody else"
     with pytest.raises(InputError, match="cannot prepare a text in"):
-        prepared.prepare(folder, folder / "00.txt")
+        prepared.prepare(folder, tmp_path / "mine" / "tokens.bin" / "out")
+    with pytest.raises(InputError, match="is inside of the text"):
+        prepared.prepare(folder, folder / "out")
 
 
-@pytest.mark.parametrize("sizes", [[100], [10, 90], [1]])
-def test_documents_that_cannot_be_cut(tmp_path, sizes):
+def test_one_preparation_at_a_time_and_nothing_left_of_one_that_fails(folder, tmp_path):
+    def second(size):
+        with pytest.raises(InputError, match="holds 'tokens.bin.part', of a preparation that goes on or was killed"):
+            prepared.prepare(folder, tmp_path / "out")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared.prepare(folder, tmp_path / "out", on_bytes=second)
+    assert not (tmp_path / "out").exists()
+
+    def full(size):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InputError, match="cannot prepare a text in .*No space left"):
+        prepared.prepare(folder, tmp_path / "out", on_bytes=full)
+    assert prepared.prepare(folder, tmp_path / "out").size == text.read(folder).size
+
+
+@pytest.mark.parametrize("sizes", [[100], [10, 90], [1], [100_000, 6]])
+def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
     (tmp_path / "some").mkdir()
     for number, size in enumerate(sizes):
         (tmp_path / "some" / str(number)).write_text("a" * size)
-    with pytest.raises(TextError, match=f"some has {len(sizes)} documents that cannot be cut .*; accepted: more and shorter documents"):
+    with pytest.raises(TextError, match="some has .*, none of which begins so that about .* are held out; accepted: more and shorter "):
         prepared.prepare(tmp_path / "some", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("damage", ["short", "long", "no tokens", "no tokenizer", "no json", "a list", "another format", "a cut outside"])
+@pytest.mark.parametrize("tokenizer", ["bpe:5", "bpe:many", "nowhere.json"])
+def test_a_tokenizer_that_cannot_be_is_refused_before_anything_is_read(folder, tmp_path, monkeypatch, tokenizer):
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(prepared, "_blocks", None)
+    with pytest.raises((InputError, TextError), match="accepted"):
+        prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "no tokens", "no tokenizer", "no json", "a list", "another format", "a cut outside",
+                                    "bytes outside", "another tokenizer"])
 def test_what_is_damaged_is_named(folder, tmp_path, damage):
     out = tmp_path / "out"
     prepared.prepare(folder, out)
@@ -184,10 +272,13 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
     fields = json.loads(manifest.read_text())
     if damage in ("short", "long"):
         tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "short" else tokens.read_bytes() + b"a")
+    elif damage == "another tokenizer":
+        manifest.write_text(json.dumps({**fields, "tokenizer": "0" * 64}))
     elif damage.startswith("no t"):
         (tokens if damage == "no tokens" else out / "tokenizer.json").unlink()
     else:
         manifest.write_text({"no json": "{", "a list": "[]", "another format": json.dumps({**fields, "format": 2}),
+                             "bytes outside": json.dumps({**fields, "cut": {"bytes": 10**12, "tokens": 5}}),
                              "a cut outside": json.dumps({**fields, "cut": {"bytes": 5, "tokens": fields["count"]}})}[damage])
     with pytest.raises(TextError, match=str(out)):
         text.load_any(out)

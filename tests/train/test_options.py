@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from twell_lab import cli, configurations, running, train_command, train_config
+from twell_lab import cli, configurations, running, switching, train_command, train_config, training
 from twell_lab.errors import InputError
 from twell_lab.model import LanguageModel
 from twell_lab.objective import Objective, layer_l1, layer_nnz
@@ -177,6 +177,28 @@ def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some
     for nnz, paths in seen:
         assert all(path == ("twell" if value < 7.2 else "dense") for value, path in zip(nnz, paths, strict=True)
                    if not 7.2 <= value <= 8.8)
+
+
+def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
+    """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
+    real, calls = training.train_layer, []
+
+    def losing(*arguments, path):
+        calls.append(path)
+        y, l1, kept, _ = real(*arguments, path=path)
+        return y, l1, kept, torch.tensor(kept.numel() // 2 if len(calls) % 2 == 0 else 0) if path == "twell" else None
+
+    monkeypatch.setattr(training, "train_layer", losing)
+    monkeypatch.setattr(running, "Switch", functools.partial(running.Switch, below=1000.0))
+    runs, init = [], running.Run.__init__
+    monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
+    monkeypatch.setattr(switching, "LOST", 1e4)
+    result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), progress=False)
+    lost = [row["lost_layers"] for row in result.history]
+    assert lost[0] == [0, 0] and lost[1] == [0, pytest.approx(0.5)] and lost[2:] == [[0, 0]] * 4
+    assert [layer.module.learning for layer in runs[0].layers] == ["twell", "dense"]
+    assert runs[0].switch.below["layers.0.mlp"] == 1000 > runs[0].switch.below["layers.1.mlp"] == result.history[1]["nnz_layers"][1]
+    assert "lost_layers" not in train(tiny(steps=2), progress=False).history[0]
 
 
 def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
