@@ -25,7 +25,7 @@ from .learning import LayerTerm
 
 MARGIN = 0.1  # a layer changes over when it is this far past the break-even, so that noise does not send it to and fro
 ROOM_USED = 0.9  # of the room for entries: with the margin a layer still changes over before rows do not fit, which costs much more
-LOST = 0.4  # of d_ff: 7 us where 10% fire in it, 10 where 30% do (smxx_train_lost.cu), beside 4 ns for an entry
+LOST = 0.3  # of d_ff: on an H100 5 us where 4% fire in it, 7 where 10%, 10 where 30% do, beside 4 ns for an entry
 _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
 
 

@@ -108,7 +108,7 @@ def test_a_layer_with_no_room_is_named_with_what_it_costs():
 def test_what_a_lost_row_costs():
     drawn = compared(20.0, ms=2.0) + compared(40.0, ms=3.0)
     rows = placed(drawn + compared(30.0, "overflow: 1% of rows with a tile of 200", ms=3.3192))
-    assert backward_record.lost_cost(rows) == "1% of 16,384 rows lost: 3.32 ms instead of 2.50, so a lost row costs about 5 us, a stored one 0.15."
+    assert backward_record.lost_cost(rows) == "1% of 16,384 rows lost: 3.32 ms instead of 2.50 (between the rows of the table), so a lost row costs about 5 us, a stored one 0.15."
     assert backward_record.lost_cost(placed(drawn)).startswith("No workload")
 
 

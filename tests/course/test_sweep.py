@@ -94,7 +94,7 @@ def test_renewed_runs_stand_beside_theirs():
 
 def test_first_tokens_and_bytes():
     assert course.first_token(ROWS[0]) == [2.0, 0.5]
-    assert "wakes 7.0 neurons a layer, one in the last half 6.5; the difference is largest in layer 0, 2.0 times" in course.position_sentence(ROWS[0])
+    assert "wakes 7.0 neurons a layer, one in the last half 6.5; it stands out most in layer 0, where it wakes 2.0 times as many." in course.position_sentence(ROWS[0])
     assert course.extremes(ROWS[0], each=1) == [("line feed", 1.0), ("space", 9.0)]
     assert [name for name, _ in course.extremes(ROWS[0])] == ["line feed", "'a'", "byte 200", "space"]
 

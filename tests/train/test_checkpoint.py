@@ -96,6 +96,21 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
         same_as_unbroken(config, out, saved, curve)
 
 
+@pytest.mark.filterwarnings("ignore:100000 steps")
+def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_text):
+    """As in `twell-lab train ... 2>&1 | tee log`: Ctrl-C ends the tee, too."""
+    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    config, out = tiny(), tmp_path / "out"
+    sizes = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in ("batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")]
+    with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", "--text", tmp_path / "text.py", "--out", out, "--steps=100000", *sizes],
+                          env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
+        wait_for_rows(out, 20, stopped)
+        stopped.stdout.close()
+        stopped.send_signal(signal.SIGINT)
+        assert stopped.wait(60) == 130
+    assert checkpoint.load(out).step >= 20
+
+
 def wait_for_rows(out: Path, rows: int, process) -> None:
     metrics, deadline = out / "metrics.jsonl", time.monotonic() + 60
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:

@@ -42,6 +42,14 @@ def test_batches_of_neurons_that_end_with_the_layer_and_just_before(d_ff):
 
 
 @needs_simulator
+@pytest.mark.parametrize("rows", [256, 257, 512])
+@pytest.mark.parametrize("most", [48 << 20, 1])
+def test_as_many_lost_rows_as_a_batch_has_and_one_more(rows, most, monkeypatch):
+    monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", most)
+    Case.draw(rows + 2, 24, 9, torch.bfloat16, range(1, rows + 1), biases=True).check()
+
+
+@needs_simulator
 def test_more_slices_than_lanes(monkeypatch):
     monkeypatch.setattr(launch_lost, "_BLOCKS_ON_CPU", 40)
     Case.draw(3, 24, 1280, torch.bfloat16, [1]).check()  # 40, of 32 neurons each

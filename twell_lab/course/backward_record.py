@@ -145,7 +145,7 @@ def lost_cost(rows: list[dict]) -> str:
     (low, before), (high, after) = around
     without = before + (after - before) * (line["nnz"] - low) / (high - low)
     lost = 0.01 * TOKENS
-    return (f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f}, so a lost row costs about "
+    return (f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), so a lost row costs about "
             f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}.")  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def where(record: records.Record) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """One line a run: its loss, beside its twin's; who fires, who is dead, and whether nnz has settled."""
+    """One line a run: its loss, beside that of its seed's twin; who fires, who is dead, and whether nnz has settled."""
     neurons = rows[0]["config"]["d_ff"] * rows[0]["config"]["layers"]
     lines = [f"{'run':<28}{'bits per byte':>14}{'over twin':>11}{'mean nnz':>10}{'zeros':>9}{'dead':>7}{'nnz, last quarter':>19}"]
     for row in _ordered(rows):
@@ -130,7 +130,7 @@ def position_sentence(row: dict) -> str:
     ratios = first_token(row)
     most = max(range(len(ratios)), key=lambda layer: ratios[layer])
     return (f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half {later:.1f}; "
-            f"the difference is largest in layer {most}, {ratios[most]:.1f} times.")
+            f"it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many.")
 
 
 def byte_name(value: int) -> str:
