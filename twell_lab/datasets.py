@@ -105,7 +105,8 @@ def from_spec(spec: str) -> Text:
 def parse(spec: str) -> dict:
     """The arguments of Documents in "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=100e6&revision=main".
 
-    All after the name may be left out, and is then left out here. InputError for a part of another name, or bytes that are no whole number.
+    All after the name may be left out, and is then left out here. InputError for a part of another name, or bytes that are no
+    whole number from 1 up.
     """
     name, _, rest = spec.removeprefix("hf:").partition("?")
     accepted = ("subset", "split", "column", "bytes", "revision")

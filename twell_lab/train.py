@@ -53,7 +53,8 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
     out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
-        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C, or SIGTERM without torchrun; each replaces the one before.
+        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C, or SIGTERM without torchrun; each
+        replaces the one before.
     resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
         the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
     progress: show a bar on stderr, where tqdm is installed.

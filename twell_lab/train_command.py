@@ -80,8 +80,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, or hf:owner/name for a Hugging Face "
-                        "dataset, whose first 100 MB are read unless ?bytes=500e6 follows (at most 1 GiB), or what twell-lab prepare made [the source of Python's "
-                        "standard library]")
+                        "dataset, whose first 100 MB are read unless ?bytes=500e6 follows (at most 1 GiB), or "
+                        "what twell-lab prepare made [the source of Python's standard library]")
     parser.add_argument("--out", metavar="DIR", type=_folder, help="save metrics and checkpoints here, for --resume, and in the "
                         "end the model, for twell-lab profile; a folder that holds another run or model is refused")
     parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there; of its options only "

@@ -1,8 +1,8 @@
 """Recorded training steps, as notebook 06 shows them, and the reader's own beside them.
 
 Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench_training): path ("dense eager", "dense
-compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each
-gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
+compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "forced twell compiled"), nnz,
+ms, x_dense, x_compiled, peak_bytes. Here each gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
 """
 
 from __future__ import annotations
