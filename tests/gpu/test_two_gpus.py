@@ -1,0 +1,183 @@
+"""Two GPUs train what one trains: replicated and sharded over NCCL, through torch's layers and through the kernels."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell_lab import checkpoint, training
+from twell_lab.model import LanguageModel
+from twell_lab.text import standard_library
+from twell_lab.train import TrainConfig, train
+
+from .drawn import tensors
+from .test_trainer import BFLOAT16, FLOAT32, close
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+ROOT = Path(__file__).resolve().parents[2]
+SPARSE = dict(dtype="bfloat16", kernels="sparse")
+EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
+RUNS = {f"{parallel}{name}": dict(parallel=parallel, **changes) for parallel in ("ddp", "fsdp") for name, changes in {
+    "": {}, "-everything": EVERYTHING, "-bfloat16-compiled": dict(dtype="bfloat16", compile=True), "-sparse": SPARSE,
+    "-sparse-compiled": dict(**SPARSE, compile=True), "-sparse-everything": dict(**SPARSE, **EVERYTHING),
+    "-auto": dict(dtype="bfloat16", kernels="auto", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)}.items()}
+DIVERGES = dict(lr=1e30, warmup=1)
+
+# What `torchrun -m twell_lab.train` does, several times in one pair of processes; which kernels each of them launched.
+SEVERAL = """
+import json, pathlib, runpy, sys
+from twell_lab import launch
+from twell_lab.distributed import joined
+names, real = set(), launch._launch
+launch._launch = lambda file, name, *more, **also: (names.add(name), real(file, name, *more, **also))[1]
+with joined("cuda") as world:
+    for arguments, code, out in json.loads(sys.argv[1]):
+        names.clear()
+        sys.argv = ["train", *arguments, f"--out={out}"]
+        try:
+            runpy.run_module("twell_lab.train", run_name="__main__")
+        except SystemExit as ended:
+            assert (ended.code or 0) == code, (out, ended.code)
+        pathlib.Path(out, f"kernels-{world.rank}.json").write_text(json.dumps(sorted(names)))
+"""
+
+
+def torchrun(*arguments, processes=2, **options):
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *arguments],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes(standard_library().data[:1_000_000].numpy().tobytes())
+    return TrainConfig(steps=24, batch=16, context=128, d_model=128, layers=2, heads=4, d_ff=512, log_every=4, eval_every=12,
+                       eval_windows=16, warmup=4, device="cuda", l1=0.003, text=path)
+
+
+def options(config):
+    """The command's options for all that differs from its defaults."""
+    plain = TrainConfig()
+    changed = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+               if getattr(config, field.name) != getattr(plain, field.name)}
+    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in changed.items()]
+
+
+@pytest.fixture(scope="module")
+def runs(base, tmp_path_factory):
+    """The folder of each run by its name, and what the processes printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "several.py").write_text(SEVERAL)
+    asked = [(options(dataclasses.replace(base, **changes)), 0, str(folder / name)) for name, changes in RUNS.items()]
+    asked += [(options(dataclasses.replace(base, parallel=parallel, **DIVERGES)), 2, str(folder / f"{parallel}-diverges"))
+              for parallel in ("ddp", "fsdp")]
+    with torchrun(folder / "several.py", json.dumps(asked)) as ran:
+        said = ran.communicate(timeout=400)
+    assert ran.returncode == 0, said[1]
+    return folder, said
+
+
+@pytest.fixture(scope="module")
+def alone(base):
+    """What one GPU trains with the same changes, each made once."""
+    made = {}
+
+    def one(**changes):
+        key = json.dumps(changes)
+        if key not in made:
+            made[key] = train(dataclasses.replace(base, **changes), progress=False)
+        return made[key]
+
+    return one
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "auto" not in name])
+def test_two_gpus_give_the_curve_of_one(runs, alone, name):
+    changes = {key: value for key, value in RUNS[name].items() if key in EVERYTHING}
+    plain, found = alone(**changes), rows(runs[0] / name)
+    rel = BFLOAT16 if "dtype" in RUNS[name] else FLOAT32
+    close(found, plain.history, rel)
+    assert found[-1]["val_bits_per_byte"] == pytest.approx(plain.validation_bits_per_byte, rel=rel)
+    if changes and rel == FLOAT32:
+        assert sum(found[-1]["dead_layers"]) == pytest.approx(sum(plain.history[-1]["dead_layers"]), abs=4)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "sparse" in name or "auto" in name])
+def test_both_run_the_kernels(runs, name):
+    kernels = [json.loads((runs[0] / name / f"kernels-{rank}.json").read_text()) for rank in (0, 1)]
+    for beginning in ("survivor", "weighted_rows", "hidden_gradient", "input_gradient", "weight_gradients"):
+        assert all(any(kernel.startswith(beginning) for kernel in each) for each in kernels), (beginning, kernels)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_layers_go_over_to_the_kernels_together(runs, alone, parallel):
+    """By one break-even for both, and with the loss of a run that stays dense."""
+    found, paths = rows(runs[0] / f"{parallel}-auto"), checkpoint.load(runs[0] / f"{parallel}-auto").paths
+    below = [nnz < 0.5 * limit for nnz, limit in zip(found[-1]["nnz_layers"], paths["below"].values(), strict=True)]
+    assert any(below) and all(path == "twell" for path, low in zip(paths["layers"].values(), below, strict=True) if low)
+    changes = {key: value for key, value in RUNS["ddp-auto"].items() if key not in ("parallel", "kernels")}
+    plain = alone(**changes)
+    assert found[-1]["ce"] == pytest.approx(plain.history[-1]["ce"], rel=5 * BFLOAT16)  # 60 steps at a high rate, not 24
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-sparse", "ddp-sparse"])
+def test_one_gpu_goes_on_where_two_stopped(runs, base, name):
+    changes = RUNS[name]
+    result = train(dataclasses.replace(base, **changes), resume=runs[0] / name, progress=False)
+    assert result.history == checkpoint.load(runs[0] / name).history
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(result.model.parameters(), LanguageModel.load(runs[0] / name).parameters()))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_that_diverges_ends_on_both_with_its_last_good_state(runs, parallel):
+    folder = runs[0] / f"{parallel}-diverges"
+    assert f"last good state, after step 1, is in {str(folder)!r}" in runs[1][1]
+    state = checkpoint.load(folder)
+    assert state.step == 1 and not any(weight.isnan().any() for weight in state.weights.values())
+
+
+def test_interrupted_processes_agree_where_to_stop_and_save(base, tmp_path):
+    out = tmp_path / "out"
+    config = dataclasses.replace(base, steps=100_000, parallel="fsdp", **SPARSE)
+    with torchrun("-m", "twell_lab.train", *options(config), f"--out={out}", start_new_session=True) as stopped:
+        deadline = time.monotonic() + 120
+        while not ((out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") > 3):
+            assert stopped.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(stopped.pid, signal.SIGINT)
+        said = stopped.communicate(timeout=120)[1]
+    state = checkpoint.load(out)
+    assert state.history[-1]["step"] == state.step
+    assert said.count(f"twell-lab: stopped after step {state.step} of 100000") == 1 and f"with --resume {out}" in said
+
+
+def test_more_processes_than_gpus_are_refused(base):
+    gpus = torch.cuda.device_count()
+    with torchrun("-m", "twell_lab.train", *options(base), processes=gpus + 1) as ran:
+        said = ran.communicate(timeout=120)[1]
+    assert ran.returncode and f"{gpus + 1} processes were started on a machine with {gpus} GPUs" in said and "nproc-per-node" in said
+
+
+@pytest.mark.parametrize("path", training.PATHS)
+def test_a_layer_on_the_second_gpu_from_the_first(path):
+    """Forwards and backwards, the same bits as on the first; weights' gradients are summed in a fixed order too."""
+    made = tensors(300, 256, 1000)
+    dy, results = torch.randn(made[0].shape, device="cuda").to(made[0].dtype), []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = [None if t is None else t.to(device).requires_grad_() for t in made]
+        y, l1, _ = training.train_ffn(*leaves, path=path)
+        gradients = torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy.to(device), torch.ones_like(l1)])
+        assert all(t.device == torch.device(device) for t in (y, l1, *gradients))
+        results.append([t.cpu() for t in (y, l1, *gradients)])
+    assert all(map(torch.equal, *results))
