@@ -10,6 +10,14 @@ from . import training
 from .errors import InputError
 
 
+class Told(NamedTuple):
+    """What a layer tells of one forward pass: a LayerTerm without its name, which no compiled graph is to depend on."""
+
+    l1: Tensor
+    nnz: Tensor
+    lost: Tensor | None = None
+
+
 class LayerTerm(NamedTuple):
     """One layer's part in one forward pass.
 
@@ -28,8 +36,7 @@ class Learner:
     """The part of SparseFFN that trains. `learning` is what `learn` was told last."""
 
     learning: str | None = None
-    _terms: list | None = None  # by itself: torch.compile does not see what is appended to a list inside a tuple
-    _name = ""
+    _told: list[Told] | None = None  # a list of this layer's own: one graph serves all layers where they are compiled one by one
     _reports = False  # once asked, always by the operator that can: a recomputed forward must save what the first one saved
 
     def learn(self, path: str | None) -> None:
@@ -39,15 +46,20 @@ class Learner:
             raise InputError(f"path is {path!r}; {', '.join(map(repr, training.PATHS))} and None are accepted")
         self.learning = path
 
-    def report_to(self, terms: list | None, name: str = "") -> None:
-        """Append a LayerTerm to `terms` at each forward with gradients from now on; None: stop. See twell_lab.penalty."""
-        self._terms, self._name = terms, name
-        self._reports |= terms is not None
+    def tell(self, told: list[Told] | None) -> None:
+        """Append to `told` at each forward with gradients from now on; None: stop. See twell_lab.penalty.
+
+        A list for each layer: under FSDP2 layers are compiled one by one, and share a graph as long as nothing tells them apart,
+        be it a name or how many layers have appended before. A graph for each is more than torch.compile's limit, past which
+        it runs the rest without.
+        """
+        self._told = told
+        self._reports |= told is not None
 
     def _learn(self, x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None], planned: str) -> Tensor:
         path = self.learning or ("dense" if planned == "dense" else "twell")
         y, l1, kept, lost = training.train_layer(x, *weights, *biases, path=path)
-        if self._terms is not None:
+        if self._told is not None:
             lost = None if lost is None else lost.float() / kept.numel()
-            self._terms.append(LayerTerm(self._name, l1.mean(), kept.float().mean(), lost))
+            self._told.append(Told(l1.mean(), kept.float().mean(), lost))
         return y

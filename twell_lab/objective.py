@@ -9,19 +9,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from .errors import InputError
-from .ffn import SparseFFN
-from .learning import LayerTerm
+from .ffn import FeedForward, SparseFFN
+from .learning import Told
 from .model import firing_layers
 
 EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
 EVAL_SCORES = 2**28  # or fewer: so many scores of next tokens take 1 GiB in float32
 
 
-def cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar."""
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+def cross_entropy(model: nn.Module, windows: Tensor, *, of_scores: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> Tensor:
+    """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar.
+
+    of_scores: what computes it from scores [tokens, vocabulary] and the tokens that came."""
+    return of_scores(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 def eval_batch(model: nn.Module, windows: Tensor) -> int:
@@ -71,7 +74,7 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
     `sparsify`: it never forms them as a whole.
     """
     hidden: list[Tensor] = []
-    hooks = catch_hidden(model, hidden)
+    hooks = [catch_hidden(layer, hidden) for layer in _dense_layers(model)]
     try:
         yield hidden
     finally:
@@ -79,18 +82,22 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def catch_hidden(model: nn.Module, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> list:
-    """Hooks (to be removed by the caller) that append to `into` while `when()`; see `hidden_activations`."""
+def _dense_layers(model: nn.Module) -> list[FeedForward]:
     layers = firing_layers(model)
     swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
     if swapped:
         raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
+    return layers
+
+
+def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> RemovableHandle:
+    """A hook, to be removed by the caller, that appends what enters the layer's down projection to `into` while `when()`."""
 
     def keep(module: nn.Module, args: tuple) -> None:
         if when():
             into.append(args[0])
 
-    return [layer.down.register_forward_pre_hook(keep) for layer in layers]
+    return layer.down.register_forward_pre_hook(keep)
 
 
 class Objective(nn.Module):
@@ -103,40 +110,49 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.of_scores = F.cross_entropy
         self.running = False  # a validation of the model alone must not fill the lists: that is gigabytes of a large model
-        self.hidden: list[Tensor] = []
-        self.terms: list[LayerTerm] = []
-        self.sparse = [layer for layer in firing_layers(model) if isinstance(layer.module, SparseFFN)]
-        for layer in self.sparse:  # `sparsify` swaps all layers or none
-            layer.module.report_to(self.terms, layer.name)
-        self.hooks = [] if self.sparse else catch_hidden(model, self.hidden, lambda: self.running)
+        layers = firing_layers(model)
+        self.sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]  # `sparsify` swaps all or none
+        # A list for each layer: see Learner.tell.
+        self.hidden: list[list[Tensor]] = [[] for _ in layers if not self.sparse]
+        self.told: list[list[Told]] = [[] for _ in self.sparse]
+        for layer, told in zip(self.sparse, self.told, strict=True):
+            layer.module.tell(told)
+        self.hooks = [catch_hidden(layer, own, lambda: self.running) for layer, own in zip(layers, self.hidden)]
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
         """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> five tensors:
         loss, with gradient; and without: cross-entropy and l1_term, [2]; l1, nnz and the share of lost tokens
         (learning.LayerTerm) by layer, float32 [layers], or three empty tensors if not `count`."""
-        self.hidden.clear()
-        self.terms.clear()
+        self._forget()
         self.running = True
-        ce = cross_entropy(self.model, windows)
+        ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
         self.running = False
         penalties: list[Tensor] = []
         if l1 is not None or count:
-            penalties = [term.l1 for term in self.terms] or [layer_l1(h) for h in self.hidden]
+            penalties = [told.l1 for (told,) in self.told] or [layer_l1(h) for (h,) in self.hidden]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
         by_layer = nnz = lost = ce.new_empty(0)
         if count:
             by_layer = torch.stack([value.detach() for value in penalties])
-            nnz = torch.stack([term.nnz for term in self.terms] or [layer_nnz(h.detach()) for h in self.hidden])
+            nnz = torch.stack([told.nnz for (told,) in self.told] or [layer_nnz(h.detach()) for (h,) in self.hidden])
             none = torch.zeros_like(nnz[0])
-            lost = torch.stack([none if term.lost is None else term.lost for term in self.terms] or [none] * len(nnz))
-        self.hidden.clear()  # or the last step's would stay in memory beside the next one's
-        self.terms.clear()
+            lost = torch.stack([none if told.lost is None else told.lost for (told,) in self.told] or [none] * len(nnz))
+        self._forget()  # or the last step's would stay in memory beside the next one's
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
+
+    def compile_loss(self) -> None:
+        """Have torch.compile fuse what follows the model: in float32, the scores of a large vocabulary are gigabytes."""
+        self.of_scores = torch.compile(F.cross_entropy)
+
+    def _forget(self) -> None:
+        for each in (*self.hidden, *self.told):
+            each.clear()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for hook in self.hooks:
             hook.remove()
         for layer in self.sparse:
-            layer.module.report_to(None)
+            layer.module.tell(None)

@@ -10,44 +10,75 @@ convention of the published code of arXiv 2603.23198, whose 2e-5 is meant so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .ffn import SparseFFN
-from .learning import LayerTerm as LayerTerm
+from .learning import LayerTerm, Told
 from .model import firing_layers
 from .objective import layer_l1, layer_nnz
 
 
-@contextmanager
-def layer_terms(model: nn.Module) -> Iterator[list[LayerTerm]]:
-    """Within this context each forward pass with gradients appends a LayerTerm for every feed-forward layer, in order.
+class LayerTerms(Sequence[LayerTerm]):
+    """The terms of the forward passes so far: pass after pass, and in each one layer after layer."""
 
-    A layer that runs twice, as under gradient checkpointing, appends twice if the second time falls into the context: leave
+    def __init__(self, told: dict[str, list[Told]]) -> None:
+        self._told = told
+
+    def _all(self) -> list[LayerTerm]:
+        passes = zip_longest(*self._told.values())
+        return [LayerTerm(name, *each) for one in passes for name, each in zip(self._told, one, strict=True) if each is not None]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._told.values()))
+
+    def __getitem__(self, at):
+        return self._all()[at]
+
+    def __iter__(self) -> Iterator[LayerTerm]:
+        return iter(self._all())
+
+    def clear(self) -> None:
+        """Forget them, as between the parts of a step."""
+        for each in self._told.values():
+            each.clear()
+
+    def __repr__(self) -> str:
+        return f"LayerTerms({self._all()})"
+
+
+@contextmanager
+def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
+    """Within this context each forward pass with gradients adds a LayerTerm for every feed-forward layer, in order.
+
+    A layer that runs twice, as under gradient checkpointing, adds two if the second time falls into the context: leave
     it before the backward pass. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer.
     """
-    terms: list[LayerTerm] = []
     layers = firing_layers(model)
-    hooks, sparse = [], []
-    for layer in layers:
-        if isinstance(layer.module, SparseFFN):
-            layer.module.report_to(terms, layer.name)
-            sparse.append(layer.module)
-        else:
-            hooks.append(layer.down.register_forward_pre_hook(
-                lambda _, args, name=layer.name: terms.append(dense_term(name, args[0])) if torch.is_grad_enabled() else None))
+    told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
+    hooks = [layer.down.register_forward_pre_hook(_told_by_dense(told[layer.name])) for layer in layers
+             if not isinstance(layer.module, SparseFFN)]
+    sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]
+    for layer in sparse:
+        layer.module.tell(told[layer.name])
     try:
-        yield terms
+        yield LayerTerms(told)
     finally:
         for hook in hooks:
             hook.remove()
-        for module in sparse:
-            module.report_to(None)
+        for layer in sparse:
+            layer.module.tell(None)
 
 
-def dense_term(name: str, h: Tensor) -> LayerTerm:
-    """The term of a layer whose hidden activations h [..., d_ff] are all there."""
-    return LayerTerm(name, layer_l1(h), layer_nnz(h.detach()))
+def _told_by_dense(told: list[Told]):
+    """A hook for a down projection, which gets the hidden activations h [..., d_ff] as a whole."""
+
+    def tell(module: nn.Module, args: tuple) -> None:
+        if torch.is_grad_enabled():
+            told.append(Told(layer_l1(args[0]), layer_nnz(args[0].detach())))
+
+    return tell

@@ -75,7 +75,7 @@ class Run:
         self.joined: nn.Module = self.objective
         if world.size > 1 and not self.sharded:
             self.joined = distributed.replicate(self.objective, world)
-        self.measure = torch.compile(self.joined) if config.compile else self.joined
+        self.measure = self._compiled() if config.compile else self.joined
         # The penalty's coefficient, as a tensor: one graph serves all its values.
         self.l1 = torch.zeros((), device=world.device) if config.l1 else None
         self.layers = firing_layers(model)
@@ -87,6 +87,16 @@ class Run:
         self.guard = Guard(self)
         self.step, self.seconds = 0, 0.0
         self.history: list[dict] = []
+
+    def _compiled(self) -> nn.Module:
+        if self.switch is None:
+            return torch.compile(self.joined)
+        # Layers change their path one after another. A graph of the whole is compiled again at every change, and after eight
+        # changes torch goes on without; a layer's own are one for each path, and serve every layer.
+        for layer in self.model.layers:
+            layer.compile()
+        self.objective.compile_loss()
+        return self.joined
 
     def see_dead(self, tokens: int) -> None:
         """Count who fired in the step whose gradients are there: a gate row without any gradient did not."""

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from twell_lab import cli, configurations, running, switching, train_command, train_config, training
 from twell_lab.errors import InputError
@@ -179,6 +180,17 @@ def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some
                    if not 7.2 <= value <= 8.8)
 
 
+def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, monkeypatch):
+    """One after another, as they do: torch gives up compiling a function after eight times."""
+    graphs = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
+    monkeypatch.setattr(running.Run, "follow", lambda run, *_: run.layers[run.step % 10].module.learn("twell"))
+    config = dict(layers=10, log_every=1, kernels="auto")
+    result = train(tiny(**config, compile=True), progress=False)
+    assert graphs.frame_count == 3  # the two, and the cross-entropy
+    close(result.history, train(tiny(**config), progress=False).history, 1e-5)
+
+
 def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
     """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
     real, calls = training.train_layer, []
@@ -206,9 +218,9 @@ def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
     objective = Objective(model)
     windows = torch.randint(256, (2, 17))
     model(windows[:, :-1])
-    assert not objective.hidden
+    assert objective.hidden == [[], []]
     loss, numbers, l1, nnz, lost = objective(windows, None, False)
-    assert loss.requires_grad and l1.numel() == nnz.numel() == lost.numel() == 0 and numbers[1] == 0 and not objective.hidden
+    assert loss.requires_grad and l1.numel() == nnz.numel() == lost.numel() == 0 and numbers[1] == 0 and objective.hidden == [[], []]
     objective.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from twell_lab import costs, cpu, launch_train, penalty, switching
@@ -11,6 +12,7 @@ from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, feed_forwards, sparsify
 from twell_lab.learning import LayerTerm
 from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig, PlainFeedForward
+from twell_lab.objective import Objective
 
 CONFIG = ModelConfig(vocabulary=32, d_model=16, layers=2, heads=2, d_ff=256, context=12)
 
@@ -90,7 +92,41 @@ def test_nothing_is_reported_outside_the_context():
 def test_a_forward_pass_without_gradients_reports_nothing(net):
     with penalty.layer_terms(net) as terms, torch.no_grad():
         net(tokens())
-    assert terms == []
+    assert len(terms) == 0 and list(terms) == []
+
+
+def test_terms_of_several_passes_come_in_their_order():
+    net = sparsify(model())
+    net.layers[1].mlp = model().layers[1].mlp  # a dense layer beside a sparse one
+    with penalty.layer_terms(net) as terms:
+        net(tokens(1))
+        net(tokens(2))
+    assert [term.name for term in terms] == ["layers.0.mlp", "layers.1.mlp"] * 2 and len(terms) == 4
+    assert terms[2] is not terms[0] and terms[2].l1 != terms[0].l1 and terms[-1].name == "layers.1.mlp"
+    assert "layers.1.mlp" in repr(terms)
+    terms.clear()
+    assert not terms
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("ask", ["terms", "objective"])
+def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
+    """As FSDP2 has them compiled, and many who train large models: what a layer tells must not make it another function."""
+    torch._dynamo.reset()
+    net = sparsify(model()) if sparse else model()
+    graphs = CompileCounterWithBackend("aot_eager")
+    objective = Objective(net) if ask == "objective" else None
+    for layer in net.layers:
+        layer.compile(backend=graphs)
+    for turn in range(2):
+        if objective is None:
+            loss, terms = loss_of(net)
+            assert [term.name for term in terms] == ["layers.0.mlp", "layers.1.mlp"]
+        else:
+            loss, *_ = objective(tokens(turn), torch.tensor(0.1), True)
+        loss.backward()
+    assert graphs.frame_count == 1
+    torch._dynamo.reset()
 
 
 def test_gradient_checkpointing():
