@@ -135,9 +135,7 @@ def gpu_tests() -> Record:
     and the report says so. Raises TestsFailed, with the end of the output, when anything fails.
     """
     _need_gpu()
-    folder = paths.kernels_dir().parent / "tests" / "gpu"
-    if not folder.is_dir():
-        raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
+    folder = _gpu_tests_folder()
     environment = dict(os.environ)
     cubins = environment.pop("TWELL_LAB_CUBINS", None)
     tool = shutil.which("compute-sanitizer")
@@ -164,6 +162,13 @@ def gpu_tests() -> Record:
     return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes)
 
 
+def _gpu_tests_folder() -> Path:
+    folder = paths.kernels_dir().parent / "tests" / "gpu"
+    if not folder.is_dir():
+        raise StackError(f"the GPU tests are not here ({folder.name}/ is part of a checkout, not of the package)")
+    return folder
+
+
 def _all_passed(jobs: list[Future]) -> list[dict]:
     """Their reports; TestsFailed with what every one that failed says, after all have ended: GPU time is dear."""
     failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
@@ -188,6 +193,20 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] =
     return {"suite": name, "passed": total - skipped - failed, "failed": failed, "skipped": skipped, "seconds": round(seconds, 1)}
 
 
+def two_gpus() -> Record:
+    """What tests/gpu says where there are two GPUs, and whole trainings on one of them and on both, dense and through the kernels."""
+    _need_gpu()
+    if torch.cuda.device_count() < 2:
+        raise DeviceError("this recording needs two GPUs; there is 1")
+    from . import bench_runs
+
+    folder = _gpu_tests_folder()
+    suites = [_suite("two GPUs", [str(folder), "-k", "two_gpus or second_gpu"], dict(os.environ))]
+    if suites[0]["skipped"]:
+        raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
+    return Record.new("two-gpus", "trainings on two GPUs, replicated and sharded over NCCL, beside one", [*suites, *bench_runs.rows()])
+
+
 def sweep() -> Record:
     """The L1 sweep (twell_lab.sweep): 19 trainings of a model of 57 million parameters, about 15 minutes on an H100.
 
@@ -206,5 +225,5 @@ def _need_gpu() -> None:
 
 RECORDINGS = {
     "portable": portable, "inference": inference, "training": training, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
-    "sweep": sweep, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
+    "two-gpus": two_gpus, "sweep": sweep, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
 }  # fmt: skip

@@ -146,6 +146,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     warned = warned or warn_if_silent(row, config)
                     lap, lap_step = time.perf_counter(), step
                     row["seconds"] = lap - start
+                    if world.device.type == "cuda":
+                        row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)  # of this process, since it began
                     run.history.append(row)
                     metrics.write(row)
                     bar.set_postfix(loss=f"{row['loss']:.3f}", nnz=f"{row['nnz']:.0f}",

@@ -1,0 +1,56 @@
+"""Whole trainings that are timed: small ones, by one process and by two, on a CPU."""
+
+import pytest
+import torch
+
+from twell_lab import bench_runs, recordings
+from twell_lab.bench_runs import How
+from twell_lab.errors import DeviceError
+from twell_lab.records import Record
+from twell_lab.train_config import TrainConfig
+
+TINY = {"steps": 16, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "heads": 2, "d_ff": 32, "log_every": 2, "eval_every": 16,
+        "eval_windows": 4, "l1": 0.01, "compile": False, "tokenizer": None}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return bench_runs.rows(TINY, (How(1, "ddp", "off"), How(2, "fsdp", "off"), How(2, "fsdp", "sparse")), device="cpu")
+
+
+def test_a_row_for_each_way_beside_the_dense_run_of_its_kind(rows):
+    assert [row["path"] for row in rows] == ["1 GPU, dense", "2 GPUs, fsdp, dense", "2 GPUs, fsdp, sparse"]
+    assert rows[0]["x_dense"] == rows[1]["x_dense"] == 1 and rows[2]["x_dense"] == pytest.approx(rows[1]["ms"] / rows[2]["ms"])
+    assert Record.new("two-gpus", "as it is kept", rows).rows == rows
+
+
+def test_the_last_quarter_of_the_rows_is_timed(rows):
+    for row in rows:
+        assert len(row["samples"]) == 2  # of nine
+        low, high = sorted(row["samples"])
+        assert low <= row["ms"] <= high and row["tokens_per_s"] == pytest.approx(64e3 / row["ms"], rel=1e-3)
+
+
+def test_they_train_the_same(rows):
+    for row in rows[1:]:
+        assert row["ce"] == pytest.approx(rows[0]["ce"], rel=1e-3) and row["nnz"] == pytest.approx(rows[0]["nnz"], rel=1e-2)
+
+
+def test_what_a_run_says_that_fails():
+    with pytest.raises(bench_runs.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
+        bench_runs.rows({**TINY, "lr": 1e30, "warmup": 1}, (How(1, "ddp", "off"),), device="cpu")
+
+
+def test_what_is_recorded_is_the_paper_s_shape():
+    config = TrainConfig(**bench_runs.HALF)
+    assert (config.d_model, config.d_ff, config.layers, config.context) == (2048, 5632, 8, 2048) and config.compile
+    assert {(how.processes, how.parallel) for how in bench_runs.HOWS if how.kernels == "off"} == {
+        (how.processes, how.parallel) for how in bench_runs.HOWS}  # each has what it is compared with
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_two_gpus_are_needed(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(DeviceError, match="needs two GPUs; there is 1" if gpus else "needs an NVIDIA GPU"):
+        recordings.two_gpus()
