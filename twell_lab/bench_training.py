@@ -223,14 +223,18 @@ def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads:
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
     twin, sparse = sparsify(copy.deepcopy(dense)), sparsify(copy.deepcopy(dense))
     choice = plan(twin, tokens[0, :, :-1])
+    by_layer = copy.deepcopy(twin)  # as the trainer compiles layers that may change their path
+    for layer in by_layer.layers:
+        layer.compile(dynamic=False)
     steps = {"dense compiled": _model_step(dense, tokens, True), "planned compiled": _model_step(twin, tokens, True),
+             "planned, compiled by layer": _model_step(by_layer, tokens, False),
              "forced twell compiled": _model_step(sparse, tokens, True),
              "dense eager": _model_step(dense, tokens, False), "planned": _model_step(twin, tokens, False)}  # fmt: skip
     losses = {name: float(call(0)) for name, call in steps.items()}
     if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
         raise bench.WrongResult(f"the losses differ: {losses}; nothing was timed")
     peaks = {name: {"peak_bytes": bench.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()}
-    for path in ("planned", "planned compiled"):
+    for path in ("planned", "planned compiled", "planned, compiled by layer"):
         peaks[path]["choice"] = choice
     peaks["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
     peaks["dense compiled"]["gradients_apart"] = gradients_apart(torch.compile(dense, dynamic=False), dense, tokens[0])  # a yardstick
