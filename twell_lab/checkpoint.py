@@ -51,7 +51,8 @@ class State:
     step: steps made. config: what the run was told, but for its text: `text` says which (its name, sha256 and size, and
     the path where there is one). seconds: trained so far. order, noise: states of the generators of windows and of fresh
     gate rows, uint8. optimizer: {"<what>.<parameter>": tensor}. counts: of twell_lab.dead.Tracker; empty if not tracked.
-    paths: of kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer}; otherwise empty.
+    paths: of kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer, "graphs": compiling.Compiled's
+        if it is compiled}; otherwise empty.
     """
 
     step: int

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint, dead, distributed
+from .compiling import Compiled
 from .distributed import World
 from .errors import InputError
 from .ffn import SparseFFN, feed_forwards, sparsify
@@ -75,7 +76,10 @@ class Run:
         self.joined: nn.Module = self.objective
         if world.size > 1 and not self.sharded:
             self.joined = distributed.replicate(self.objective, world)
-        self.measure = self._compiled() if config.compile else self.joined
+        self.graphs: Compiled | None = None
+        if config.compile and self.switch is not None:
+            self.graphs = Compiled(self.objective, self.joined, whole=not self.sharded)
+        self.measure = self.graphs or (torch.compile(self.joined) if config.compile else self.joined)
         # The penalty's coefficient, as a tensor: one graph serves all its values.
         self.l1 = torch.zeros((), device=world.device) if config.l1 else None
         self.layers = firing_layers(model)
@@ -87,16 +91,6 @@ class Run:
         self.guard = Guard(self)
         self.step, self.seconds = 0, 0.0
         self.history: list[dict] = []
-
-    def _compiled(self) -> nn.Module:
-        if self.switch is None:
-            return torch.compile(self.joined)
-        # Layers change their path one after another. A graph of the whole is compiled again at every change, and after eight
-        # changes torch goes on without; a layer's own are one for each path, and serve every layer.
-        for layer in self.model.layers:
-            layer.compile()
-        self.objective.compile_loss()
-        return self.joined
 
     def see_dead(self, tokens: int) -> None:
         """Count who fired in the step whose gradients are there: a gate row without any gradient did not."""
@@ -116,7 +110,9 @@ class Run:
             found = self.switch.measure(self.config.batch * self.config.context // (self.config.accumulate * self.world.size))
             values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.world.device)
             self.switch.below = dict(zip(found, self.world.mean(values).tolist(), strict=True))
-        self.switch.see(terms)
+        changes = self.switch.see(terms)
+        if self.graphs is not None:
+            self.graphs.follow(tuple(layer.module.learning for layer in self.layers), bool(changes), self.step, self.config.steps)
 
     def state(self, text: dict) -> checkpoint.State:
         """Everything for a checkpoint; every process of a sharded run must ask for it."""
@@ -133,7 +129,8 @@ class Run:
         if self.switch is None:
             return {}
         layers = {layer.name: layer.module.learning for layer in self.layers}
-        return {"device": self._device_name(), "below": self.switch.below, "layers": layers}
+        graphs = {} if self.graphs is None else {"graphs": self.graphs.state_dict()}
+        return {"device": self._device_name(), "below": self.switch.below, "layers": layers, **graphs}
 
     def _device_name(self) -> str:
         device = self.world.device
@@ -167,6 +164,8 @@ class Run:
                 layer.module.learn(state.paths["layers"][layer.name])
             if not self.world.any(state.paths["device"] != self._device_name()):  # elsewhere they are measured again
                 self.switch.below = state.paths["below"]
+            if self.graphs is not None and "graphs" in state.paths:
+                self.graphs.load_state_dict(state.paths["graphs"])
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
     def plain(self) -> LanguageModel:

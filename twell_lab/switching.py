@@ -8,6 +8,9 @@ token, d_model x d_ff weights of `b` bytes and n neurons firing (twell_lab.train
 So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins. A token that the sparse
 path has no room for (a "lost" row: exact, and finished from the dense weights without tensor cores) costs as much as LOST of the
 layer's neurons firing; how many there are is seen on that path alone.
+
+Under torch.compile a changed path is another graph. Have a model's layers compiled one by one (`layer.compile()` for each), so
+that two graphs serve all of them; of a whole model there is one for each combination of paths, and after eight torch gives up.
 """
 
 from __future__ import annotations

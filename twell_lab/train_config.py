@@ -42,7 +42,8 @@ class TrainConfig:
     log_every, eval_every: steps between two rows of the history, between two validations.
     eval_windows: how many windows of the held-out text a validation and the profile read, at most.
     dtype: "float32", or "bfloat16": torch's autocast, the weights stay float32.
-    compile: run forward and loss through torch.compile; the first step then takes as long as compiling does.
+    compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With kernels
+        "auto" layer by layer first, since each change of a path is another graph (twell_lab.compiling).
     accumulate: the windows of a step are read in this many parts, one after the other, to need less memory.
     l1_delay, l1_warmup: steps without the penalty, then steps over which its coefficient grows linearly to l1.
     dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.

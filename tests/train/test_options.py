@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from twell_lab import cli, configurations, running, switching, train_command, train_config, training
+from twell_lab import checkpoint, cli, compiling, configurations, running, switching, train_command, train_config, training
 from twell_lab.errors import InputError
 from twell_lab.model import LanguageModel
 from twell_lab.objective import Objective, layer_l1, layer_nnz
@@ -180,15 +180,44 @@ def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some
                    if not 7.2 <= value <= 8.8)
 
 
-def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, monkeypatch):
-    """One after another, as they do: torch gives up compiling a function after eight times."""
-    graphs = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
-    monkeypatch.setattr(running.Run, "follow", lambda run, *_: run.layers[run.step % 10].module.learn("twell"))
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts what is compiled, by a compiler that changes nothing."""
+    made = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=made))
+    torch._dynamo.reset()
+    return made
+
+
+def change_over(run, *_):
+    """One layer of ten after another goes over, at each of the first ten rows of the history."""
+    run.layers[min(run.step - 1, 9)].module.learn("twell")
+    run.graphs.follow(tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps)
+
+
+def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, graphs, monkeypatch):
+    """torch gives up compiling a function after eight times."""
+    monkeypatch.setattr(running.Run, "follow", change_over)
     config = dict(layers=10, log_every=1, kernels="auto")
     result = train(tiny(**config, compile=True), progress=False)
     assert graphs.frame_count == 3  # the two, and the cross-entropy
+    monkeypatch.undo()
     close(result.history, train(tiny(**config), progress=False).history, 1e-5)
+
+
+def test_the_whole_is_compiled_once_no_layer_changes_any_more(tiny, graphs, monkeypatch, tmp_path):
+    monkeypatch.setattr(running.Run, "follow", change_over)
+    monkeypatch.setattr(compiling, "QUIET", 4)
+    monkeypatch.setattr(compiling, "WORTH", 1)
+    counts, states = [], []
+    config = tiny(layers=10, log_every=1, kernels="auto", compile=True, steps=18, checkpoint_every=1)
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (states.append(a[1].paths["graphs"]), save(*a, **k)))
+    result = train(config, out=tmp_path, progress=False, on_step=lambda row: counts.append(graphs.frame_count))
+    assert counts == [2] + [3] * 13 + [4] * 4  # the whole is one graph, from the step after row 14 on
+    assert states[12:14] == [{"changed_at": 10, "whole": False}, {"changed_at": 10, "whole": True}]
+    monkeypatch.undo()
+    close(result.history, train(tiny(layers=10, log_every=1, steps=18), progress=False).history, 1e-5)
 
 
 def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
