@@ -20,7 +20,7 @@ import torch
 from . import bench
 from .configurations import named
 from .distributed import joined
-from .errors import TwellError
+from .errors import InputError, TwellError
 from .train import train
 from .train_config import TrainConfig
 
@@ -55,8 +55,12 @@ def rows(config: dict = HALF, hows: tuple[How, ...] = HOWS, device: str = "cuda"
     """Train once each way; a row for each: ms a step (median and quartiles over the last rows of the history), beside the dense
     run by as many processes joined in the same way, and what the run had come to.
 
-    config: fields of TrainConfig. Raises RunFailed, with the end of what it said, where one of them fails.
+    config: fields of TrainConfig. Raises RunFailed, with the end of what it said, where one of them fails, and InputError for a
+    way without the dense run that it is to be compared with.
     """
+    for how in hows:
+        if How(how.processes, how.parallel, "off") not in hows:
+            raise InputError(f"hows has {how.path!r} without the dense run beside it; accepted: with {How(how.processes, how.parallel, 'off')}")
     made = [_row(config, how, _history(config, how, device), device) for how in hows]
     dense = {(how.processes, how.parallel): row["ms"] for how, row in zip(hows, made) if how.kernels == "off"}
     for how, row in zip(hows, made):

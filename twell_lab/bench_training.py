@@ -223,7 +223,7 @@ def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads:
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
     twin, sparse = sparsify(copy.deepcopy(dense)), sparsify(copy.deepcopy(dense))
     choice = plan(twin, tokens[0, :, :-1])
-    by_layer = copy.deepcopy(twin)  # as the trainer compiles layers that may change their path
+    by_layer = copy.deepcopy(twin)  # as the trainer does with layers that may change their path; the loss is compiled in none of these
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
     steps = {"dense compiled": _model_step(dense, tokens, True), "planned compiled": _model_step(twin, tokens, True),

@@ -24,7 +24,10 @@ from .objective import layer_l1, layer_nnz
 
 
 class LayerTerms(Sequence[LayerTerm]):
-    """The terms of the forward passes so far: pass after pass, and in each one layer after layer."""
+    """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers.
+
+    Passes are told apart by counting, which a layer that is skipped in one of several, or runs twice in one, confuses.
+    """
 
     def __init__(self, told: dict[str, list[Told]]) -> None:
         self._told = told
@@ -55,8 +58,11 @@ class LayerTerms(Sequence[LayerTerm]):
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     """Within this context each forward pass with gradients adds a LayerTerm for every feed-forward layer, in order.
 
-    A layer that runs twice, as under gradient checkpointing, adds two if the second time falls into the context: leave
-    it before the backward pass. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer.
+    Enter it for each pass anew, or `clear` the terms between them: each further pass has torch.compile make another graph. One at
+    a time for a model. A layer that runs twice, as under gradient checkpointing, adds two if the second time falls into the
+    context: leave it before the backward pass; of dense layers torch refuses such a second time, which misses the hook of the
+    first. Where a dense model is compiled, compile it within the context: torch does not look for hooks again. Raises
+    InputError for a model without a ReLU or squared ReLU feed-forward layer.
     """
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}

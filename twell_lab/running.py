@@ -112,7 +112,8 @@ class Run:
             self.switch.below = dict(zip(found, self.world.mean(values).tolist(), strict=True))
         changes = self.switch.see(terms)
         if self.graphs is not None:
-            self.graphs.follow(tuple(layer.module.learning for layer in self.layers), bool(changes), self.step, self.config.steps)
+            left = (self.config.steps - self.step) * self.config.accumulate
+            self.graphs.follow(tuple(layer.module.learning for layer in self.layers), bool(changes), self.step, left)
 
     def state(self, text: dict) -> checkpoint.State:
         """Everything for a checkpoint; every process of a sharded run must ask for it."""
@@ -164,8 +165,11 @@ class Run:
                 layer.module.learn(state.paths["layers"][layer.name])
             if not self.world.any(state.paths["device"] != self._device_name()):  # elsewhere they are measured again
                 self.switch.below = state.paths["below"]
-            if self.graphs is not None and "graphs" in state.paths:
+        if self.graphs is not None:
+            if "graphs" in state.paths:
                 self.graphs.load_state_dict(state.paths["graphs"])
+            else:  # who knows when a layer changed
+                self.graphs.changed_at = state.step
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
     def plain(self) -> LanguageModel:

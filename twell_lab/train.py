@@ -139,7 +139,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     row = _row(run, step, numbers)
                     row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
                     if validate:
-                        with _autocast(config, world.device), torch.compiler.set_stance("force_eager"):  # as long as compiling it takes
+                        with _autocast(config, world.device), torch.compiler.set_stance("force_eager"):  # compiling it would take longer
                             row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
                         if not math.isfinite(row["val_bits_per_byte"]):
                             raise Diverged(config, step, row["val_bits_per_byte"], math.nan)

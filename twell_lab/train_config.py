@@ -153,8 +153,9 @@ class TrainResult:
         layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
         one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
         tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely, where they may
-        run), lr, tokens_per_s (since the row before, validations left out), seconds since the start; where
-        the model was validated also val_bits_per_byte.
+        run), lr, tokens_per_s (since the row before, validations left out), seconds since the start; on a GPU
+        peak_bytes (the most that this process has held there so far); where the model was validated also
+        val_bits_per_byte.
     validation_bits_per_byte: cross-entropy on held-out text, in bits a byte, at the end.
     mean_nnz, density, dead: firing on that text (see twell_lab.profile): neurons firing at a token, averaged
         over layers; the share of neurons firing, by layer; neurons that never fire there, by layer.

@@ -5,7 +5,7 @@ import torch
 
 from twell_lab import bench_runs, recordings
 from twell_lab.bench_runs import How
-from twell_lab.errors import DeviceError
+from twell_lab.errors import DeviceError, InputError
 from twell_lab.records import Record
 from twell_lab.train_config import TrainConfig
 
@@ -39,6 +39,11 @@ def test_they_train_the_same(rows):
 def test_what_a_run_says_that_fails():
     with pytest.raises(bench_runs.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
         bench_runs.rows({**TINY, "lr": 1e30, "warmup": 1}, (How(1, "ddp", "off"),), device="cpu")
+
+
+def test_a_way_without_its_dense_run_is_refused_before_it_is_trained():
+    with pytest.raises(InputError, match="hows has '2 GPUs, fsdp, sparse' without the dense run beside it"):
+        bench_runs.rows(TINY, (How(2, "ddp", "off"), How(2, "fsdp", "sparse")), device="cpu")
 
 
 def test_what_is_recorded_is_the_paper_s_shape():

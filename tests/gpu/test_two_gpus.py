@@ -27,19 +27,40 @@ EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # a
 RUNS = {f"{parallel}{name}": dict(parallel=parallel, **changes) for parallel in ("ddp", "fsdp") for name, changes in {
     "": {}, "-everything": EVERYTHING, "-bfloat16-compiled": dict(dtype="bfloat16", compile=True), "-sparse": SPARSE,
     "-sparse-compiled": dict(**SPARSE, compile=True), "-sparse-everything": dict(**SPARSE, **EVERYTHING),
-    "-auto": dict(dtype="bfloat16", kernels="auto", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)}.items()}
+    "-auto": dict(dtype="bfloat16", kernels="auto", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60),
+    "-auto-compiled": dict(dtype="bfloat16", kernels="auto", compile=True, d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)}.items()}
+STOPPED = {f"{name}-stopped": RUNS[name] for name in ("fsdp-everything", "fsdp-sparse", "ddp-sparse")}  # at their fourth row
 DIVERGES = dict(lr=1e30, warmup=1)
 
 # What `torchrun -m twell_lab.train` does, several times in one pair of processes; which kernels each of them launched.
 SEVERAL = """
-import json, pathlib, runpy, sys
-from twell_lab import launch
+import importlib, json, pathlib, runpy, sys
+from twell_lab import compiling, launch
 from twell_lab.distributed import joined
+
+compiling.QUIET, compiling.WORTH = 12, 1  # so that short runs are compiled layer by layer and as a whole
+trainer = importlib.import_module("twell_lab.train")
+Stop = trainer.Stop
+
+class Interrupt(Stop):
+    \"\"\"As if Ctrl-C came before the fourth row of the history.\"\"\"
+    rows = 0
+
+    @property
+    def asked(self):
+        self.rows += 1
+        return self.rows >= 4
+
+    @asked.setter
+    def asked(self, value):
+        pass
+
 names, real = set(), launch._launch
 launch._launch = lambda file, name, *more, **also: (names.add(name), real(file, name, *more, **also))[1]
 with joined("cuda") as world:
     for arguments, code, out in json.loads(sys.argv[1]):
         names.clear()
+        trainer.Stop = Interrupt if code == 130 else Stop
         sys.argv = ["train", *arguments, f"--out={out}"]
         try:
             runpy.run_module("twell_lab.train", run_name="__main__")
@@ -76,6 +97,7 @@ def runs(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "several.py").write_text(SEVERAL)
     asked = [(options(dataclasses.replace(base, **changes)), 0, str(folder / name)) for name, changes in RUNS.items()]
+    asked += [(options(dataclasses.replace(base, **changes)), 130, str(folder / name)) for name, changes in STOPPED.items()]
     asked += [(options(dataclasses.replace(base, parallel=parallel, **DIVERGES)), 2, str(folder / f"{parallel}-diverges"))
               for parallel in ("ddp", "fsdp")]
     with torchrun(folder / "several.py", json.dumps(asked)) as ran:
@@ -120,23 +142,35 @@ def test_both_run_the_kernels(runs, name):
         assert all(any(kernel.startswith(beginning) for kernel in each) for each in kernels), (beginning, kernels)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_layers_go_over_to_the_kernels_together(runs, alone, parallel):
+@pytest.mark.parametrize("name", [name for name in RUNS if "auto" in name])
+def test_layers_go_over_to_the_kernels_together(runs, alone, name):
     """By one break-even for both, and with the loss of a run that stays dense."""
-    found, paths = rows(runs[0] / f"{parallel}-auto"), checkpoint.load(runs[0] / f"{parallel}-auto").paths
+    found, paths = rows(runs[0] / name), checkpoint.load(runs[0] / name).paths
     below = [nnz < 0.5 * limit for nnz, limit in zip(found[-1]["nnz_layers"], paths["below"].values(), strict=True)]
     assert any(below) and all(path == "twell" for path, low in zip(paths["layers"].values(), below, strict=True) if low)
+    if "compiled" in name:  # FSDP2 gathers weights layer by layer, so there is no graph of the whole
+        assert paths["graphs"]["whole"] == ("ddp" in name)
     changes = {key: value for key, value in RUNS["ddp-auto"].items() if key not in ("parallel", "kernels")}
     plain = alone(**changes)
     assert found[-1]["ce"] == pytest.approx(plain.history[-1]["ce"], rel=5 * BFLOAT16)  # 60 steps at a high rate, not 24
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp-sparse", "ddp-sparse"])
-def test_one_gpu_goes_on_where_two_stopped(runs, base, name):
-    changes = RUNS[name]
+@pytest.mark.parametrize("name", STOPPED)
+def test_one_gpu_goes_on_where_two_stopped(runs, alone, base, name):
+    """Saved by two in the middle of a run, resumed by one: its last steps are those of the run that one made."""
+    state, changes = checkpoint.load(runs[0] / name), STOPPED[name]
+    assert 1 < state.step < base.steps
     result = train(dataclasses.replace(base, **changes), resume=runs[0] / name, progress=False)
-    assert result.history == checkpoint.load(runs[0] / name).history
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(result.model.parameters(), LanguageModel.load(runs[0] / name).parameters()))
+    assert result.history[:len(state.history)] == state.history
+    unbroken = alone(**{key: value for key, value in changes.items() if key in EVERYTHING})
+    close(result.history, unbroken.history, BFLOAT16 if "dtype" in changes else FLOAT32)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_their_model_is_what_the_checkpoint_holds(runs, parallel):
+    folder = runs[0] / parallel
+    weights = checkpoint.load(folder).weights
+    assert all(torch.equal(weights[name], weight) for name, weight in LanguageModel.load(folder).named_parameters())
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

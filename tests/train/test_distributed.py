@@ -1,5 +1,6 @@
 """Several processes: two of them, started by torchrun, train what one trains, replicated and sharded."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -24,13 +25,32 @@ EVERYTHING = dict(dead_window=60, reinit=0.1, dead_every=3, accumulate=2, l1=1.0
 
 RUNS = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}, "ddp-sparse": {"parallel": "ddp", "kernels": "sparse"},
         "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"}}
+STOPPED = {f"{name}-stopped": how for name, how in RUNS.items() if name != "ddp"}  # the same, interrupted at their fourth row
 
 # What `torchrun -m twell_lab.train` does, several times in one pair of processes: importing torch is most of the time.
 SEVERAL = """
-import json, runpy, sys
+import importlib, json, runpy, sys
 from twell_lab.distributed import joined
+
+trainer = importlib.import_module("twell_lab.train")
+Stop = trainer.Stop
+
+class Interrupt(Stop):
+    \"\"\"As if Ctrl-C came before the fourth row of the history.\"\"\"
+    rows = 0
+
+    @property
+    def asked(self):
+        self.rows += 1
+        return self.rows >= 4
+
+    @asked.setter
+    def asked(self, value):
+        pass
+
 with joined("cpu"):
     for arguments, code in json.loads(sys.argv[1]):
+        trainer.Stop = Interrupt if code == 130 else Stop
         sys.argv = ["train", *arguments]
         try:
             runpy.run_module("twell_lab.train", run_name="__main__")
@@ -51,13 +71,15 @@ def runs(tiny, some_text, tmp_path_factory):
         "text", *EVERYTHING)]
     asked = [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
              for name, how in RUNS.items()]
+    asked += [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 130)
+              for name, how in STOPPED.items()]
     (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
     asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
     ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                           folder / "several.py", json.dumps(asked)], capture_output=True, text=True, timeout=300,
                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    return {name: folder / name for name in RUNS}, config, ran.stdout, ran.stderr
+    return {name: folder / name for name in (*RUNS, *STOPPED)}, config, ran.stdout, ran.stderr
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +110,18 @@ def test_their_model_and_checkpoint_are_whole(runs, alone, parallel):
         assert state.optimizer[f"exp_avg.{name}"].shape == weight.shape
 
 
-def test_one_process_goes_on_where_two_stopped(runs, tiny):
-    """Saved by two that sharded the model, resumed by one; nothing but the time of day is lost."""
-    folder, config = runs[0]["fsdp"], runs[1]
-    result = train(config, resume=folder, progress=False)
-    assert result.history == checkpoint.load(folder).history
-    assert all(map(torch.equal, result.model.parameters(), LanguageModel.load(folder).parameters()))
+@pytest.mark.parametrize("name", STOPPED)
+def test_one_process_goes_on_where_two_stopped(runs, alone, name):
+    """Saved by two in the middle of a run, resumed by one: its last steps are those of the run that one made."""
+    state = checkpoint.load(runs[0][name])
+    assert 1 < state.step < runs[1].steps
+    result = train(dataclasses.replace(runs[1], kernels=STOPPED[name].get("kernels", "off")), resume=runs[0][name], progress=False)
+    assert result.history[:len(state.history)] == state.history
+    for one, unbroken in zip(result.history, alone.history, strict=True):
+        for field in ("step", "loss", "ce", "lr"):
+            assert one[field] == pytest.approx(unbroken[field], **CLOSE), (field, one["step"])
+    for weight, other in zip(result.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
 
 
 def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path):
