@@ -22,6 +22,7 @@ from .test_trainer import BFLOAT16, FLOAT32, close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
+SEVERAL = ROOT / "tests" / "train" / "several.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
 RUNS = {f"{parallel}{name}": dict(parallel=parallel, **changes) for parallel in ("ddp", "fsdp") for name, changes in {
@@ -31,43 +32,6 @@ RUNS = {f"{parallel}{name}": dict(parallel=parallel, **changes) for parallel in 
     "-auto-compiled": dict(dtype="bfloat16", kernels="auto", compile=True, d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)}.items()}
 STOPPED = {f"{name}-stopped": RUNS[name] for name in ("fsdp-everything", "fsdp-sparse", "ddp-sparse")}  # at their fourth row
 DIVERGES = dict(lr=1e30, warmup=1)
-
-# What `torchrun -m twell_lab.train` does, several times in one pair of processes; which kernels each of them launched.
-SEVERAL = """
-import importlib, json, pathlib, runpy, sys
-from twell_lab import compiling, launch
-from twell_lab.distributed import joined
-
-compiling.QUIET, compiling.WORTH = 12, 1  # so that short runs are compiled layer by layer and as a whole
-trainer = importlib.import_module("twell_lab.train")
-Stop = trainer.Stop
-
-class Interrupt(Stop):
-    \"\"\"As if Ctrl-C came before the fourth row of the history.\"\"\"
-    rows = 0
-
-    @property
-    def asked(self):
-        self.rows += 1
-        return self.rows >= 4
-
-    @asked.setter
-    def asked(self, value):
-        pass
-
-names, real = set(), launch._launch
-launch._launch = lambda file, name, *more, **also: (names.add(name), real(file, name, *more, **also))[1]
-with joined("cuda") as world:
-    for arguments, code, out in json.loads(sys.argv[1]):
-        names.clear()
-        trainer.Stop = Interrupt if code == 130 else Stop
-        sys.argv = ["train", *arguments, f"--out={out}"]
-        try:
-            runpy.run_module("twell_lab.train", run_name="__main__")
-        except SystemExit as ended:
-            assert (ended.code or 0) == code, (out, ended.code)
-        pathlib.Path(out, f"kernels-{world.rank}.json").write_text(json.dumps(sorted(names)))
-"""
 
 
 def torchrun(*arguments, processes=2, **options):
@@ -95,13 +59,11 @@ def options(config):
 def runs(base, tmp_path_factory):
     """The folder of each run by its name, and what the processes printed."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "several.py").write_text(SEVERAL)
-    asked = [(options(dataclasses.replace(base, **changes)), 0, str(folder / name)) for name, changes in RUNS.items()]
-    asked += [(options(dataclasses.replace(base, **changes)), 130, str(folder / name)) for name, changes in STOPPED.items()]
-    asked += [(options(dataclasses.replace(base, parallel=parallel, **DIVERGES)), 2, str(folder / f"{parallel}-diverges"))
-              for parallel in ("ddp", "fsdp")]
-    with torchrun(folder / "several.py", json.dumps(asked)) as ran:
-        said = ran.communicate(timeout=400)
+    ways = {**{name: (changes, 0) for name, changes in RUNS.items()}, **{name: (changes, 130) for name, changes in STOPPED.items()},
+            **{f"{parallel}-diverges": ({"parallel": parallel, **DIVERGES}, 2) for parallel in ("ddp", "fsdp")}}
+    asked = [([*options(dataclasses.replace(base, **changes)), f"--out={folder / name}"], status) for name, (changes, status) in ways.items()]
+    with torchrun(SEVERAL, "cuda", json.dumps(asked)) as ran:
+        said = ran.communicate(timeout=500)
     assert ran.returncode == 0, said[1]
     return folder, said
 

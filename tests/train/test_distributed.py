@@ -18,6 +18,7 @@ from twell_lab.model import LanguageModel
 from twell_lab.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
+SEVERAL = ROOT / "tests" / "train" / "several.py"
 # Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning rate
 # high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
 CLOSE = dict(rel=1e-4, abs=1e-6)
@@ -27,44 +28,11 @@ RUNS = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}, "ddp-sparse": 
         "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"}}
 STOPPED = {f"{name}-stopped": how for name, how in RUNS.items() if name != "ddp"}  # the same, interrupted at their fourth row
 
-# What `torchrun -m twell_lab.train` does, several times in one pair of processes: importing torch is most of the time.
-SEVERAL = """
-import importlib, json, runpy, sys
-from twell_lab.distributed import joined
-
-trainer = importlib.import_module("twell_lab.train")
-Stop = trainer.Stop
-
-class Interrupt(Stop):
-    \"\"\"As if Ctrl-C came before the fourth row of the history.\"\"\"
-    rows = 0
-
-    @property
-    def asked(self):
-        self.rows += 1
-        return self.rows >= 4
-
-    @asked.setter
-    def asked(self, value):
-        pass
-
-with joined("cpu"):
-    for arguments, code in json.loads(sys.argv[1]):
-        trainer.Stop = Interrupt if code == 130 else Stop
-        sys.argv = ["train", *arguments]
-        try:
-            runpy.run_module("twell_lab.train", run_name="__main__")
-        except SystemExit as ended:
-            assert (ended.code or 0) == code, ended.code
-"""
-
-
 @pytest.fixture(scope="module")
 def runs(tiny, some_text, tmp_path_factory):
     """{name of RUNS: folder} of two processes each, the config that all share, and what they printed."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    (folder / "several.py").write_text(SEVERAL)
     config = tiny(text=folder / "text.py", **EVERYTHING)
     options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
         "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows", "device",
@@ -76,7 +44,7 @@ def runs(tiny, some_text, tmp_path_factory):
     (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
     asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
     ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                          folder / "several.py", json.dumps(asked)], capture_output=True, text=True, timeout=300,
+                          SEVERAL, "cpu", json.dumps(asked)], capture_output=True, text=True, timeout=300,
                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
     return {name: folder / name for name in (*RUNS, *STOPPED)}, config, ran.stdout, ran.stderr
