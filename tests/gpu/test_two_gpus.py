@@ -3,15 +3,14 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.train.interrupting import assert_saves_once
 from twell_lab import checkpoint, training
 from twell_lab.model import LanguageModel
 from twell_lab.text import standard_library
@@ -147,15 +146,7 @@ def test_interrupted_processes_agree_where_to_stop_and_save(base, tmp_path):
     out = tmp_path / "out"
     config = dataclasses.replace(base, steps=100_000, parallel="fsdp", **SPARSE)
     with torchrun("-m", "twell_lab.train", *options(config), f"--out={out}", start_new_session=True) as stopped:
-        deadline = time.monotonic() + 120
-        while not ((out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") > 3):
-            assert stopped.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(stopped.pid, signal.SIGINT)
-        said = stopped.communicate(timeout=120)[1]
-    state = checkpoint.load(out)
-    assert state.history[-1]["step"] == state.step
-    assert said.count(f"twell-lab: stopped after step {state.step} of 100000") == 1 and f"with --resume {out}" in said
+        assert_saves_once(stopped, out, 100_000)
 
 
 def test_more_processes_than_gpus_are_refused(base):

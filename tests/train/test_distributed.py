@@ -3,15 +3,14 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.train.interrupting import assert_saves_once
 from twell_lab import checkpoint, distributed
 from twell_lab.errors import DeviceError, InputError
 from twell_lab.model import LanguageModel
@@ -99,15 +98,7 @@ def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path):
     with subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
                            "twell_lab.train", *sizes, "--out", out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                           start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as stopped:
-        deadline = time.monotonic() + 120
-        while not ((out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") > 3):
-            assert stopped.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(stopped.pid, signal.SIGINT)
-        said = stopped.communicate(timeout=120)[1]
-    state = checkpoint.load(out)
-    assert state.history[-1]["step"] == state.step
-    assert said.count(f"twell-lab: stopped after step {state.step} of 100000") == 1 and f"with --resume {out}" in said
+        assert_saves_once(stopped, out, 100_000)
 
 
 def test_only_the_first_process_prints(runs):
