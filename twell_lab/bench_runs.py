@@ -44,8 +44,8 @@ class How:
 
     @property
     def path(self) -> str:
-        joined = "1 GPU" if self.processes == 1 else f"{self.processes} GPUs, {self.parallel}"
-        return f"{joined}, {'dense' if self.kernels == 'off' else self.kernels}"
+        where = "1 GPU" if self.processes == 1 else f"{self.processes} GPUs, {self.parallel}"
+        return f"{where}, {'dense' if self.kernels == 'off' else self.kernels}"
 
 
 HOWS = tuple(How(processes, parallel, kernels) for processes, parallel in ((1, "ddp"), (2, "ddp"), (2, "fsdp")) for kernels in ("off", "auto"))
