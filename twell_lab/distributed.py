@@ -153,6 +153,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that FSDP2 sharded; any other tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def put(into: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded, in place; every process holds the same `value`."""
     value = value.to(into.device)

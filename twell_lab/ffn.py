@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import checks, dispatch, ops
+from . import checks, copies, dispatch, ops
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
 from .inference import STATS
@@ -143,10 +143,7 @@ class SparseFFN(Learner, HotFirst):
             if name:
                 setattr(self, name, getattr(source, name))
         self.train(source.training)
-        with torch.inference_mode(False):  # a later forward outside inference mode writes to it
-            self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
-        self.register_buffer("down_t", None, persistent=False)
-        self.register_buffer("stats", None, persistent=False)
+        copies.check_finite(self._named(*self._weights_and_biases()))
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.follow(plan)
 
@@ -197,51 +194,49 @@ class SparseFFN(Learner, HotFirst):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
         self._watch: Watch | None = None
         self.plan = plan
-        self._choices = choices
         hot = max(choice.hot for _, choice in choices)
         if hot:
-            self._hold_order(plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff), self._sources())
+            self._hold_order(plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff, device="cpu"), self._sources())
         else:
             self._drop_order()
-        self._transposes = any(choice.path == "twell" for _, choice in choices)
-        if self._transposes:
-            self._renew(self.down.weight)
-        else:
-            self.down_t = None
-        self._renew_stats()
+        transposes = any(choice.path == "twell" for _, choice in choices)
+        self._hold("down_t", copies.place(copies.TRANSPOSED, self.down.weight) if transposes else None)
+        self._renew_stats(choices)
         self._fuses = dispatch.fuses(self.up.weight)
+        self._transposes, self._choices = transposes, choices  # last: another thread may be in a forward
 
     @property
     def extra_bytes(self) -> int:
         """Memory held beyond the dense layer's parameters: every buffer, in bytes."""
-        held = [each for each in (self.down_t, self.stats, *self._order_buffers) if each is not None]
-        return sum(each.numel() * each.element_size() for each in held)
+        return sum(each.numel() * each.element_size() for each in self._buffers.values())
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
 
-        Only for what torch itself does not notice: a change in place of `down.weight.data`, such as
-        `p.data += delta`, raises no version. Optimizers, `load_state_dict` and `p.add_` under no_grad are followed.
+        For what torch itself does not notice, since it raises no version: a change in place of `down.weight.data` (as
+        `p.data += delta`), through a NumPy array or DLPack, or, on a GPU, by another process. What is followed without it:
+        optimizers, `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared
+        with other processes.
         """
-        self._stamp.fill_(-1)
-        if self._order_stamp is not None:
-            self._order_stamp.fill_(-1)
+        for each in self._buffers.values():
+            copies.forget(each)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
         if self._watch is not None:
             self._see(x)
-        gate, up, down = self.gate, self.up, self.down
-        # Each is read once: where a weight is parametrized, reading makes a new tensor.
-        weights = [None if gate is None else gate.weight, up.weight, down.weight]
-        biases = [None if gate is None else gate.bias, up.bias, down.bias]
-        at = self._class_of(x)
-        choice = self._choices[at][1]
+        weights, biases = self._weights_and_biases()
+        if checks.transformed():
+            return _dense(x, weights, biases)
+        choices = self._choices
+        at = self._class_of(x, choices)
+        choice = choices[at][1]
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)):
             if self._reports or not self._transposes or weights[1].is_cuda or self.learning == "dense":
                 return self._learn(x, weights, biases, choice.path)
-            call, given = (ops.plain_ffn, 1) if gate is None else (ops.gated_ffn, 0)  # a CPU skips the silent neurons forwards
-            return call(x, *weights[given:], *biases[given:], down_t=self._down_t(weights[2]), tile=self.tile, words=self.words)
+            call, given = (ops.plain_ffn, 1) if weights[0] is None else (ops.gated_ffn, 0)  # a CPU skips the silent neurons forwards
+            down_t = self._down_t(weights, biases)
+            return call(x, *weights[given:], *biases[given:], down_t=down_t, tile=self.tile, words=self.words)
         if choice.path == "dense":
             if not torch.compiler.is_compiling():  # a forward that is being compiled sees no addresses, and keeps the last answer
                 self._fuses = dispatch.fuses(weights[1])
@@ -249,27 +244,28 @@ class SparseFFN(Learner, HotFirst):
             if not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
                 return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
         if choice.path == "hot_cold":
-            sources = [*weights, *biases[:2]]
-            copies = self._hot_first(sources)
-            biases = [copies.pop("gate_bias"), copies.pop("up_bias"), biases[2]]
-            weights, down_t = [copies["gate"], copies["up"], copies["down"]], copies["down_t"]
+            held = self._hot_first([*weights, *biases[:2]])
+            biases = [held.pop("gate_bias"), held.pop("up_bias"), biases[2]]
+            weights, down_t = [held["gate"], held["up"], held["down"]], held["down_t"]
         else:
-            down_t = self._down_t(weights[2]) if self._transposes else None
-        if self.stats is not None and self.stats.device != weights[1].device:
-            self._renew_stats()
+            down_t = self._down_t(weights, biases) if choice.path == "twell" else None
+        stats = self._buffers.get("stats")  # once: another thread may have the layer follow another plan meanwhile
+        if stats is not None and stats.device != weights[1].device:
+            stats = self._renew_stats(choices)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
         counted = choice.path != "dense" and (self.plan is not None or weights[1].is_cuda)
-        stats = self.stats[at] if counted else None
+        stats = stats[at] if counted and stats is not None and stats.shape[0] == len(choices) else None
         how = {"path": choice.path, "hot": choice.hot, "tile": self.tile, "words": self.words}
         return ops.infer(x, *weights, *biases, down_t=down_t, stats=stats, **how)
 
-    def _class_of(self, x) -> int:
+    @staticmethod
+    def _class_of(x, choices: list) -> int:
         """Which of the choices is for this many tokens."""
-        last = len(self._choices) - 1
+        last = len(choices) - 1
         if last and isinstance(x, Tensor):
             tokens = x.shape[:-1].numel()
             for at in range(last):
-                if tokens <= self._choices[at][0]:
+                if tokens <= choices[at][0]:
                     return at
         return last
 
@@ -283,7 +279,7 @@ class SparseFFN(Learner, HotFirst):
         mean_nnz, and drift, mean_nnz over it. What is not known is None: dense paths count nothing, nor does a layer
         without a plan on a CPU, nor kernels for small batches that would be held up by it.
         """
-        seen = None if self.stats is None else self.stats.tolist()
+        seen = self.stats.tolist() if "stats" in self._buffers else None
         classes = []
         for at, (tokens, choice) in enumerate(self._choices):
             rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or choice.path == "dense" else seen[at]
@@ -322,54 +318,53 @@ class SparseFFN(Learner, HotFirst):
         if plan is not None:
             self.follow(plan)
 
+    def _weights_and_biases(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """gate, up and down, each read once: where a weight is parametrized, reading makes a new tensor."""
+        projections = (self.gate, self.up, self.down)
+        return [None if p is None else p.weight for p in projections], [None if p is None else p.bias for p in projections]
+
+    def _named(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> dict[str, Tensor]:
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        return {name: t for name, t in zip(names, (*weights, *biases)) if t is not None}
+
     def _sources(self) -> list[Tensor | None]:
-        gate, up = self.gate, self.up
-        first = (None, None) if gate is None else (gate.weight, gate.bias)
-        return [first[0], up.weight, self.down.weight, first[1], up.bias]
+        weights, biases = self._weights_and_biases()
+        return [*weights, *biases[:2]]
 
-    def _down_t(self, weight: Tensor) -> Tensor:
-        # The stamp alone would take another tensor for the last one if it lies where that one lay.
-        if self._seen[0] is not weight or not self._fits(weight):
-            self._renew(weight)
-        ops.refresh_transposed(weight, self.down_t, self._stamp)
-        return self.down_t
+    def _down_t(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
+        """down transposed, brought up to date; the other weights are looked at with it."""
+        beside = self._named(weights, biases)
+        weight, copy = beside.pop("down"), self._buffers.get("down_t")
+        if not copies.fits(copy, copies.TRANSPOSED, weight):
+            copy = copies.place(copies.TRANSPOSED, weight)
+            self._hold("down_t", copy)
+        copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside)
+        return copy
 
-    def _fits(self, weight: Tensor) -> bool:
-        """Whether down_t is a place for the transpose of `weight`."""
-        t = self.down_t
-        return t is not None and t.dtype == weight.dtype and t.device == weight.device and t.t().shape == weight.shape
-
-    def _renew(self, weight: Tensor) -> None:
-        """Have the next refresh make down_t from `weight`, whatever it was made from before."""
-        if not self._fits(weight):
-            with torch.inference_mode(False):
-                self.down_t = weight.new_empty(weight.shape[1], weight.shape[0])
-        self._stamp.fill_(-1)
-        # In a list, so that it is no parameter of this module. Anything but a parameter is made anew each time.
-        self._seen = [weight if isinstance(weight, nn.Parameter) else None]
-
-    def _renew_stats(self) -> None:
+    def _renew_stats(self, choices: list) -> Tensor | None:
         """Counters at zero, int64 [classes, 4] (see inference.STATS); none where every path is dense."""
-        if all(choice.path == "dense" for _, choice in self._choices):
-            self.stats = None
-            return
-        with torch.inference_mode(False):
-            self.stats = torch.zeros(len(self._choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
+        stats = None
+        if any(choice.path != "dense" for _, choice in choices):
+            with torch.inference_mode(False):
+                stats = torch.zeros(len(choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
+        self._hold("stats", stats)
+        return stats
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.down_t is not None and self.down_t.is_inference():  # moved inside inference mode: nothing outside could write
+        if "down_t" in self._buffers and self.down_t.is_inference():  # moved inside inference mode: nothing outside could write
             with torch.inference_mode(False):
                 self.down_t = torch.empty_like(self.down_t)
         self.refresh()
-        if self.order is not None:
+        if "order" in self._buffers:
             self._renew_order(self._sources(), anew=True)
-        self._renew_stats()  # to_empty leaves anything in them
+        self._renew_stats(self._choices)  # to_empty leaves anything in them
         self._fuses = dispatch.fuses(self.up.weight)
         return self
 
 
 def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
+    """By torch's operations."""
     gate, up, down = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, *biases)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from . import checks, cpu, reference
@@ -73,8 +72,7 @@ def infer(
     counted = () if stats is None else (stats,)
     arguments = (rows, gate, up.contiguous(), down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
     # As in ops: the dispatcher is for whoever watches the call; on its own a layer goes straight to its kernels.
-    seen = torch.compiler.is_compiling() or any(t is not None and type(t) not in (Tensor, Parameter) for t in tensors)
-    kinds = torch.ops.twell_lab if seen else _CUDA if rows.is_cuda else _CPU
+    kinds = torch.ops.twell_lab if checks.watched(*tensors) else _CUDA if rows.is_cuda else _CPU
     return (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
 
 
@@ -116,7 +114,7 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
             return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
         if stats is not None:
             kept = reference.fires(first[:, hot:])
-            stats += torch.tensor([x.shape[0], int(kept.sum()), 0, 0])
+            stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
         if not hot:
             return _cpu_packed(x, first, gate, up, down, down_t, up_bias, down_bias)
         # The two parts meet in a wider type, so that their sum is rounded once more, not twice.

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import linear
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import checks, cpu, dispatch, launch, reference, training
 from .errors import InputError
@@ -41,7 +39,6 @@ _library.define(
     "plain_ffn(Tensor x, Tensor up, Tensor down, Tensor down_t, Tensor? up_bias, Tensor? down_bias, int tile, "
     "int words) -> Tensor"
 )
-_library.define("refresh_transposed(Tensor weight, Tensor(a!) transposed, Tensor(b!) stamp, bool changing) -> ()")
 
 
 # ---- the public functions: check, then call the operator ----
@@ -187,22 +184,6 @@ def plain_ffn(
     return y.view(x.shape)
 
 
-def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> None:
-    """Make `transposed` [columns, rows] equal weight^T again if `weight` has changed since the last call.
-
-    stamp: int64 [3] on the CPU; where the weight lies in memory, torch's version counter of it, and the optimizer
-    steps taken in this process, as last seen; -1 at first. A change in place of `weight.data` raises none of them.
-    While a CUDA graph is captured, a weight that is being trained is copied whatever the stamp says: it may
-    change between replays, and this check will not run then.
-    """
-    changing = weight.requires_grad and torch.is_grad_enabled()
-    weight = weight.detach()
-    # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
-    dispatched = torch.compiler.is_compiling() or type(weight) is not Tensor
-    refresh = torch.ops.twell_lab.refresh_transposed if dispatched else _refresh_transposed
-    refresh(weight, transposed, stamp, changing)
-
-
 def _learning(*tensors: Tensor | None) -> bool:
     """Whether a gradient is asked for on a GPU: a forward pass for training saves what its sparse backward pass needs."""
     return tensors[0].is_cuda and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -211,13 +192,9 @@ def _learning(*tensors: Tensor | None) -> bool:
 def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
     """The operator, or, where nothing but its kernel would see the call, the kernel itself.
 
-    torch's dispatcher and autograd cost more host time than a launch; they are needed while compiling or tracing, for
-    tensor subclasses, and for gradients.
+    torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and for gradients.
     """
-    grad = torch.is_grad_enabled()
-    seen = torch.compiler.is_compiling() or any(
-        t is not None and (type(t) not in (Tensor, Parameter) or (grad and t.requires_grad)) for t in tensors
-    )
+    seen = checks.watched(*tensors) or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     return getattr(torch.ops.twell_lab, name) if seen else on_cuda if tensors[0].is_cuda else on_cpu
 
 
@@ -290,29 +267,6 @@ def _plain_ffn_cuda(x, up, down, down_t, up_bias, down_bias, tile, words):
     return dispatch.infer(x, None, up, down, down_t, None, up_bias, down_bias, None, "twell", 0, tile, words)
 
 
-_steps = 0  # a fused optimizer changes weights without raising their version, so its steps are counted
-
-
-def _count_step(*_):
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-@torch.library.impl(_library, "refresh_transposed", "CUDA")
-@torch.library.impl(_library, "refresh_transposed", "CPU")
-def _refresh_transposed(weight, transposed, stamp, changing):
-    # An inference tensor has no version counter; inference mode itself is the only place that may change it.
-    version = -1 if weight.is_inference() else weight._version
-    seen = (weight.data_ptr(), version, _steps)
-    unseen = changing and weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if tuple(stamp.tolist()) != seen or unseen:
-        transposed.copy_(weight.t())
-        stamp.copy_(torch.tensor(seen))
-
-
 # ---- fake implementations: shapes and dtypes for torch.compile ----
 
 
@@ -340,11 +294,6 @@ def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
 @torch.library.register_fake("twell_lab::plain_ffn", lib=_library)
 def _(x, up, down, down_t, up_bias, down_bias, tile, words):
     return torch.empty_like(x)
-
-
-@torch.library.register_fake("twell_lab::refresh_transposed", lib=_library)
-def _(weight, transposed, stamp, changing):
-    return None
 
 
 # ---- autograd: by torch's operations. On a GPU the functions above take twell_lab.training instead, for a sparse backward ----

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, dead, distributed
 from .compiling import Compiled
+from .copies import all_finite
 from .distributed import World
 from .errors import InputError
 from .ffn import SparseFFN, feed_forwards, sparsify
@@ -221,9 +222,15 @@ class Guard:
         self.broken.copy_(torch.where(finite, self.broken, 1.0))
 
     def check(self) -> None:
-        """Raise if a step since the last check failed; reads the device."""
-        if not self.waits and (failed := self.first.tolist())[0]:
+        """Raise if a step since the last check failed, or a weight is no finite number now, which the loss does not show where a
+        kernel skips the neuron; reads the device once."""
+        finite = all_finite([distributed.local(weight) for weight in self.run.parameters.values()])
+        *failed, finite = torch.cat([self.first, finite.double()[None]]).tolist()
+        if not self.waits and failed[0]:
             self.fail(int(failed[0]), *failed[1:])
+        if self.run.world.any(not finite):
+            broken = [name for name, weight in self.run.parameters.items() if not all_finite([distributed.local(weight)])]
+            raise Diverged(self.run.config, self.run.step + 1, broken=broken or ["a weight in another process"])
         self.before.clear()
 
     def fail(self, step: int, loss: float, norm: float) -> None:
@@ -232,10 +239,12 @@ class Guard:
 
 
 class Diverged(InputError):
-    """The loss or its gradient is no finite number; the run is as the step before left it."""
+    """The loss or its gradient is no finite number, and the run is as the step before left it; or weights are none (broken: their names)."""
 
-    def __init__(self, config: TrainConfig, step: int, loss: float, norm: float) -> None:
+    def __init__(self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: list[str] = []) -> None:
         what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
+        what = f"values that are not finite in {', '.join(broken)}" if broken else what
+        self.broken = broken
         super().__init__(f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr "
                          f"{'or l1 ' if config.l1 else ''}is the first thing to try")
 

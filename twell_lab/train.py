@@ -169,7 +169,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         if out is not None:
             world.led(lambda: model.save(out))
     except Diverged as error:
-        if out is None:
+        if out is None or error.broken:  # then there is no good state to save: an earlier checkpoint may hold one
             raise
         if run.step and run.step != saved:  # not in the place of an older one of this run, which may be the better start
             save(keep_older=saved is not None)
