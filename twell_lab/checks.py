@@ -33,6 +33,12 @@ def transformed() -> bool:
     )
 
 
+def refuse_transforms(name: str) -> None:
+    if transformed():
+        raise InputError(f"{name} is called inside a transform (torch.func, forward-mode gradients, torch.export or a trace), which "
+                         "cannot follow it; SparseFFN, gated_ffn and plain_ffn are accepted there")  # fmt: skip
+
+
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # from torch 2.7 on
 
 

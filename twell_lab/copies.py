@@ -95,12 +95,13 @@ class _Made:
         return _Made, ()
 
     def is_of(self, weight: Tensor) -> bool:
-        return self.key is not None and self.key[0]() is weight.untyped_storage() and self.key[1:] == _key(weight)[1:]
+        return self.key is not None and self.key == _key(weight)
 
 
 def _key(weight: Tensor) -> tuple | None:
     if weight.is_inference() or (weight.device.type == "cpu" and weight.is_shared()) or _may_be_gathered():
         return None
+    # Weak references to two things that are alive are equal where those are; to one that is gone, only to themselves.
     return ref(weight.untyped_storage()), weight.data_ptr(), weight.stride(), weight._version, _steps
 
 

@@ -65,6 +65,7 @@ def infer(
     tensors = (x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise InputError("infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable")
+    checks.refuse_transforms("infer")
     if path != "dense":
         down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()

@@ -50,6 +50,7 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     On a GPU the tiles are packed by a kernel, and the length of the tail is then read back, once, as
     torch.nonzero would; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
     """
+    checks.refuse_transforms("pack")
     checks.check_tensor("gate", gate, dims=2)
     check_geometry(tile, words)
     if gate.shape[1] == 0:
@@ -75,6 +76,7 @@ def packed_down(
 
     down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one. Not differentiable.
     """
+    checks.refuse_transforms("packed_down")
     checks.check_packed(packed)
     checks.check_together(packed.packed, packed.dtype, down=down, down_t=down_t, bias=bias)
     checks.check_shape("down", down, (None, packed.shape[1]))
@@ -101,6 +103,7 @@ def packed_gated(
 
     down_t: down transposed and contiguous, if the caller keeps one. Not differentiable.
     """
+    checks.refuse_transforms("packed_gated")
     checks.check_packed(packed)
     named = dict(x=x, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
     checks.check_together(packed.packed, packed.dtype, **named)
@@ -143,7 +146,7 @@ def gated_ffn(
     named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     checks.check_together(x, x.dtype, **named)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
-    if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None:
+    if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None or checks.transformed():
         return training.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
     down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -173,7 +176,7 @@ def plain_ffn(
     x, up, down, down_t, up_bias, down_bias = checks.autocast(x, up, down, down_t, up_bias, down_bias)
     checks.check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
     checks.check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
-    if _learning(x, up, down, up_bias, down_bias) and backend is None:
+    if _learning(x, up, down, up_bias, down_bias) and backend is None or checks.transformed():
         return training.train_ffn(x, None, up, down, None, up_bias, down_bias)[0]
     down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functional_call, grad, hessian, jvp, linearize, stack_module_state, vmap
 
 from twell_lab import ops
+from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, sparsify
 from twell_lab.model import GatedFeedForward, PlainFeedForward
 from twell_lab.penalty import layer_terms
@@ -95,6 +96,16 @@ def test_the_functions_themselves(function, x):
     torch.testing.assert_close(jvp(call, (x,), (x,)), jvp(expected, (x,), (x,)), rtol=1e-4, atol=1e-3)
 
 
+def test_what_no_transform_can_follow_says_so(x):
+    gate, down = torch.randn(6, 40), torch.randn(D_MODEL, 40)
+    packed = ops.pack(gate)
+    for call in (lambda row: ops.pack(row[None]).packed, lambda row: ops.packed_down(packed, down) + row,
+                 lambda row: ops.packed_gated(x, packed, torch.randn(40, D_MODEL), down) + row,
+                 lambda row: ops.infer(row, None, torch.randn(40, D_MODEL), down)):  # fmt: skip
+        with pytest.raises(InputError, match="inside a transform"):
+            vmap(call, randomness="different")(x)
+
+
 # ---- gradients of gradients ----
 
 
@@ -151,7 +162,7 @@ def test_threads_while_a_layer_makes_up_its_mind():
         def work():
             barrier.wait()
             try:
-                for _ in range(4):
+                while layer.status()["plan"] == "watching" and not errors:
                     torch.testing.assert_close(layer(x), expected, rtol=1e-3, atol=1e-3)
             except BaseException as error:
                 errors.append(error)
