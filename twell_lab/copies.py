@@ -46,11 +46,14 @@ def refresh(
     check will not run then. Raises InputError, naming it, for a weight with non-finite values, outside of training only.
     """
     beside = beside or {}
-    changing = torch.is_grad_enabled() and any(w.requires_grad for w in (*weights.values(), *beside.values()))
-    sources, others = [w.detach() for w in weights.values()], [w.detach() for w in beside.values()]
+    sources, others = [*weights.values()], [*beside.values()]
+    changing = torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
     # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
-    call = torch.ops.twell_lab.refresh_copies if checks.watched(*sources, *others) else _refresh
-    call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing)
+    watched = checks.watched(*sources, *others)
+    if watched or not _current(sources, copies, others, changing):
+        call = torch.ops.twell_lab.refresh_copies if watched else _refresh
+        sources, others = [w.detach() for w in sources], [w.detach() for w in others]
+        call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing)
 
 
 def forget(copy: Tensor | None) -> None:
@@ -86,23 +89,28 @@ class _Made:
     """What a copy was made from, and on which stream. Pickled or copied along with a copy it is forgotten."""
 
     def __init__(self, weight: Tensor | None = None, finite: bool = False) -> None:
-        self.key = None if weight is None else _key(weight)
+        self.storage = None if weight is None or _changes_unseen(weight) else ref(weight.untyped_storage())
+        self.seen = None if self.storage is None else (weight.data_ptr(), weight._version, weight.stride(), _steps)
         self.finite = finite  # whether the weights of its call were looked at
         self.beside: list[_Made] = []
+        # On a GPU: the stream that made it, an event after that, whether all were finite (once the event has passed), and that they were not.
         self.stream = self.event = self.answer = None
+        self.refused = False
 
     def __reduce__(self):
         return _Made, ()
 
     def is_of(self, weight: Tensor) -> bool:
-        return self.key is not None and self.key == _key(weight)
+        return (
+            self.storage is not None
+            and self.storage() is weight.untyped_storage()
+            and self.seen == (weight.data_ptr(), weight._version, weight.stride(), _steps)
+            and not _changes_unseen(weight)
+        )
 
 
-def _key(weight: Tensor) -> tuple | None:
-    if weight.is_inference() or (weight.device.type == "cpu" and weight.is_shared()) or _may_be_gathered():
-        return None
-    # Weak references to two things that are alive are equal where those are; to one that is gone, only to themselves.
-    return ref(weight.untyped_storage()), weight.data_ptr(), weight.stride(), weight._version, _steps
+def _changes_unseen(weight: Tensor) -> bool:
+    return weight.is_inference() or not weight.is_cuda and weight.is_shared() or _may_be_gathered()
 
 
 def _may_be_gathered() -> bool:
@@ -121,23 +129,36 @@ def _count_step(*_):
 register_optimizer_step_post_hook(_count_step)
 
 
+def _current(weights, copies, beside, changing) -> bool:
+    """Whether nothing is to be done but, on another stream than the one that made the copies, wait for them there."""
+    made = [getattr(copy, "made", None) for copy in copies]
+    if not all(each is not None and each.is_of(weight) for each, weight in zip(made, weights)):
+        return False
+    first, cuda = made[0], copies[0].is_cuda
+    if cuda and changing and torch.cuda.is_current_stream_capturing():
+        return False
+    if not changing:
+        if first.refused or not (first.finite and len(first.beside) == len(beside) and all(each.is_of(w) for each, w in zip(first.beside, beside))):
+            return False
+        if (answer := first.answer) is not None and not torch.cuda.is_current_stream_capturing() and first.event.query():
+            first.answer, first.refused = None, not answer
+            if first.refused:
+                return False
+    device = copies[0].device
+    if first.event is not None and first.stream != torch._C._cuda_getCurrentRawStream(device.index):
+        if not torch.cuda.is_current_stream_capturing():  # capturing begins with a device that has done all before it
+            first.event.wait(torch.cuda.current_stream(device))
+    return True
+
+
 @torch.library.impl(_library, "refresh_copies", "CUDA")
 @torch.library.impl(_library, "refresh_copies", "CPU")
 def _refresh(weights, copies, how, order, beside, names, changing):
-    made = [getattr(copy, "made", None) for copy in copies]
-    first = made[0]
-    current = all(each is not None and each.is_of(weight) for each, weight in zip(made, weights))
-    looked = first is not None and first.finite and len(first.beside) == len(beside)
-    looked = looked and all(each.is_of(weight) for each, weight in zip(first.beside, beside))
-    cuda = copies[0].is_cuda
-    if cuda and current and first.answer is not None:
-        _read(first, names, weights + beside)
-    if current and (looked or changing) and not (changing and cuda and torch.cuda.is_current_stream_capturing()):
-        if cuda and first.event is not None and first.stream != torch._C._cuda_getCurrentRawStream(copies[0].device.index):
-            if not torch.cuda.is_current_stream_capturing():  # capturing begins with a device that has done all before it
-                first.event.wait()
+    if _current(weights, copies, beside, changing):
         return
-    if not cuda and not changing and not all_finite(weights + beside):
+    first, cuda = getattr(copies[0], "made", None), copies[0].is_cuda
+    # On a GPU only once its answer was no: then they, or what they were changed to since, are looked at here and now.
+    if not changing and (not cuda or first is not None and first.refused) and not all_finite(weights + beside):
         _refuse(dict(zip(names.split(), weights + beside)))
     with torch.no_grad():
         for weight, copy, kind in zip(weights, copies, how):
@@ -154,18 +175,8 @@ def _refresh(weights, copies, how, order, beside, names, changing):
         if not changing:
             first.answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             first.answer.copy_(all_finite(weights + beside), non_blocking=True)
-        first.stream, first.event = torch._C._cuda_getCurrentRawStream(copies[0].device.index), torch.cuda.Event()
-        first.event.record()
-
-
-def _read(made: _Made, names: str, weights: list[Tensor]) -> None:
-    """Whether the weights were finite, if the GPU has answered by now."""
-    if torch.cuda.is_current_stream_capturing() or not made.event.query():
-        return
-    answer, made.answer = made.answer, None
-    if not answer:
-        made.finite = False  # it is refused again on every call
-        _refuse(dict(zip(names.split(), weights)))
+        stream = torch.cuda.current_stream(copies[0].device)
+        first.stream, first.event = stream.cuda_stream, stream.record_event()
 
 
 @torch.no_grad()

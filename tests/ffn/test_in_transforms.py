@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functional_call, grad, hessian, jvp, linearize, stack_module_state, vmap
 
-from twell_lab import ops
+from twell_lab import copies, ops
 from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, sparsify
 from twell_lab.model import GatedFeedForward, PlainFeedForward
@@ -173,3 +173,16 @@ def test_threads_while_a_layer_makes_up_its_mind():
         for thread in threads:
             thread.join()
         assert not errors and layer.status()["plan"] == "planned"
+
+
+def test_a_plan_that_comes_during_a_forward(monkeypatch):
+    dense = GatedFeedForward(D_MODEL, D_FF).requires_grad_(False)
+    layer, x, made = SparseFFN.from_module(dense, plan=Choice("twell")), torch.randn(5, D_MODEL), copies.refresh
+
+    def meanwhile(*arguments, **named):
+        made(*arguments, **named)
+        layer.follow(Choice("dense"))  # as another thread would
+
+    monkeypatch.setattr(copies, "refresh", meanwhile)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-4, atol=1e-4)
+    assert layer.plan == Choice("dense")
