@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import checks, cpu, dispatch, launch, reference, training
+from . import checks, copies, cpu, dispatch, launch, reference, training
 from .errors import InputError
 from .formats import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 from .inference import infer as infer  # the operator without gradients, with its choice of path
@@ -135,8 +135,10 @@ def gated_ffn(
 
     x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one
     (SparseFFN does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases.
-    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Weights must be finite: what lies
-    in a silent neuron's rows is not read, so a NaN there is not passed on as the dense layer would.
+    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Inside torch.func's transforms, export and
+    traces torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN there
+    is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that is not finite; else
+    nobody looks (SparseFFN does, once for each change).
     Method: arXiv 2603.23198, section 3.
     """
     checks.check_tensor("x", x)
@@ -148,6 +150,7 @@ def gated_ffn(
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
     if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None or checks.transformed():
         return training.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
+    _check_unprepared(down_t, gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weights = (gate.contiguous(), up.contiguous(), down, down_t)
@@ -178,6 +181,7 @@ def plain_ffn(
     checks.check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
     if _learning(x, up, down, up_bias, down_bias) and backend is None or checks.transformed():
         return training.train_ffn(x, None, up, down, None, up_bias, down_bias)[0]
+    _check_unprepared(down_t, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     tensors = (rows, up.contiguous(), down, down_t, up_bias, down_bias)
@@ -185,6 +189,13 @@ def plain_ffn(
     operator = _plain_ffn_cuda if simulated else _pick("plain_ffn", tensors, _plain_ffn_cpu, _plain_ffn_cuda)
     y = operator(*tensors, tile, words)
     return y.view(x.shape)
+
+
+def _check_unprepared(down_t: Tensor | None, **weights: Tensor | None) -> None:
+    """Refuse weights that are not finite where the call itself prepares them, on a CPU and outside of training."""
+    if down_t is None and not weights["up"].is_cuda and not torch.compiler.is_compiling():
+        if not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights.values())):
+            copies.check_finite(weights)
 
 
 def _learning(*tensors: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.dlpack import from_dlpack
 
 from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, densify, feed_forwards, sparsify
@@ -471,12 +472,14 @@ def test_weights_that_are_not_finite_are_refused(choice, where, value, x):
     assert_follows(sparse, dense, x)
 
 
-def test_a_change_of_data_in_place_is_followed_after_refresh():
-    """torch raises no version for it, so this is the one change that has to be told."""
+@pytest.mark.parametrize("write", [lambda w: w.data.mul_(2), lambda w: w.numpy().__imul__(2), lambda w: from_dlpack(w).mul_(2)],
+                         ids=["data", "NumPy", "DLPack"])
+def test_a_change_past_the_version_counter_is_followed_after_refresh(write):
+    """torch raises no version for it, so these are the changes that have to be told."""
     layer = GatedFeedForward(16, 32).requires_grad_(False)
     sparse = SparseFFN.from_module(layer)
     x = torch.randn(3, 16)
     sparse(x)
-    layer.down_proj.weight.data.mul_(2)
+    write(layer.down_proj.weight)
     sparse.refresh()
     assert torch.allclose(sparse(x), layer(x), rtol=1e-4, atol=1e-6)
