@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -229,7 +230,7 @@ def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_pat
 
 def test_one_preparation_at_a_time_and_nothing_left_of_one_that_fails(folder, tmp_path):
     def second(size):
-        with pytest.raises(InputError, match="holds 'tokens.bin.part', of a preparation that goes on or was killed"):
+        with pytest.raises(InputError, match=f"in use by another preparation, process {os.getpid()} on '.*', since .*; accepted: another folder"):
             prepared.prepare(folder, tmp_path / "out")
         raise KeyboardInterrupt
 
