@@ -253,7 +253,7 @@ def prepare(folder: str | os.PathLike) -> Path:
     folder = writable(folder)
     if found := checkpoints(folder):
         fields = _fields(found[-1])
-        step, steps = fields["step"], fields["config"]["steps"]
+        step, steps = fields["step"], fields["config"].get("steps", _default("steps"))
         holds, resume = (f"a run stopped at step {step} of {steps}", "to resume it, or ") if step < steps else (f"a run of {steps} steps", "")
         raise InputError(f"{str(folder)!r} holds {holds}; accepted: {resume}another folder, or this one once it is empty")
     if (folder / "model.safetensors").exists():
@@ -325,23 +325,26 @@ def _whole(value, least: int = 0) -> bool:
 
 def _a_text(value) -> bool:
     return (isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("sha256"), str)
-            and _whole(value.get("size")) and isinstance(value.get("path"), (str, type(None)))
+            and _whole(value.get("size")) and isinstance(value.get("path", 0), (str, type(None)))
             and _whole(value.get("training_size", 0)) and isinstance(value.get("tokenizer", {}), dict))
 
 
 def _paths(value) -> bool:
     """Of kernels "auto": see State."""
-    if value == {}:
-        return True
-    if not isinstance(value, dict) or not isinstance(value.get("device"), str):
-        return False
-    layers, below, graphs = value.get("layers"), value.get("below"), value.get("graphs", {})
-    return (isinstance(layers, dict) and all(path in ("dense", "twell") for path in layers.values())
-            and (below is None or isinstance(below, dict) and below.keys() == layers.keys() and all(map(_number, below.values())))
-            and isinstance(graphs, dict) and (not graphs or _whole(graphs.get("changed_at")) and isinstance(graphs.get("whole"), bool)
-                                              and isinstance(graphs.get("combinations"), list)
-                                              and all(isinstance(each, list) and all(isinstance(path, str) for path in each)
-                                                      for each in graphs["combinations"])))
+    if not isinstance(value, dict) or not value:
+        return value == {}
+    layers, below = value.get("layers"), value.get("below", False)
+    return (isinstance(value.get("device"), str)
+            and isinstance(layers, dict) and all(path in ("dense", "twell") for path in layers.values())
+            and (below is None or isinstance(below, dict) and below.keys() >= layers.keys() and all(map(_number, below.values())))
+            and ("graphs" not in value or _graphs(value["graphs"])))
+
+
+def _graphs(value) -> bool:
+    """Of compiling.Compiled."""
+    return (isinstance(value, dict) and _whole(value.get("changed_at")) and isinstance(value.get("whole"), bool)
+            and isinstance(several := value.get("combinations"), list)
+            and all(isinstance(each, list) and all(isinstance(path, str) for path in each) for each in several))
 
 
 def _number(value) -> bool:

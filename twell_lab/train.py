@@ -55,7 +55,8 @@ from .text import check_enough, load_any, spread_windows
 from .tokenizer import BYTES
 from .train_config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 
-SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps; ten times what one takes, if that is more
+SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps
+SAVE_SHARE = 10  # times as long as the last one took, if that is more
 
 
 def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
@@ -184,7 +185,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     saved = step
                     took = time.perf_counter() - before
                     lap += took
-                    due = time.perf_counter() + max(SAVE_EVERY, 10 * took)
+                    due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
                 if stopping and not last:
                     raise checkpoint.Interrupted(out, step, config.steps)
         model = run.plain()

@@ -97,6 +97,31 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
         same_as_unbroken(config, out, saved, curve)
 
 
+def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_path, some_text):
+    """Ctrl-C, Ctrl-C, SIGTERM one right after the other: while torch is imported, in the first steps, and later."""
+    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    for number, wait in enumerate((0.3, 1.0, 2.0, 2.5, 3.0, None)):
+        out = tmp_path / str(number)
+        command = [sys.executable, "-m", *(["twell_lab", "train"] if number % 2 else ["twell_lab.train"])]
+        with subprocess.Popen([*command, "--text", tmp_path / "text.py", "--out", out, "--steps=100000", "--d-model=16", "--heads=2",
+                               "--layers=1", "--d-ff=32", "--eval-windows=4", "--device=cpu"],
+                              env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stopped:
+            if wait is None:
+                wait_for_rows(out, 20, stopped)
+            else:
+                time.sleep(wait)
+            for signal_ in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                stopped.send_signal(signal_)
+                time.sleep(0.002)
+            said = stopped.communicate(timeout=60)[1]
+        assert "Traceback" not in said and "Error" not in said, (wait, said)
+        assert stopped.returncode in (130, -signal.SIGTERM)
+        if "stopping after this step" in said:
+            assert "stopped after step" in said and checkpoint.load(out).step
+        else:
+            assert wait is not None and not checkpoint.checkpoints(out)
+
+
 @pytest.mark.filterwarnings("ignore:100000 steps")
 def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_text):
     """As in `twell-lab train ... 2>&1 | tee log`: Ctrl-C ends the tee, too."""
