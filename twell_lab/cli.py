@@ -28,10 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
     if arguments is None:  # this is what the process does, and all that it does
         arguments = sys.argv[1:]
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signal.SIGINT, _interrupt_once)
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         status = options.run(options)
         sys.stdout.flush()
         return status or 0

@@ -35,26 +35,22 @@ class Lock:
     def take(self) -> None:
         """Have the folder, which must be there. InputError names the owner where there is one, and says why where the file can't be
         written."""
-        while self.handle is None:
-            try:
+        try:
+            while self.handle is None:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            except OSError as error:
-                raise InputError(f"cannot save in {str(self.path.parent)!r}: {error}") from None
-            try:
-                locked, owner = _lock(handle), _read(handle)
-                if locked is False or _elsewhere(owner) or locked is None and _runs(owner):
-                    raise InputError(self._refusal(owner, locked))
-                if not self._is(handle):  # it was removed by its owner just before it was locked here
-                    os.close(handle)
-                    continue
-                _write(handle)
-            except OSError as error:
-                os.close(handle)
-                raise InputError(f"cannot save in {str(self.path.parent)!r}: {error}") from None
-            except BaseException:
-                os.close(handle)
-                raise
-            self.handle = handle
+                try:
+                    locked, owner = _lock(handle), _read(handle)
+                    if locked is False or _elsewhere(owner) or locked is None and _runs(owner):
+                        raise InputError(self._refusal(owner, locked))
+                    if self._is(handle):  # or its owner removed it just before it was locked here
+                        self.handle = handle
+                finally:
+                    if self.handle is None:
+                        os.close(handle)
+            _write(self.handle)
+        except OSError as error:
+            self.release()
+            raise InputError(f"cannot save in {str(self.path.parent)!r}: {error}") from None
 
     def release(self) -> None:
         if self.handle is None:

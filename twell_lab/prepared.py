@@ -248,7 +248,7 @@ def _writing(out: Path) -> Iterator:
     """The file of the tokens, under another name until all is well, as the manifest is; one process alone can have it. Nothing is
     left behind where something fails, nor of a preparation that was killed here."""
     parts = [out / f"{name}.part" for name in (TOKENS, MANIFEST)]
-    lock = Lock(out, "preparation")
+    lock, begun = Lock(out, "preparation"), False
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.take()
@@ -257,15 +257,8 @@ def _writing(out: Path) -> Iterator:
             _clear(out)
         elif found:
             raise InputError(f"out is {str(out)!r}, which holds {found[0]!r}; accepted: a new folder, or this one once it is empty")
-        file = open(parts[0], "xb")  # noqa: SIM115  closed below
-    except OSError as error:
-        lock.release()
-        raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
-    except BaseException:
-        lock.release()
-        raise
-    try:
-        with file:
+        with open(parts[0], "xb") as file:
+            begun = True
             yield file
         for path in (*parts, out / TOKENIZER):
             to_disk(path)
@@ -274,7 +267,8 @@ def _writing(out: Path) -> Iterator:
         to_disk(out)
         lock.release()
     except BaseException as error:
-        _clear(out)
+        if begun:
+            _clear(out)
         lock.release()
         with suppress(OSError):
             out.rmdir()
@@ -285,7 +279,7 @@ def _writing(out: Path) -> Iterator:
 
 def _clear(out: Path) -> None:
     """Remove all that a preparation writes; what can't be removed stays."""
-    for name in (MANIFEST, *sorted(_NAMES)):  # while the manifest is there the others are, too
+    for name in (MANIFEST, *sorted(_NAMES, key=lambda name: name.endswith(".part"))):  # last what tells that it was not finished
         with suppress(OSError):
             (out / name).unlink()
 

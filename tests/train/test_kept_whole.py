@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.harming import flipped, killed_at, mutations, some_bits, write_json
+from tests.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
 from twell_lab import checkpoint, cli
 from twell_lab import lock as locks
 from twell_lab.errors import InputError, TwellError
@@ -203,6 +203,21 @@ def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(saved, tmp_pat
             if not killed:
                 break
         assert seen == sorted(seen) and seen[0] == 1.0 and seen[-1] == 2.0 and len(seen) > 15
+
+
+@posix
+def test_a_disk_that_is_full_at_any_moment_leaves_a_whole_checkpoint(saved, tmp_path):
+    state, change, done = checkpoint.load(saved), 0, False
+    while not done:
+        change += 1
+        home = tmp_path / str(change)
+        checkpoint.save(home, state)
+        done = not full_at(change, lambda: checkpoint.save(home, dataclasses.replace(state, seconds=2.0)))
+        assert same(dataclasses.replace(checkpoint.load(home), seconds=state.seconds), state)
+        checkpoint.save(home, state)
+        assert [path.name for path in home.iterdir()] == ["checkpoint-000004"]
+        shutil.rmtree(home)
+    assert change > 15
 
 
 @posix
