@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,9 +26,12 @@ _ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_mod
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
+    if arguments is None:  # this is what the process does, and all that it does
+        arguments = sys.argv[1:]
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(signal.SIGINT, _interrupt_once)
     try:
+        options = _parser().parse_args(arguments)
         status = options.run(options)
         sys.stdout.flush()
         return status or 0
@@ -42,6 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("twell-lab: this does not fit into memory; smaller sizes are accepted", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
+        if signal.getsignal(signal.SIGINT) is _interrupt_once:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):  # one came while the first was on its way
+            error = error.__context__
         if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
             several = int(os.environ.get("WORLD_SIZE", "1")) > 1
             again = f"torchrun as before, with --resume {shlex.quote(folder)}" if several else _again(["train", "--resume", folder])
@@ -56,6 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
         # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _interrupt_once(number: int, frame) -> None:
+    """Ctrl-C is an exception once: another one, while that is dealt with and Python ends, would print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _again(arguments: list[str]) -> str:

@@ -24,8 +24,7 @@ BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is
 def _paper(layers: int, billions: int) -> dict:
     return {"d_model": 2048, "d_ff": 5632, "layers": layers, "heads": 32, "context": 2048, "batch": 512,
             "accumulate": 64, "steps": billions * 1000, "lr": 1e-3, "warmup": 600, "weight_decay": 0.1, "clip": 1.0,
-            "l1": 2e-5, "tokenizer": f"bpe:{BPE}", "dtype": "bfloat16", "compile": True, "eval_every": 1000,
-            "checkpoint_every": 1000}
+            "l1": 2e-5, "tokenizer": f"bpe:{BPE}", "dtype": "bfloat16", "compile": True, "eval_every": 1000}
 
 
 def _small(d_model: int, d_ff: int, layers: int, heads: int, **more) -> dict:
@@ -46,8 +45,7 @@ _NAMED = {
                           dtype="bfloat16", compile=True, eval_every=500),
             "one GPU; the smallest worth a sweep of L1"),
     "150M": (BPE, _small(768, 2048, 14, 12, context=1024, batch=128, accumulate=4, steps=10_000, lr=1e-3, warmup=600,
-                         l1=1e-4, tokenizer=f"bpe:{BPE}", dtype="bfloat16", compile=True, eval_every=500,
-                         checkpoint_every=1000),
+                         l1=1e-4, tokenizer=f"bpe:{BPE}", dtype="bfloat16", compile=True, eval_every=500),
              "one GPU, with a BPE"),
     "0.5B": (BPE, _paper(8, 10), "the paper's shape; 10 billion tokens"),
     "1B": (BPE, _paper(18, 20), "the paper's shape; 20 billion tokens"),

@@ -8,9 +8,10 @@ takes one takes the other.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,11 +184,11 @@ class LanguageModel(nn.Module):
         fields = asdict(self.config)
         if fields["activation"] == "relu":  # what a file without the field means: readers from before it take this too
             del fields["activation"]
-        described = json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
+        described = {"format": FORMAT, **fields}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, content in (("model.safetensors", safetensors.save(weights)),
-                                  ("config.json", described.encode())):
+            for name, content in (("model.safetensors", safetensors.save(weights, {"sha256": fingerprint(weights, described)})),
+                                  ("config.json", (json.dumps(described, indent=2) + "\n").encode())):
                 part = folder / f"{name}.part"
                 part.write_bytes(content)
                 part.replace(folder / name)
@@ -199,17 +200,29 @@ class LanguageModel(nn.Module):
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
         """The model that `save` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, and weights of other names or shapes.
+        Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that changed
+        since they were written.
         """
         safetensors = _safetensors()
         folder = Path(folder)
         try:
             fields = json.loads((folder / "config.json").read_text())
+            content = (folder / "model.safetensors").read_bytes()
+            weights = safetensors.load(content)
+            header = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])
+            noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
+            found = fingerprint(weights, fields)
             if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
-            weights = safetensors.load((folder / "model.safetensors").read_bytes())
-            model = cls(ModelConfig(**fields))
-            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in model.state_dict().items()})
+            config = ModelConfig(**fields)
+            held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+            with torch.device("meta"):  # nothing is built that is not there
+                wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
+            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
+            if noted not in (None, found):
+                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's SHA-256 is "
+                                 f"{found}, and {noted} is noted in it; accepted: both files of one model")
+            model = cls(config)
             model.load_state_dict(weights)
         except InputError:
             raise
@@ -239,6 +252,15 @@ def firing_layers(model: nn.Module) -> list[FeedForward]:
         if layer is not None:
             found.append(layer)
     return found or feed_forwards(model)  # which says what it found instead
+
+
+def fingerprint(weights: dict[str, Tensor], config: object) -> str:
+    """A SHA-256 of a model: of what its config.json holds, and the name, dtype, shape and bytes of every weight (on the CPU)."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
+        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:

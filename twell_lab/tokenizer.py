@@ -191,7 +191,7 @@ def load(path: str | os.PathLike) -> Bytes | BPE:
     try:
         content = path.read_text(encoding="utf-8")
         fields = json.loads(content)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TextError(f"cannot read the tokenizer {str(path)!r}: {error}; accepted: bytes, bpe:4096, or its file") from None
     if isinstance(fields, dict) and fields.get("format") == FORMAT:
         return BYTES

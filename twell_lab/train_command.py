@@ -18,7 +18,7 @@ on a text of your own, a file or a folder of files:
   twell-lab train --text my-texts --l1 1e-3 --out build/mine
   twell-lab profile build/mine --text my-texts
 
-Ctrl-C, or SIGTERM where there is one process, saves the run and says how to go on; --checkpoint-every saves it now and then too:
+Ctrl-C, SIGTERM or SIGHUP saves the run and says how to go on; about every five minutes it is saved anyway:
 
   twell-lab train --resume build/mine
 
@@ -68,7 +68,7 @@ _REPORTS = (
     ("log_every", int, "steps between two lines of metrics [10]"),
     ("eval_every", int, "steps between two validations [150]"),
     ("eval_windows", int, "windows of held-out text that a validation reads, at most [256]"),
-    ("checkpoint_every", int, "steps between two checkpoints in --out; 0: one at the end [0]"),
+    ("checkpoint_every", int, "steps between two checkpoints in --out; 0: one at the end [about every five minutes]"),
 )
 CONFIGURATIONS = "1M, 5M, 20M, 60M, 150M, 0.5B, 1B, 1.5B, 2B"  # configurations.NAMES, without importing torch
 _GROUPS = (("the model", _MODEL), ("sparsity", _SPARSITY), ("the steps", _STEPS), ("the machine", _MACHINE),

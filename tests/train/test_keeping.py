@@ -78,7 +78,7 @@ def test_what_a_killed_process_left_half_written_goes_with_the_next_save(state, 
 def test_a_full_disk_keeps_the_checkpoint_before_and_no_half_of_the_new_one(state, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state)
 
-    def full(tensors, path):
+    def full(tensors, path, metadata):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
