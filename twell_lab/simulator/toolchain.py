@@ -117,6 +117,7 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
     # Lines and what was compiled into what, no more: a quarter of the size. DWARF 4, in this order (gcc): of version 5
     # some binutils (2.40) take a unit's first header for the unit itself.
     flags += ["-gdwarf-4", "-g1"]
+    flags.append("-fstack-clash-protection")  # a large frame meets the closed end of its stack, and is not put beyond it
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
     # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
@@ -292,7 +293,7 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
         unit += [f"SIM_EXPORT({kernel})" for kernel in kernels]
         (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
-        (inside / "sim_dynamic.cpp").write_text("".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+        (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
         here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
         flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
         _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
@@ -313,6 +314,8 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
     return kernels, shared, dynamic
 
 
+# Linked behind the kernels and before the runtime, which must not be left at any moment: it may hold a lock.
+_KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 

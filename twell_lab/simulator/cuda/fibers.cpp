@@ -2,7 +2,6 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "runtime.h"
 
@@ -21,6 +20,9 @@ sim_switch:
     pushq %r15
     movq %rsp, (%rdi)
     movq %rsi, %rsp
+.globl sim_resume
+.hidden sim_resume
+sim_resume:
     popq %r15
     popq %r14
     popq %r13
@@ -52,6 +54,9 @@ sim_switch:
     mov x9, sp
     str x9, [x0]
     mov sp, x1
+.globl sim_resume
+.hidden sim_resume
+sim_resume:
     ldp x19, x20, [sp, #0]
     ldp x21, x22, [sp, #16]
     ldp x23, x24, [sp, #32]
@@ -79,17 +84,24 @@ static void begin() {
     thread_done(me);
 }
 
-// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. With
-// `closed`, a page below each is, so that running out of stack stops the program instead of damaging the neighbour.
+// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. New
+// kernels (6.13) close a part without splitting the memory; on others it is done only for the `closed`.
 extern "C" char* sim_make_stacks(int closed) {
+    constexpr int GUARD_INSTALL = 102;
     const size_t bytes = SIM_STACK * (MOST_THREADS + 1);
     void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) return nullptr;
     char* stacks = (char*)(((uintptr_t)region + SIM_STACK - 1) & ~(SIM_STACK - 1));
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    for (int i = 0; closed && i < MOST_THREADS; ++i) mprotect(stacks + i * SIM_STACK, page, PROT_NONE);
+    bool can_install = true;
+    for (int i = 0; i < MOST_THREADS && (can_install || closed); ++i) {
+        char* stack = stacks + i * SIM_STACK;
+        can_install = can_install && madvise(stack, SIM_CLOSED, GUARD_INSTALL) == 0;
+        if (!can_install && closed) mprotect(stack, SIM_CLOSED, PROT_NONE);
+    }
     return stacks;
 }
+
+void release_stack(char* stack) { madvise(stack + SIM_CLOSED, SIM_STACK - SIM_CLOSED, MADV_DONTNEED); }
 
 // The thread's next switch enters the kernel from the top.
 void aim_at_start(Thread& t) {
