@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -179,16 +179,15 @@ def _interruptible(library: _Library, launch: raw.Launch):
         except BaseException as error:
             done.set_exception(error)
 
-    runner = threading.Thread(target=report, daemon=True)
-    runner.start()
+    threading.Thread(target=report, daemon=True).start()
     try:
-        while runner.is_alive():
-            runner.join(0.1)
+        while not wait([done], 0.1).done:
+            pass
     except KeyboardInterrupt:
         launch.cancel = 1
         # Nobody else frees it now, also where it is still to come.
         done.add_done_callback(lambda it: it.exception() or library.handle.sim_free(it.result()))
-        runner.join(5)
+        wait([done], 5)
         raise
     return done.result()
 

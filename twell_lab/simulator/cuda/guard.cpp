@@ -41,6 +41,7 @@ static volatile bool passed_on[NSIG];
 #if defined(__x86_64__)
 static uint64_t counter_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RIP]; }
 static uint64_t stack_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RSP]; }
+static uint64_t frame_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RBP]; }
 static int how_of(const ucontext_t& c) { return c.uc_mcontext.gregs[REG_ERR] & 2 ? WRITE : READ; }
 static void continue_at(ucontext_t& c, void* sp) {
     c.uc_mcontext.gregs[REG_RIP] = (greg_t)&sim_resume;
@@ -50,6 +51,7 @@ static void continue_at(ucontext_t& c, void* sp) {
 #else
 static uint64_t counter_of(const ucontext_t& c) { return c.uc_mcontext.pc; }
 static uint64_t stack_of(const ucontext_t& c) { return c.uc_mcontext.sp; }
+static uint64_t frame_of(const ucontext_t& c) { return c.uc_mcontext.regs[29]; }
 static int how_of(const ucontext_t&) { return -1; }
 static void continue_at(ucontext_t& c, void* sp) {
     c.uc_mcontext.pc = (uint64_t)&sim_resume;
@@ -95,7 +97,7 @@ static void on_signal(int number, siginfo_t* info, void* context) {
             if (!leaves && !g->late) g->late = true, tick_every(*g, LATE_TICKS_APART);
         }
         if (leaves) {
-            g->crash = {number, info->si_code, tick ? -1 : how_of(c), (uint64_t)info->si_addr, pc, stack_of(c)};
+            g->crash = {number, info->si_code, tick ? -1 : how_of(c), (uint64_t)info->si_addr, pc, stack_of(c), frame_of(c)};
             continue_at(c, *g->main_sp);
         }
     } else if (!tick) {
@@ -186,16 +188,24 @@ GuardedThread::~GuardedThread() {
 
 // ---- what happened ----
 
-// The place in the kernel's code: where it was, or, outside of it, the call that led there.
-static uint64_t place_of(const Guarded& g, const Crash& c, uint64_t lowest, uint64_t top) {
+// The place in the kernel's code: where it was, or, outside of it, the call that led there. Places are return addresses.
+static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint64_t top) {
+    const Guarded& g = me.worker->guarded;
     const uint64_t begin = g.end ? g.begin : sim_module_base, end = g.end ? g.end : sim_module_end;
-    if (c.pc >= begin && c.pc < end) return c.pc + 1;  // places are return addresses: one past
-    if (c.sp < lowest || c.sp >= top) return 0;
-    for (uint64_t at = (c.sp + 7) & ~7ull; at + 8 <= top; at += 8) {
-        const uint64_t word = *(const uint64_t*)at;
-        if (word > begin && word < end) return word;
+    auto word = [&](uint64_t at) { return at >= lowest && at <= top - 8 && at % 8 == 0 ? *(const uint64_t*)at : 0; };
+    if (c.pc < begin || c.pc >= end) {
+        for (uint64_t at = (c.sp + 7) & ~7ull; at >= lowest && at < top; at += 8)
+            if (word(at) > begin && word(at) < end) return word(at);
+        return 0;
     }
-    return 0;
+    uint64_t place = c.pc + 1, frame = c.fp;
+    // Out of the header's functions that the tree of calls leaves out, to the one that it has come to.
+    for (int i = 0; me.in_kernel && i < 8 && frame != (uint64_t)me.frames[me.depth]; ++i, frame = word(frame)) {
+        const uint64_t back = word(frame + 8);
+        if (back <= begin || back >= end) break;
+        place = back;
+    }
+    return place;
 }
 
 SimFault fault_of_crash(Thread& me) {
@@ -203,12 +213,11 @@ SimFault fault_of_crash(Thread& me) {
     const Crash c = w.guarded.crash;
     w.guarded.crash.signal = 0;
     const uint64_t bottom = (uint64_t)(w.stacks + me.number * SIM_STACK), lowest = bottom + SIM_CLOSED;
-    const uint64_t pc = place_of(w.guarded, c, lowest, bottom + SIM_STACK);
     const bool memory = c.signal == SIGSEGV || c.signal == SIGBUS;
     const bool overflow = memory && (c.sp < lowest || c.sp >= bottom + SIM_STACK || (c.address >= bottom && c.address < lowest));
     const int kind = c.signal == TICK ? TOO_LONG : c.signal == SIGFPE ? DIVISION : !memory ? ASSERTION
                      : overflow ? STACK_OVERFLOW : OUT_OF_BOUNDS;
-    SimFault f = fault_of(me, kind, pc);
+    SimFault f = fault_of(me, kind, overflow ? c.pc + 1 : place_of(me, c, lowest, bottom + SIM_STACK));
     if (kind == ASSERTION) f.text = "a trap instruction: __builtin_trap(), or code that cannot be reached";
     if (kind == OUT_OF_BOUNDS) {
         // An address that no memory can have is not told.

@@ -146,7 +146,7 @@ struct Warp {
 
 // What a signal handler found (how: READ, WRITE or -1, unknown), and what it knows of the thread that it runs in. The same
 // in every library of the process, since the handlers of one serve all.
-struct Crash { int signal, code, how; uint64_t address, pc, sp; };
+struct Crash { int signal, code, how; uint64_t address, pc, sp, fp; };
 struct Guarded {
     void* const* main_sp;        // where the worker goes on when it leaves the kernel
     Thread* volatile running;    // whose code it is in, null outside of kernels
