@@ -7,6 +7,7 @@ the sources, the macros, the flags, the compiler's path and version, the simulat
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -106,9 +107,11 @@ def available() -> bool:
 
 def _run(command: list, folder: Path | None = None, text: str = "") -> subprocess.CompletedProcess:
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)  # what is left of a compiler that was killed goes with the folder
     return subprocess.run(
         [str(part) for part in command], cwd=folder, env=environment, input=text, capture_output=True, encoding="utf-8",
-        errors="replace",
+        errors="replace", umask=0o077,
     )  # fmt: skip
 
 
@@ -208,12 +211,15 @@ def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, obje
 
 @lru_cache(maxsize=4)
 def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda: Path) -> OwnText:
-    with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
-        inside = _write(dict(texts), Path(temporary))
-        flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
-        done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
-        if done.returncode:
-            raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
+    try:
+        with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
+            inside = _write(dict(texts), Path(temporary))
+            flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
+            done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
+            if done.returncode:
+                raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
+    except OSError as error:
+        raise StackError(f"no room for the text of {entry} in {_temporary()} ({error.strerror}); TMPDIR can name another") from error
     return OwnText(done.stdout, dict(texts))
 
 
@@ -266,7 +272,8 @@ def build(
 
     kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
     Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
-    compiler. A cache that cannot be written costs a warning and the time to compile again in the next process.
+    compiler or room for what it writes. A cache that cannot be written, is full, or where others can write costs a warning
+    and the time to compile again in the next process.
     """
     if kind not in KINDS:
         raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
@@ -277,7 +284,13 @@ def build(
     if known := _read_cached(folder, name):
         return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
-    known = _make(cxx, sources, entry, defines, kind, folder, name)
+    try:
+        known = _make(cxx, sources, entry, defines, kind, folder, name)
+    except OSError as error:
+        if folder == _session():
+            raise StackError(f"no room to build {entry} in {folder} ({error.strerror}); TMPDIR can name another place") from error
+        warnings.warn(f"simulator cache not written ({error.strerror}): {entry} is built in a temporary folder", stacklevel=2)
+        return build(sources, entry, defines, kind, cache_in=_session())
     return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
 
@@ -287,7 +300,8 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
     source.refuse(own)
     kernels, declared = source.kernels(own), source.shared(own)
     dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
-    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+    paths.sweep(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=paths.temporary_prefix()) as temporary:
         temporary = Path(temporary)
         inside = _write(sources, temporary)
         unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
@@ -319,9 +333,14 @@ _KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernel
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 
+_FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")  # the last: the linker, of a full disk
+
+
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
     done = _run(command, inside)
     if done.returncode:
+        if full := _FULL.search(done.stderr):
+            raise OSError(errno.ENOSPC, full[0])
         raise complaint(entry, done.stderr or done.stdout, _hidden(temporary, inside))
 
 
@@ -333,7 +352,7 @@ def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
     def compiled(unit: Path) -> Path:
         name = f"simulator-{unit.stem}-{digest}"
         if not _is_whole(folder / f"{name}.o", _text(folder / f"{name}.sha256")):
-            with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=paths.temporary_prefix()) as temporary:
                 here, cuda = Path(temporary), CUDA.resolve()
                 hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
                 command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", f"{name}.o"]
@@ -360,12 +379,12 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(paths.read_trusted(path)).hexdigest()
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return paths.read_trusted(path).decode()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -380,6 +399,7 @@ def _is_whole(path: Path, digest: str) -> bool:
 def _move(start: Path, folder: Path, *names: str) -> None:
     """Each file appears whole; a pair of two processes that does not belong together is seen by its digest."""
     for name in names:
+        os.chmod(start / name, 0o600)  # whatever the umask: what others can write is not loaded
         os.replace(start / name, folder / name)
 
 
@@ -398,16 +418,19 @@ def _read_cached(folder: Path, name: str) -> tuple | None:
 
 def _writable(folder: Path | None) -> Path:
     """`folder`, or, with a warning, one that lasts as long as this process where nothing can be written there."""
+    reason = "no cache folder can be written"
     try:
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder.resolve()
-        reason = "no cache folder can be written"
+            paths.make_folder(folder)
+            if why := paths.refusal(folder):
+                reason = f"not used as a cache, since others could put libraries there: {why}"
+            else:
+                with tempfile.TemporaryFile(dir=folder):
+                    return folder.resolve()
     except OSError as error:
         reason = f"simulator cache not written ({error.strerror})"
     warnings.warn(f"{reason}: kernels are compiled anew in each process", stacklevel=3)
-    return Path(_session().name).resolve()
+    return _session()
 
 
 def _temporary() -> str | None:
@@ -421,9 +444,12 @@ def _temporary() -> str | None:
         return str(folder)
 
 
-@cache
-def _session() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(dir=_temporary(), prefix="twell-lab-")
+def _session() -> Path:
+    """A folder for as long as this process runs."""
+    folder = paths.private_folder()
+    if folder is None:
+        raise StackError("no folder can be written that others cannot write, too: TWELL_LAB_CACHE can name one")
+    return folder.resolve()
 
 
 @cache
