@@ -183,7 +183,7 @@ def _interruptible(library: _Library, launch: raw.Launch):
     try:
         while not wait([done], 0.1).done:
             pass
-    except KeyboardInterrupt:
+    except BaseException:  # of a signal's handler, as KeyboardInterrupt is
         launch.cancel = 1
         # Nobody else frees it now, also where it is still to come.
         done.add_done_callback(lambda it: it.exception() or library.handle.sim_free(it.result()))

@@ -84,21 +84,21 @@ static void begin() {
     thread_done(me);
 }
 
-// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. New
-// kernels (6.13) close a part without splitting the memory; on others it is done only for the `closed`.
+// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. Behind
+// them stands whether their ends may be closed in a way that splits the memory.
 extern "C" char* sim_make_stacks(int closed) {
-    constexpr int GUARD_INSTALL = 102;
-    const size_t bytes = SIM_STACK * (MOST_THREADS + 1);
+    const size_t bytes = SIM_STACK * (MOST_THREADS + 2);
     void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) return nullptr;
     char* stacks = (char*)(((uintptr_t)region + SIM_STACK - 1) & ~(SIM_STACK - 1));
-    bool can_install = true;
-    for (int i = 0; i < MOST_THREADS && (can_install || closed); ++i) {
-        char* stack = stacks + i * SIM_STACK;
-        can_install = can_install && madvise(stack, SIM_CLOSED, GUARD_INSTALL) == 0;
-        if (!can_install && closed) mprotect(stack, SIM_CLOSED, PROT_NONE);
-    }
+    *(int*)(stacks + MOST_THREADS * SIM_STACK) = closed;
     return stacks;
+}
+
+static void close_end(const char* stacks, char* stack) {
+    constexpr int GUARD_INSTALL = 102;  // Linux 6.13: closes pages without splitting the memory
+    if (madvise(stack, SIM_CLOSED, GUARD_INSTALL) && *(const int*)(stacks + MOST_THREADS * SIM_STACK))
+        mprotect(stack, SIM_CLOSED, PROT_NONE);
 }
 
 void release_stack(char* stack) { madvise(stack + SIM_CLOSED, SIM_STACK - SIM_CLOSED, MADV_DONTNEED); }
@@ -106,6 +106,7 @@ void release_stack(char* stack) { madvise(stack + SIM_CLOSED, SIM_STACK - SIM_CL
 // The thread's next switch enters the kernel from the top.
 void aim_at_start(Thread& t) {
     char* top = t.worker->stacks + (t.number + 1) * SIM_STACK;
+    if (!*(SimThread**)(top - 8)) close_end(t.worker->stacks, top - SIM_STACK);  // never used before
     *(SimThread**)(top - 8) = &t;
     // Not all at the same place within a page, or the stacks would fight for the same lines of the cache.
     void** words = (void**)(top - 64 - t.number % 128 * 1088) - SAVED_WORDS;
