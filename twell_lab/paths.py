@@ -123,7 +123,8 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
     """Why others could have put files into this folder, or could put another one in its place; None if nobody can.
 
     It must belong to this user (`roots_too`: or to root), and neither group nor others may write there. The folders
-    above it may not be writable by all, unless they are sticky as /tmp is; links must be this user's or root's.
+    above it may not be writable by all, unless they are sticky as the system's temporary folder is; links must be this
+    user's or root's.
     Raises OSError for a folder that is not there.
     """
     user = _user()

@@ -412,7 +412,7 @@ def test_the_next_build_removes_what_a_killed_one_left(tiny, tmp_path):
     program = (
         "import os, sys, pathlib; from twell_lab.simulator import toolchain\n"
         "toolchain.CUDA = pathlib.Path(sys.argv[1])\n"
-        "toolchain._move = lambda *_: os.kill(os.getpid(), 9)\n"
+        "toolchain.kept.move = lambda *_: os.kill(os.getpid(), 9)\n"
         "toolchain.build({'k.cu': '__global__ void k() {}\\n'}, 'k.cu', cache_in=pathlib.Path(sys.argv[2]))\n"
     )
     cache = tmp_path / "cache"

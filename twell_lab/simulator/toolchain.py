@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from .. import paths
 from ..errors import CompileError, InputError, StackError
-from . import source
+from . import kept, source
 from .complaint import UNIT, complaint
 from .source import OwnText, Parameter, SharedDeclaration, Signature, with_watches
 from .symbols import Line, SharedVariable, find_lines, find_shared
@@ -280,17 +280,17 @@ def build(
     cxx = compiler()
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
     name = f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}"
-    folder = _writable(cache_in or paths.cache_dir())
+    folder = kept.writable(cache_in or paths.cache_dir())
     if known := _read_cached(folder, name):
         return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
     try:
         known = _make(cxx, sources, entry, defines, kind, folder, name)
     except OSError as error:
-        if folder == _session():
+        if folder == kept.session():
             raise StackError(f"no room to build {entry} in {folder} ({error.strerror}); TMPDIR can name another place") from error
         warnings.warn(f"simulator cache not written ({error.strerror}): {entry} is built in a temporary folder", stacklevel=2)
-        return build(sources, entry, defines, kind, cache_in=_session())
+        return build(sources, entry, defines, kind, cache_in=kept.session())
     return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
 
@@ -318,13 +318,13 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
         shared = find_shared(_tool, inside / f"{name}.so", declared)
         about = {
-            "sha256": _sha256(inside / f"{name}.so"),
+            "sha256": kept.sha256(inside / f"{name}.so"),
             "kernels": [asdict(signature) for signature in kernels.values()],
             "shared": [asdict(variable) for variable in shared],
             "dynamic": dynamic,
         }
         (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
-        _move(inside, folder, f"{name}.so", f"{name}.json")
+        kept.move(inside, folder, f"{name}.so", f"{name}.json")
     return kernels, shared, dynamic
 
 
@@ -333,13 +333,10 @@ _KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernel
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 
-_FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")  # the last: the linker, of a full disk
-
-
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
     done = _run(command, inside)
     if done.returncode:
-        if full := _FULL.search(done.stderr):
+        if full := kept.FULL.search(done.stderr):
             raise OSError(errno.ENOSPC, full[0])
         raise complaint(entry, done.stderr or done.stdout, _hidden(temporary, inside))
 
@@ -351,14 +348,14 @@ def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
 
     def compiled(unit: Path) -> Path:
         name = f"simulator-{unit.stem}-{digest}"
-        if not _is_whole(folder / f"{name}.o", _text(folder / f"{name}.sha256")):
+        if not kept.is_whole(folder / f"{name}.o", kept.text(folder / f"{name}.sha256")):
             with tempfile.TemporaryDirectory(dir=folder, prefix=paths.temporary_prefix()) as temporary:
                 here, cuda = Path(temporary), CUDA.resolve()
                 hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
                 command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", f"{name}.o"]
                 _compile(command, unit.name, here, here)
-                (here / f"{name}.sha256").write_text(_sha256(here / f"{name}.o"))
-                _move(here, folder, f"{name}.o", f"{name}.sha256")
+                (here / f"{name}.sha256").write_text(kept.sha256(here / f"{name}.o"))
+                kept.move(here, folder, f"{name}.o", f"{name}.sha256")
         return folder / f"{name}.o"
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -378,59 +375,17 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(paths.read_trusted(path)).hexdigest()
-
-
-def _text(path: Path) -> str:
-    try:
-        return paths.read_trusted(path).decode()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _is_whole(path: Path, digest: str) -> bool:
-    try:
-        return bool(digest) and _sha256(path) == digest
-    except OSError:
-        return False
-
-
-def _move(start: Path, folder: Path, *names: str) -> None:
-    """Each file appears whole; a pair of two processes that does not belong together is seen by its digest."""
-    for name in names:
-        os.chmod(start / name, 0o600)  # whatever the umask: what others can write is not loaded
-        os.replace(start / name, folder / name)
-
-
 def _read_cached(folder: Path, name: str) -> tuple | None:
     """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
     try:
-        about = json.loads(_text(folder / f"{name}.json"))
-        if not _is_whole(folder / f"{name}.so", about["sha256"]):
+        about = json.loads(kept.text(folder / f"{name}.json"))
+        if not kept.is_whole(folder / f"{name}.so", about["sha256"]):
             return None
         signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
         shared = tuple(SharedVariable(**{**s, "shape": tuple(s["shape"])}) for s in about["shared"])
         return {s.name: s for s in signatures}, shared, tuple(about["dynamic"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _writable(folder: Path | None) -> Path:
-    """`folder`, or, with a warning, one that lasts as long as this process where nothing can be written there."""
-    reason = "no cache folder can be written"
-    try:
-        if folder is not None:
-            paths.make_folder(folder)
-            if why := paths.refusal(folder):
-                reason = f"not used as a cache, since others could put libraries there: {why}"
-            else:
-                with tempfile.TemporaryFile(dir=folder):
-                    return folder.resolve()
-    except OSError as error:
-        reason = f"simulator cache not written ({error.strerror})"
-    warnings.warn(f"{reason}: kernels are compiled anew in each process", stacklevel=3)
-    return _session()
 
 
 def _temporary() -> str | None:
@@ -442,14 +397,6 @@ def _temporary() -> str | None:
         if folder is None:
             raise StackError("no folder can be written: TWELL_LAB_CACHE can name one") from None
         return str(folder)
-
-
-def _session() -> Path:
-    """A folder for as long as this process runs."""
-    folder = paths.private_folder()
-    if folder is None:
-        raise StackError("no folder can be written that others cannot write, too: TWELL_LAB_CACHE can name one")
-    return folder.resolve()
 
 
 @cache
