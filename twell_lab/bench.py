@@ -40,6 +40,7 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
     models roughly are), none above 0.95; "uniform": every neuron fires equally often.
     """
     _check_sizes(d_ff=(d_ff, 1))
+    _check_room(16 * d_ff, f"d_ff {d_ff}")
     if isinstance(nnz, bool) or not isinstance(nnz, (int, float)) or not 0 <= nnz <= 0.6 * d_ff:
         raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
     if kind == "uniform":
@@ -65,8 +66,9 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
         raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
+    needed = dtype.itemsize * (3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff))  # the layer, and what goes through it
+    _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
     rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
-    _check_room(tokens, d_model, d_ff, dtype, torch.device(device))
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
@@ -90,22 +92,21 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
 def _check_sizes(**sizes: tuple[int, int]) -> None:
     """InputError naming the first of the sizes, each given with its least, that is not one."""
     for name, (size, least) in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**31:
-            raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**31 - 1 is accepted")
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
+            raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
 
 
-def _check_room(tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, device: torch.device) -> None:
-    """InputError where the layer and its inputs alone would be more than the device's memory, before any of it is taken."""
+def _check_room(needed: int, what: str, device: torch.device = torch.device("cpu")) -> None:
+    """InputError where so many bytes are more than the device's memory, before any of it is taken."""
     there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine.memory()
-    needed = dtype.itemsize * (3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff))
     if there is not None and needed > there:
-        raise InputError(f"tokens {tokens}, d_model {d_model} and d_ff {d_ff} take {needed / 2**30:,.1f} GiB of memory at least, and "
-                         f"{device.type} has {there / 2**30:,.1f}; smaller sizes are accepted")
+        raise InputError(f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}; smaller sizes "
+                         "are accepted")
 
 
 def _check_seconds(seconds: float) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 2**31:
-        raise InputError(f"seconds is {seconds!r:.80}; a finite number above 0 is accepted")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
+        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
 
 
 # ---- correctness, before any clock starts ----

@@ -112,8 +112,8 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         content = content.encode("utf-8", "backslashreplace")
     try:
         target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():
-            raise OSError(None, f"{path.name!r} is a {'folder' if target.is_dir() else 'device or a pipe'}, not a file")
+        if wrong := _why_no_file(target):
+            raise OSError(None, f"{path.name!r} is {wrong}, not a file")
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
         file = _temporary(target)
@@ -129,6 +129,13 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         why = getattr(error, "strerror", None) or error
         raise RecordError(f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {why}; "
                           "name a folder with free space that you may write") from None
+
+
+def _why_no_file(target: Path) -> str | None:
+    """What is in the place of a file that is to be written, resolved, if that is something else."""
+    if not target.exists():
+        return "a link in a circle" if target.is_symlink() else None
+    return None if target.is_file() else "a folder" if target.is_dir() else "a device or a pipe"
 
 
 def _temporary(target: Path) -> IO[bytes]:
@@ -178,9 +185,9 @@ def check_target(path: str | os.PathLike) -> None:
     """RecordError unless a file could be written there now; before work that would be lost otherwise."""
     path = Path(path)
     try:
-        wrong = path.exists() and not path.is_file()
+        wrong = _why_no_file(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
         raise RecordError(f"{str(path)!r} is no file that can be written: {getattr(error, 'strerror', None) or error}") from None
     if wrong:
-        raise RecordError(f"{str(path)!r} is a {'folder' if path.is_dir() else 'device or a pipe'}; accepted: the name of a file")
+        raise RecordError(f"{str(path)!r} is {wrong}; accepted: the name of a file")
     check_folder(path.parent)

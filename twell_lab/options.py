@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -12,9 +13,12 @@ def source(text: str) -> str:
     """A path or another name of a text, as it was typed."""
     if not text:
         raise ArgumentTypeError("the path is empty; a file or folder is accepted")
-    if "\0" in text:
-        raise ArgumentTypeError(f"{text!r} has a NUL character in it, which no path has; a file or folder is accepted")
-    return text
+    try:
+        if "\0" not in text and os.fsencode(text):
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise ArgumentTypeError(f"{text!r} has a character that no path has; a file or folder is accepted")
 
 
 def path(text: str) -> Path:
