@@ -56,7 +56,7 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
                           f"notes.tour.format {FORMAT}; twell-lab tour makes such a record")
     try:
         return _page(record, tour, recorded or [])
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise RecordError(f"record {record.name!r}: notes.tour or a row is not as a tour writes it "
                           f"({type(error).__name__}: {error})") from error
 

@@ -240,8 +240,8 @@ def load_any(spec: str | os.PathLike | Text | PreparedText | None, *,
 def vocabulary_of(tokenizer: str) -> int:
     """4096 of "bpe:4096". InputError where no number follows."""
     size = tokenizer.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit()):
-        raise InputError(f"tokenizer is {tokenizer!r}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
+    if not (size.isascii() and size.isdigit() and len(size) < 20):
+        raise InputError(f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
     return int(size)
 
 
