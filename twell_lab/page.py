@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import plots, records
 from .errors import RecordError
+from .files import write_atomically
 from .plain import layer_names, layer_rows, picked, share
 
 FORMAT = 1  # of notes["tour"] that this page reads
@@ -93,7 +94,7 @@ def render_file(path: str | Path, folder: str | Path) -> Path:
     """Draw the page of a saved tour.json into `folder`, beside this checkout's records; returns its path."""
     text = render(records.load(path), records.flat_rows(records.load_all()))
     target = Path(folder) / "index.html"
-    records.write_atomically(target, text)
+    write_atomically(target, text)
     return target
 
 
