@@ -100,8 +100,9 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
-    """Write a file whole or not at all: a temporary file beside it, then a rename. Text is written as UTF-8.
+def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_folder: bool = True) -> None:
+    """Write a file whole or not at all: a temporary file beside it, then a rename. Text is written as UTF-8. Its folder is made if
+    need be, unless told otherwise.
 
     What a process that was killed left of an earlier write of the same file goes first; one that another process is
     writing right now stays. A link is followed. Raises RecordError naming the folder where that cannot be written
@@ -114,7 +115,8 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         target = Path(os.path.realpath(path))
         if wrong := _why_no_file(target):
             raise OSError(None, f"{path.name!r} is {wrong}, not a file")
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
         file = _temporary(target)
         try:

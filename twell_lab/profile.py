@@ -109,9 +109,7 @@ class FiringProfile:
         path = Path(path)
         layers = [{key: value.tolist() if isinstance(value, Tensor) else value
                    for key, value in vars(layer).items()} for layer in self.layers]
-        if not path.parent.is_dir():
-            raise RecordError(f"cannot save the profile as {str(path)!r}: there is no folder {str(path.parent)!r}")
-        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}) + "\n")
+        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}) + "\n", make_folder=False)
         return path
 
     @classmethod

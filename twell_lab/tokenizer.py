@@ -250,7 +250,7 @@ def _alphabet() -> dict[int, str]:
 def _write(path: str | os.PathLike, content: str) -> Path:
     path = Path(path)
     try:
-        write_atomically(path, content)
+        write_atomically(path, content, make_folder=False)
     except TwellError as error:
         raise InputError(f"cannot save the tokenizer as {str(path)!r}: {error}") from None
     return path
