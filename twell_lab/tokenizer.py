@@ -80,8 +80,8 @@ class BPE:
     def __init__(self, content: str, name: str = "BPE") -> None:
         try:
             self._tokenizer = _library().Tokenizer.from_str(content)
-        except Exception as error:  # the library raises bare Exceptions
-            if isinstance(error, StackError):
+        except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
+            if isinstance(error, StackError) or not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise TextError(f"{name} is no tokenizer that the tokenizers library takes: {error}") from None
         self.name, self.content = name, content

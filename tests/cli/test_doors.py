@@ -103,6 +103,16 @@ def test_options_of_train(tried):
         tried(*small, "--text", value)
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_an_environment_that_torchrun_does_not_make(tried, monkeypatch, name):
+    for value in ("x", "", "-1", "1.5", "9" * 5000):
+        monkeypatch.setenv(name, value)
+        assert f"{name} is" in tried("train", "--text", "text.txt", "--device", "cpu", "--steps", "1")
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "cannot be joined" in tried("train", "--text", "text.txt", "--device", "cpu", "--steps", "1")
+
+
 def test_a_number_that_no_float_holds_is_named():
     for field in ("steps", "warmup", "lr", "clip", "weight_decay", "dead_window"):
         with pytest.raises(bench.InputError, match=f"^{field} is 1000"):

@@ -225,3 +225,10 @@ def test_token_numbers_beyond_all_use_are_refused(trained):
     fields["model"]["vocab"]["zz"] = 2**31
     with pytest.raises(TextError, match="token numbers"):
         BPE(json.dumps(fields))
+
+
+def test_a_file_on_which_the_library_panics_is_refused(trained):
+    fields = json.loads(trained.content)
+    fields["model"]["continuing_subword_prefix"] = "9" * 50
+    with pytest.raises(TextError, match="no tokenizer"):
+        BPE(json.dumps(fields))
