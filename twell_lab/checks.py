@@ -54,6 +54,8 @@ def autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
 def check_tensor(name: str, t: Tensor, dims: int | None = None) -> None:
     if not isinstance(t, Tensor):
         raise InputError(f"{name} is a {type(t).__name__}; a torch.Tensor is accepted")
+    if t.is_nested:
+        raise InputError(f"{name} is a nested tensor; a dense one is accepted")
     if t.dtype not in VALUE_DTYPES:
         raise InputError(f"{name} is {t.dtype}; bfloat16, float16 and float32 are accepted")
     if t.device.type not in ("cpu", "cuda"):

@@ -16,7 +16,7 @@ token and 1e-3 left 28. Other texts and lengths of training want their own.
 from __future__ import annotations
 
 from .errors import InputError
-from .model import ModelConfig
+from .model import ModelConfig, parameters
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 
@@ -64,13 +64,6 @@ def named(name: str) -> dict:
     if not isinstance(name, str) or name not in _NAMED:
         raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}")
     return dict(_NAMED[name][1])
-
-
-def parameters(model: ModelConfig) -> int:
-    """How many weights a LanguageModel of these sizes has, counted from its formulas."""
-    feed_forward = (3 if model.gated else 2) * model.d_model * model.d_ff
-    layer = 4 * model.d_model**2 + feed_forward + 2 * model.d_model  # attention, feed-forward, two norms
-    return model.layers * layer + 2 * model.vocabulary * model.d_model + model.d_model
 
 
 def rows() -> list[dict]:

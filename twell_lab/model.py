@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .errors import InputError, StackError
+from . import machine
+from .errors import InputError, StackError, TwellError
+from .files import read, read_json, write_atomically
 
 if TYPE_CHECKING:
     from .ffn import FeedForward
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
+LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
+_LAYER_BYTES = 16_384  # a layer's modules, beside its weights
 
 
 class SquaredReLU(nn.Module):
@@ -59,8 +63,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "d_model", "layers", "heads", "d_ff", "context"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+                raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up to {LARGEST}")
         if not isinstance(self.gated, bool):
             raise InputError(f"gated is {self.gated!r}; accepted: True or False")
         if self.activation not in tuple(ACTIVATIONS):
@@ -68,6 +72,24 @@ class ModelConfig:
         if self.d_model % (2 * self.heads):
             raise InputError(f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of "
                              f"{2 * self.heads}, since rotary positions turn pairs within each head")
+
+
+def parameters(model: ModelConfig) -> int:
+    """How many weights a LanguageModel of these sizes has, counted from its formulas."""
+    feed_forward = (3 if model.gated else 2) * model.d_model * model.d_ff
+    layer = 4 * model.d_model**2 + feed_forward + 2 * model.d_model  # attention, feed-forward, two norms
+    return model.layers * layer + 2 * model.vocabulary * model.d_model + model.d_model
+
+
+def check_fits(config: ModelConfig) -> None:
+    """InputError where such a model would be more than this machine's memory, before anything of it is built."""
+    tables = 4 * config.context * (config.d_model // config.heads // 2)  # angles, sines, cosines, and what one of them is made of
+    weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
+    needed, there = weights + _LAYER_BYTES * config.layers, machine.memory()
+    if there is not None and needed > there:
+        sizes = ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config) if each.type == "int")
+        raise InputError(f"a model of {sizes} takes {needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}; accepted: "
+                         "smaller sizes")
 
 
 class GatedFeedForward(nn.Module):
@@ -144,9 +166,11 @@ class LanguageModel(nn.Module):
 
     Weights start as normal numbers, drawn from torch's global CPU generator: of deviation 1 in the embedding,
     1 / sqrt(inputs) elsewhere, and sqrt(2 * layers) times less where a part adds to the stream (as in GPT-2).
+    InputError for sizes that do not fit into this machine's memory.
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        check_fits(config)
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
@@ -186,13 +210,9 @@ class LanguageModel(nn.Module):
             del fields["activation"]
         described = {"format": FORMAT, **fields}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in (("model.safetensors", safetensors.save(weights, {"sha256": fingerprint(weights, described)})),
-                                  ("config.json", (json.dumps(described, indent=2) + "\n").encode())):
-                part = folder / f"{name}.part"
-                part.write_bytes(content)
-                part.replace(folder / name)
-        except OSError as error:
+            write_atomically(folder / "model.safetensors", safetensors.save(weights, {"sha256": fingerprint(weights, described)}))
+            write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
+        except TwellError as error:
             raise InputError(f"cannot save the model in {str(folder)!r}: {error}") from None
         return folder
 
@@ -205,20 +225,25 @@ class LanguageModel(nn.Module):
         """
         safetensors = _safetensors()
         folder = Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
+                hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
+                raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
-            fields = json.loads((folder / "config.json").read_text())
-            content = (folder / "model.safetensors").read_bytes()
+            said = read_json(folder / "config.json", "model")
+            content = read(folder / "model.safetensors")
             weights = safetensors.load(content)
             header = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
-            found = fingerprint(weights, fields)
-            if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+            found = fingerprint(weights, said)
+            if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
-            config = ModelConfig(**fields)
-            held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
-            with torch.device("meta"):  # nothing is built that is not there
-                wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
-            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
+            if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):
+                raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
+            config = ModelConfig(**said)
+            what = f"the weights in {str(folder)!r}"
+            check_shapes(what, weights, _shapes(config, what, weights))
             if noted not in (None, found):
                 raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's SHA-256 is "
                                  f"{found}, and {noted} is noted in it; accepted: both files of one model")
@@ -226,10 +251,6 @@ class LanguageModel(nn.Module):
             model.load_state_dict(weights)
         except InputError:
             raise
-        except FileNotFoundError as error:
-            stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
-            hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
-            raise InputError(f"there is no model in {str(folder)!r}: no {Path(error.filename).name}{hint}") from None
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
@@ -261,6 +282,20 @@ def fingerprint(weights: dict[str, Tensor], config: object) -> str:
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
         digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _shapes(config: ModelConfig, what: str, found: dict[str, Tensor]) -> dict[str, tuple]:
+    """Name and shape of every tensor of such a model, without building it; of more layers than were found, as a config may
+    name any number, only the first that is missing. InputError for one found that holds no floating-point numbers."""
+    layers = min(config.layers, 1 + len({name.split(".")[1] for name in found if name.startswith("layers.")}))
+    for name, tensor in found.items():
+        if not tensor.dtype.is_floating_point:
+            raise InputError(f"{name} is {tensor.dtype} in {what}; accepted: floating-point weights")
+    with torch.device("meta"):
+        one = LanguageModel(replace(config, layers=1)).state_dict()
+    shapes = {name: tuple(value.shape) for name, value in one.items() if not name.startswith("layers.0.")}
+    within = {name.removeprefix("layers.0."): tuple(value.shape) for name, value in one.items() if name.startswith("layers.0.")}
+    return shapes | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in within.items()}
 
 
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:

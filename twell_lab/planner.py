@@ -21,6 +21,7 @@ from . import bench, costs
 from .costs import Firing, Rates, measure_rates
 from .errors import InputError
 from .ffn import FeedForward, SparseFFN, feed_forwards
+from .files import WHOLE
 from .formats import VALUE_DTYPES
 from .model import GatedFeedForward, PlainFeedForward
 from .plans import STEP, Candidate, Choice, LayerPlan, Plan, check_fits
@@ -192,8 +193,8 @@ def _off(predicted: dict[Choice, float], measured: dict[Choice, float]) -> dict[
 
 def _classes(tokens: Iterable[int]) -> list[int]:
     classes = [tokens] if isinstance(tokens, int) else list(tokens)
-    if not classes or not all(type(each) is int and each > 0 for each in classes) or len(set(classes)) < len(classes):
-        raise InputError(f"tokens is {classes!r}; different whole numbers from 1 up are accepted")
+    if not classes or not all(type(each) is int and 0 < each < WHOLE for each in classes) or len(set(classes)) < len(classes):
+        raise InputError(f"tokens is {classes!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     return sorted(classes)
 
 

@@ -137,7 +137,8 @@ class TrainConfig:
 
     def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        endless = isinstance(value, int) and abs(value) >= 2**63  # no counter of torch's goes that far, and some no float holds
+        if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
             raise InputError(f"{name} is {value!r}; accepted: {accepted}")
 
     def model(self, vocabulary: int = 256) -> ModelConfig:
