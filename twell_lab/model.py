@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from .errors import InputError, StackError
 
 if TYPE_CHECKING:
-    from .ffn import FeedForward
+    from .anatomy import FeedForward
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 
@@ -228,11 +228,12 @@ def firing_layers(model: nn.Module) -> list[FeedForward]:
     Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
     if there is neither.
     """
-    from .ffn import FeedForward, _describe, _layout, feed_forwards
+    from .anatomy import FeedForward, layout_of
+    from .ffn import _describe, feed_forwards
 
     found = []
     for name, module in model.named_modules():
-        layer, layout = _describe(name, module), _layout(module)
+        layer, layout = _describe(name, module), layout_of(module)
         if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
             gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
             layer = FeedForward(name, module, gate, up, down)

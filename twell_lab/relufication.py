@@ -33,7 +33,8 @@ from dataclasses import replace
 from torch import nn
 
 from .errors import InputError
-from .ffn import _ACCEPTED, SparseFFN, _is_relu, _layout
+from .anatomy import ACCEPTED as _ACCEPTED, is_relu as _is_relu, layout_of as _layout
+from .ffn import SparseFFN
 from .model import ModelConfig
 
 # Parts of the names of what a ReLU can follow: smooth ones shaped like it, and its square.
