@@ -144,6 +144,7 @@ def check(name: str, module: nn.Module) -> None:
                          "those of its projections alone")  # fmt: skip
     try:
         with _disable_current_modes(), torch.no_grad():  # FakeTensorMode would hide the values, and a user's mode would see ours
+            _check_widths(where, module, layout)
             drawn = None if _tells(module, layout) else _drawn(module, None)
             same = _compare(where, module, layout, drawn)
             if not same and next(module.parameters()).dtype.itemsize < 4:
@@ -154,6 +155,15 @@ def check(name: str, module: nn.Module) -> None:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise InputError(f"{where} could not be asked what it computes: run on a few rows of its width it raised "
                          f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone") from error  # fmt: skip
+
+
+def _check_widths(where: str, module: nn.Module, layout: tuple) -> None:
+    """InputError unless the layer returns rows as wide as it takes, and gate and up are of one shape."""
+    with _untouched(module, False, None):
+        gate, up, down = (tuple(getattr(module, seat).weight.shape) if seat else None for seat in layout[:3])
+    if down != up[::-1] or gate not in (None, up):
+        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(layout, (gate, up, down)) if seat]
+        raise InputError(f"{where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], down [d_model, d_ff]")
 
 
 def _up(module: nn.Module, layout: tuple) -> nn.Linear:
