@@ -37,6 +37,7 @@ ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or f
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
 ROWS = 4
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
 
 
@@ -69,12 +70,24 @@ def is_linear(module) -> bool:
     """
     if not isinstance(module, nn.Linear):
         return False
-    return type(module).forward is nn.Linear.forward and vars(module).get("forward", hand_on) is hand_on
+    replaced = vars(module).get("forward")
+    return type(module).forward is nn.Linear.forward and (replaced is None or isinstance(replaced, HandOn))
 
 
-def hand_on(x: Tensor) -> Tensor:
-    """The forward of a projection whose work is done elsewhere: it only keeps its parameters and their names."""
-    return x
+class HandOn:
+    """The forward of a projection whose work is done in the activation's seat: it only keeps its parameters and their names.
+
+    InputError where a part was replaced since: another activation would get what the projection gets.
+    """
+
+    def __init__(self, block: nn.Module, layout: tuple) -> None:
+        self.block, self.parts = block, [(seat, getattr(block, seat)) for seat in layout if seat]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for seat, part in self.parts:
+            if getattr(self.block, seat) is not part:
+                raise InputError(f"{seat} of a swapped {type(self.block).__name__} was replaced; accepted: twell_lab.densify first")
+        return x
 
 
 def named_parts(module: nn.Module) -> tuple | None:
@@ -131,8 +144,8 @@ def check(name: str, module: nn.Module) -> None:
     """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or down(act(up(x))).
 
     It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without gradients, in
-    its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. Global hooks do not see
-    it. Where its own weights could not show a difference (on meta, sharded, not finite, all zero), others stand in for them.
+    its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No hook sees
+    it. Where its own weights could not show a difference (on meta, fake, not finite, all zero), others stand in for them.
     Outputs may differ as rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that
     does not give the very bits of the formula is asked in float32 once more.
     """
@@ -193,7 +206,7 @@ def _formula(module: nn.Module, layout: tuple, x: Tensor) -> tuple[Tensor, Tenso
 def _tells(module: nn.Module, layout: tuple) -> bool:
     """Whether the layer's own weights show what it computes: they can be read, and something passes through all of it."""
     held = [*module.parameters(), *module.buffers()]
-    if any(t.is_meta or hasattr(t, "device_mesh") or hasattr(t, "fake_mode") for t in held):
+    if any(t.is_meta or hasattr(t, "fake_mode") for t in held):
         return False
     x = _rows(module, layout, None)[1]
     with _untouched(module, False, None):
@@ -210,7 +223,7 @@ def _drawn(module: nn.Module, dtype: torch.dtype | None, own: bool = False) -> d
     for t in (*module.parameters(), *module.buffers()):
         if own:
             made[id(t)] = t.to(dtype) if t.is_floating_point() else t.clone()
-        elif id(t) in parameters or t.is_meta or hasattr(t, "device_mesh") or hasattr(t, "fake_mode"):
+        elif id(t) in parameters or t.is_meta or hasattr(t, "fake_mode"):
             device = "cpu" if t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available() else t.device
             values = torch.randn(t.shape, generator=generator, device="cpu") * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
             made[id(t)] = values.to(device, dtype if dtype and t.is_floating_point() else t.dtype)
@@ -242,6 +255,7 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
                 for key, t in each._buffers.items():
                     if t is not None:
                         each._buffers[key] = drawn[id(t)].clone() if id(t) in drawn else copies[id(t)]
+                vars(each).update({kind: OrderedDict() for kind in HOOKS})
             module.train(training)
             yield
         finally:
@@ -351,8 +365,8 @@ def _ask_block(module: nn.Module, layout: tuple, training: bool, drawn) -> Itera
         vars(own).update({each: getattr(module, each) for each in (up, down, seat)})
         stub = nn.Identity()
         stub.forward = lambda given: _formula(own, layout, rows_for(given))[1]
-        getattr(module, up).forward = getattr(module, down).forward = hand_on
         setattr(module, seat, stub)
+        getattr(module, up).forward = getattr(module, down).forward = HandOn(module, layout)
 
     def run(prepare: Callable[[], None]) -> list[Tensor]:
         wanted = list(inspect.signature(module.forward).parameters.values())[1:]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from . import anatomy, checks, dispatch, hooks, ops
-from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, hand_on, is_relu, layout_of
+from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, HandOn, is_relu, layout_of
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
 from .hooks import Guarded
@@ -388,9 +388,9 @@ def sparsify(
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
             sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False, _check=False)
-            source.fc1.forward = source.fc2.forward = hand_on
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
+            source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
         if plan is not None:
             sparse._watch = Watch(shared, found.name) if plan == "auto" else None
     return model

@@ -8,31 +8,39 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .anatomy import IN_BLOCK, hand_on, is_relu, layout_of, named_parts, raise_all, title
+from .anatomy import HOOKS, IN_BLOCK, HandOn, is_linear, is_relu, layout_of, named_parts, raise_all, title
 from .errors import InputError
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
 _STATE_HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_PLAIN_FORWARD = nn.Linear.forward
 
 
 class Guarded(nn.Module):
     """The part of SparseFFN that sees to it that its projections are what they were swapped as."""
 
     def _unhooked(self) -> None:
-        """InputError where something was put on a projection, or in a part's place, that this layer would not call."""
-        block = None if self._borrowed is None else self._source[0]._modules
+        """InputError where something was put on a projection, or in a part's place, that this layer would not call.
+
+        Called by every forward: a few looks into dictionaries, about a microsecond.
+        """
+        borrowed = self._borrowed
+        modules = self._modules if borrowed is None else self._source[0]._modules
         for name in self._names:
-            part = name and self._modules[name] if block is None else name and block[name]
+            if name is None:
+                continue
+            part = modules[name]
             if part is None:
                 continue
-            held = vars(part)
-            if (held["_forward_hooks"] or held["_forward_pre_hooks"] or held["_backward_hooks"] or held["_backward_pre_hooks"]
-                    or type(part).forward is not _PLAIN_FORWARD or "forward" in held and held["forward"] is not hand_on):  # fmt: skip
+            held = part.__dict__
+            if held["_forward_hooks"] or held["_forward_pre_hooks"] or held["_backward_hooks"] or held["_backward_pre_hooks"]:
                 self._refuse(name, part)
-        if self._borrowed is None and (self._seat in self._modules or self._seat in vars(self)):
-            raise InputError(f"{self._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first")
-        if block is not None and any(name and block[name] is not part for name, part in zip(self._names, self._borrowed)):
+            if type(part) is not nn.Linear or "forward" in held:
+                if not is_linear(part):
+                    self._refuse(name, part)
+        if borrowed is None:
+            if self._seat in modules or self._seat in self.__dict__:
+                raise InputError(f"{self._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first")
+        elif any(name is not None and modules[name] is not part for name, part in zip(self._names, borrowed)):
             raise InputError("a projection of this decoder layer was replaced after it was swapped; accepted: twell_lab.densify first")
 
     def _refuse(self, name: str, part: nn.Module) -> None:
@@ -71,10 +79,12 @@ def on_part(part: nn.Module, whole: bool = False) -> str | None:
         return f"is an adapter of PEFT's ({type(part).__name__}); accepted: a merged model (model.merge_and_unload())"
     if "_is_hooked" in own or "_hf_tp_plan" in own:
         return "is split over processes by transformers' tensor parallelism; accepted: a model loaded without tp_plan"
+    if any(hasattr(each, "device_mesh") for each in part._parameters.values()):
+        return "has sharded weights (DTensor); accepted: a model that is swapped first and sharded then"
     for kind in (*HOOKS, *(_STATE_HOOKS if whole else ())):
         for hook in own.get(kind, {}).values():
             return _hooked(kind.strip("_").removesuffix("s").replace("_", " "), hook)
-    if not whole and "forward" in own and own["forward"] is not hand_on:
+    if not whole and "forward" in own and not isinstance(own["forward"], HandOn):
         return "has had its forward replaced on the instance; accepted: projections that are each a plain torch.nn.Linear"
     if whole and type(part).get_extra_state is not nn.Module.get_extra_state:
         return "keeps extra state (get_extra_state) that would vanish from the state_dict; accepted: a layer without"
@@ -121,6 +131,6 @@ def hand_over(sparse: Guarded, dense: nn.Module) -> None:
     if sparse._is_full_backward_hook is not None:
         dense._is_full_backward_hook = sparse._is_full_backward_hook
     dense._non_persistent_buffers_set |= sparse._non_persistent_buffers_set - sparse._born
-    for table in (vars(sparse), sparse._parameters, sparse._buffers, sparse._modules):
-        for name in [each for each in table if each not in sparse._born and not each.startswith("_") and not hasattr(type(sparse), each)]:
-            setattr(dense, name, table[name])
+    for of, to in ((sparse.__dict__, dense.__dict__), *((getattr(sparse, kind), getattr(dense, kind)) for kind in _TABLES)):
+        to.update({name: each for name, each in of.items()
+                   if name not in sparse._born and not name.startswith("_") and not hasattr(type(sparse), name)})  # fmt: skip
