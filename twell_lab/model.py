@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -222,11 +223,11 @@ class LanguageModel(nn.Module):
         return model
 
 
-def firing_layers(model: nn.Module) -> list[FeedForward]:
+def firing_layers(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None) -> list[FeedForward]:
     """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
 
     Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
-    if there is neither.
+    if there is neither. only: as there.
     """
     from .anatomy import FeedForward, layout_of
     from .ffn import _describe, feed_forwards
@@ -237,9 +238,9 @@ def firing_layers(model: nn.Module) -> list[FeedForward]:
         if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
             gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
             layer = FeedForward(name, module, gate, up, down)
-        if layer is not None:
+        if layer is not None and (only is None or only(layer.name, layer.module)):
             found.append(layer)
-    return found or feed_forwards(model)  # which says what it found instead
+    return found or feed_forwards(model, only=only)  # which says what it found instead
 
 
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:

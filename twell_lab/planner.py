@@ -11,7 +11,7 @@ rows read from the cache for each entry; where the line lies is for the rates to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -48,6 +48,7 @@ def plan(
     measure: bool = True,
     batches: Iterable | None = None,
     rates: Rates | None = None,
+    only: Callable[[str, nn.Module], bool] | None = None,
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
 
@@ -56,14 +57,14 @@ def plan(
     layers will run, by default where the model is, or a GPU where there is one. measure: whether to time the best candidates.
     batches: inputs of the model, OTHER than the profiled ones, to time them on; a class with more tokens than they hold
     repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that each neuron fires as often
-    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand.
+    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand. only: as it was for the profile.
 
     Needs no gradient and leaves the model as it was. Raises InputError for a profile that does not fit the model.
     """
     if not isinstance(profile, FiringProfile):
         raise InputError(f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted")
     tokens = _classes(tokens)
-    found = _matching(profile, model)
+    found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = bench._device(device if device is not None or weight is None else weight.device)
     if found and measure and device.type != weight.device.type:
@@ -197,11 +198,11 @@ def _classes(tokens: Iterable[int]) -> list[int]:
     return sorted(classes)
 
 
-def _matching(profile: FiringProfile, model: nn.Module | None) -> dict[str, FeedForward]:
+def _matching(profile: FiringProfile, model: nn.Module | None, only: Callable | None) -> dict[str, FeedForward]:
     """The model's layers by name, each of the profile's shape."""
     if model is None:
         return {}
-    found = {each.name: each for each in feed_forwards(model)}
+    found = {each.name: each for each in feed_forwards(model, only=only)}
     check_fits(found.values(), profile.layers, "profile")
     return found
 
