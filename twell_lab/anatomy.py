@@ -35,6 +35,7 @@ LAYOUTS = (
 IN_BLOCK = LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
 ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
 
+Only = Callable[[str, nn.Module], bool]
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
 ROWS = 4
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -108,6 +109,13 @@ def layout_of(module: nn.Module) -> tuple | None:
 
 def title(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+def selected(only: Only | None, name: str, module: nn.Module) -> bool:
+    """Whether the filter takes the layer; InputError for one that cannot be called."""
+    if only is not None and not callable(only):
+        raise InputError(f"only is {only!r:.80}; a function of a layer's name and module is accepted, or None for all layers")
+    return only is None or bool(only(name, module))
 
 
 def raise_all(reasons: list[str], most: int = 4) -> None:
@@ -288,9 +296,10 @@ def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tens
             worst = max(range(len(SCALES)), key=off.__getitem__)
             eps = torch.finfo(expected.dtype).eps
             if not off[worst] <= (2 if expected.dtype.itemsize < 4 else 64) * eps:
+                hint = " (dropout inside it has to be of p=0)" if training else ""
                 product = "down(act(up(x)))" if layout[0] is None else "down(act(gate(x)) * up(x))"
                 raise InputError(f"{where} does not compute {product}: {mode} its output for inputs of scale {SCALES[worst]:g} is "
-                                 f"{_percent(off[worst])} off; accepted: layers that do, or an `only` that leaves it out")  # fmt: skip
+                                 f"{_percent(off[worst])} off{hint}; accepted: layers that do, or an `only` that leaves it out")  # fmt: skip
     return same
 
 

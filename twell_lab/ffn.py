@@ -5,14 +5,12 @@ Which modules are feed-forward layers, and whether they compute what a SparseFFN
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from . import anatomy, checks, dispatch, hooks, ops
-from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, HandOn, is_relu, layout_of
+from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, HandOn, Only, is_relu, layout_of, selected
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
 from .hooks import Guarded
@@ -22,7 +20,6 @@ from .permuted import HotFirst
 from .plans import Choice, LayerPlan, Plan, check_fits
 from .watching import Shared, Watch, may_watch
 
-Only = Callable[[str, nn.Module], bool]
 
 
 def _describe(name: str, module: nn.Module) -> FeedForward | None:
@@ -51,7 +48,7 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
         kinds = sorted({type(getattr(m, layout_of(m)[3])).__name__ for m in others})
         seen = f"its feed-forward layers use {', '.join(kinds)}" if kinds else "none of its modules has the known parts"
         raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {ACCEPTED} and a ReLU")
-    chosen = [f for f in found if only is None or only(f.name, f.module)]
+    chosen = [f for f in found if selected(only, f.name, f.module)]
     if not chosen:
         raise InputError(f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of which is "
                          f"{found[0].name!r}; accepted: one that is true for some")  # fmt: skip
@@ -400,10 +397,13 @@ def densify(model: nn.Module) -> nn.Module:
     """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
 
     What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work, public
-    attributes, parameters, buffers and modules. Inside OPT they go to the activation. Hooks on a state_dict do not.
+    attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go to the activation. Hooks on a state_dict do not.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), HandOn):
+            del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         (source,) = sparse._source
         if sparse._borrowed is None:
@@ -411,8 +411,6 @@ def densify(model: nn.Module) -> nn.Module:
             source.train(sparse.training)
             model = _replace(model, sparse, source)
         else:
-            for projection in (source.fc1, source.fc2):
-                vars(projection).pop("forward", None)
             (source.activation_fn,) = sparse._activation
             if isinstance(source.activation_fn, nn.Module):
                 hooks.hand_over(sparse, source.activation_fn)

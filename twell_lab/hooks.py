@@ -4,11 +4,9 @@ that is on a part would act: it is refused before a swap, and noticed after one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
-from .anatomy import HOOKS, IN_BLOCK, HandOn, is_linear, is_relu, layout_of, named_parts, raise_all, title
+from .anatomy import HOOKS, IN_BLOCK, HandOn, Only, is_linear, is_relu, layout_of, named_parts, raise_all, selected, title
 from .errors import InputError
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -107,12 +105,12 @@ def _hooked(kind: str, hook) -> str:
     return f"has a {kind} ({named}) that a sparse layer would never call; accepted: remove it, swap, and put it on the SparseFFN"
 
 
-def refuse_obstacles(model: nn.Module, only: Callable[[str, nn.Module], bool] | None) -> None:
+def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
     """InputError naming every layer with the parts of a ReLU feed-forward layer that has something of others on it."""
     reasons = []
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         layout = None if isinstance(module, Guarded) else named_parts(module)
-        if layout is None or not is_relu(getattr(module, layout[3])) or only is not None and not only(name, module):
+        if layout is None or not is_relu(getattr(module, layout[3])) or not selected(only, name, module):
             continue
         reason = obstacle(module)
         if layout != IN_BLOCK and name.rpartition(".")[2] == "_orig_mod":
@@ -131,6 +129,8 @@ def hand_over(sparse: Guarded, dense: nn.Module) -> None:
     if sparse._is_full_backward_hook is not None:
         dense._is_full_backward_hook = sparse._is_full_backward_hook
     dense._non_persistent_buffers_set |= sparse._non_persistent_buffers_set - sparse._born
+    for name in filter(None, sparse._names if sparse._borrowed is None else ()):
+        dense._modules[name] = sparse._modules[name]  # another one, should it have been replaced
     for of, to in ((sparse.__dict__, dense.__dict__), *((getattr(sparse, kind), getattr(dense, kind)) for kind in _TABLES)):
         to.update({name: each for name, each in of.items()
                    if name not in sparse._born and not name.startswith("_") and not hasattr(type(sparse), name)})  # fmt: skip

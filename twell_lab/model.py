@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from .errors import InputError, StackError
 
 if TYPE_CHECKING:
-    from .anatomy import FeedForward
+    from .anatomy import FeedForward, Only
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 
@@ -223,13 +222,13 @@ class LanguageModel(nn.Module):
         return model
 
 
-def firing_layers(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None) -> list[FeedForward]:
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
 
     Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
     if there is neither. only: as there.
     """
-    from .anatomy import FeedForward, layout_of
+    from .anatomy import FeedForward, layout_of, selected
     from .ffn import _describe, feed_forwards
 
     found = []
@@ -238,7 +237,7 @@ def firing_layers(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | 
         if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
             gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
             layer = FeedForward(name, module, gate, up, down)
-        if layer is not None and (only is None or only(layer.name, layer.module)):
+        if layer is not None and selected(only, layer.name, layer.module):
             found.append(layer)
     return found or feed_forwards(model, only=only)  # which says what it found instead
 

@@ -11,13 +11,14 @@ rows read from the cache for each entry; where the line lies is for the rates to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from . import bench, costs
+from .anatomy import Only
 from .costs import Firing, Rates, measure_rates
 from .errors import InputError
 from .ffn import FeedForward, SparseFFN, feed_forwards
@@ -48,7 +49,7 @@ def plan(
     measure: bool = True,
     batches: Iterable | None = None,
     rates: Rates | None = None,
-    only: Callable[[str, nn.Module], bool] | None = None,
+    only: Only | None = None,
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
 
@@ -198,7 +199,7 @@ def _classes(tokens: Iterable[int]) -> list[int]:
     return sorted(classes)
 
 
-def _matching(profile: FiringProfile, model: nn.Module | None, only: Callable | None) -> dict[str, FeedForward]:
+def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None) -> dict[str, FeedForward]:
     """The model's layers by name, each of the profile's shape."""
     if model is None:
         return {}

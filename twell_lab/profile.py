@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import anatomy, records
+from .anatomy import Only
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, WORDS, check_geometry
@@ -136,7 +137,7 @@ class FiringProfile:
 
 
 def profile(
-    model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS, *, only: Callable[[str, nn.Module], bool] | None = None
+    model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS, *, only: Only | None = None
 ) -> FiringProfile:
     """Run `model` over `batches` and count which feed-forward neurons fire.
 

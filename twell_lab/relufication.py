@@ -31,7 +31,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
@@ -49,7 +49,7 @@ _LIKE_RELU = ("silu", "swish", "gelu", "mish", "squaredrelu", "relusquared")
 _FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
-def relufy(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None) -> list[str]:
+def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
     """Replace the activation of each feed-forward layer with a ReLU, in place; returns the names of those changed.
 
     model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: see twell_lab.anatomy for the parts that are known) or of this
@@ -70,8 +70,8 @@ def relufy(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = 
               if not isinstance(module, SparseFFN) and (layout := layout_of(module))]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
         raise InputError(f"no feed-forward layer in {type(model).__name__}; {ACCEPTED} and an activation")
-    chosen = (lambda name, module: _of_text(model, name)) if only is None else only
-    layers = [(name, module, at) for name, module, at in layers if not is_relu(getattr(module, at)) and chosen(name, module)]
+    layers = [(name, module, at) for name, module, at in layers if not is_relu(getattr(module, at)) 
+              and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))]
     for name, module, at in layers:
         kind = _name(getattr(module, at))
         if not any(part in kind.lower() for part in _LIKE_RELU):

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import sys
-import types
 
 import pytest
 import torch
@@ -137,8 +135,8 @@ def split_over_processes(module):
 
 def lora(base):
     """A layer as peft.tuners.lora makes them."""
-    home = sys.modules.get("peft_of_the_tests") or types.ModuleType("peft.tuners.lora.layer")
-    LoraLayer = type("LoraLayer", (), {"__module__": home.__name__})
+    home = "peft.tuners.lora.layer"
+    LoraLayer = type("LoraLayer", (), {"__module__": home})
 
     def __init__(self, base_layer):
         nn.Module.__init__(self)
@@ -148,7 +146,7 @@ def lora(base):
     def forward(self, x):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
-    return type("Linear", (nn.Module, LoraLayer), {"__module__": home.__name__, "__init__": __init__, "forward": forward})(base)
+    return type("Linear", (nn.Module, LoraLayer), {"__module__": home, "__init__": __init__, "forward": forward})(base)
 
 
 @pytest.mark.parametrize("seat", PARTS[:3])
@@ -234,6 +232,27 @@ def test_a_decoder_layer_notices_too(block):
         block(x)
     block.activation_fn = sparse
     assert torch.equal(block(x)[0], expected[0])
+
+
+def test_densify_leaves_what_was_put_there_where_it_is(model, block):
+    tokens, x = torch.randint(50, (2, 9)), torch.randn(1, 3, 16)
+    dense = copy.deepcopy(model)
+    for net in (dense, sparsify(model)):
+        torch.manual_seed(1)
+        net.layers[0].mlp.down_proj = lora(net.layers[0].mlp.down_proj)
+        net.layers[1].mlp.act_fn = nn.GELU()
+    assert torch.equal(densify(model)(tokens), dense(tokens))
+    dense = copy.deepcopy(block)
+    for net in (dense, sparsify(block)):
+        torch.manual_seed(1)
+        net.fc2, net.activation_fn = lora(net.fc2), nn.GELU()
+    assert torch.equal(densify(block)(x)[0], dense(x)[0])
+
+
+def test_a_filter_that_is_none_is_named(model):
+    for function in (sparsify, feed_forwards):
+        with pytest.raises(InputError, match="only is 'layers.0'"):
+            function(model, only="layers.0")
 
 
 # ---- what belongs on the sparse layer ----
