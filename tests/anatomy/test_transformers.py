@@ -80,3 +80,62 @@ def test_every_class_is_exact_or_refused():
         assert by_class.get(name) != "exact", name
     for name in ("LlamaMLP", "Qwen2MLP", "GemmaMLP", "OPTDecoderLayer", "BartEncoderLayer", "CLIPMLP"):
         assert by_class[name] == "exact", name
+
+
+def small(family, **changes):
+    import transformers
+
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+                 max_position_embeddings=32, hidden_act="relu", bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(sizes | changes))
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))).logits
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3", "Olmo2", "Granite", "Qwen2Moe"])
+def test_a_whole_model_is_exact_or_refused(family):
+    act = {"Gemma": "hidden_activation", "Gemma2": "hidden_activation"}.get(family, "hidden_act")
+    experts = dict(num_experts=4, shared_expert_intermediate_size=12, moe_intermediate_size=12) if family.endswith("Moe") else {}
+    model = small(family, **{act: "relu"}, **experts)
+    expected = logits(model)
+    try:
+        sparsify(model)
+    except InputError as error:
+        assert family == "Phi3" and "no ReLU feed-forward layer" in str(error)  # its gate and up are one projection
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert (family == "Phi3") != any(isinstance(each, SparseFFN) for each in model.modules())
+
+
+def test_multipliers_of_one_are_none_and_others_are_refused():
+    sizes = dict(mamba_n_heads=2, mamba_d_head=16, mamba_d_ssm=32, mamba_d_state=8, mamba_expand=2)
+    assert any(isinstance(each, SparseFFN) for each in sparsify(small("FalconH1", mlp_multipliers=[1.0, 1.0], **sizes)).modules())
+    for multipliers in ([0.7, 1.0], [1.0, 0.9]):
+        with pytest.raises(InputError, match="FalconH1MLP. does not compute"):
+            sparsify(small("FalconH1", mlp_multipliers=multipliers, **sizes))
+
+
+def test_the_layers_with_a_top_k_alone_are_named():
+    model = torch.nn.ModuleList(of_transformers.build("transformers.models.gemma3n.modeling_gemma3n", "Gemma3nTextMLP") for _ in range(3))
+    assert model[1].activation_sparsity > 0
+    model[0].activation_sparsity = model[2].activation_sparsity = 0.0
+    with pytest.raises(InputError, match=r"1 \(Gemma3nTextMLP\) does not compute") as caught:
+        sparsify(model)
+    assert "0 (" not in str(caught.value) and "2 (" not in str(caught.value)
+    sparsify(model, only=lambda name, module: getattr(module, "activation_sparsity", 0) == 0)
+    assert [isinstance(each, SparseFFN) for each in model] == [True, False, True]
+
+
+@pytest.mark.parametrize("place", ["bart.modeling_bart.BartEncoderLayer", "bart.modeling_bart.BartDecoderLayer", "detr.modeling_detr.DetrMLP"])
+def test_dropout_between_the_parts_is_refused_unless_it_drops_nothing(place):
+    module, _, name = place.rpartition(".")
+    layer = of_transformers.build(f"transformers.models.{module}", name)
+    layer.activation_dropout = 0.1
+    with pytest.raises(InputError, match="in training mode .*p=0"):
+        sparsify(layer)
+    layer.activation_dropout = 0.0
+    sparsify(layer)
