@@ -263,7 +263,8 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
                 for key, t in each._buffers.items():
                     if t is not None:
                         each._buffers[key] = drawn[id(t)].clone() if id(t) in drawn else copies[id(t)]
-                vars(each).update({kind: OrderedDict() for kind in HOOKS})
+                # Nobody's hooks are called, and nothing that Module.compile() made: compiling it takes longer than asking.
+                vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
             module.train(training)
             yield
         finally:
