@@ -284,7 +284,7 @@ def _compare(
     (found,) = feed_forwards(dense)[:1]
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
-    sparse = SparseFFN.from_module(found.module)
+    sparse = SparseFFN(found.module, _check=False)  # what the two compute is checked on these inputs now, in float64
     worst = max(check(dense, sparse, each) for each in inputs)
     pattern = found.pattern
     fired = [reference.fires(linear(each, pattern.weight, pattern.bias)).sum(1).double().mean() for each in inputs]

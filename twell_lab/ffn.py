@@ -1,110 +1,61 @@
 """SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one.
 
-Recognised modules (found by the names of their parts; more families are added to `_LAYOUTS`):
-  gate_proj, up_proj, down_proj, act_fn   gated: transformers Llama with hidden_act="relu", this course's model
-  up_proj, down_proj, act_fn              plain: this course's model
-  fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
+Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.anatomy's.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import checks, copies, dispatch, ops
+from . import anatomy, checks, copies, dispatch, hooks, ops
+from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, HandOn, Only, is_relu, layout_of, selected
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
+from .hooks import Guarded
 from .inference import STATS
 from .learning import Learner
 from .permuted import HotFirst
 from .plans import Choice, LayerPlan, Plan, check_fits
 from .watching import Shared, Watch, may_watch
 
-# (gate, up, down, activation): attribute names; the first layout whose names are all there is taken.
-_LAYOUTS = (
-    ("gate_proj", "up_proj", "down_proj", "act_fn"),
-    (None, "up_proj", "down_proj", "act_fn"),
-    (None, "fc1", "fc2", "activation_fn"),
-)
-_IN_BLOCK = _LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
-_ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """One feed-forward layer found in a model. gate is None for plain layers."""
-
-    name: str
-    module: nn.Module
-    gate: nn.Linear | None
-    up: nn.Linear
-    down: nn.Linear
-
-    @property
-    def pattern(self) -> nn.Linear:
-        """The projection whose positive outputs are the neurons that fire."""
-        return self.up if self.gate is None else self.gate
-
-
-def _is_relu(activation) -> bool:
-    return isinstance(activation, nn.ReLU) or activation in (torch.relu, nn.functional.relu)
-
-
-def _is_linear(module) -> bool:
-    """Whether the module computes x W^T + b, so that its weight and bias say all about it.
-
-    A subclass of nn.Linear with a forward of its own (an adapter, a quantised layer) need not.
-    """
-    if not isinstance(module, nn.Linear):
-        return False
-    return getattr(module.forward, "__func__", module.forward) in (nn.Linear.forward, _hand_on)
-
-
-def _hand_on(x: Tensor) -> Tensor:
-    """The forward of a projection whose work is done elsewhere: it only keeps its parameters and their names."""
-    return x
-
-
-def _layout(module: nn.Module) -> tuple | None:
-    """The first layout whose names are all there, whatever the activation; None if a projection is no plain Linear."""
-    for layout in _LAYOUTS:
-        if all(getattr(module, name, None) is not None for name in layout if name):
-            fits = all(_is_linear(getattr(module, name)) for name in layout[:3] if name)
-            return layout if fits else None
-    return None
 
 
 def _describe(name: str, module: nn.Module) -> FeedForward | None:
     if isinstance(module, SparseFFN):
         place = name if module._borrowed is None else name.rpartition(".")[0]  # OPT's is named by its layer
         return FeedForward(place, module, module.gate, module.up, module.down)
-    layout = _layout(module)
-    if layout is None or not _is_relu(getattr(module, layout[3])):
+    layout = layout_of(module)
+    if layout is None or not is_relu(getattr(module, layout[3])):
         return None
     gate, up, down, _ = layout
     return FeedForward(name, module, getattr(module, gate) if gate else None, getattr(module, up), getattr(module, down))
 
 
-def feed_forwards(model: nn.Module) -> list[FeedForward]:
+def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
 
+    Found by the names of their parts (twell_lab.anatomy), which do not say what is computed between them: `sparsify` and
+    `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name, module) is true.
     Raises InputError if there is none, naming the activations that were found instead.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [f for name, module in model.named_modules() if (f := _describe(name, module))]
     if not found:
-        others = {m for m in model.modules() if (lay := _layout(m)) and not _is_relu(getattr(m, lay[3]))}
-        kinds = sorted({type(getattr(m, _layout(m)[3])).__name__ for m in others})
+        others = {m for m in model.modules() if (lay := layout_of(m)) and not is_relu(getattr(m, lay[3]))}
+        kinds = sorted({type(getattr(m, layout_of(m)[3])).__name__ for m in others})
         seen = f"its feed-forward layers use {', '.join(kinds)}" if kinds else "none of its modules has the known parts"
-        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {_ACCEPTED} and a ReLU")
-    return found
+        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {ACCEPTED} and a ReLU")
+    chosen = [f for f in found if selected(only, f.name, f.module)]
+    if not chosen:
+        raise InputError(f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of which is "
+                         f"{found[0].name!r}; accepted: one that is true for some")  # fmt: skip
+    return chosen
 
 
-class SparseFFN(Learner, HotFirst):
+class SparseFFN(Guarded, Learner, HotFirst):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the
@@ -113,6 +64,11 @@ class SparseFFN(Learner, HotFirst):
     lie. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers
     outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost).
     Where a gradient is needed (twell_lab.training), `learn` says whether all neurons are computed or those that fire.
+
+    The source is run on a few rows beside the formula before it is taken (anatomy.check), and refused with an InputError where
+    it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or replaced forwards
+    on it or on a part of it. What is put on a projection later, or in its place, is an InputError of the next forward. Hooks
+    belong on the SparseFFN itself, and go with `densify` to the dense layer.
     """
 
     def __init__(
@@ -123,19 +79,25 @@ class SparseFFN(Learner, HotFirst):
         tile: int = TILE,
         words: int = WORDS,
         _registered: bool = True,
+        _check: bool = True,
     ):
         super().__init__()
         check_geometry(tile, words)
-        layout = _layout(source)
+        if (reason := hooks.obstacle(source)) is not None:
+            raise InputError(f"{type(source).__name__}: {reason}")
+        layout = layout_of(source)
         if layout is None:
-            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {_ACCEPTED} and a ReLU")
+            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {ACCEPTED} and a ReLU")
         *names, activation = layout
-        if not _is_relu(getattr(source, activation)):
+        if not is_relu(getattr(source, activation)):
             raise InputError(
                 f"{type(source).__name__} uses {type(getattr(source, activation)).__name__}; a ReLU is accepted"
             )
+        if _check:
+            anatomy.check("", source)
         self.tile, self.words = tile, words
         self._names = names
+        self._seat = activation
         # In plain lists: neither the source nor, inside OPT, its projections are this module's children.
         self._source = [source]
         self._borrowed = None if _registered else [getattr(source, name) if name else None for name in names]
@@ -146,6 +108,7 @@ class SparseFFN(Learner, HotFirst):
         copies.check_finite(self._named(*self._weights_and_biases()))
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.follow(plan)
+        self._born = frozenset((*vars(self), *self._parameters, *self._buffers, *self._modules))
 
     @classmethod
     def from_module(
@@ -223,6 +186,7 @@ class SparseFFN(Learner, HotFirst):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
+        self._unhooked()
         if self._watch is not None:
             self._see(x)
         weights, biases = self._weights_and_biases()
@@ -376,7 +340,7 @@ def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None])
 
 
 def sparsify(
-    model: nn.Module, plan: Plan | str | None = None, *, tile: int = TILE, words: int = WORDS
+    model: nn.Module, plan: Plan | str | None = None, *, tile: int = TILE, words: int = WORDS, only: Only | None = None
 ) -> nn.Module:
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
@@ -386,15 +350,21 @@ def sparsify(
     counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
     decides by itself, timing the best candidates on the next input; that forward takes a second or so a layer. Not inside
     torch.compile or a CUDA graph: run a few batches before either. Layers that are sparse already follow the new plan.
+    only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
 
-    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError if the
-    model has no ReLU feed-forward layer, or for a plan of another model.
+    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing changed, if
+    the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be swapped: each layer is run
+    on a few rows beside the formula first (anatomy.check), and looked over for hooks and adapters; the message names those that
+    differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers.
     """
     if plan is not None and plan != "auto" and not isinstance(plan, Plan):
         raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")
-    layers = feed_forwards(model)
+    check_geometry(tile, words)
+    hooks.refuse_obstacles(model, only)
+    layers = feed_forwards(model, only=only)
     if isinstance(plan, Plan):
         check_fits(layers, plan.layers, "plan")
+    anatomy.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
     shared = Shared()
     for found in layers:
         source = found.module
@@ -403,35 +373,42 @@ def sparsify(
             sparse = source
             if plan is not None:
                 sparse.follow(followed)
-        elif _layout(source) != _IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words)
+        elif layout_of(source) != IN_BLOCK:
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False)
             model = _replace(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False)
-            source.fc1.forward = source.fc2.forward = _hand_on
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False, _check=False)
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
+            source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
         if plan is not None:
             sparse._watch = Watch(shared, found.name) if plan == "auto" else None
     return model
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is."""
+    """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
+
+    What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work, public
+    attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go to the activation. Hooks on a state_dict do not.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), HandOn):
+            del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         (source,) = sparse._source
         if sparse._borrowed is None:
+            hooks.hand_over(sparse, source)
             source.train(sparse.training)
             model = _replace(model, sparse, source)
         else:
-            for projection in (source.fc1, source.fc2):
-                vars(projection).pop("forward", None)
             (source.activation_fn,) = sparse._activation
             if isinstance(source.activation_fn, nn.Module):
+                hooks.hand_over(sparse, source.activation_fn)
                 source.activation_fn.train(sparse.training)
     return model
 

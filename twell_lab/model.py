@@ -24,7 +24,7 @@ from .errors import InputError, StackError, TwellError
 from .files import read, read_json, write_atomically
 
 if TYPE_CHECKING:
-    from .ffn import FeedForward
+    from .anatomy import FeedForward, Only
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
@@ -256,23 +256,24 @@ class LanguageModel(nn.Module):
         return model
 
 
-def firing_layers(model: nn.Module) -> list[FeedForward]:
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
 
     Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
-    if there is neither.
+    if there is neither. only: as there.
     """
-    from .ffn import FeedForward, _describe, _layout, feed_forwards
+    from .anatomy import FeedForward, layout_of, selected
+    from .ffn import _describe, feed_forwards
 
     found = []
     for name, module in model.named_modules():
-        layer, layout = _describe(name, module), _layout(module)
+        layer, layout = _describe(name, module), layout_of(module)
         if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
             gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
             layer = FeedForward(name, module, gate, up, down)
-        if layer is not None:
+        if layer is not None and selected(only, layer.name, layer.module):
             found.append(layer)
-    return found or feed_forwards(model)  # which says what it found instead
+    return found or feed_forwards(model, only=only)  # which says what it found instead
 
 
 def fingerprint(weights: dict[str, Tensor], config: object) -> str:

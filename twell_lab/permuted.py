@@ -15,6 +15,7 @@ from .errors import InputError
 # gate, up and down are the first three weights; down is held twice, also transposed, and the two biases of the neurons last.
 NAMES = ("gate", "up", "down", "down_t", "gate_bias", "up_bias")
 _HELD = tuple(f"hot_first_{name}" for name in NAMES)
+BUFFERS = ("order", *_HELD)
 _HOW = (ROWS, ROWS, COLUMNS, ROWS_OF_TRANSPOSE, ROWS, ROWS)
 
 
@@ -42,7 +43,7 @@ class HotFirst(nn.Module):
         self._renew_order(sources, anew=True)
 
     def _drop_order(self) -> None:
-        for name in ("order", *_HELD):
+        for name in BUFFERS:
             self._hold(name, None)
 
     def _hot_first(self, sources: list[Tensor | None]) -> dict[str, Tensor | None]:
@@ -71,7 +72,7 @@ class HotFirst(nn.Module):
             with torch.inference_mode(False):
                 order = torch.tensor(self._neurons, device=up.device)
             held = [copies.place(how, source) for how, source in zip(_HOW, _doubled(sources))]
-            for name, t in zip(("order", *_HELD), (order, *held)):
+            for name, t in zip(BUFFERS, (order, *held)):
                 self._hold(name, t)
         for copy in held:
             copies.forget(copy)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import records
+from . import anatomy, records
+from .anatomy import Only
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .files import WHOLE, read_json, write_atomically
@@ -127,7 +128,9 @@ class FiringProfile:
         return cls([_layer_from(fields, f"{where}, layer {number}") for number, fields in enumerate(layers)])
 
 
-def profile(model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS) -> FiringProfile:
+def profile(
+    model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS, *, only: Only | None = None
+) -> FiringProfile:
     """Run `model` over `batches` and count which feed-forward neurons fire.
 
     model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
@@ -138,11 +141,14 @@ def profile(model: nn.Module, batches: Iterable, tile: int = TILE, words: int = 
         Tensors are moved to the device of the model's first parameter. Where a mapping holds an
         `attention_mask` [batch, tokens], positions where it is 0 are left out of every count.
     tile, words: the TwELL geometry for which tiles are counted.
+    only: profile the layers for which only(name, module) is true.
 
-    Raises InputError for a model without feed-forward layers, no batches, and batches without a token.
+    Raises InputError for a model without feed-forward layers, for dense ones that compute something else than their parts say
+    (anatomy.check: then the gate alone does not say who fires), no batches, and batches without a token.
     """
     check_geometry(tile, words)
-    found = firing_layers(model)
+    found = firing_layers(model, only=only)
+    anatomy.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [_Counter(layer, tile, words) for layer in found]
     ran = False
     with _evaluating(model), ExitStack() as hooks:

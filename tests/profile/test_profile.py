@@ -360,3 +360,20 @@ def test_a_layer_that_saw_no_token_says_none_rather_than_zero():
     assert found.table()[1]["density"] is None and math.isnan(found.layers[1].density)
     with pytest.raises(InputError, match="idle"):
         activations(Two(), torch.randn(3, 4), "idle")
+
+
+class Topped(GatedFeedForward):
+    """Whose gate does not say who fires: of each row, the largest few alone."""
+
+    def forward(self, x):
+        gate = self.act_fn(self.gate_proj(x))
+        return self.down_proj(gate * (gate >= gate.topk(3).values[..., -1:]) * self.up_proj(x))
+
+
+def test_layers_whose_gate_does_not_say_who_fires_are_refused_or_left_out():
+    model = nn.Sequential(GatedFeedForward(16, 64), Topped(16, 64))
+    x = torch.randn(5, 16)
+    with pytest.raises(InputError, match=r"1 \(Topped\) does not compute"):
+        profile(model, x)
+    (layer,) = profile(model, x, only=lambda name, module: not isinstance(module, Topped)).layers
+    assert layer.name == "0" and layer.tokens == 5
