@@ -16,10 +16,9 @@ from .formats import TILE, WORDS, check_geometry
 from .hooks import Guarded
 from .inference import STATS
 from .learning import Learner
-from .permuted import HotFirst
+from .permuted import BUFFERS, HotFirst
 from .plans import Choice, LayerPlan, Plan, check_fits
 from .watching import Shared, Watch, may_watch
-
 
 
 def _describe(name: str, module: nn.Module) -> FeedForward | None:
@@ -108,7 +107,7 @@ class SparseFFN(Guarded, Learner, HotFirst):
         copies.check_finite(self._named(*self._weights_and_biases()))
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.follow(plan)
-        self._born = frozenset((*vars(self), *self._parameters, *self._buffers, *self._modules))
+        self._born = frozenset((*vars(self), *self._parameters, *self._modules, "down_t", "stats", *BUFFERS))
 
     @classmethod
     def from_module(

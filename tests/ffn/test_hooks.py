@@ -12,6 +12,7 @@ from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, densify, feed_forwards, sparsify
 from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig
 from twell_lab.penalty import layer_terms
+from twell_lab.plans import Choice
 from twell_lab.profile import profile
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=40, context=12)
@@ -338,3 +339,12 @@ def test_a_copy_and_a_compiled_layer_notice_as_well(model):
     with pytest.raises((InputError, torch._dynamo.exc.TorchDynamoException), match="SparseFFN|hook"):
         torch.compile(mlp, backend="eager", fullgraph=True)(torch.randn(3, 16))
     torch._dynamo.reset()
+
+
+def test_densify_leaves_the_copies_that_a_later_plan_made():
+    dense = GatedFeedForward(16, 300)
+    (sparse,) = model = sparsify(nn.ModuleList([dense]))
+    for plan in (Choice("hot_cold", 256), Choice("twell"), Choice("hot_cold", 256)):
+        sparse.follow(plan)
+    densify(model)
+    assert model[0] is dense and not list(dense.buffers()) and not dense._non_persistent_buffers_set
