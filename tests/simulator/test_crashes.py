@@ -57,6 +57,9 @@ KERNEL(endless) {
 KERNEL(endless_sets) {
     for (;;) memset(out, n, 4000);  // endless_sets
 }
+KERNEL(endless_sum) {
+    while (n < in[1]) out[threadIdx.x] += in[0];  // endless_sum
+}
 KERNEL(endless_second_block) {
     if (blockIdx.x == 1)
         for (;;) {}  // endless_second_block
@@ -120,6 +123,14 @@ def test_an_endless_loop_ends_at_its_limit(kernel, watch, program):
     assert type(fault) is faults.TooLong and fault.block == (kernel == "endless_second_block")
     assert fault.line.function == kernel and (watch is None or fault.line.number == line_of(kernel))
     check_it_still_works(program, watch)
+
+
+def test_a_loop_that_is_counted_ends_before_the_memory_does(program):
+    before = resident_bytes()
+    fault = caught(program, "endless_sum", watch="counts", seconds=600, cores=1)
+    assert type(fault) is faults.TooLong and fault.line.number == line_of("endless_sum")
+    assert resident_bytes() < before + (64 << 20)
+    check_it_still_works(program, "counts")
 
 
 def resident_bytes() -> int:

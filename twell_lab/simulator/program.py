@@ -92,7 +92,9 @@ class Program:
         for processes that were started with AddressSanitizer's runtime, which ends them at an access out of bounds.
         trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
         beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
-        an `extern __shared__` array. seconds: limit; a kernel that is still running then ends with faults.TooLong. cores: how many blocks run at a time; all cores by default.
+        an `extern __shared__` array. seconds: limit; a kernel that is still running then ends with faults.TooLong, as does a thread
+        that is counted or traced for 16 million steps without meeting others. cores: how many blocks run at a time; all cores
+        by default.
         """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if block[0] * block[1] * block[2] > _MOST_THREADS:

@@ -24,6 +24,8 @@ static SimPath where(Thread& t) {
 static void end_with(Worker& w, const SimFault& fault) {
     w.fault = w.unwritten.kind ? w.unwritten : fault;
     w.fault_found = true;
+    for (Thread& t : w.threads)  // what a loop without end has logged
+        if (t.log.capacity() > 1 << 16) std::vector<Event>().swap(t.log);
 }
 
 // Ends the block with a fault; the threads of the block are not continued.

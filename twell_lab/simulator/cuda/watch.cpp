@@ -142,7 +142,11 @@ static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t addre
 
 // ---- accesses ----
 
+// A thread that has come so far without meeting others never will, and each of its steps takes memory.
+constexpr size_t MOST_EVENTS = 1 << 24;
+
 static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int space, uint64_t pc) {
+    if (me.log.size() >= MOST_EVENTS) stop(me, fault_of(me, TOO_LONG, pc));
     if (me.unread_write >= 0) resolve_write(me);
     Event e{address, me.worker->sites.child(me.site, pc), (uint8_t)kind, (uint8_t)space, (uint16_t)size, {}};
     if (me.worker->tracing()) {
