@@ -242,8 +242,12 @@ class LanguageModel(nn.Module):
             if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):
                 raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
             config = ModelConfig(**said)
-            what = f"the weights in {str(folder)!r}"
-            check_shapes(what, weights, _shapes(config, what, weights))
+            held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+            with torch.device("meta"):  # nothing is built yet, and of layers that are not there only the first, which is missing then
+                wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
+            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
+            if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
+                raise InputError(f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: floating-point weights")
             if noted not in (None, found):
                 raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's SHA-256 is "
                                  f"{found}, and {noted} is noted in it; accepted: both files of one model")
@@ -283,20 +287,6 @@ def fingerprint(weights: dict[str, Tensor], config: object) -> str:
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
         digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _shapes(config: ModelConfig, what: str, found: dict[str, Tensor]) -> dict[str, tuple]:
-    """Name and shape of every tensor of such a model, without building it; of more layers than were found, as a config may
-    name any number, only the first that is missing. InputError for one found that holds no floating-point numbers."""
-    layers = min(config.layers, 1 + len({name.split(".")[1] for name in found if name.startswith("layers.")}))
-    for name, tensor in found.items():
-        if not tensor.dtype.is_floating_point:
-            raise InputError(f"{name} is {tensor.dtype} in {what}; accepted: floating-point weights")
-    with torch.device("meta"):
-        one = LanguageModel(replace(config, layers=1)).state_dict()
-    shapes = {name: tuple(value.shape) for name, value in one.items() if not name.startswith("layers.0.")}
-    within = {name.removeprefix("layers.0."): tuple(value.shape) for name, value in one.items() if name.startswith("layers.0.")}
-    return shapes | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in within.items()}
 
 
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:

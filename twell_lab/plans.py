@@ -128,7 +128,7 @@ class LayerPlan:
 
     def order(self, hot: int) -> Tensor:
         """The neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
-        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64), hot)
+        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64, device="cpu"), hot)
 
     def table(self) -> list[dict]:
         """One row a candidate: tokens, path, hot, predicted_us, measured_us, chosen, why."""

@@ -207,11 +207,11 @@ class _Counter:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
         self.mask: Tensor | None = None  # of the batch that is running: bool [batch, tokens]
-        self.counts = {"tokens": torch.zeros((), dtype=torch.int64),
-                       "overflowing": torch.zeros((), dtype=torch.int64),
-                       "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64),
-                       "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64),
-                       "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64)}
+        self.counts = {"tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
+                       "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
+                       "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64, device="cpu"),
+                       "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64, device="cpu"),
+                       "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu")}
 
     def add(self, x: Tensor, gate: Tensor) -> None:
         firing = fires(gate.reshape(-1, self.d_ff))
@@ -334,7 +334,7 @@ def _layer_from(fields: dict, where: str) -> LayerProfile:
             raise RecordError(f"{where}: {name!r} is not a list of {length} whole numbers from 0 to 2**63 - 1")
         counts[name] = values
     _check_counts(**numbers, **counts, where=where)
-    counts = {name: torch.tensor(values, dtype=torch.int64) for name, values in counts.items()}
+    counts = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in counts.items()}
     return LayerProfile(name=fields["name"], gated=fields["gated"], **numbers, **counts)
 
 
