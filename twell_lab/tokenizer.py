@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import InputError, StackError, TextError, TwellError
-from .files import read, write_atomically
+from .errors import InputError, StackError, TextError
+from .files import read
 
 if TYPE_CHECKING:
     from .text import Text
@@ -249,9 +249,11 @@ def _alphabet() -> dict[int, str]:
 
 def _write(path: str | os.PathLike, content: str) -> Path:
     path = Path(path)
+    part = path.with_name(path.name + ".part")
     try:
-        write_atomically(path, content, make_folder=False)
-    except TwellError as error:
+        part.write_text(content, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
         raise InputError(f"cannot save the tokenizer as {str(path)!r}: {error}") from None
     return path
 

@@ -105,7 +105,8 @@ def test_only_files_are_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "circle").symlink_to("circle")
-    for name, why in (("pipe", "pipe"), ("folder", "folder"), ("circle", "circle"), ("x" * 300, "too long"), ("a\0b", "null"), ("\ud800", "surrogates")):
+    for name, why in (("pipe", "pipe"), ("folder", "folder"), ("circle", "circle"), ("x" * 300, "too long"), ("a\0b", "null"),
+                      ("\ud800", "surrogates")):
         before = left(tmp_path)
         with pytest.raises(RecordError, match=f"cannot write .*{why}"):
             files.write_atomically(tmp_path / name, "text")

@@ -362,7 +362,8 @@ def test_a_page_that_fails_leaves_the_record(taken, trained, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("where, value", [
-    (("seconds",), {"train": 10**400}), (("profile", "layers"), []), (("packing", "layers"), []), (("tile",), {}), (("runs", "with L1", "mean_nnz"), "x"),
+    (("seconds",), {"train": 10**400}), (("profile", "layers"), []), (("packing", "layers"), []), (("tile",), {}),
+    (("runs", "with L1", "mean_nnz"), "x"),
     (("runs", "with L1", "config", "d_ff"), 0), (("packing", "layers", 0, "slots"), 0), (("text", "size"), None), (("profile", "tokens"), 10**400)])
 def test_a_tour_that_is_none_inside_is_refused(taken, tmp_path, capsys, where, value):
     notes = copy.deepcopy(taken[0].notes)
