@@ -88,8 +88,9 @@ class Program:
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
         watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a division
         by zero, no memory left for a thread's own arrays, an address that is no memory); an access out of bounds may damage
-        this process, as it may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were; "counts" also counts them (Run.counts); "address" is
-        for processes that were started with AddressSanitizer's runtime, which ends them at an access out of bounds.
+        this process, as it may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were;
+        "counts" also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
+        which ends them at an access out of bounds.
         trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
         beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
         an `extern __shared__` array. seconds: limit; a kernel that is still running then ends with faults.TooLong, as does a thread
