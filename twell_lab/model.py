@@ -220,8 +220,8 @@ class LanguageModel(nn.Module):
                 wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
             check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
             if noted not in (None, found):
-                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's SHA-256 is "
-                                 f"{found}, and {noted} is noted in it; accepted: both files of one model")
+                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's "
+                                 f"SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model")
             model = cls(config)
             model.load_state_dict(weights)
         except InputError:

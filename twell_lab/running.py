@@ -311,8 +311,8 @@ class Stop:
                 pass
             if seen and not self.agreed.wait(GRACE):
                 with suppress(OSError):
-                    os.write(2, f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did not agree to within "
-                                f"{GRACE:g} s: process {os.getpid()} ends without saving\n".encode())
+                    os.write(2, f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did not agree to "
+                                f"within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode())
                 os._exit(128 + seen[0])
             os.close(reader)
 
