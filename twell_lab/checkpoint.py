@@ -121,7 +121,8 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         folder.mkdir(parents=True, exist_ok=True)
         tidy(folder)
         part.mkdir()
-        for name, tensors, about in (("model", state.weights, {"sha256": fingerprint(state.weights, model_config)}), ("optimizer", extra, None)):
+        about = {"sha256": fingerprint(state.weights, model_config)}
+        for name, tensors, about in (("model", state.weights, about), ("optimizer", extra, None)):
             whole = {key: value.contiguous() for key, value in tensors.items()}
             safetensors.save_file(whole, part / f"{name}.safetensors", metadata=about)
         (part / "config.json").write_bytes(_json(model_config))
@@ -240,8 +241,8 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
     if saved.get("sha256") != mine.get("sha256"):
         raise InputError(f"the text's tokenizer is {mine}, and {saved} in the checkpoint; accepted: the same")
     if state.step >= config.steps and not _number((state.history or [{}])[-1].get("val_bits_per_byte")):
-        raise InputError(f"the checkpoint is of the last step, {state.step}, and its history does not end with val_bits_per_byte; accepted: "
-                         "a checkpoint as it was written")
+        raise InputError(f"the checkpoint is of the last step, {state.step}, and its history does not end with val_bits_per_byte; "
+                         "accepted: a checkpoint as it was written")
     for name, value in asdict(model).items():
         if (saved := state.model_config.get(name, value)) != value:
             raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")
@@ -361,7 +362,8 @@ _ACCEPTED = {
     "config": (lambda it: isinstance(it, dict), "fields of TrainConfig"),
     "model_config": (lambda it: isinstance(it, dict), "fields of ModelConfig"),
     "text": (_a_text, "name, sha256 and size of a text, and where it lies"),
-    "history": (lambda it: isinstance(it, list) and all(isinstance(row, dict) and _whole(row.get("step"), 1) for row in it), "rows with a step"),
+    "history": (lambda it: isinstance(it, list) and all(isinstance(row, dict) and _whole(row.get("step"), 1) for row in it),
+                "rows with a step"),
     "order": (lambda it: isinstance(it, str), "hexadecimal digits"),
     "noise": (lambda it: isinstance(it, str), "hexadecimal digits"),
     "paths": (_paths, "a path for each layer"),

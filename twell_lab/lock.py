@@ -105,7 +105,7 @@ def _read(handle: int) -> dict:
     content = os.read(handle, 4096)
     with suppress(ValueError, RecursionError):
         owner = json.loads(content)
-        if isinstance(owner, dict) and type(owner.get("pid")) is int and all(isinstance(owner.get(name), str) for name in ("host", "since")):
+        if isinstance(owner, dict) and [type(owner.get(name)) for name in ("pid", "host", "since")] == [int, str, str]:
             return owner
     return {}
 

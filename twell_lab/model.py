@@ -249,8 +249,8 @@ class LanguageModel(nn.Module):
             if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
                 raise InputError(f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: floating-point weights")
             if noted not in (None, found):
-                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's SHA-256 is "
-                                 f"{found}, and {noted} is noted in it; accepted: both files of one model")
+                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's "
+                                 f"SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model")
             model = cls(config)
             model.load_state_dict(weights)
         except InputError:

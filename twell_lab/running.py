@@ -319,8 +319,9 @@ class Stop:
             while (seen := os.read(reader, 1)) and seen[0] not in self.old:
                 pass
             if seen and not self.agreed.wait(GRACE):
-                os.write(2, f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did not agree to within "
-                            f"{GRACE:g} s: process {os.getpid()} ends without saving\n".encode())
+                with suppress(OSError):
+                    os.write(2, f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did not agree to "
+                                f"within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode())
                 os._exit(128 + seen[0])
             os.close(reader)
 

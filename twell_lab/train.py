@@ -76,7 +76,8 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
     there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no TrainConfig, a
     checkpoint that is truncated, altered or of another model or config, and for an `out` that holds a run or a model, that
     another process is training into, or that lies in the folder that is the text; checkpoint.Interrupted (a
-    KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more, and when the steps read the text more than four times over, and where a run that is resumed had ended already.
+    KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more, and when the steps read the text
+    more than four times over, and where a run that is resumed had ended already.
     """
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")

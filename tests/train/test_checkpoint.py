@@ -204,7 +204,8 @@ def test_one_of_several_processes_ends_where_the_others_do_not_answer(waits):
         "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)")
     script = ("import time\nfrom twell_lab import running\nrunning.GRACE = 0.5\n"
               f"with running.Stop(active=True, patient=True):\n    print('there', flush=True)\n    {wait}")
-    with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+    with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as waiting:
         assert waiting.stdout.readline() == "there\n"
         time.sleep(0.2)
         began = time.monotonic()

@@ -271,8 +271,8 @@ def test_a_second_training_into_a_folder_is_refused_by_the_owners_name(tiny, tmp
     def second(row):
         for more in ({}, {"resume": tmp_path} if checkpoint.checkpoints(tmp_path) else {}):
             before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-            with pytest.raises(InputError, match=f"in use by another training, process {os.getpid()} on {socket.gethostname()!r}, since .*; "
-                                                 "accepted: another folder, or this one once that has ended$"):
+            with pytest.raises(InputError, match=f"in use by another training, process {os.getpid()} on {socket.gethostname()!r}, since "
+                                                 ".*; accepted: another folder, or this one once that has ended$"):
                 train(tiny(), **{"out": tmp_path, **more}, progress=False)
             assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
         seen.append(row["step"])
@@ -303,12 +303,14 @@ def test_a_lock_that_nobody_holds_and_says_nothing_is_taken_over(tmp_path, conte
 
 
 def owner(**changes) -> dict:
-    return {"pid": os.getpid(), "started": locks._started(os.getpid()), "host": socket.gethostname(), "since": "2026-01-02 03:04:05", **changes}
+    mine = {"pid": os.getpid(), "started": locks._started(os.getpid()), "host": socket.gethostname()}
+    return {**mine, "since": "2026-01-02 03:04:05", **changes}
 
 
 def test_the_lock_of_another_machine_is_refused_and_says_what_to_do(tiny, tmp_path):
     write_json(tmp_path / locks.NAME, owner(pid=77, host="node-7"))
-    with pytest.raises(InputError, match=f"another training, process 77 on 'node-7', since 2026-.*; if it was killed, remove .*{re.escape(locks.NAME)}' and try again$"):
+    said = f"another training, process 77 on 'node-7', since 2026-.*; if it was killed, remove .*{re.escape(locks.NAME)}' and try again$"
+    with pytest.raises(InputError, match=said):
         train(tiny(), out=tmp_path, progress=False)
     (tmp_path / locks.NAME).unlink()
     Lock(tmp_path, "training").take()
