@@ -154,8 +154,8 @@ def check(name: str, module: nn.Module) -> None:
     It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without gradients, in
     its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No hook sees it. It is asked
     with its own weights, unless those are on meta, and with drawn ones: its own may be zero, not finite, or fire too few
-    neurons to show a difference. Outputs may differ as rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that
-    does not give the very bits of the formula is asked in float32 once more.
+    neurons to show a difference. Outputs may differ as rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in
+    others; a layer in 16 bits that does not give the very bits of the formula is asked in float32 once more.
     """
     layout = layout_of(module)
     where = title(name, module)
@@ -184,7 +184,8 @@ def _check_widths(where: str, module: nn.Module, layout: tuple) -> None:
         gate, up, down = (tuple(getattr(module, seat).weight.shape) if seat else None for seat in layout[:3])
     if down != up[::-1] or gate not in (None, up):
         sizes = [f"{seat} {list(shape)}" for seat, shape in zip(layout, (gate, up, down)) if seat]
-        raise InputError(f"{where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], down [d_model, d_ff]")
+        raise InputError(f"{where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
+                         "down [d_model, d_ff]")  # fmt: skip
 
 
 def _up(module: nn.Module, layout: tuple) -> nn.Linear:
@@ -227,7 +228,8 @@ def _drawn(module: nn.Module, dtype: torch.dtype | None, own: bool = False) -> d
             made[id(t)] = t.to(dtype) if t.is_floating_point() else t.clone()
         elif id(t) in parameters or t.is_meta or hasattr(t, "fake_mode"):
             device = "cpu" if t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available() else t.device
-            values = (numbers * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)).to(device, dtype if dtype and t.is_floating_point() else t.dtype)
+            values = numbers * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
+            values = values.to(device, dtype if dtype and t.is_floating_point() else t.dtype)
             numbers = numbers.roll(-len(made) - 1)  # other ones for the next
             made[id(t)] = values.repeat(-(-t.numel() // max(1, len(values))))[: t.numel()].reshape(t.shape)
     return made
@@ -296,7 +298,7 @@ def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tens
                 hint = " (dropout inside it has to be of p=0)" if training else ""
                 product = "down(act(up(x)))" if layout[0] is None else "down(act(gate(x)) * up(x))"
                 raise InputError(f"{where} does not compute {product}: {mode} its output for inputs of scale {SCALES[worst]:g} is "
-                                 f"{_percent(off[worst])} off{hint}; accepted: layers that do, or an `only` that leaves it out")  # fmt: skip
+                                 f"{_percent(off[worst])} off{hint}; accepted: layers that do, or an `only` that leaves it out")
     return same
 
 
@@ -383,7 +385,8 @@ def _ask_block(module: nn.Module, layout: tuple, training: bool, drawn) -> Itera
 
     whole = run(listen)
     if len(heard[up]) != 1 or len(heard[down]) != 1:
-        raise InputError(f"{type(module).__name__} calls {up} {len(heard[up])} times and {down} {len(heard[down])} times; accepted: once each")
+        calls = f"{up} {len(heard[up])} times and {down} {len(heard[down])} times"
+        raise InputError(f"{type(module).__name__} calls {calls} in a forward; accepted: once each")
     with _untouched(module, training, drawn):
         expected = _formula(module, layout, heard[up][0])[1]
     yield heard[down][0], expected
