@@ -354,7 +354,8 @@ def sparsify(
     Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing changed, if
     the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be swapped: each layer is run
     on a few rows beside the formula first (anatomy.check), and looked over for hooks and adapters; the message names those that
-    differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers.
+    differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers. Each layer is
+    asked once: what is changed on a decoder layer later, such as the p of a dropout between its parts, is not noticed.
     """
     if plan is not None and plan != "auto" and not isinstance(plan, Plan):
         raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")
@@ -391,7 +392,8 @@ def densify(model: nn.Module) -> nn.Module:
     """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
 
     What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work, public
-    attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go to the activation. Hooks on a state_dict do not.
+    attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go to the
+    activation. Hooks on a state_dict do not.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")

@@ -59,7 +59,8 @@ def plan(
     layers will run, by default where the model is, or a GPU where there is one. measure: whether to time the best candidates.
     batches: inputs of the model, OTHER than the profiled ones, to time them on; a class with more tokens than they hold
     repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that each neuron fires as often
-    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand. only: as it was for the profile.
+    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand. only: as it was
+    for the profile.
 
     Needs no gradient and leaves the model as it was. Raises InputError for a profile that does not fit the model.
     """

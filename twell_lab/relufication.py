@@ -85,7 +85,8 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
             _say_relu(saved, {f"{place}.{at}".removeprefix(f"{name}.").lstrip(".") for place, _, at in layers if _within(place, name)})
     except InputError as error:
         if only is not None:
-            warnings.warn(f"{error}. The configuration stays as it was: a model saved with it is loaded with its old activations", stacklevel=2)
+            warnings.warn(f"{error}. The configuration stays as it was: what is saved with it is loaded with the old activations",
+                          stacklevel=2)  # fmt: skip
         else:
             for module, at, activation in before:
                 if not isinstance(activation, nn.Module):
@@ -123,7 +124,8 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules that are saved with a configuration: most often the model itself."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if (hasattr(type(module), "save_pretrained") or isinstance(module, LanguageModel)) and not any(_within(name, each) for each in found):
+        saves = hasattr(type(module), "save_pretrained") or isinstance(module, LanguageModel)
+        if saves and not any(_within(name, each) for each in found):
             found.append(name)
             yield name, module
 
@@ -146,8 +148,8 @@ def _say_relu(model: nn.Module, changed: set[str]) -> None:
         raise InputError(f"no field of {type(model.config).__name__} makes {missed[0]} a ReLU, so that what is saved would not be loaded "
                          "as this model")  # fmt: skip
     if other:
-        raise InputError(f"the activation in {type(model.config).__name__} is also that of {', '.join(other[:3])} ({len(other)} in all), which "
-                         "would become a ReLU where the model is loaded again")  # fmt: skip
+        raise InputError(f"the activation in {type(model.config).__name__} is also that of {', '.join(other[:3])} ({len(other)} in all), "
+                         "which would become a ReLU where the model is loaded again")  # fmt: skip
     for at in configs:
         _set_relu(model.config, at)
     if isinstance(model, LanguageModel):

@@ -88,7 +88,8 @@ def build(module: str, name: str) -> nn.Module:
         given = {**GIVEN, "config": config}
         try:
             torch.manual_seed(0)
-            made = kind(**{p.name: given[p.name] for p in wanted if p.name in given and (whole or p.default is p.empty or p.name == "layer_idx")})
+            asked = [p.name for p in wanted if whole or p.default is p.empty or p.name == "layer_idx"]
+            made = kind(**{each: given[each] for each in asked if each in given})
             layout = anatomy.layout_of(made)
             if layout is None:
                 raise TypeError("its projections are no Linear")

@@ -85,8 +85,8 @@ def test_every_class_is_exact_or_refused():
 def small(family, **changes):
     import transformers
 
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
-                 max_position_embeddings=32, hidden_act="relu", bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                 head_dim=8, max_position_embeddings=32, hidden_act="relu", bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(sizes | changes))
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -130,10 +130,9 @@ def test_the_layers_with_a_top_k_alone_are_named():
     assert [isinstance(each, SparseFFN) for each in model] == [True, False, True]
 
 
-@pytest.mark.parametrize("place", ["bart.modeling_bart.BartEncoderLayer", "bart.modeling_bart.BartDecoderLayer", "detr.modeling_detr.DetrMLP"])
-def test_dropout_between_the_parts_is_refused_unless_it_drops_nothing(place):
-    module, _, name = place.rpartition(".")
-    layer = of_transformers.build(f"transformers.models.{module}", name)
+@pytest.mark.parametrize("family, name", [("bart", "BartEncoderLayer"), ("bart", "BartDecoderLayer"), ("detr", "DetrMLP")])
+def test_dropout_between_the_parts_is_refused_unless_it_drops_nothing(family, name):
+    layer = of_transformers.build(f"transformers.models.{family}.modeling_{family}", name)
     layer.activation_dropout = 0.1
     with pytest.raises(InputError, match="in training mode .*p=0"):
         sparsify(layer)

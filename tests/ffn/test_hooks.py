@@ -30,8 +30,8 @@ def block():
     """OPT's decoder layer, in which the parts sit beside the attention."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.OPTConfig(vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=1, num_attention_heads=2,
-                                    max_position_embeddings=32, activation_function="relu", dropout=0.0)  # fmt: skip
+    config = transformers.OPTConfig(vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=1,
+                                    num_attention_heads=2, max_position_embeddings=32, activation_function="relu", dropout=0.0)  # fmt: skip
     return transformers.OPTForCausalLM(config).model.decoder.layers[0]
 
 
@@ -44,7 +44,7 @@ REGISTERED = {
     "forward hook with kwargs": lambda module: module.register_forward_hook(lambda m, a, k, y: 2 * y, with_kwargs=True),
     "forward hook always called": lambda module: module.register_forward_hook(double, always_call=True),
     "forward pre hook": lambda module: module.register_forward_pre_hook(lambda m, args: (2 * args[0],)),
-    "backward hook": lambda module: module.register_full_backward_hook(lambda m, into, out: (2 * into[0],) if into[0] is not None else None),
+    "backward hook": lambda module: module.register_full_backward_hook(lambda m, into, out: (2 * into[0],)),
     "backward pre hook": lambda module: module.register_full_backward_pre_hook(lambda m, out: (2 * out[0],)),
 }
 
@@ -87,7 +87,7 @@ def test_hooks_that_recompute_a_weight_are_named_with_what_to_do(seat, model):
     for put, named, undo in [
         (nn.utils.weight_norm, "parametrizations.weight_norm", nn.utils.remove_weight_norm),
         (nn.utils.spectral_norm, "parametrizations.spectral_norm", nn.utils.remove_spectral_norm),
-        (functools.partial(prune.l1_unstructured, name="weight", amount=0.3), "prune.remove", functools.partial(prune.remove, name="weight")),
+        (lambda part: prune.l1_unstructured(part, "weight", amount=0.3), "prune.remove", lambda part: prune.remove(part, "weight")),
     ]:
         put(part)
         with pytest.raises(InputError, match=rf"layers\.0\.mlp .*{seat} recomputes its weight.*{named}"):
@@ -191,7 +191,7 @@ def test_a_hook_put_on_a_projection_later_is_noticed(kind, seat, model):
     assert torch.equal(model(tokens), expected)
 
 
-@pytest.mark.parametrize("put", [lora, accelerated, split_over_processes, nn.utils.weight_norm, nn.Sequential], ids=lambda put: put.__name__)
+@pytest.mark.parametrize("put", [lora, accelerated, split_over_processes, nn.utils.weight_norm, nn.Sequential], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("seat", PARTS[:3])
 def test_an_adapter_put_on_a_projection_later_is_noticed(put, seat, model):
     tokens = torch.randint(50, (2, 9))

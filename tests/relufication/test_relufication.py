@@ -157,11 +157,12 @@ def of(family, **changes):
     torch.manual_seed(0)
     if family == "Gemma3":
         vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
-        config = transformers.Gemma3Config(text_config=SMALL | dict(head_dim=8, sliding_window=8), vision_config=vision, mm_tokens_per_image=4)
+        text = SMALL | dict(head_dim=8, sliding_window=8)
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
         return transformers.Gemma3ForConditionalGeneration(config).eval()
     special = {"Qwen2Moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12, decoder_sparse_step=1),
-               "DeepseekV3": EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
-                                            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)}  # fmt: skip
+               "DeepseekV3": EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
+                                            kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)}  # fmt: skip
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **special.get(family, {}), **changes})
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
@@ -225,7 +226,8 @@ def test_a_filter_reaches_the_vision_tower_and_its_own_configuration(tmp_path):
     # The pooling head of the tower keeps its activation, and shares the field.
     assert config.text_config.hidden_activation == config.vision_config.hidden_act == "gelu_pytorch_tanh"
     assert len(relufy(model, only=lambda name, module: "vision_tower" in name)) == 1
-    assert config.vision_config.hidden_act == "relu" and config.text_config.hidden_activation == "gelu_pytorch_tanh"  # true of all of it now
+    assert config.vision_config.hidden_act == "relu"  # now it is true of the whole tower
+    assert config.text_config.hidden_activation == "gelu_pytorch_tanh"
     assert type(model.model.language_model.layers[0].mlp.act_fn) is not nn.ReLU
     assert activations(reloaded(model, tmp_path)) == activations(model)
 
