@@ -21,13 +21,14 @@ DOUBT = 2.0  # a gate below this many eps times the sum of |x w| has a sign that
 @dataclass(frozen=True)
 class Verdict:
     """What `Exact.judge` found. ratio: error over what is allowed of the worst row, at most 1.0 keeps the promise; row: its number,
-    -1 without rows. excused: rows that keep it only because a neuron may count either way; overflowed: only because the dense
-    layer overflows inside as well."""
+    -1 without rows. Rows that keep it only because a neuron may count either way (excused), because the dense layer overflows inside
+    as well (overflowed), or if the gate that torch rounded is where both layers start (rounded)."""
 
     ratio: float
     row: int
     excused: int = 0
     overflowed: int = 0
+    rounded: int = 0
 
 
 def worst_row(y: Tensor, dense: Tensor, exact: Tensor) -> tuple[float, int]:
@@ -66,7 +67,8 @@ class Exact:
     fails it goes on: starting from float64's signs, and from those of torch's gate in the working dtype, one doubtful
     neuron after the other is counted the other way as long as that brings the exact result closer to y. Each step is one of
     the allowed ways, so no row is accepted that none of them explains; one that only an unlikely combination would explain
-    may be refused. What is allowed stays twice the dense layer's error by float64's signs: if it took other signs itself,
+    may be refused. Where torch's own gate is handed to `judge`, a row may start from its values instead, as paths behind torch's
+    GEMM do: of a few float32 terms the dense layer's later roundings can undo that one by luck, and the same error alone is no fault. What is allowed stays twice the dense layer's error by float64's signs: if it took other signs itself,
     that error is its own, as it always was.
 
     Where the dense layer overflows inside, so that it gives an infinity or NaN for a row that is finite, a value may be infinite
@@ -80,35 +82,43 @@ class Exact:
         wide = lambda t: None if t is None else t.detach().double()  # noqa: E731
         self.x, self._down, self._down_bias = wide(x), wide(down), wide(down_bias)
         self.first = linear(self.x, *map(wide, self._first[1:])) if first is None else wide(first)
-        self._value = self.first if gate is None else self.first * linear(self.x, wide(up), wide(up_bias))
-        self._gated = gate is not None
+        self._gated, self._times = gate is not None, None if gate is None else linear(self.x, wide(up), wide(up_bias))
+        self._value = self.first if gate is None else self.first * self._times
         self.keep = reference.fires(self.first)
         self.y = self._result(slice(None), self.keep)
 
-    def judge(self, y: Tensor, dense: Tensor) -> Verdict:
-        """The verdict on y [tokens, d_model], beside torch's dense layer in the same dtype."""
+    def judge(self, y: Tensor, dense: Tensor, first: Tensor | None = None) -> Verdict:
+        """The verdict on y [tokens, d_model], beside torch's dense layer in the same dtype. first: the dense layer's gate before
+        its ReLU, [tokens, d_ff], or None."""
         if y.numel() == 0:
             return Verdict(0.0, -1)
-        ratio, excused, overflowed = _ratios(y, self.y, dense, self.y), 0, 0
+        ratio, excused, overflowed, rounded = _ratios(y, self.y, dense, self.y), 0, 0, 0
         if bool((ratio > 1.0).any()):
             also = ~y.isfinite() & ~dense.isfinite() & self.x.isfinite().all(1, keepdim=True)
             held = _ratios(y, self.y, dense, self.y, also)
             overflowed = int(((ratio > 1.0) & (held <= 1.0)).sum())
             ratio = torch.minimum(ratio, held)
+            if first is not None:
+                keep = reference.fires(first)
+                value = first.double() * self._times if self._gated else first.double()
+                started = self._result(slice(None), keep, value)
+                held = _ratios(y, started, dense, started, also)
+                rounded = int(((ratio > 1.0) & (held <= 1.0)).sum())
+                ratio = torch.minimum(ratio, held)
             for row in (ratio > 1.0).nonzero()[:, 0].tolist():
                 found = self._best_way(row, y, dense)
                 excused += bool(found <= 1.0)
                 ratio[row] = torch.minimum(ratio[row], found)
         row = int(ratio.argmax())
-        return Verdict(float(ratio[row]), row, excused, overflowed)
+        return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
 
     def doubtful(self, rows, eps: float) -> Tensor:
         """Which neurons count as either in some rows, boolean [rows, d_ff]."""
         return self.first[rows].abs() < DOUBT * eps * linear(self.x[rows].abs(), self._first[1].detach().double().abs())
 
-    def _result(self, rows, keep: Tensor) -> Tensor:
-        """y of some rows, where keep [rows, d_ff] fires."""
-        y = linear(torch.where(keep, self._value[rows], 0.0), self._down, self._down_bias)
+    def _result(self, rows, keep: Tensor, value: Tensor | None = None) -> Tensor:
+        """y of some rows, where keep [rows, d_ff] fires; value: of their neurons, if not the exact one."""
+        y = linear(torch.where(keep, self._value[rows] if value is None else value, 0.0), self._down, self._down_bias)
         return torch.where(reference.spoilt(self.x[rows], keep)[:, None], torch.nan, y) if self._gated else y
 
     def _best_way(self, row: int, y: Tensor, dense: Tensor) -> Tensor:
@@ -139,7 +149,7 @@ def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, except
     """Error over what is allowed, float64 [rows]. exact: what y is held against; dense_exact: what the dense layer is.
 
     excepted: values that are not looked at. Where it is given, a number at the end of the dtype may be rounded over it: an
-    infinity counts as the least number that rounds to it, or as the exact one beyond.
+    infinity where that is near counts as the least number that rounds to it, or as the exact one beyond.
     """
     expected, most = exact.to(y.dtype), torch.finfo(y.dtype).max
     finite = expected.isfinite() if excepted is None else exact.isfinite() & ~excepted
@@ -149,7 +159,7 @@ def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, except
         if excepted is None:
             return value.double()
         end = (most + most * torch.finfo(y.dtype).eps / 4) * right.sign()
-        over = value.isinf() & (value.sign() == right.sign())
+        over = value.isinf() & (value.sign() == right.sign()) & (right.abs() > most - 8 * most * torch.finfo(y.dtype).eps)
         return torch.where(over, torch.where(right.abs() < end.abs(), end, right), value.double())
 
     def norm(value: Tensor, right: Tensor) -> Tensor:

@@ -44,21 +44,22 @@ class Broken(TwellError, AssertionError):
 @dataclass
 class Counts:
     """What an attack did. cases: results that were checked; rows: rows in them; excused: rows that kept the bound only because a
-    neuron may count either way, overflowed: only because the dense layer overflows inside too (accuracy.Exact); worst: the largest
-    error over what is allowed; by: cases by category."""
+    neuron may count either way, overflowed: only because the dense layer overflows inside too, rounded: only from torch's own gate
+    (accuracy.Exact); worst: the largest error over what is allowed; by: cases by category."""
 
     layers: int = 0
     cases: int = 0
     rows: int = 0
     excused: int = 0
     overflowed: int = 0
+    rounded: int = 0
     worst: float = 0.0
     by: Counter = field(default_factory=Counter)
 
     def row(self) -> dict:
         """As a row of a record."""
         return {"layers": self.layers, "cases": self.cases, "rows": self.rows, "excused_rows": self.excused,
-                "overflowed_rows": self.overflowed, "worst_ratio": round(self.worst, 4), "by": dict(sorted(self.by.items()))}
+                "overflowed_rows": self.overflowed, "rounded_rows": self.rounded, "worst_ratio": round(self.worst, 4), "by": dict(sorted(self.by.items()))}
 
 
 @dataclass
@@ -301,11 +302,12 @@ def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
         with torch.no_grad(), _poison(layer.x, poisoned):
             y = run(layer, layer.x)
             again = _late(run, layer) if late else run(layer, layer.x)
-        verdict = (from_gate if name == "packed" else exact).judge(change(name, y), beside)
+        verdict = (from_gate if name == "packed" else exact).judge(change(name, y), beside, first)
         counts.cases += 1
         counts.rows += len(y)
         counts.excused += verdict.excused
         counts.overflowed += verdict.overflowed
+        counts.rounded += verdict.rounded
         counts.worst = max(counts.worst, verdict.ratio)
         counts.by.update([name, str(y.dtype)[6:], *layer.traits, *["side stream"] * late, *["poisoned memory"] * poisoned])
         if not verdict.ratio <= 1.0:
