@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from . import reference
 
+_MOST_TRIED = 200  # rows of one result whose doubtful neurons are counted the other way: more than those are no matter of luck
 DOUBT = 2.0  # a gate below this many eps times the sum of |x w| has a sign that rounding decides
 
 
@@ -72,7 +73,8 @@ class Exact:
     that error is its own, as it always was.
 
     Where the dense layer overflows inside, so that it gives an infinity or NaN for a row that is finite, a value may be infinite
-    or NaN too; and what rounds over the end of the dtype may round the other way. A finite value is held to the bound.
+    or NaN too; and what rounds over the end of the dtype may round the other way. A finite value is held to the bound, beside a dense
+    layer of the same precision whose exponents have no end.
     """
 
     def __init__(self, x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, first: Tensor | None = None) -> None:
@@ -95,17 +97,19 @@ class Exact:
         ratio, excused, overflowed, rounded = _ratios(y, self.y, dense, self.y), 0, 0, 0
         if bool((ratio > 1.0).any()):
             also = ~y.isfinite() & ~dense.isfinite() & self.x.isfinite().all(1, keepdim=True)
-            held = _ratios(y, self.y, dense, self.y, also)
+            lost = ~dense.isfinite().all(1, keepdim=True) & self.x.isfinite().all(1, keepdim=True)
+            beside = torch.where(lost, self._endless(y.dtype), dense.double()) if bool(lost.any()) else dense
+            held = _ratios(y, self.y, beside, self.y, also)
             overflowed = int(((ratio > 1.0) & (held <= 1.0)).sum())
             ratio = torch.minimum(ratio, held)
             if first is not None:
                 keep = reference.fires(first)
                 value = first.double() * self._times if self._gated else first.double()
                 started = self._result(slice(None), keep, value)
-                held = _ratios(y, started, dense, started, also)
+                held = _ratios(y, started, beside, started, also)
                 rounded = int(((ratio > 1.0) & (held <= 1.0)).sum())
                 ratio = torch.minimum(ratio, held)
-            for row in (ratio > 1.0).nonzero()[:, 0].tolist():
+            for row in (ratio > 1.0).nonzero()[:_MOST_TRIED, 0].tolist():
                 found = self._best_way(row, y, dense)
                 excused += bool(found <= 1.0)
                 ratio[row] = torch.minimum(ratio[row], found)
@@ -120,6 +124,18 @@ class Exact:
         """y of some rows, where keep [rows, d_ff] fires; value: of their neurons, if not the exact one."""
         y = linear(torch.where(keep, self._value[rows] if value is None else value, 0.0), self._down, self._down_bias)
         return torch.where(reference.spoilt(self.x[rows], keep)[:, None], torch.nan, y) if self._gated else y
+
+    def _endless(self, dtype: torch.dtype) -> Tensor:
+        """The dense layer in float64 with every value rounded as often, and to as many digits, as in `dtype`; none overflows."""
+
+        def rounded(t: Tensor) -> Tensor:
+            digits, exponent = torch.frexp(t)
+            steps = 2.0 / torch.finfo(dtype).eps
+            return torch.ldexp((digits * steps).round() / steps, exponent)
+
+        hidden = reference.relu(rounded(self.first))
+        hidden = rounded(torch.where(self.keep, hidden * rounded(self._times), 0.0)) if self._gated else hidden
+        return rounded(linear(hidden, self._down, self._down_bias))
 
     def _best_way(self, row: int, y: Tensor, dense: Tensor) -> Tensor:
         """The ratio of a row for the best way of counting its doubtful neurons that is found."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import accuracy, ops, training
+from . import accuracy, checks, ops, training
 from .errors import TwellError
 from .ffn import SparseFFN
 from .formats import TILE, WORDS
@@ -247,19 +247,19 @@ def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     """The kernels by themselves, also where dispatch would not pick them for this size."""
     from . import dispatch, launch, launch_decode, launch_sm80, launch_sm90, launch_sm90_dense
 
-    tensors = [t if t is None else t.contiguous() for t in layer.tensors]
+    tensors = [checks.plain(t) for t in layer.tensors]  # as ops hands them on
     x, gate, up, down, gate_bias, up_bias, down_bias = tensors
     down_t, first = down.t().contiguous(), up if gate is None else gate
     rest = (gate_bias, up_bias, down_bias)
-    found = {"portable": lambda layer, x: dispatch.twell(x.contiguous(), gate, up, down_t, *rest, layer.tile, layer.words)}
+    found = {"portable": lambda layer, x: dispatch.twell(checks.plain(x), gate, up, down_t, *rest, layer.tile, layer.words)}
     for version in launch_decode.VERSIONS if launch_decode.takes(x, up) else ():
-        found[f"decode v{version}"] = lambda layer, x, v=version: launch_decode.decode(x.contiguous(), gate, up, down_t, *rest, version=v)
+        found[f"decode v{version}"] = lambda layer, x, v=version: launch_decode.decode(checks.plain(x), gate, up, down_t, *rest, version=v)
     if launch.pooled_takes(x.dtype, x.shape[1]) and launch_sm90_dense.takes(x, up, down):
         hots = [0] + [256 * ((layer.d_ff // 256 + 1) // 2)] * (layer.d_ff > 512 and not layer.d_ff % 8)
         for name, packs in (("sm80", launch_sm80), ("sm90", launch_sm90)):
-            for hot in hots if packs.takes(x, first) and all(launch._aligned(t) for t in tensors) else ():
+            for hot in hots if packs.takes(x, first) else ():
                 found[f"{name}{', hot/cold' * bool(hot)}"] = lambda layer, x, packs=packs, hot=hot: dispatch.sm90(
-                    x.contiguous(), gate, up, down, down_t, *rest, None, hot, packs=packs)  # fmt: skip
+                    checks.plain(x), gate, up, down, down_t, *rest, None, hot, packs=packs)  # fmt: skip
     return found
 
 

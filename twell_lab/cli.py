@@ -149,6 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
     record.add_argument("--out", metavar="DIR", type=Path,
                         help="where the record goes (default: data/records)")
+    record.add_argument("--seed", type=_whole, metavar="N", help="of attack alone: other cases")
+    record.add_argument("--seconds", type=_seconds, metavar="S", help="of attack alone, on a GPU: how long")
+    record.add_argument("--cases", type=_positive, metavar="N", help="of attack alone: how many")
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
     built.add_argument("out", metavar="DIR", type=Path,
@@ -181,6 +184,12 @@ def _seconds(text: str) -> float:
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0 and up to 3600")
     return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number from 0 up, of 18 digits at most")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -358,12 +367,16 @@ def _record(options) -> int:
     if options.name not in recordings.RECORDINGS:
         known = ", ".join(sorted(recordings.RECORDINGS))
         raise InputError(f"there is no recording {options.name!r}; accepted: {known}")
-    record = recordings.RECORDINGS[options.name]()
+    told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
+    if told and options.name != "attack":
+        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
+    record = recordings.RECORDINGS[options.name](**told)
     path = record.save(options.out)
     if options.json:
         print(record.to_json(), end="")
         return 0
-    print(records.table(records.flat_rows([record]), _ROW_COLUMNS))
+    if rows := records.flat_rows([record]):
+        print(records.table(rows, _ROW_COLUMNS))
     print(f"record: saved {path}")
     return 0
 

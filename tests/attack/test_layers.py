@@ -131,4 +131,5 @@ def test_the_yardstick_at_the_end_of_a_dtype():
     assert judged(1.0, largest, largest).ratio <= 1.0  # 32 below it, and so is the dense layer
     assert judged(0.5, inf, 32768.0).ratio == inf and judged(0.5, inf, inf).overflowed == 1
     assert judged(0.5, 16384.0, inf).ratio > 1.0 and judged(0.5, float("nan"), inf).ratio == 0.0
+    assert judged(0.5, 32768.0, inf).ratio == 0.0 and judged(0.5, 32704.0, float("nan")).ratio > 1.0  # where it alone overflows
     assert judged(2.0, largest, largest).ratio > 0.4 and judged(2.0, -inf, largest).ratio > 1.0
