@@ -67,6 +67,13 @@ def _paths(r: Random) -> str:
                      "/dev/null", "/dev/full", "/proc/self/mem", "/proc/self/nope", "x" * 300, str(home / "text.txt" / "under"), "~", "-"))  # fmt: skip
 
 
+def _files(r: Random) -> str:
+    """As `_paths`, but for what has no end: a file of JSON is read as a whole, from a pipe as well."""
+    while (path := _paths(r)).endswith(("/pipe", "/dev/full", "/mem", "-")):
+        pass
+    return path
+
+
 def _new(r: Random) -> str:
     """A place to write to."""
     fresh = tempfile.mkdtemp(dir=_home() / "hollow")
@@ -78,6 +85,13 @@ def _number(r: Random) -> str:
     return r.choice(NUMBERS)
 
 
+def _few(r: Random) -> str:
+    """A number of steps that is wrong, or soon made."""
+    while (number := _number(r)).isdecimal() and len(number) > 1:
+        pass
+    return number
+
+
 def _word(r: Random) -> str:
     return r.choice(WORDS)
 
@@ -87,7 +101,7 @@ _TRAIN = {**dict.fromkeys(("--d-model", "--layers", "--heads", "--d-ff", "--l1",
                            "--reinit-sigma", "--dead-every", "--steps", "--batch", "--context", "--accumulate", "--lr", "--warmup",
                            "--weight-decay", "--clip", "--seed", "--log-every", "--eval-every", "--eval-windows", "--checkpoint-every"), _number),
           **dict.fromkeys(("--activation", "--tokenizer", "--device", "--dtype", "--kernels", "--parallel", "--config"), _word),
-          "--text": _paths, "--out": _new, "--resume": _paths}  # fmt: skip
+          "--text": _paths, "--out": _new, "--resume": _paths, "--steps": _few}  # fmt: skip
 
 
 def _given(command: str) -> tuple[list[str], dict]:
@@ -95,7 +109,7 @@ def _given(command: str) -> tuple[list[str], dict]:
     model, words = str(home / "model"), str(home / "text.txt")
     return {
         "doctor": ([], {}),
-        "tour": (["--render", str(home / "list.json")], {"--render": _paths, "--text": _paths, "--out": _new}),
+        "tour": (["--render", str(home / "list.json")], {"--render": _files, "--text": _paths, "--out": _new}),
         "train": ([*SMALL, "--text", words], _TRAIN),
         "prepare": ([words, "--out", str(home / "hollow" / "fresh")], {"": _paths, "--out": _new, "--tokenizer": _word}),
         "profile": ([model, "--text", words, "--windows", "2"], {"": _paths, "--text": _paths, "--windows": _number, "--out": _new}),
@@ -105,7 +119,7 @@ def _given(command: str) -> tuple[list[str], dict]:
                   {"--tokens": _number, "--d-model": _number, "--d-ff": _number, "--nnz": _number, "--dtype": _word, "--device": _word,
                    "--workload": _word, "--seconds": _number, "--out": _new}),
         "record": ([], {"": _word, "--out": _new}),
-        "records": (["--folder", str(home / "records")], {"--folder": _paths}),
+        "records": (["--folder", str(home / "records")], {"--folder": _files}),
         "compile": ([str(home / "hollow" / "cubins"), "--arch", "x"], {"": _new, "--arch": _word, "--dtype": _word, "--d-model": _number}),
     }[command]
 
