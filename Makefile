@@ -23,16 +23,17 @@ endif
 EXTRA := $(if $(filter cpu,$(STACK)),compile,$(STACK))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup tour test lab clean
+.PHONY: help setup tour test test-long lab clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make tour    set everything up, then train, pack, check and time; ends in build/tour/index.html"
 	@echo "make test    set everything up, then run the tests and the notebooks"
+	@echo "make test-long  set everything up, then attack it for an hour or so: tests/attack with many more cases"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
 	@echo "make setup   only set up, into $(VENV); STACK=cpu, cu12 or cu13 (here: $(STACK)), PYTHON=python3.12"
 	@echo "make clean   remove $(VENV), build/ and caches"
-	@echo "TOUR_ARGS and PYTEST_ARGS are passed on, as in: make test PYTEST_ARGS='-x tests/formats'"
+	@echo "TOUR_ARGS, PYTEST_ARGS and ATTACK_ARGS are passed on, as in: make test PYTEST_ARGS='-x tests/formats'"
 
 setup: $(READY)
 	@$(BIN)/python -c 'import platform; from importlib.metadata import version; \
@@ -79,6 +80,11 @@ test: setup
 	    $(or $(PYTEST_ARGS),tests $(NOTEBOOKS)); \
 	then echo "test: passed on the $(STACK) stack in $$(($$(date +%s) - start)) s"; \
 	else status=$$?; echo "test: FAILED on the $(STACK) stack (pytest's exit status is $$status)" >&2; exit $$status; fi
+
+# ATTACK_ARGS: such as --attack-seed=7 for other cases.
+test-long: export OMP_WAIT_POLICY ?= PASSIVE
+test-long: setup
+	@$(BIN)/python -m pytest --long --durations=0 tests/attack $(ATTACK_ARGS)
 
 lab: setup
 	@$(BIN)/jupyter lab notebooks

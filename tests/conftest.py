@@ -28,6 +28,16 @@ torch.set_num_threads(min(torch.get_num_threads(), 4))
 _GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+def pytest_addoption(parser):
+    """How long the fuzzers of tests/attack go on, and which of their cases run."""
+    group = parser.getgroup("attack", "the fuzzers of tests/attack")
+    group.addoption("--long", action="store_true", help="many more cases, as `make test-long` runs them: an hour or so")
+    group.addoption("--attack-cases", type=int, metavar="N", help="so many cases of each fuzzer instead")
+    group.addoption("--attack-seed", type=int, default=0, metavar="N", help="other cases [0]")
+    group.addoption("--attack-case", type=int, metavar="N", help="one case alone, as a failure names it")
+    group.addoption("--attack-report", metavar="FILE", help="write what each fuzzer did here, as JSON")
+
+
 def why_no_gpu() -> str | None:
     """Why tests marked `gpu` are skipped here, or None where they run."""
     if not torch.cuda.is_available():

@@ -120,20 +120,16 @@ def check(dense: nn.Module, sparse: SparseFFN, x: Tensor, rows: int = 64) -> flo
     """
     picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
     y, reached = sparse(x)[picked], dense(x)[picked]
-    wide = lambda t: None if t is None else t.double()  # noqa: E731
-    up, down, few = sparse.up, sparse.down, x[picked].double()
-    # The rounding of this first GEMM, torch's own in either layer, decides who fires: the exact sums start from it.
-    first = up if sparse.gate is None else sparse.gate
-    pattern = linear(x, first.weight, first.bias)[picked].double()
-    if sparse.gate is None:
-        exact = linear(reference.relu(pattern), wide(down.weight), wide(down.bias))
-    else:
-        exact = reference.gated(few, pattern, *map(wide, (up.weight, down.weight, up.bias, down.bias)))
-    finite = exact.isfinite() & reached.isfinite()
-    off = torch.where(finite, reached - exact, 0).norm() / torch.where(finite, exact, 0).norm().clamp(min=1e-30)
+    gate, up, down = sparse.gate, sparse.up, sparse.down
+    first = up if gate is None else gate
+    biases = (None if gate is None else gate.bias, up.bias, down.bias)
+    exact = accuracy.Exact(x[picked], None if gate is None else gate.weight, up.weight, down.weight, *biases)
+    finite = exact.y.isfinite() & reached.isfinite()
+    off = torch.where(finite, reached - exact.y, 0).norm() / torch.where(finite, exact.y, 0).norm().clamp(min=1e-30)
     if off > 0.05:  # 16-bit values make a few thousandths
         raise WrongResult(f"the dense {type(dense).__name__} is off by {float(off):.3g} of its norm: nothing was timed")
-    ratio, row = accuracy.worst_row(y, reached, exact)
+    verdict = exact.judge(y, reached, linear(x, first.weight, first.bias)[picked])
+    ratio, row = verdict.ratio, verdict.row
     if not ratio <= 1.0:
         raise WrongResult(f"row {int(picked[row])} is off by {ratio:.3g} times what is allowed: nothing was timed")
     return ratio

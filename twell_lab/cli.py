@@ -18,7 +18,7 @@ from pathlib import Path
 from . import terminal, train_command
 from .errors import InputError, RecordError, TwellError
 from .files import check_folder, check_target, strict_json
-from .options import path, positive, seconds, source
+from .options import path, positive, seconds, source, whole
 
 _ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_model": "d_model",
                 "d_ff": "d_ff", "nnz": "mean nnz", "path": "path", "ms": "ms", "spread": "spread",
@@ -186,6 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
     record.add_argument("--out", metavar="DIR", type=path,
                         help="where the record goes (default: data/records)")
+    record.add_argument("--seed", type=whole, metavar="N", help="of attack alone: other cases")
+    record.add_argument("--seconds", type=seconds, metavar="S", help="of attack alone, on a GPU: how long")
+    record.add_argument("--cases", type=positive, metavar="N", help="of attack alone: how many")
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
     built.add_argument("out", metavar="DIR", type=path,
@@ -378,13 +381,17 @@ def _record(options) -> int:
     if options.name not in recordings.RECORDINGS:
         known = ", ".join(sorted(recordings.RECORDINGS))
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {known}")
+    told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
+    if told and options.name != "attack":
+        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
     check_folder(options.out or paths.records_dir())
-    record = recordings.RECORDINGS[options.name]()
+    record = recordings.RECORDINGS[options.name](**told)
     path = record.save(options.out)
     if options.json:
         print(record.to_json(), end="")
         return 0
-    print(records.table(records.flat_rows([record]), _ROW_COLUMNS))
+    if rows := records.flat_rows([record]):
+        print(records.table(rows, _ROW_COLUMNS))
     print(f"record: saved {path}")
     return 0
 

@@ -6,7 +6,9 @@ instead of travelling to memory and back.
 
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
-adding them in float32 is sure to come as close.
+adding them in float32 is sure to come as close. So the gate of an entry is summed again there, in float64, where its
+weights are at hand; and where all neurons are computed, this follows torch's layer operation by operation on the tensors as
+they came, or, where the tensors are no longer those (permuted, packed), takes float64.
 """
 
 from __future__ import annotations
@@ -27,15 +29,23 @@ _ENTRY_COST = 6.0
 _TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tensor, up_bias, down_bias) -> Tensor:
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tensor, up_bias, down_bias, made_by=None, follow=True) -> Tensor:
     """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU.
 
-    down may be None where only its transpose is at hand.
+    down may be None where only its transpose is at hand. made_by: the weight and bias that gate was made with from x, or None
+    where the values of the gate are what was asked for. follow: whether these are the tensors that torch's layer would have.
     """
     token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
-        sums = _gated_wide if x.dtype == torch.float32 else _gated_short
-        y = sums(x, value, token, neuron, up, down_t, up_bias, down_bias)
+        if x.dtype == torch.float32:
+            value = value if made_by is None else _summed_again(x, token, neuron, *made_by)
+            y = _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias)
+        else:
+            y = _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias)
+    elif not follow and x.dtype == torch.float32:
+        x, gate, up, down_t, up_bias, down_bias, *made_by = _double(x, gate, up, down_t, up_bias, down_bias, *made_by or ())
+        first = linear(x, *made_by) if made_by else gate
+        return reference.gated(x, first, up, down_t.t(), up_bias, down_bias).float()
     else:
         hidden = torch.where(reference.fires(gate), gate * linear(x, up, up_bias), torch.zeros_like(gate))
         y = linear(hidden, _as_stored(down, down_t), down_bias)
@@ -45,18 +55,38 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tens
     return y
 
 
-def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias) -> Tensor:
-    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down: see gated."""
+def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | None = None, made_by=None, follow=True) -> Tensor:
+    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down, made_by, follow: see gated; x: what gate was made from."""
     token, neuron, value = _entries(gate)
     if not _pays(gate, token.numel()):
+        if not follow and gate.dtype == torch.float32:
+            x, gate, down_t, bias, *made_by = _double(x, gate, down_t, bias, *made_by or ())
+            return linear(reference.relu(linear(x, *made_by) if made_by else gate), down_t.t(), bias).float()
         return linear(reference.relu(gate), _as_stored(down, down_t), bias)
     tokens = gate.shape[0]
     if gate.dtype != torch.float32:
         return _sum_short(value, token, neuron, down_t, tokens, bias)
+    value = value if made_by is None else _summed_again(x, token, neuron, *made_by)
     y = _start_wide(tokens, down_t, bias)
     for t, n, v in _chunks(token, neuron, value):
         _add_wide(y, v.double(), t, down_t.index_select(0, n))
     return y.float()
+
+
+def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, down_t: Tensor, up_bias, down_bias) -> Tensor:
+    """start + what `gated`, or `plain` where up is None, makes of 16-bit values: summed in start, float32 [tokens, d_model] that is
+    written over, and rounded once. A part that is rounded by itself may overflow float16 where the whole does not."""
+    token, neuron, value = _entries(gate)
+    if _pays(gate, token.numel()):
+        hidden = value if up is None else _hidden_short(x, value, token, neuron, up, up_bias)
+        for t, n, h in _chunks(token, neuron, hidden):
+            _add_wide(start, h.to(start.dtype), t, down_t.index_select(0, n))
+    else:
+        hidden = reference.relu(gate)
+        if up is not None:
+            hidden = torch.where(reference.fires(gate), hidden * linear(x, up, up_bias), torch.zeros_like(gate))
+        start += linear(hidden.to(start.dtype), down.to(start.dtype))
+    return (start if down_bias is None else start + down_bias).to(gate.dtype)
 
 
 def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,6 +97,18 @@ def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     fired = torch.relu(gate)
     token, neuron = fired.nonzero(as_tuple=True)
     return token, neuron, fired[0].index_select(0, neuron) if gate.shape[0] == 1 else fired[token, neuron]
+
+
+def _summed_again(x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The gate of each entry after the ReLU, float64: an entry that rounding alone made positive is 0."""
+    x = x.double()
+    made = [_dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
+            for t, n in _chunks(token, neuron)]  # fmt: skip
+    return torch.relu(torch.cat([x.new_empty(0), *made]))
+
+
+def _double(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in tensors]
 
 
 def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
@@ -84,7 +126,7 @@ def _chunks(*lists: Tensor):
 
 
 def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
-    """float32 values, float64 sums."""
+    """float32 values, float64 sums; value is of either."""
     if x.shape[0] == 1:
         hidden = torch.mv(up.index_select(0, neuron).double(), x[0].double())
         hidden = value * (hidden if up_bias is None else hidden + up_bias[neuron])
@@ -99,10 +141,13 @@ def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tens
 
 def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
     """16-bit values: torch's own GEMM and embedding_bag sum them in float32, biases included."""
+    return _sum_short(_hidden_short(x, value, token, neuron, up, up_bias), token, neuron, down_t, x.shape[0], down_bias)
+
+
+def _hidden_short(x, value, token, neuron, up, up_bias) -> Tensor:
     hidden = [v * _dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t)
               for t, n, v in _chunks(token, neuron, value)]  # fmt: skip
-    hidden = hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
-    return _sum_short(hidden, token, neuron, down_t, x.shape[0], down_bias)
+    return hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
 
 
 def _span(token: Tensor, tokens: int) -> tuple[int, int]:

@@ -68,10 +68,11 @@ def infer(
     checks.refuse_transforms("infer")
     if path != "dense":
         down_t = checks.transposed(down, down_t)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    gate = None if gate is None else gate.contiguous()
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.is_cuda:  # on a CPU as they came: torch's dense layer sums over other strides in another order
+        rows, gate, up = rows.contiguous(), None if gate is None else gate.contiguous(), up.contiguous()
     counted = () if stats is None else (stats,)
-    arguments = (rows, gate, up.contiguous(), down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
+    arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
     # As in ops: the dispatcher is for whoever watches the call; on its own a layer goes straight to its kernels.
     kinds = torch.ops.twell_lab if checks.watched(*tensors) else _CUDA if rows.is_cuda else _CPU
     return (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
@@ -116,24 +117,24 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
         if stats is not None:
             kept = reference.fires(first[:, hot:])
             stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
-        if not hot:
-            return _cpu_packed(x, first, gate, up, down, down_t, up_bias, down_bias)
-        # The two parts meet in a wider type, so that their sum is rounded once more, not twice.
-        wide = torch.float32 if x.dtype != torch.float32 else torch.float64
+        if not hot or x.dtype == torch.float32:  # as on a GPU: no GEMM sums as widely as float32 values ask for, so all are packed
+            return _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=not hot)
         bias = None if up_bias is None else up_bias[:hot]
         hidden = reference.relu(first[:, :hot])
         if gate is not None:
-            hidden = hidden * linear(x, up[:hot], bias)
-        start = linear(hidden.to(wide), down[:, :hot].to(wide))
-        cold_bias = None if up_bias is None else up_bias[hot:]
-        cold = (None if gate is None else gate[hot:], up[hot:], down[:, hot:], down_t[hot:], cold_bias, down_bias)
-        return (start + _cpu_packed(x, first[:, hot:].contiguous(), *cold).to(wide)).to(x.dtype)
+            hidden = torch.where(reference.fires(first[:, :hot]), hidden * linear(x, up[:hot], bias), torch.zeros_like(hidden))
+        start = linear(hidden.float(), down[:, :hot].float())  # the two parts meet in a wider type, to be rounded once
+        cold_up, cold_bias = (None, None) if gate is None else (up[hot:], None if up_bias is None else up_bias[hot:])
+        y = cpu.added_to(start, x, first[:, hot:].contiguous(), cold_up, down[:, hot:], down_t[hot:], cold_bias, down_bias)
+        if gate is not None and not x.isfinite().all():
+            y[reference.spoilt(x, reference.fires(first))] = torch.nan
+        return y
 
 
-def _cpu_packed(x, first, gate, up, down, down_t, up_bias, down_bias):
+def _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=True):
     if gate is None:
-        return cpu.plain(first, down, down_t, down_bias)
-    return cpu.gated(x, first, up, down, down_t, up_bias, down_bias)
+        return cpu.plain(first, down, down_t, down_bias, x, (up, up_bias), follow)
+    return cpu.gated(x, first, up, down, down_t, up_bias, down_bias, (gate, gate_bias), follow)
 
 
 class _Implementation:

@@ -152,10 +152,9 @@ def gated_ffn(
         return training.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
     _check_unprepared(down_t, gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    weights = (gate.contiguous(), up.contiguous(), down, down_t)
-    tensors = (rows, *weights, gate_bias, up_bias, down_bias)
-    simulated = checks.check_backend(backend, *tensors)
+    rows, simulated = x.reshape(-1, x.shape[-1]), checks.check_backend(backend, x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    rows, gate, up = _as_kernels_read(simulated, rows, gate, up)
+    tensors = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     operator = _gated_ffn_cuda if simulated else _pick("gated_ffn", tensors, _gated_ffn_cpu, _gated_ffn_cuda)
     y = operator(*tensors, tile, words)
     return y.view(x.shape)
@@ -183,9 +182,9 @@ def plain_ffn(
         return training.train_ffn(x, None, up, down, None, up_bias, down_bias)[0]
     _check_unprepared(down_t, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    tensors = (rows, up.contiguous(), down, down_t, up_bias, down_bias)
-    simulated = checks.check_backend(backend, *tensors)
+    rows, simulated = x.reshape(-1, x.shape[-1]), checks.check_backend(backend, x, up, down, down_t, up_bias, down_bias)
+    rows, up = _as_kernels_read(simulated, rows, up)
+    tensors = (rows, up, down, down_t, up_bias, down_bias)
     operator = _plain_ffn_cuda if simulated else _pick("plain_ffn", tensors, _plain_ffn_cpu, _plain_ffn_cuda)
     y = operator(*tensors, tile, words)
     return y.view(x.shape)
@@ -196,6 +195,11 @@ def _check_unprepared(down_t: Tensor | None, **weights: Tensor | None) -> None:
     if down_t is None and not weights["up"].is_cuda and not torch.compiler.is_compiling():
         if not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights.values())):
             copies.check_finite(weights)
+
+
+def _as_kernels_read(simulated: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous for the kernels. On a CPU as they came: torch's dense layer sums over other strides in another order."""
+    return tuple(t.contiguous() if t.is_cuda or simulated else t for t in tensors)
 
 
 def _learning(*tensors: Tensor | None) -> bool:
@@ -224,14 +228,14 @@ def _pack_cpu(gate, tile, words):
 def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
     with torch.autocast("cpu", enabled=False):  # the packed values have their dtype, and so has the result
-        return cpu.plain(gate, None, down_t, bias)
+        return cpu.plain(gate, None, down_t, bias, follow=False)
 
 
 @torch.library.impl(_library, "packed_gated", "CPU")
 def _packed_gated_cpu(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
     with torch.autocast("cpu", enabled=False):
-        return cpu.gated(x, gate, up, None, down_t, up_bias, down_bias)
+        return cpu.gated(x, gate, up, None, down_t, up_bias, down_bias, follow=False)
 
 
 def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
@@ -241,12 +245,12 @@ def _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile):
 
 @torch.library.impl(_library, "gated_ffn", "CPU")
 def _gated_ffn_cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
-    return cpu.gated(x, linear(x, gate, gate_bias), up, down, down_t, up_bias, down_bias)
+    return cpu.gated(x, linear(x, gate, gate_bias), up, down, down_t, up_bias, down_bias, (gate, gate_bias))
 
 
 @torch.library.impl(_library, "plain_ffn", "CPU")
 def _plain_ffn_cpu(x, up, down, down_t, up_bias, down_bias, tile, words):
-    return cpu.plain(linear(x, up, up_bias), down, down_t, down_bias)
+    return cpu.plain(linear(x, up, up_bias), down, down_t, down_bias, x, (up, up_bias))
 
 
 # ---- CUDA ----

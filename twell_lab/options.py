@@ -35,6 +35,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def whole(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 20 else -1
+    if not 0 <= value <= LARGEST:
+        raise ArgumentTypeError(f"{text!r:.80} is not a whole number from 0 up to {LARGEST}")
+    return value
+
+
 def positive(text: str) -> int:
     value = int(text) if text.isdecimal() and len(text) < 20 else 0
     if not 1 <= value <= LARGEST:

@@ -6,6 +6,7 @@ one machine, but "gpu-tests" and "portable" need a GPU.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from . import bench, evidence, paths
-from .errors import DeviceError, StackError, TwellError
+from .errors import DeviceError, InputError, StackError, TwellError
 from .records import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -207,6 +208,34 @@ def two_gpus() -> Record:
     return Record.new("two-gpus", "trainings on two GPUs, replicated and sharded over NCCL, beside one", [*suites, *bench_runs.rows()])
 
 
+def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
+    """Random and hostile cases, counted: on a GPU, layers on every path and kernel (twell_lab.attack), for 420 seconds unless told
+    otherwise; without one, the long form of tests/attack: formats, packing, layers, the simulator, kills, damaged files and commands.
+
+    seed: of the cases. seconds: how long, on a GPU alone. cases: how many layers, without a GPU of each kind. Raises attack.Broken,
+    or TestsFailed, with every case that failed and how to see it again: there is nothing to record then.
+    """
+    from . import attack as attacked
+
+    if torch.cuda.is_available():
+        start = time.perf_counter()
+        found = attacked.layers(seed, cases=cases, seconds=420.0 if seconds is None and cases is None else seconds, device="cuda")
+        took = round(time.perf_counter() - start, 1)
+        rows = [{"attack": "layers on a GPU", **found.row(), "seconds": took}]
+        return Record.new("attack", "random and hostile layers on a GPU against float64", rows,
+                          {"attack": {"script": "twell_lab/attack.py", "seed": seed}})
+    if seconds is not None:
+        raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
+    folder = _gpu_tests_folder().parent / "attack"
+    with tempfile.TemporaryDirectory() as temporary:
+        counts = Path(temporary, "counts.json")
+        asked = ["--long"] if cases is None else [f"--attack-cases={cases}"]
+        suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"], dict(os.environ))
+        rows = json.loads(counts.read_text())
+    return Record.new("attack", "random and hostile cases on a CPU", [*rows, suite],
+                      {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/attack", "seed": seed}})
+
+
 def sweep() -> Record:
     """The L1 sweep (twell_lab.sweep): 19 trainings of a model of 57 million parameters, about 15 minutes on an H100.
 
@@ -225,5 +254,5 @@ def _need_gpu() -> None:
 
 RECORDINGS = {
     "portable": portable, "inference": inference, "training": training, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
-    "two-gpus": two_gpus, "sweep": sweep, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
+    "two-gpus": two_gpus, "sweep": sweep, "attack": attack, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
 }  # fmt: skip

@@ -217,6 +217,9 @@ def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None
 def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
     g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
     h, l1, kept = _middle(g, u)
+    if u is not None and not x.is_cuda:  # a silent neuron's zero times an infinity: the kernel multiplies these as torch does
+        spoilt = reference.spoilt(x, reference.fires(g))
+        h[spoilt], l1[spoilt] = torch.nan, torch.nan
     with torch.autocast(x.device.type, enabled=False):
         return linear(h, down, down_bias), l1, kept, g, _or_nothing(x, u)
 
@@ -232,7 +235,7 @@ def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g
         if gate is None:
             dgate, dup, dx = None, dg.t() @ x, dg @ up
         else:
-            dgate, dup, dx = dg.t() @ x, du.t() @ x, torch.addmm(dg @ gate, du, up)
+            dgate, dup, dx = dg.t() @ x, du.t() @ x, torch.addmm(dg @ gate, du, up) if x.is_cuda else dg @ gate + du @ up
         biases = (None if gate_bias is None else dg.sum(0), None if up_bias is None else (dg if gate is None else du).sum(0),
                   None if down_bias is None else dy.sum(0))  # fmt: skip
         return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]

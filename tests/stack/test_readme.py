@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab import cli
+from twell_lab import attack, cli, records
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,3 +44,8 @@ def test_targets_extras_and_files_exist():
         assert (ROOT / name).is_file()
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (ROOT / picture).is_file(), picture
+
+
+def test_the_counts_of_what_is_attacked_are_those_of_the_newest_records():
+    after = README.partition("<!-- python -m twell_lab.attack prints this table -->\n")[2]
+    assert after.partition("\n\n")[0] == attack.table(records.load_all())

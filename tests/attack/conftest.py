@@ -1,0 +1,45 @@
+"""How much of an attack a test runs, and where its counts go."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+_REPORT = pytest.StashKey[list]()
+
+
+def pytest_configure(config):
+    config.stash[_REPORT] = []
+
+
+def pytest_sessionfinish(session):
+    if path := session.config.getoption("--attack-report"):
+        Path(path).write_text(json.dumps(session.config.stash[_REPORT], indent=1) + "\n")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def extent(request):
+    """extent(short, long) -> {"seed", "cases", "number"}: how many cases in the ordinary suite and with --long, or the one asked for."""
+    option = request.config.getoption
+
+    def of(short: int, long: int) -> dict:
+        cases = option("--attack-cases") or (long if option("--long") else short)
+        return {"seed": option("--attack-seed"), "cases": cases, "number": option("--attack-case")}
+
+    return of
+
+
+@pytest.fixture
+def report(request):
+    """report(name, counts): keeps what a fuzzer did for --attack-report."""
+    return lambda name, counts: request.config.stash[_REPORT].append({"attack": name, **counts})

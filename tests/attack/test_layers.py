@@ -1,0 +1,135 @@
+"""Random and hostile layers on a CPU against float64, and proof that the attack sees a layer that is wrong."""
+
+import pytest
+import torch
+
+from twell_lab import accuracy, attack
+
+
+def test_layers(extent, report):
+    how = extent(250, 5000)
+    report("layers on a CPU", attack.layers(**how).row())
+
+
+def a_value_lost(path, y):
+    """One value of one row is another by an ulp of bfloat16 of the row's largest: no more than a neuron's worth."""
+    y = y.clone()
+    row = y.abs().float().nan_to_num(0, 0, 0).amax(1).argmax()
+    y[row, 0] += (y[row].abs().max() * 0.1 + 1).to(y.dtype)
+    return y
+
+
+def a_row_of_another(path, y):
+    return y.roll(1, 0) if len(y) > 1 else y + 1
+
+
+def an_unwritten_row(path, y):
+    y = y.clone()
+    y[-1] = torch.nan if y[-1].isfinite().all() else 0.0
+    return y
+
+
+@pytest.mark.parametrize("change", [a_value_lost, a_row_of_another, an_unwritten_row])
+@pytest.mark.parametrize("wrong", ["operator", "infer, hot/cold", "packed", "module", "trained, twell", "dgate, twell"])
+def test_it_sees_a_path_that_is_wrong(wrong, change):
+    with pytest.raises(attack.Broken) as told:
+        attack.layers(seed=7, cases=40, change=lambda path, y: change(path, y) if path == wrong and y.dim() == 2 else y)
+    named = "gradient of gate, twell" if wrong.startswith("d") else wrong
+    for line in str(told.value).splitlines()[1:]:
+        assert "seed 7, case " in line and named in line
+
+
+def test_it_sees_other_bits_the_second_time(monkeypatch):
+    calls = []
+    real = attack.ops.infer
+
+    def unsteady(x, *weights, **how):
+        y = real(x, *weights, **how)
+        calls.append(1)
+        return torch.nextafter(y, torch.full_like(y, torch.inf)) if len(calls) % 2 and y.dtype == torch.float32 else y
+
+    monkeypatch.setattr(attack.ops, "infer", unsteady)
+    with pytest.raises(attack.Broken, match="infer, twell: the second call gave other bits"):
+        attack.layers(seed=1, cases=20)
+
+
+def test_memory_that_nobody_wrote_is_seen(monkeypatch):
+    real = attack.ops.infer
+
+    def careless(x, *weights, **how):
+        y = torch.empty_like(real(x, *weights, **how), memory_format=torch.contiguous_format)
+        y[:-1] = real(x, *weights, **how)[:-1]
+        return y
+
+    monkeypatch.setattr(attack.ops, "infer", careless)
+    with pytest.raises(attack.Broken, match="infer, "):
+        attack.layers(seed=2, cases=20)
+
+
+def test_a_case_can_be_made_again_alone():
+    for number in (3, 11):
+        a, b = attack.draw(5, number), attack.draw(5, number)
+        assert a.say() == b.say()
+        for one, two in zip(a.tensors, b.tensors):
+            assert one is two is None or torch.equal(one.nan_to_num(7), two.nan_to_num(7)) and one.stride() == two.stride()
+        assert attack.layers(5, number=number).layers == 1
+    assert attack.draw(5, 3).say() != attack.draw(6, 3).say()
+
+
+def test_every_trait_and_path_is_drawn():
+    by = attack.layers(3, cases=150).by
+    traits = {"heavy rows", "bursts", "integers", "zeros", "opposites", "rows that are not finite", "strided", "poisoned memory"}
+    paths = {"operator", "infer, dense", "infer, twell", "infer, hot/cold", "packed", "module", "module, hot/cold", "trained, twell",
+             "trained, dense", "gradients, twell", "gradients, dense", "bfloat16", "float16", "float32"}  # fmt: skip
+    assert traits | paths <= set(by) and any(name.startswith("scaled") for name in by)
+
+
+def test_the_yardstick_lets_a_neuron_in_doubt_count_either_way():
+    """A gate whose sign rounding decides: either result is right, and a third is not."""
+    x = torch.tensor([[1.0, 1.0, 1.0]])
+    gate = torch.tensor([[1.0, -1.0, 2.0**-24], [1.0, 0.0, 0.0]])  # the first sum of |x w| is 2: in doubt below 4.8e-7
+    up, down = torch.full((2, 3), 1e6), torch.tensor([[1e3, 1.0], [0.0, 1.0], [1e3, 0.0]])
+    exact = accuracy.Exact(x, gate, up, down)
+    silent, fires = ((torch.where(torch.tensor([keep, True]), exact.first, 0) * 3e6) @ down.double().t() for keep in (False, True))
+    dense = fires.float()
+    assert exact.judge(fires.float(), dense) == accuracy.Verdict(pytest.approx(0.0, abs=0.5), 0)
+    verdict = exact.judge(silent.float(), dense)
+    assert verdict.ratio <= 1.0 and verdict.excused == 1
+    half = ((silent + fires) / 2).float()
+    assert exact.judge(half, dense).ratio > 1.0 and exact.judge(half, dense).excused == 0
+    clear = gate.clone()
+    clear[0, 2] = 2.0**-20  # above that: no doubt
+    other = accuracy.Exact(x, clear, up, down)
+    assert other.judge(torch.zeros_like(dense), other.y.float()).ratio > 1.0
+
+
+def test_the_yardstick_does_not_excuse_what_no_sign_explains():
+    g = torch.Generator().manual_seed(0)
+    x, gate, up = (torch.randn(n, 16, generator=g) for n in (20, 64, 64))
+    down = torch.randn(16, 64, generator=g)
+    tensors = [t.bfloat16() for t in (x, gate, up, down)]
+    exact = accuracy.Exact(*tensors)
+    dense = attack.dense(*tensors, None, None, None)
+    assert exact.judge(dense, dense).ratio <= 0.5
+    for row in range(20):
+        y = dense.clone()
+        y[row] *= 1.1
+        verdict = exact.judge(y, dense)
+        assert verdict.ratio > 1.0 and verdict.row == row and verdict.excused == 0
+
+
+def test_the_yardstick_at_the_end_of_a_dtype():
+    """What rounds over the end may round the other way; what overflows inside of the dense layer too; nothing else."""
+    x, gate, up = torch.tensor([[256.0]]), torch.ones(1, 1), torch.ones(1, 1)
+
+    def judged(factor, y, dense):
+        exact = accuracy.Exact(x.half(), gate.half(), up.half(), torch.tensor([[factor]]).half())
+        return exact.judge(torch.tensor([[y]]).half(), torch.tensor([[dense]]).half())
+
+    inf, largest = float("inf"), 65504.0
+    assert judged(1.0, inf, inf).ratio == 0.0  # 65,536
+    assert judged(1.0, largest, largest).ratio <= 1.0  # 32 below it, and so is the dense layer
+    assert judged(0.5, inf, 32768.0).ratio == inf and judged(0.5, inf, inf).overflowed == 1
+    assert judged(0.5, 16384.0, inf).ratio > 1.0 and judged(0.5, float("nan"), inf).ratio == 0.0
+    assert judged(0.5, 32768.0, inf).ratio == 0.0 and judged(0.5, 32704.0, float("nan")).ratio > 1.0  # where it alone overflows
+    assert judged(2.0, largest, largest).ratio > 0.4 and judged(2.0, -inf, largest).ratio > 1.0
