@@ -97,7 +97,7 @@ def test_no_flipped_bit_of_a_model_is_loaded(saved, tmp_path):
                 assert loaded.config == model.config and all(map(torch.equal, loaded.parameters(), model.parameters())), (name, at)
         assert refused > 100
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), "layers": 10**30}))
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), "layers": 2**31 - 1}))
     with pytest.raises(InputError, match="lack 'layers.2"):  # and is not built first
         LanguageModel.load(tmp_path)
 
