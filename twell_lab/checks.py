@@ -29,7 +29,7 @@ def transformed() -> bool:
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
-        or _is_exporting()
+        or not torch.compiler.is_dynamo_compiling() and _is_exporting()  # while it compiles, torch 2.11 says that it exports
     )
 
 
