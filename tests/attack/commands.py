@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 from tests.attack import kills
+from tests.attack.harness import PLACE
 from twell_lab import cli, recordings
 
 NUMBERS = ("0", "-1", "1", "2", "3", "7", "1.5", "-0.0", "1e-320", "1e400", "nan", "inf", "-inf", "", " ", "x", "None", "0x10", "1_000", "٣", "²",
@@ -31,7 +32,7 @@ SMALL = ("--steps", "2", "--batch", "2", "--context", "8", "--d-model", "8", "--
 @cache
 def _home() -> Path:
     """Files of every unpleasant kind, and a model that was trained."""
-    home = Path(tempfile.mkdtemp(prefix="attack-"))
+    home = Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
     (home / "empty").write_bytes(b"")
     (home / "binary").write_bytes(bytes(range(256)) * 40)
     (home / "nulls").write_bytes(bytes(4000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 
 from tests.attack import kills
-from tests.attack.harness import damaged
+from tests.attack.harness import PLACE, damaged
 from twell_lab import checkpoint, jit, prepared, records, simulator, text, tokenizer
 from twell_lab.errors import TwellError
 from twell_lab.model import LanguageModel, ModelConfig
@@ -32,7 +33,7 @@ GUARDED = ("checkpoint", "cubin", "simulator")
 
 @cache
 def _home() -> Path:
-    return Path(tempfile.mkdtemp(prefix="attack-"))
+    return Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
 
 
 @cache

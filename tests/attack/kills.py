@@ -17,7 +17,7 @@ from random import Random
 
 import torch
 
-from tests.attack.harness import forked, until
+from tests.attack.harness import PLACE, forked, until
 from twell_lab import checkpoint, prepared, records
 from twell_lab.errors import TwellError
 from twell_lab.plans import Plan
@@ -37,7 +37,7 @@ def config(text: Path) -> TrainConfig:
 
 @cache
 def _home() -> Path:
-    return Path(tempfile.mkdtemp(prefix="attack-"))
+    return Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
 
 
 @cache
