@@ -138,7 +138,7 @@ def arguments(r: Random) -> list[str]:
         if not options:
             break
         option = r.choice(tuple(options))
-        value = options[option](r) if r.random() < 0.85 else r.choice((_number, _word, _paths))(r)
+        value = options[option](r) if r.random() < 0.85 else r.choice((_number, _word, _files))(r)
         if option == "":
             line = [value, *line[1:]] if line and not line[0].startswith("-") else [value, *line]
         elif option in line and line.index(option) + 1 < len(line):
