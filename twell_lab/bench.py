@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import accuracy, dispatch, launch, launch_sm80, reference
+from . import accuracy, dispatch, launch, launch_sm80, machine, reference
 from .errors import DeviceError, InputError, TwellError
 from .ffn import FeedForward, SparseFFN, feed_forwards
 from .formats import TILE, VALUE_DTYPES, WORDS
@@ -39,7 +39,9 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
     kind "lognormal": 30% of the neurons never fire, the others' rates are lognormal with sigma 1.5 (as trained
     models roughly are), none above 0.95; "uniform": every neuron fires equally often.
     """
-    if not 0 <= nnz <= 0.6 * d_ff:
+    _check_sizes(d_ff=(d_ff, 1))
+    _check_room(16 * d_ff, f"d_ff {d_ff}")
+    if isinstance(nnz, bool) or not isinstance(nnz, (int, float)) or not 0 <= nnz <= 0.6 * d_ff:
         raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
     if kind == "uniform":
         return torch.full((d_ff,), nnz / d_ff, dtype=torch.float64)
@@ -59,17 +61,19 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
     The first component of every input is a constant, and the gate's weights for it set each neuron's threshold:
     the rest of the product is standard normal, so neurons fire independently, at their own rate, through a real GEMM.
     """
-    for name, size, least in (("tokens", tokens, 1), ("d_model", d_model, 8), ("d_ff", d_ff, 1)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < least:
-            raise InputError(f"{name} is {size!r}; a whole number from {least} up is accepted")
+    _check_sizes(tokens=(tokens, 1), d_model=(d_model, 8), d_ff=(d_ff, 1))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
+    needed = dtype.itemsize * (3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff))  # the layer, and what goes through it
+    _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
+    rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
     layer = layer.to_empty(device=device)
     constant = d_model**0.5
-    rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
     threshold = -torch.special.ndtri(rates).to(device, torch.float32)
     gate = normal(d_ff, d_model)
     gate /= gate[:, 1:].norm(dim=1, keepdim=True)  # exactly standard, or a narrow layer would miss its rates
@@ -83,6 +87,26 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
         x[:, 0] = constant
         inputs.append(x.to(dtype))
     return layer.to(dtype), inputs
+
+
+def _check_sizes(**sizes: tuple[int, int]) -> None:
+    """InputError naming the first of the sizes, each given with its least, that is not one."""
+    for name, (size, least) in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
+            raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
+
+
+def _check_room(needed: int, what: str, device: torch.device = torch.device("cpu")) -> None:
+    """InputError where so many bytes are more than the device's memory, before any of it is taken."""
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine.memory()
+    if there is not None and needed > there:
+        raise InputError(f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}; smaller sizes "
+                         "are accepted")
+
+
+def _check_seconds(seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
+        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
 
 
 # ---- correctness, before any clock starts ----
@@ -217,6 +241,7 @@ def ffn(
     GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
     seconds: how long to measure on a CPU. Returns a Record with a row for each path.
     """
+    _check_seconds(seconds)
     device = _device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
@@ -229,7 +254,7 @@ def _device(name: str | torch.device | None) -> torch.device:
     try:
         found = torch.device(there[-1] if name is None else name)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError):  # torch without CUDA asserts
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError):  # torch without CUDA asserts
         found = None
     if found is None or found.type not in there:
         raise DeviceError(f"device is {str(name)!r}; accepted here: {', '.join(there)}")
@@ -240,6 +265,7 @@ def layer(
     module: nn.Module, x: Tensor, *, label: str = "trained", compiled: bool = False, seconds: float = 2.0
 ) -> Record:
     """Time a feed-forward module on the real inputs x [tokens, d_model], dense beside its SparseFFN."""
+    _check_seconds(seconds)
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"x is {shape}; a tensor [tokens, d_model] with at least one token is accepted")
@@ -254,7 +280,7 @@ def _compare(
     (found,) = feed_forwards(dense)[:1]
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
-    sparse = SparseFFN.from_module(found.module)
+    sparse = SparseFFN(found.module, _check=False)  # what the two compute is checked on these inputs now, in float64
     worst = max(check(dense, sparse, each) for each in inputs)
     pattern = found.pattern
     fired = [reference.fires(linear(each, pattern.weight, pattern.bias)).sum(1).double().mean() for each in inputs]

@@ -1,19 +1,24 @@
 """Checkpoints of a training run: everything that a run needs to go on as if nothing had happened.
 
-    out/checkpoint-000300/state.json             config, step, random states, history
+    out/checkpoint-000300/state.json             config, step, random states, history; size and SHA-256 of each file, and of itself
                           model.safetensors      weights; with config.json a model that twell-lab profile reads
                           config.json            and tokenizer.json, where it reads no bytes
                           optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
 
 A checkpoint is written under another name, forced to the disk and then renamed, so a folder of this name is whole. Once
-it is there the ones before it are removed. What a process that was killed left half written, the next `save` removes.
+it is there the ones before it are removed, under another name again. At every moment one whole checkpoint has its name: where
+a step is saved once more, the one before is meanwhile checkpoint-000300.old, which is read too. What a process that was
+killed left half written or half removed, the next `save` removes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
 import os
+import reprlib
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -24,13 +29,16 @@ from torch import Tensor
 
 from .errors import InputError
 from .model import FORMAT as MODEL_FORMAT
-from .model import ModelConfig, _safetensors
+from .model import ModelConfig, _safetensors, fingerprint
 from .prepared import PreparedText
+from .seal import seal, sha256, to_disk, unseal
 from .text import Text
 from .train_config import TrainConfig
 
 FORMAT = 1  # of state.json; raised when an older reader would misread it
 TOKENIZER = "tokenizer.json"  # training writes it into the folder, unless the text is read as bytes
+FILES = ("model.safetensors", "optimizer.safetensors", "config.json", TOKENIZER)  # of a checkpoint, beside state.json
+OLD = ".old"  # ends the name of a checkpoint whose step is being saved again
 
 # What may differ between a run and its resumption: where and how it computes, and how often it saves.
 FREE = ("device", "compile", "kernels", "parallel", "checkpoint_every", "text")
@@ -81,10 +89,12 @@ def describe(text: Text | PreparedText, given, training_size: int) -> dict:
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
     """The checkpoints in a folder, by step, ascending; a folder that is one itself is the only one."""
     folder = Path(folder)
-    if (folder / "state.json").is_file():
-        return [folder]
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name[11:]))
+    return [folder] if (folder / "state.json").is_file() else _below(folder)
+
+
+def _below(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].removesuffix(OLD).isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: (int(path.name[11:].removesuffix(OLD)), not path.name.endswith(OLD)))
 
 
 def text_of(folder: str | os.PathLike) -> dict:
@@ -106,53 +116,52 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
     fields |= {name: getattr(state, name) for name in ("config", "model_config", "text", "paths")}
     fields |= {name: getattr(state, name).numpy().tobytes().hex() for name in ("order", "noise")}
     extra = {**state.optimizer, **{f"counts.{name}": value for name, value in state.counts.items()}}
+    model_config = {"format": MODEL_FORMAT, **state.model_config}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("checkpoint-*.part"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        tidy(folder)
         part.mkdir()
-        for name, tensors in (("model", state.weights), ("optimizer", extra)):
-            safetensors.save_file({key: value.contiguous() for key, value in tensors.items()}, part / f"{name}.safetensors")
-        (part / "config.json").write_bytes(_json({"format": MODEL_FORMAT, **state.model_config}))
+        about = {"sha256": fingerprint(state.weights, model_config)}
+        for name, tensors, about in (("model", state.weights, about), ("optimizer", extra, None)):
+            whole = {key: value.contiguous() for key, value in tensors.items()}
+            safetensors.save_file(whole, part / f"{name}.safetensors", metadata=about)
+        (part / "config.json").write_bytes(_json(model_config))
         if (folder / TOKENIZER).is_file():  # so that a checkpoint taken elsewhere still reads its text as it was trained
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
-        sizes = {path.name: path.stat().st_size for path in part.iterdir()}
-        (part / "state.json").write_bytes(_json({"format": FORMAT, "sizes": sizes, **fields}))
+        written = sorted(part.iterdir())
+        sizes, sums = {path.name: path.stat().st_size for path in written}, {path.name: sha256(path) for path in written}
+        (part / "state.json").write_bytes(seal({"format": FORMAT, "sizes": sizes, "files": sums, **fields}))
         for path in (*part.iterdir(), part):
-            _to_disk(path)
-        older = [path for path in checkpoints(folder) if path != target]
-        if target.exists():  # the same step, reached again from an older checkpoint: it goes only once the new one is there
-            before = target.with_name(target.name + ".old.part")
+            to_disk(path)
+        before = target.with_name(target.name + OLD)
+        if target.exists():  # the same step, reached again from an older checkpoint
+            if before.exists():
+                _remove(before)
             target.rename(before)
-            part.rename(target)
-            shutil.rmtree(before, ignore_errors=True)
-        else:
-            part.rename(target)
-        _to_disk(folder)
-        for path in () if keep_older else older:
-            shutil.rmtree(path, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+        part.rename(target)
+        to_disk(folder)
+        if before.exists():
+            _remove(before)
+        for path in () if keep_older else _below(folder):
+            if path != target:
+                _remove(path)
+    except (OSError, ValueError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise InputError(f"cannot save a checkpoint in {str(folder)!r}: {error}") from None
     return target
 
 
-def _to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlast a power cut."""
-    if not path.is_dir():
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-        return
-    with suppress(OSError):  # some systems open no folders, some file systems cannot wait for one
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; whatever becomes of this, no half of one has its name."""
+    part = path.with_name(path.name + ".part")
+    with suppress(OSError):
+        path.rename(part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def load(folder: str | os.PathLike) -> State:
-    """The newest checkpoint in `folder`. InputError names what is missing, truncated or of another format."""
+    """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format; a checkpoint from
+    before there were digests is taken as it is, if its types and shapes are those of one."""
     safetensors = _safetensors()
     path = newest(folder)
     fields = _fields(path)
@@ -165,6 +174,9 @@ def load(folder: str | os.PathLike) -> State:
         if len(content) != size:
             raise InputError(f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
                              f"it is {'truncated, or ' if len(content) < size else ''}another file; accepted: a whole checkpoint")
+        if "files" in fields and (found := hashlib.sha256(content).hexdigest()) != fields["files"][name]:
+            raise InputError(f"{name} in the checkpoint {str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
+                             f"{fields['files'][name]} is noted in state.json; accepted: a whole checkpoint")
         if name.endswith(".safetensors"):
             try:
                 tensors[name] = safetensors.load(content)
@@ -173,7 +185,13 @@ def load(folder: str | os.PathLike) -> State:
     optimizer = tensors["optimizer.safetensors"]
     counts = {name[7:]: optimizer.pop(name) for name in list(optimizer) if name.startswith("counts.")}
     plain = {name: fields[name] for name in ("step", "config", "model_config", "text", "seconds", "history")}
-    states = {name: torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8) for name in ("order", "noise")}
+    states = {}
+    for name in ("order", "noise"):
+        try:
+            states[name] = torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8)
+            torch.Generator().set_state(states[name])
+        except (ValueError, RuntimeError) as error:
+            raise InputError(f"{name} in state.json of the checkpoint {str(path)!r} is no state of a generator: {error}") from None
     return State(**plain, **states, weights=tensors["model.safetensors"], optimizer=optimizer, counts=counts,
                  paths=fields.get("paths", {}))
 
@@ -222,6 +240,9 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
     saved, mine = (each.get("tokenizer", {}) for each in (state.text, text.describe()))
     if saved.get("sha256") != mine.get("sha256"):
         raise InputError(f"the text's tokenizer is {mine}, and {saved} in the checkpoint; accepted: the same")
+    if state.step >= config.steps and not _number((state.history or [{}])[-1].get("val_bits_per_byte")):
+        raise InputError(f"the checkpoint is of the last step, {state.step}, and its history does not end with val_bits_per_byte; "
+                         "accepted: a checkpoint as it was written")
     for name, value in asdict(model).items():
         if (saved := state.model_config.get(name, value)) != value:
             raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")
@@ -233,12 +254,21 @@ def prepare(folder: str | os.PathLike) -> Path:
     folder = writable(folder)
     if found := checkpoints(folder):
         fields = _fields(found[-1])
-        step, steps = fields["step"], fields["config"]["steps"]
+        step, steps = fields["step"], fields["config"].get("steps", _default("steps"))
         holds, resume = (f"a run stopped at step {step} of {steps}", "to resume it, or ") if step < steps else (f"a run of {steps} steps", "")
         raise InputError(f"{str(folder)!r} holds {holds}; accepted: {resume}another folder, or this one once it is empty")
     if (folder / "model.safetensors").exists():
         raise InputError(f"{str(folder)!r} holds a model; accepted: another folder, or this one once it is empty")
     return folder
+
+
+def tidy(folder: str | os.PathLike) -> None:
+    """Remove what processes that were killed left half written there. Only for who has the folder's lock."""
+    for left in Path(folder).glob("checkpoint-*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+    for name in (*FILES, "metrics.jsonl"):
+        with suppress(OSError):
+            (Path(folder) / f"{name}.part").unlink()
 
 
 def check_apart(folder: str | os.PathLike, text) -> None:
@@ -266,16 +296,78 @@ def writable(folder: str | os.PathLike) -> Path:
 
 
 def _fields(path: Path) -> dict:
+    """What state.json holds, each field of its type. InputError where it can't be read, was altered or holds something else."""
+    where = f"state.json in the checkpoint {str(path)!r}"
     try:
-        fields = json.loads((path / "state.json").read_text())
+        fields = unseal((path / "state.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"state.json in the checkpoint {str(path)!r} cannot be read: {error}") from None
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise InputError(f"state.json in the checkpoint {str(path)!r} is not of format {FORMAT}, the one read")
+        raise InputError(f"{where} cannot be read: {error}") from None
+    if fields.get("format") != FORMAT or isinstance(fields["format"], bool):
+        raise InputError(f"{where} is not of format {FORMAT}, the one read")
     wanted = {"sizes", *(each.name for each in dataclasses.fields(State))} - {"weights", "optimizer", "counts", "paths"}
     if missing := sorted(wanted - fields.keys()):
-        raise InputError(f"state.json in the checkpoint {str(path)!r} lacks {', '.join(missing)}")
+        raise InputError(f"{where} lacks {', '.join(missing)}")
+    for name, (fits, accepted) in _ACCEPTED.items():
+        if name in fields and not fits(fields[name]):
+            raise InputError(f"{name} in {where} is {reprlib.repr(fields[name])}; accepted: {accepted}")
+    if fields.get("files", fields["sizes"]).keys() != fields["sizes"].keys():
+        raise InputError(f"{where} names {sorted(fields['files'])} and sizes of {sorted(fields['sizes'])}; accepted: the same files")
+    known = {each.name for each in dataclasses.fields(TrainConfig)} - {"text"}
+    try:  # which checks each value
+        TrainConfig(**{name: value for name, value in fields["config"].items() if name in known})
+    except InputError as error:
+        raise InputError(f"the config in {where} cannot be: {error}") from None
     return fields
+
+
+def _whole(value, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 2**63
+
+
+def _a_text(value) -> bool:
+    return (isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("sha256"), str)
+            and _whole(value.get("size")) and isinstance(value.get("path", 0), (str, type(None)))
+            and _whole(value.get("training_size", 0)) and isinstance(value.get("tokenizer", {}), dict))
+
+
+def _paths(value) -> bool:
+    """Of kernels "auto": see State."""
+    if not isinstance(value, dict) or not value:
+        return value == {}
+    layers, below = value.get("layers"), value.get("below", False)
+    return (isinstance(value.get("device"), str)
+            and isinstance(layers, dict) and all(path in ("dense", "twell") for path in layers.values())
+            and (below is None or isinstance(below, dict) and below.keys() >= layers.keys() and all(map(_number, below.values())))
+            and ("graphs" not in value or _graphs(value["graphs"])))
+
+
+def _graphs(value) -> bool:
+    """Of compiling.Compiled."""
+    return (isinstance(value, dict) and _whole(value.get("changed_at")) and isinstance(value.get("whole"), bool)
+            and isinstance(several := value.get("combinations"), list)
+            and all(isinstance(each, list) and all(isinstance(path, str) for path in each) for each in several))
+
+
+def _number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+# What state.json may hold in a field, as a test of it and in words. A config's values are checked by TrainConfig itself.
+_ACCEPTED = {
+    "sizes": (lambda it: isinstance(it, dict) and {*FILES[:2]} <= it.keys() <= {*FILES} and all(map(_whole, it.values())),
+              "a number of bytes for each file of a checkpoint"),
+    "files": (lambda it: isinstance(it, dict) and all(isinstance(each, str) for each in it.values()), "a SHA-256 for each file"),
+    "step": (_whole, "a whole number from 0 up"),
+    "seconds": (_number, "a finite number"),
+    "config": (lambda it: isinstance(it, dict), "fields of TrainConfig"),
+    "model_config": (lambda it: isinstance(it, dict), "fields of ModelConfig"),
+    "text": (_a_text, "name, sha256 and size of a text, and where it lies"),
+    "history": (lambda it: isinstance(it, list) and all(isinstance(row, dict) and _whole(row.get("step"), 1) for row in it),
+                "rows with a step"),
+    "order": (lambda it: isinstance(it, str), "hexadecimal digits"),
+    "noise": (lambda it: isinstance(it, str), "hexadecimal digits"),
+    "paths": (_paths, "a path for each layer"),
+}
 
 
 def _default(name: str):

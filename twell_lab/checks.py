@@ -5,10 +5,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from .errors import InputError
 from .formats import VALUE_DTYPES, TwELL
 
+
+def watched(*tensors: Tensor | None) -> bool:
+    """Whether anything but a kernel would see what happens to these tensors: torch.compile, a tensor subclass, a mode such as
+    those that trace or count operations. Then the operator is called through torch's dispatcher, which costs more than a launch."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(t is not None and type(t) not in (Tensor, Parameter) for t in tensors)
+    )
+
+
+def transformed() -> bool:
+    """Whether the call is inside a transform that sees operations one by one: torch.func (vmap, grad, jvp), forward-mode
+    gradients, torch.export, torch.jit.trace. There a layer is computed by torch's own operations, which they all know."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or _is_exporting()
+    )
+
+
+def refuse_transforms(name: str) -> None:
+    if transformed():
+        raise InputError(f"{name} is called inside a transform (torch.func, forward-mode gradients, torch.export or a trace), which "
+                         "cannot follow it; SparseFFN, gated_ffn and plain_ffn are accepted there")  # fmt: skip
+
+
+_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # from torch 2.7 on
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
@@ -23,6 +54,8 @@ def autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
 def check_tensor(name: str, t: Tensor, dims: int | None = None) -> None:
     if not isinstance(t, Tensor):
         raise InputError(f"{name} is a {type(t).__name__}; a torch.Tensor is accepted")
+    if t.is_nested:
+        raise InputError(f"{name} is a nested tensor; a dense one is accepted")
     if t.dtype not in VALUE_DTYPES:
         raise InputError(f"{name} is {t.dtype}; bfloat16, float16 and float32 are accepted")
     if t.device.type not in ("cpu", "cuda"):

@@ -7,16 +7,18 @@ Exit status: 0 done, 1 a check failed, 2 a mistake in the input or the set-up (o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
+import signal
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from . import train_command
+from . import terminal, train_command
 from .errors import InputError, RecordError, TwellError
+from .files import check_folder, check_target, strict_json
+from .options import path, positive, seconds, source, whole
 
 _ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_model": "d_model",
                 "d_ff": "d_ff", "nnz": "mean nnz", "path": "path", "ms": "ms", "spread": "spread",
@@ -25,23 +27,28 @@ _ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_mod
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
+    if arguments is None:  # this is what the process does, and all that it does
+        arguments = sys.argv[1:]
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status or 0
+        with terminal.ready() as output:
+            return _run(arguments, output)
     except TwellError as error:
         number = os.environ.get("RANK", "0")  # under torchrun each process speaks for itself
-        print(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}", file=sys.stderr)
+        terminal.tell(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}")
         return 2
     except (MemoryError, RuntimeError) as error:
         # torch has no class of its own for a CPU allocation that fails, only this wording.
         if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate|alloc_cpu", str(error)):
             raise
-        print("twell-lab: this does not fit into memory; smaller sizes are accepted", file=sys.stderr)
+        terminal.tell("twell-lab: this does not fit into memory; smaller sizes are accepted")
         return 2
     except KeyboardInterrupt as error:
+        if signal.getsignal(signal.SIGINT) is _interrupt_once:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):  # one came while the first was on its way
+            error = error.__context__
         if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
             several = int(os.environ.get("WORLD_SIZE", "1")) > 1
             again = f"torchrun as before, with --resume {shlex.quote(folder)}" if several else _again(["train", "--resume", folder])
@@ -49,13 +56,43 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             said = f"interrupted; to run it again: {_again(arguments)}"
         if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
-            with suppress(OSError):  # the reader may have been interrupted too
-                print(f"\ntwell-lab: {said}", file=sys.stderr)
+            terminal.tell(f"\ntwell-lab: {said}")
         return 130
+    except OSError as error:  # a file or device that nothing else has a word for
+        if error.errno is None:
+            raise
+        what = "the system says" if error.filename is None else repr(error.filename)
+        terminal.tell(f"twell-lab: {what}: {error.strerror}")
+        return 2
+
+
+def _run(arguments: list[str], output: terminal.Stream) -> int:
+    """The exit status of what these arguments ask for, once all of the output is written."""
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            status = options.run(options) or 0
+        except SystemExit as stopped:
+            if not stopped.code:  # --help, which argparse prints without a word if it cannot
+                output.flush()
+                if output.failed is not None:
+                    raise output.failed from None
+            raise
+        output.flush()
+        return status
     except BrokenPipeError:
         # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error is not output.failed:
+            raise
+        raise InputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _interrupt_once(number: int, frame) -> None:
+    """Ctrl-C is an exception once: another one, while that is dealt with and Python ends, would print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _again(arguments: list[str]) -> str:
@@ -85,12 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", _doctor, "Say what this machine has, what will run where, and what is missing.")
 
     tour = command("tour", _tour, "Train with and without L1, profile, pack, time, and write a page.")
-    tour.add_argument("--text", type=_given, metavar="PATH", help="a file or folder to train on, instead of the source of "
+    tour.add_argument("--text", type=source, metavar="PATH", help="a file or folder to train on, instead of the source of "
                                                      "Python's standard library")
-    tour.add_argument("--out", metavar="DIR", type=Path, default=Path("build/tour"),
+    tour.add_argument("--out", metavar="DIR", type=path, default=Path("build/tour"),
                       help="where index.html and tour.json go (default: %(default)s)")
     tour.add_argument("--record-only", action="store_true", help="write tour.json alone; needs no plotly")
-    tour.add_argument("--render", metavar="TOUR_JSON", type=Path,
+    tour.add_argument("--render", metavar="TOUR_JSON", type=path,
                       help="do nothing but draw the page of an earlier tour, from this or another machine")
     tour.add_argument("--quick", action="store_true",
                       help="a few steps and small layers, to see that it works")
@@ -99,40 +136,40 @@ def _parser() -> argparse.ArgumentParser:
     train_command.add_options(train)
 
     prepared = command("prepare", _prepare, "Read a text of any length once, encode it, and keep its tokens for training.")
-    prepared.add_argument("text", type=_given, metavar="TEXT", help="a file, a folder of files, or hf:owner/name?bytes=10e9 for a "
+    prepared.add_argument("text", type=source, metavar="TEXT", help="a file, a folder of files, or hf:owner/name?bytes=10e9 for a "
                           "Hugging Face dataset, all of it unless ?bytes says how much")
-    prepared.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder, for twell-lab train --text")
+    prepared.add_argument("--out", metavar="DIR", type=path, required=True, help="a new folder, for twell-lab train --text")
     prepared.add_argument("--tokenizer", metavar="WORD", help="bytes, bpe:4096 (a BPE of that size, trained on the text's "
                           "beginning), or a file [bytes]")
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
-    profile.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
-    profile.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, read whole, but of the text that the "
+    profile.add_argument("model", metavar="DIR", type=path, help="a folder that twell-lab train --out wrote")
+    profile.add_argument("--text", type=source, metavar="PATH", help="a file or folder, read whole, but of the text that the "
                          "model was trained on the held-out part (default: that of the source of Python's standard library)")
-    profile.add_argument("--windows", type=_positive, default=256, metavar="N",
+    profile.add_argument("--windows", type=positive, default=256, metavar="N",
                          help="how many windows (default: %(default)s)")
-    profile.add_argument("--out", metavar="FILE", type=Path, help="save the counts here, as JSON")
+    profile.add_argument("--out", metavar="FILE", type=path, help="save the counts here, as JSON")
 
     plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
-    plan.add_argument("model", metavar="DIR", type=Path, help="a folder that twell-lab train --out wrote")
-    plan.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, as for profile (default: the held-out "
+    plan.add_argument("model", metavar="DIR", type=path, help="a folder that twell-lab train --out wrote")
+    plan.add_argument("--text", type=source, metavar="PATH", help="a file or folder, as for profile (default: the held-out "
                                                      "part of the source of Python's standard library)")
-    plan.add_argument("--windows", type=_positive, default=256, metavar="N",
+    plan.add_argument("--windows", type=positive, default=256, metavar="N",
                       help="how many windows to profile, and how many others to time on (default: %(default)s)")
-    plan.add_argument("--tokens", type=_positive, nargs="+", default=[1, 64, 2048, 16384], metavar="N",
+    plan.add_argument("--tokens", type=positive, nargs="+", default=[1, 64, 2048, 16384], metavar="N",
                       help="tokens at once to plan for (default: 1 64 2048 16384)")
     plan.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
     plan.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], metavar="DTYPE",
                       help="bfloat16, float16 or float32 (default: bfloat16 on a GPU, else float32)")
     plan.add_argument("--predict-only", action="store_true", help="time none of the candidates")
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
-    plan.add_argument("--out", metavar="FILE", type=Path, help="save the plan here, as JSON")
+    plan.add_argument("--out", metavar="FILE", type=path, help="save the plan here, as JSON")
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
-    bench.add_argument("--tokens", type=_positive, nargs="+", default=[1, 8, 64], metavar="N",
+    bench.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N",
                        help="one or more (default: 1 8 64)")
-    bench.add_argument("--d-model", type=_positive, default=2048, metavar="N", help="default: %(default)s")
-    bench.add_argument("--d-ff", type=_positive, default=5632, metavar="N", help="default: %(default)s")
+    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="default: %(default)s")
+    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="default: %(default)s")
     bench.add_argument("--nnz", type=float, default=29.0, metavar="X",
                        help="mean number of neurons firing for a token (default: %(default)s)")
     bench.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+", metavar="DTYPE",
@@ -141,62 +178,33 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--workload", choices=["lognormal", "uniform"], default="lognormal",
                        help="how neurons share the firing (default: %(default)s)")
     bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
-    bench.add_argument("--seconds", type=_seconds, default=2.0, metavar="S",
+    bench.add_argument("--seconds", type=seconds, default=2.0, metavar="S",
                        help="how long to measure each size on a CPU (default: %(default)s)")
-    bench.add_argument("--out", metavar="DIR", type=Path, help="save the records here")
+    bench.add_argument("--out", metavar="DIR", type=path, help="save the records here")
 
     record = command("record", _record, "Make one of the recordings that the course's figures come from.")
     record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
-    record.add_argument("--out", metavar="DIR", type=Path,
+    record.add_argument("--out", metavar="DIR", type=path,
                         help="where the record goes (default: data/records)")
-    record.add_argument("--seed", type=_whole, metavar="N", help="of attack alone: other cases")
-    record.add_argument("--seconds", type=_seconds, metavar="S", help="of attack alone, on a GPU: how long")
-    record.add_argument("--cases", type=_positive, metavar="N", help="of attack alone: how many")
+    record.add_argument("--seed", type=whole, metavar="N", help="of attack alone: other cases")
+    record.add_argument("--seconds", type=seconds, metavar="S", help="of attack alone, on a GPU: how long")
+    record.add_argument("--cases", type=positive, metavar="N", help="of attack alone: how many")
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
-    built.add_argument("out", metavar="DIR", type=Path,
+    built.add_argument("out", metavar="DIR", type=path,
                        help="where the cubins go; name it in TWELL_LAB_CUBINS there")
     built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH",
                        help="sm_75 ... (default: sm_90)")
     built.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+", default=["bfloat16"],
                        metavar="DTYPE", help="bfloat16, float16, float32 (default: bfloat16)")
-    built.add_argument("--d-model", type=_positive, nargs="+", default=[2048], metavar="N",
+    built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N",
                        help="model widths (default: 2048)")
 
     kept = command("records", _records, "List every recorded measurement.")
-    kept.add_argument("--folder", metavar="DIR", type=Path, help="another folder than data/records")
+    kept.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
     kept.add_argument("--verify", action="store_true",
                       help="instead, check that these kernels were tested on a GPU or are named as untested")
     return parser
-
-
-def _given(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty; a file or folder is accepted")
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0 and up to 3600")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number from 0 up, of 18 digits at most")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
-    return value
 
 
 def _version() -> str:
@@ -205,7 +213,7 @@ def _version() -> str:
 
 
 def _print_json(value) -> None:
-    print(json.dumps(value, indent=1))
+    print(strict_json(value, indent=1))
 
 
 # ---- the commands ----------------------------------------------------------------------------------------
@@ -231,7 +239,7 @@ def _tour(options) -> int:
     if options.render is not None:
         from .page import render_file
         page = render_file(options.render, options.out)
-        print(json.dumps({"page": str(page)}) if options.json else f"tour: the page is {page}")
+        print(strict_json({"page": str(page)}) if options.json else f"tour: the page is {page}")
         return 0
     from . import tour
     record, saved, page = tour.run(tour.Options(text=options.text, out=options.out, quick=options.quick,
@@ -249,6 +257,8 @@ def _tour(options) -> int:
 def _profile(options) -> int:
     from .model import LanguageModel
     from .profile import profile
+    if options.out is not None:
+        check_target(options.out)
     model = LanguageModel.load(options.model)
     part, windows = _windows(options.text, Path(options.model), options.windows, model.config)
     firing = profile(model, windows.split(32))
@@ -317,6 +327,8 @@ def _plan(options) -> int:
     from .model import LanguageModel
     from .planner import plan
     from .profile import profile
+    if options.out is not None:
+        check_target(options.out)
     device = _device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
@@ -341,6 +353,8 @@ def _bench(options) -> int:
     import torch
 
     from . import bench, records
+    if options.out is not None:
+        check_folder(options.out)
     made = []
     for name in options.dtype or [None]:
         for tokens in options.tokens:
@@ -359,17 +373,18 @@ def _bench(options) -> int:
 
 
 def _record(options) -> int:
-    from . import recordings, records
+    from . import paths, recordings, records
     if options.name is None:
         names = sorted(recordings.RECORDINGS)
-        print(json.dumps(names) if options.json else "\n".join(names))
+        print(strict_json(names) if options.json else "\n".join(names))
         return 0
     if options.name not in recordings.RECORDINGS:
         known = ", ".join(sorted(recordings.RECORDINGS))
-        raise InputError(f"there is no recording {options.name!r}; accepted: {known}")
+        raise InputError(f"there is no recording {options.name!r:.200}; accepted: {known}")
     told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
     if told and options.name != "attack":
         raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
+    check_folder(options.out or paths.records_dir())
     record = recordings.RECORDINGS[options.name](**told)
     path = record.save(options.out)
     if options.json:
@@ -415,7 +430,7 @@ def _records(options) -> int:
             print(f"records: {sentence}")
         return 0 if holds else 1
     if options.folder is not None and not options.folder.is_dir():
-        raise InputError(f"--folder is {options.folder}; an existing folder of records is accepted")
+        raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
     rows = records.flat_rows(records.load_all(options.folder))
     if options.json:
         _print_json(rows)

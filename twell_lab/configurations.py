@@ -16,7 +16,7 @@ token and 1e-3 left 28. Other texts and lengths of training want their own.
 from __future__ import annotations
 
 from .errors import InputError
-from .model import ModelConfig
+from .model import ModelConfig, parameters
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 
@@ -24,8 +24,7 @@ BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is
 def _paper(layers: int, billions: int) -> dict:
     return {"d_model": 2048, "d_ff": 5632, "layers": layers, "heads": 32, "context": 2048, "batch": 512,
             "accumulate": 64, "steps": billions * 1000, "lr": 1e-3, "warmup": 600, "weight_decay": 0.1, "clip": 1.0,
-            "l1": 2e-5, "tokenizer": f"bpe:{BPE}", "dtype": "bfloat16", "compile": True, "eval_every": 1000,
-            "checkpoint_every": 1000}
+            "l1": 2e-5, "tokenizer": f"bpe:{BPE}", "dtype": "bfloat16", "compile": True, "eval_every": 1000}
 
 
 def _small(d_model: int, d_ff: int, layers: int, heads: int, **more) -> dict:
@@ -46,8 +45,7 @@ _NAMED = {
                           dtype="bfloat16", compile=True, eval_every=500),
             "one GPU; the smallest worth a sweep of L1"),
     "150M": (BPE, _small(768, 2048, 14, 12, context=1024, batch=128, accumulate=4, steps=10_000, lr=1e-3, warmup=600,
-                         l1=1e-4, tokenizer=f"bpe:{BPE}", dtype="bfloat16", compile=True, eval_every=500,
-                         checkpoint_every=1000),
+                         l1=1e-4, tokenizer=f"bpe:{BPE}", dtype="bfloat16", compile=True, eval_every=500),
              "one GPU, with a BPE"),
     "0.5B": (BPE, _paper(8, 10), "the paper's shape; 10 billion tokens"),
     "1B": (BPE, _paper(18, 20), "the paper's shape; 20 billion tokens"),
@@ -66,13 +64,6 @@ def named(name: str) -> dict:
     if not isinstance(name, str) or name not in _NAMED:
         raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}")
     return dict(_NAMED[name][1])
-
-
-def parameters(model: ModelConfig) -> int:
-    """How many weights a LanguageModel of these sizes has, counted from its formulas."""
-    feed_forward = (3 if model.gated else 2) * model.d_model * model.d_ff
-    layer = 4 * model.d_model**2 + feed_forward + 2 * model.d_model  # attention, feed-forward, two norms
-    return model.layers * layer + 2 * model.vocabulary * model.d_model + model.d_model
 
 
 def rows() -> list[dict]:

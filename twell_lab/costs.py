@@ -82,7 +82,7 @@ class Firing:
         """The firing a profile counted; InputError where it saw no token."""
         if not layer.tokens:
             raise InputError(f"the profile of layer {layer.name!r} saw no token; at least one is needed for a plan")
-        beyond = (torch.arange(layer.tile_histogram.numel()) - (layer.words - 1)).clamp(min=0)
+        beyond = (torch.arange(layer.tile_histogram.numel(), device="cpu") - (layer.words - 1)).clamp(min=0)
         excess = (layer.tile_histogram * beyond).sum().item() / layer.tokens
         frequency = (layer.neuron_counts.double() / layer.tokens).sort(descending=True).values
         totals = layer.nnz_histogram.double() / layer.tokens
@@ -99,7 +99,7 @@ class Firing:
         overflow exceeds the pool that 16 rows share, were it all in one tile.
         """
         packed = self.frequency[hot:].sum() / self.frequency.sum().clamp(min=1e-30)
-        a_tile = torch.arange(self.totals.numel()) * packed / math.ceil((self.d_ff - hot) / TILE)
+        a_tile = torch.arange(self.totals.numel(), device="cpu") * packed / math.ceil((self.d_ff - hot) / TILE)
         lost = self.totals[a_tile > WORDS - 1].sum().item()
         if hot or not self.excess:
             return lost

@@ -163,12 +163,12 @@ def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor
     """
     first, last = _span(token, x.shape[0])
     dots = linear(x[first : last + 1], rows, bias)
-    return dots[0] if first == last else dots[token - first, torch.arange(token.numel())]
+    return dots[0] if first == last else dots[token - first, torch.arange(token.numel(), device="cpu")]
 
 
 def _start_wide(tokens: int, down_t: Tensor, bias: Tensor | None) -> Tensor:
     """The float64 sums [tokens, d_model] before the first entry: the bias, or zero."""
-    y = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64)
+    y = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64, device="cpu")
     return y if bias is None else y + bias
 
 
@@ -179,7 +179,7 @@ def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
         y[first] += hidden @ rows.to(y.dtype)
         return
     spread = y.new_zeros(last - first + 1, token.numel())
-    spread[token - first, torch.arange(token.numel())] = hidden
+    spread[token - first, torch.arange(token.numel(), device="cpu")] = hidden
     y[first : last + 1].addmm_(spread, rows.to(y.dtype))
 
 
@@ -188,14 +188,14 @@ def _sum_short(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:
     if hidden.numel() == 0:
         y = down_t.new_zeros(tokens, down_t.shape[1])
         return y if bias is None else y + bias
-    first = torch.zeros(1, dtype=torch.int64) if tokens == 1 else torch.searchsorted(token, torch.arange(tokens))
+    first = token.new_zeros(1) if tokens == 1 else torch.searchsorted(token, torch.arange(tokens, device="cpu"))
     if bias is not None:
         # The bias joins the sum as a neuron that fires with 1 on every token, ahead of the token's entries:
         # added to a sum that is already rounded, it could cancel all but the rounding.
         used, place = neuron.unique(return_inverse=True)
         down_t = torch.cat([down_t[used], bias[None]])
-        entries = torch.arange(token.numel()) + token + 1
-        first = first + torch.arange(tokens)
-        neuron = torch.full((token.numel() + tokens,), used.numel()).index_copy_(0, entries, place)
+        entries = torch.arange(token.numel(), device="cpu") + token + 1
+        first = first + torch.arange(tokens, device="cpu")
+        neuron = token.new_full((token.numel() + tokens,), used.numel()).index_copy_(0, entries, place)
         hidden = hidden.new_ones(neuron.shape).index_copy_(0, entries, hidden)
     return embedding_bag(neuron, down_t, first, mode="sum", per_sample_weights=hidden)

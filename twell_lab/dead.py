@@ -46,7 +46,7 @@ class Tracker:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up")
         self.window_tokens = window_tokens
-        self.silent = [torch.zeros(width, dtype=torch.int64) for width in widths]
+        self.silent = [torch.zeros(width, dtype=torch.int64, device="cpu") for width in widths]
 
     def see(self, fired: Sequence[Tensor], tokens: int) -> None:
         """Count a batch of `tokens` tokens. fired: for each layer bool [d_ff], whether a neuron fired at any of them.
@@ -68,7 +68,7 @@ class Tracker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts as a flat dict of int64 CPU tensors, as safetensors take them."""
-        return {"window_tokens": torch.tensor(self.window_tokens),
+        return {"window_tokens": torch.tensor(self.window_tokens, device="cpu"),
                 **{f"silent.{number}": silent.cpu() for number, silent in enumerate(self.silent)}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

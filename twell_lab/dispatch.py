@@ -107,15 +107,15 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y
 def _portable(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, tile, words) -> Tensor:
     """Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself may
     overflow float16 where the whole does not, or cancel against the hot one and leave its rounding."""
-    return twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats)
+    return twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats, hot)
 
 
-def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats=None) -> Tensor:
-    """The portable kernels behind torch's gate GEMM: any width and dtype, any GPU from sm_75."""
+def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats=None, hot=0) -> Tensor:
+    """The portable kernels behind torch's gate GEMM: any width and dtype, any GPU from sm_75. hot: neurons that stats leave out."""
     g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
     packed = launch.pack(g, tile, words)
     if stats is not None and x.shape[0] >= _LEAST:  # below, the extra launches would be felt
-        _count(packed, stats, words)
+        _count(packed[:, hot // tile :], stats, words)
     if gate is None:
         return launch.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], tile)
     return launch.gated(x, packed, g, _NO_TAIL, up, down_t, up_bias, down_bias, tile)

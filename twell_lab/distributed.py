@@ -69,8 +69,9 @@ def joined(device: str | None) -> Iterator[World]:
 
     device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them the CPU. Raises
     DeviceError for a device that is not there and for more processes on this machine than it has GPUs, InputError where
-    a single GPU is named for several processes.
+    a single GPU is named for several processes, and for an environment that torchrun does not make.
     """
+    _check_environment()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(present(device))
         return
@@ -79,7 +80,11 @@ def joined(device: str | None) -> Iterator[World]:
         torch.cuda.set_device(own)
     begin = not dist.is_initialized()
     if begin:
-        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        except (ValueError, dist.DistError) as error:
+            raise InputError(f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE names cannot be joined: {error}; accepted: what "
+                             "torchrun sets") from None
     try:
         yield World(own, dist.get_rank(), dist.get_world_size())
     finally:
@@ -90,6 +95,14 @@ def joined(device: str | None) -> Iterator[World]:
                 # group wherever torch still refers to that, as it does after DDP and FSDP2, and one that lets go of a
                 # tensor while Python ends aborts the process (pytorch issue 190489).
                 time.sleep(0.2)
+
+
+def _check_environment() -> None:
+    """InputError where one of torchrun's variables is no number: whoever set it did not mean us."""
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        value = os.environ.get(name, str(least))
+        if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
+            raise InputError(f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets it, or none")
 
 
 def _own_device(device: str | None) -> torch.device:
@@ -151,6 +164,12 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor as one piece, gathered if FSDP2 sharded it: every process must ask for it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that FSDP2 sharded; any other tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def put(into: Tensor, value: Tensor) -> None:

@@ -172,7 +172,9 @@ def _why_no_compiler() -> str:
 
 
 def _cache(facts: dict) -> tuple:
-    folder = paths.cache_dir()
+    folder, refused = paths.find_cache()
+    if refused:
+        return "limited", f"others could put kernels there: {'; '.join(refused)}", "export TWELL_LAB_CACHE=/a/folder/of/your/own"
     if folder is None:
         return (
             "limited", "no folder can be written, so each process compiles its kernels again",

@@ -1,110 +1,60 @@
 """SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one.
 
-Recognised modules (found by the names of their parts; more families are added to `_LAYOUTS`):
-  gate_proj, up_proj, down_proj, act_fn   gated: transformers Llama with hidden_act="relu", this course's model
-  up_proj, down_proj, act_fn              plain: this course's model
-  fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
+Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.anatomy's.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import checks, dispatch, ops
+from . import anatomy, checks, copies, dispatch, hooks, ops
+from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, HandOn, Only, is_relu, layout_of, selected
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
+from .hooks import Guarded
 from .inference import STATS
 from .learning import Learner
-from .permuted import HotFirst
+from .permuted import BUFFERS, HotFirst
 from .plans import Choice, LayerPlan, Plan, check_fits
 from .watching import Shared, Watch, may_watch
-
-# (gate, up, down, activation): attribute names; the first layout whose names are all there is taken.
-_LAYOUTS = (
-    ("gate_proj", "up_proj", "down_proj", "act_fn"),
-    (None, "up_proj", "down_proj", "act_fn"),
-    (None, "fc1", "fc2", "activation_fn"),
-)
-_IN_BLOCK = _LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
-_ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """One feed-forward layer found in a model. gate is None for plain layers."""
-
-    name: str
-    module: nn.Module
-    gate: nn.Linear | None
-    up: nn.Linear
-    down: nn.Linear
-
-    @property
-    def pattern(self) -> nn.Linear:
-        """The projection whose positive outputs are the neurons that fire."""
-        return self.up if self.gate is None else self.gate
-
-
-def _is_relu(activation) -> bool:
-    return isinstance(activation, nn.ReLU) or activation in (torch.relu, nn.functional.relu)
-
-
-def _is_linear(module) -> bool:
-    """Whether the module computes x W^T + b, so that its weight and bias say all about it.
-
-    A subclass of nn.Linear with a forward of its own (an adapter, a quantised layer) need not.
-    """
-    if not isinstance(module, nn.Linear):
-        return False
-    return getattr(module.forward, "__func__", module.forward) in (nn.Linear.forward, _hand_on)
-
-
-def _hand_on(x: Tensor) -> Tensor:
-    """The forward of a projection whose work is done elsewhere: it only keeps its parameters and their names."""
-    return x
-
-
-def _layout(module: nn.Module) -> tuple | None:
-    """The first layout whose names are all there, whatever the activation; None if a projection is no plain Linear."""
-    for layout in _LAYOUTS:
-        if all(getattr(module, name, None) is not None for name in layout if name):
-            fits = all(_is_linear(getattr(module, name)) for name in layout[:3] if name)
-            return layout if fits else None
-    return None
 
 
 def _describe(name: str, module: nn.Module) -> FeedForward | None:
     if isinstance(module, SparseFFN):
         place = name if module._borrowed is None else name.rpartition(".")[0]  # OPT's is named by its layer
         return FeedForward(place, module, module.gate, module.up, module.down)
-    layout = _layout(module)
-    if layout is None or not _is_relu(getattr(module, layout[3])):
+    layout = layout_of(module)
+    if layout is None or not is_relu(getattr(module, layout[3])):
         return None
     gate, up, down, _ = layout
     return FeedForward(name, module, getattr(module, gate) if gate else None, getattr(module, up), getattr(module, down))
 
 
-def feed_forwards(model: nn.Module) -> list[FeedForward]:
+def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
 
+    Found by the names of their parts (twell_lab.anatomy), which do not say what is computed between them: `sparsify` and
+    `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name, module) is true.
     Raises InputError if there is none, naming the activations that were found instead.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [f for name, module in model.named_modules() if (f := _describe(name, module))]
     if not found:
-        others = {m for m in model.modules() if (lay := _layout(m)) and not _is_relu(getattr(m, lay[3]))}
-        kinds = sorted({type(getattr(m, _layout(m)[3])).__name__ for m in others})
+        others = {m for m in model.modules() if (lay := layout_of(m)) and not is_relu(getattr(m, lay[3]))}
+        kinds = sorted({type(getattr(m, layout_of(m)[3])).__name__ for m in others})
         seen = f"its feed-forward layers use {', '.join(kinds)}" if kinds else "none of its modules has the known parts"
-        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {_ACCEPTED} and a ReLU")
-    return found
+        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {ACCEPTED} and a ReLU")
+    chosen = [f for f in found if selected(only, f.name, f.module)]
+    if not chosen:
+        raise InputError(f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of which is "
+                         f"{found[0].name!r}; accepted: one that is true for some")  # fmt: skip
+    return chosen
 
 
-class SparseFFN(Learner, HotFirst):
+class SparseFFN(Guarded, Learner, HotFirst):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the
@@ -113,6 +63,11 @@ class SparseFFN(Learner, HotFirst):
     lie. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers
     outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost).
     Where a gradient is needed (twell_lab.training), `learn` says whether all neurons are computed or those that fire.
+
+    The source is run on a few rows beside the formula before it is taken (anatomy.check), and refused with an InputError where
+    it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or replaced forwards
+    on it or on a part of it. What is put on a projection later, or in its place, is an InputError of the next forward. Hooks
+    belong on the SparseFFN itself, and go with `densify` to the dense layer.
     """
 
     def __init__(
@@ -123,19 +78,25 @@ class SparseFFN(Learner, HotFirst):
         tile: int = TILE,
         words: int = WORDS,
         _registered: bool = True,
+        _check: bool = True,
     ):
         super().__init__()
         check_geometry(tile, words)
-        layout = _layout(source)
+        if (reason := hooks.obstacle(source)) is not None:
+            raise InputError(f"{type(source).__name__}: {reason}")
+        layout = layout_of(source)
         if layout is None:
-            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {_ACCEPTED} and a ReLU")
+            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {ACCEPTED} and a ReLU")
         *names, activation = layout
-        if not _is_relu(getattr(source, activation)):
+        if not is_relu(getattr(source, activation)):
             raise InputError(
                 f"{type(source).__name__} uses {type(getattr(source, activation)).__name__}; a ReLU is accepted"
             )
+        if _check:
+            anatomy.check("", source)
         self.tile, self.words = tile, words
         self._names = names
+        self._seat = activation
         # In plain lists: neither the source nor, inside OPT, its projections are this module's children.
         self._source = [source]
         self._borrowed = None if _registered else [getattr(source, name) if name else None for name in names]
@@ -143,12 +104,10 @@ class SparseFFN(Learner, HotFirst):
             if name:
                 setattr(self, name, getattr(source, name))
         self.train(source.training)
-        with torch.inference_mode(False):  # a later forward outside inference mode writes to it
-            self._stamp = torch.empty(3, dtype=torch.int64)  # no buffer: it must stay on the CPU
-        self.register_buffer("down_t", None, persistent=False)
-        self.register_buffer("stats", None, persistent=False)
+        copies.check_finite(self._named(*self._weights_and_biases()))
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.follow(plan)
+        self._born = frozenset((*vars(self), *self._parameters, *self._modules, "down_t", "stats", *BUFFERS))
 
     @classmethod
     def from_module(
@@ -197,51 +156,50 @@ class SparseFFN(Learner, HotFirst):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
         self._watch: Watch | None = None
         self.plan = plan
-        self._choices = choices
         hot = max(choice.hot for _, choice in choices)
         if hot:
-            self._hold_order(plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff), self._sources())
+            self._hold_order(plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff, device="cpu"), self._sources())
         else:
             self._drop_order()
-        self._transposes = any(choice.path == "twell" for _, choice in choices)
-        if self._transposes:
-            self._renew(self.down.weight)
-        else:
-            self.down_t = None
-        self._renew_stats()
+        transposes = any(choice.path == "twell" for _, choice in choices)
+        self._hold("down_t", copies.place(copies.TRANSPOSED, self.down.weight) if transposes else None)
+        self._renew_stats(choices)
         self._fuses = dispatch.fuses(self.up.weight)
+        self._transposes, self._choices = transposes, choices  # last: another thread may be in a forward
 
     @property
     def extra_bytes(self) -> int:
         """Memory held beyond the dense layer's parameters: every buffer, in bytes."""
-        held = [each for each in (self.down_t, self.stats, *self._order_buffers) if each is not None]
-        return sum(each.numel() * each.element_size() for each in held)
+        return sum(each.numel() * each.element_size() for each in self._buffers.values())
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
 
-        Only for what torch itself does not notice: a change in place of `down.weight.data`, such as
-        `p.data += delta`, raises no version. Optimizers, `load_state_dict` and `p.add_` under no_grad are followed.
+        For what torch itself does not notice, since it raises no version: a change in place of `down.weight.data` (as
+        `p.data += delta`), through a NumPy array or DLPack, or, on a GPU, by another process. What is followed without it:
+        optimizers, `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared
+        with other processes.
         """
-        self._stamp.fill_(-1)
-        if self._order_stamp is not None:
-            self._order_stamp.fill_(-1)
+        for each in self._buffers.values():
+            copies.forget(each)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
+        self._unhooked()
         if self._watch is not None:
             self._see(x)
-        gate, up, down = self.gate, self.up, self.down
-        # Each is read once: where a weight is parametrized, reading makes a new tensor.
-        weights = [None if gate is None else gate.weight, up.weight, down.weight]
-        biases = [None if gate is None else gate.bias, up.bias, down.bias]
-        at = self._class_of(x)
-        choice = self._choices[at][1]
+        weights, biases = self._weights_and_biases()
+        if checks.transformed():
+            return _dense(x, weights, biases)
+        choices = self._choices
+        at = self._class_of(x, choices)
+        choice = choices[at][1]
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)):
             if self._reports or not self._transposes or weights[1].is_cuda or self.learning == "dense":
                 return self._learn(x, weights, biases, choice.path)
-            call, given = (ops.plain_ffn, 1) if gate is None else (ops.gated_ffn, 0)  # a CPU skips the silent neurons forwards
-            return call(x, *weights[given:], *biases[given:], down_t=self._down_t(weights[2]), tile=self.tile, words=self.words)
+            call, given = (ops.plain_ffn, 1) if weights[0] is None else (ops.gated_ffn, 0)  # a CPU skips the silent neurons forwards
+            down_t = self._down_t(weights, biases)
+            return call(x, *weights[given:], *biases[given:], down_t=down_t, tile=self.tile, words=self.words)
         if choice.path == "dense":
             if not torch.compiler.is_compiling():  # a forward that is being compiled sees no addresses, and keeps the last answer
                 self._fuses = dispatch.fuses(weights[1])
@@ -249,27 +207,28 @@ class SparseFFN(Learner, HotFirst):
             if not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
                 return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
         if choice.path == "hot_cold":
-            sources = [*weights, *biases[:2]]
-            copies = self._hot_first(sources)
-            biases = [copies.pop("gate_bias"), copies.pop("up_bias"), biases[2]]
-            weights, down_t = [copies["gate"], copies["up"], copies["down"]], copies["down_t"]
+            held = self._hot_first([*weights, *biases[:2]])
+            biases = [held.pop("gate_bias"), held.pop("up_bias"), biases[2]]
+            weights, down_t = [held["gate"], held["up"], held["down"]], held["down_t"]
         else:
-            down_t = self._down_t(weights[2]) if self._transposes else None
-        if self.stats is not None and self.stats.device != weights[1].device:
-            self._renew_stats()
+            down_t = self._down_t(weights, biases) if choice.path == "twell" else None
+        stats = self._buffers.get("stats")  # once: another thread may have the layer follow another plan meanwhile
+        if stats is not None and stats.device != weights[1].device:
+            stats = self._renew_stats(choices)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
         counted = choice.path != "dense" and (self.plan is not None or weights[1].is_cuda)
-        stats = self.stats[at] if counted else None
+        stats = stats[at] if counted and stats is not None and stats.shape[0] == len(choices) else None
         how = {"path": choice.path, "hot": choice.hot, "tile": self.tile, "words": self.words}
         return ops.infer(x, *weights, *biases, down_t=down_t, stats=stats, **how)
 
-    def _class_of(self, x) -> int:
+    @staticmethod
+    def _class_of(x, choices: list) -> int:
         """Which of the choices is for this many tokens."""
-        last = len(self._choices) - 1
+        last = len(choices) - 1
         if last and isinstance(x, Tensor):
             tokens = x.shape[:-1].numel()
             for at in range(last):
-                if tokens <= self._choices[at][0]:
+                if tokens <= choices[at][0]:
                     return at
         return last
 
@@ -283,7 +242,7 @@ class SparseFFN(Learner, HotFirst):
         mean_nnz, and drift, mean_nnz over it. What is not known is None: dense paths count nothing, nor does a layer
         without a plan on a CPU, nor kernels for small batches that would be held up by it.
         """
-        seen = None if self.stats is None else self.stats.tolist()
+        seen = self.stats.tolist() if "stats" in self._buffers else None
         classes = []
         for at, (tokens, choice) in enumerate(self._choices):
             rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or choice.path == "dense" else seen[at]
@@ -322,54 +281,53 @@ class SparseFFN(Learner, HotFirst):
         if plan is not None:
             self.follow(plan)
 
+    def _weights_and_biases(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """gate, up and down, each read once: where a weight is parametrized, reading makes a new tensor."""
+        projections = (self.gate, self.up, self.down)
+        return [None if p is None else p.weight for p in projections], [None if p is None else p.bias for p in projections]
+
+    def _named(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> dict[str, Tensor]:
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        return {name: t for name, t in zip(names, (*weights, *biases)) if t is not None}
+
     def _sources(self) -> list[Tensor | None]:
-        gate, up = self.gate, self.up
-        first = (None, None) if gate is None else (gate.weight, gate.bias)
-        return [first[0], up.weight, self.down.weight, first[1], up.bias]
+        weights, biases = self._weights_and_biases()
+        return [*weights, *biases[:2]]
 
-    def _down_t(self, weight: Tensor) -> Tensor:
-        # The stamp alone would take another tensor for the last one if it lies where that one lay.
-        if self._seen[0] is not weight or not self._fits(weight):
-            self._renew(weight)
-        ops.refresh_transposed(weight, self.down_t, self._stamp)
-        return self.down_t
+    def _down_t(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
+        """down transposed, brought up to date; the other weights are looked at with it."""
+        beside = self._named(weights, biases)
+        weight, copy = beside.pop("down"), self._buffers.get("down_t")
+        if not copies.fits(copy, copies.TRANSPOSED, weight):
+            copy = copies.place(copies.TRANSPOSED, weight)
+            self._hold("down_t", copy)
+        copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside)
+        return copy
 
-    def _fits(self, weight: Tensor) -> bool:
-        """Whether down_t is a place for the transpose of `weight`."""
-        t = self.down_t
-        return t is not None and t.dtype == weight.dtype and t.device == weight.device and t.t().shape == weight.shape
-
-    def _renew(self, weight: Tensor) -> None:
-        """Have the next refresh make down_t from `weight`, whatever it was made from before."""
-        if not self._fits(weight):
-            with torch.inference_mode(False):
-                self.down_t = weight.new_empty(weight.shape[1], weight.shape[0])
-        self._stamp.fill_(-1)
-        # In a list, so that it is no parameter of this module. Anything but a parameter is made anew each time.
-        self._seen = [weight if isinstance(weight, nn.Parameter) else None]
-
-    def _renew_stats(self) -> None:
+    def _renew_stats(self, choices: list) -> Tensor | None:
         """Counters at zero, int64 [classes, 4] (see inference.STATS); none where every path is dense."""
-        if all(choice.path == "dense" for _, choice in self._choices):
-            self.stats = None
-            return
-        with torch.inference_mode(False):
-            self.stats = torch.zeros(len(self._choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
+        stats = None
+        if any(choice.path != "dense" for _, choice in choices):
+            with torch.inference_mode(False):
+                stats = torch.zeros(len(choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
+        self._hold("stats", stats)
+        return stats
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.down_t is not None and self.down_t.is_inference():  # moved inside inference mode: nothing outside could write
+        if "down_t" in self._buffers and self.down_t.is_inference():  # moved inside inference mode: nothing outside could write
             with torch.inference_mode(False):
                 self.down_t = torch.empty_like(self.down_t)
         self.refresh()
-        if self.order is not None:
+        if "order" in self._buffers:
             self._renew_order(self._sources(), anew=True)
-        self._renew_stats()  # to_empty leaves anything in them
+        self._renew_stats(self._choices)  # to_empty leaves anything in them
         self._fuses = dispatch.fuses(self.up.weight)
         return self
 
 
 def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
+    """By torch's operations."""
     gate, up, down = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, *biases)
@@ -381,7 +339,7 @@ def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None])
 
 
 def sparsify(
-    model: nn.Module, plan: Plan | str | None = None, *, tile: int = TILE, words: int = WORDS
+    model: nn.Module, plan: Plan | str | None = None, *, tile: int = TILE, words: int = WORDS, only: Only | None = None
 ) -> nn.Module:
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
@@ -391,15 +349,22 @@ def sparsify(
     counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
     decides by itself, timing the best candidates on the next input; that forward takes a second or so a layer. Not inside
     torch.compile or a CUDA graph: run a few batches before either. Layers that are sparse already follow the new plan.
+    only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
 
-    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError if the
-    model has no ReLU feed-forward layer, or for a plan of another model.
+    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing changed, if
+    the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be swapped: each layer is run
+    on a few rows beside the formula first (anatomy.check), and looked over for hooks and adapters; the message names those that
+    differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers. Each layer is
+    asked once: what is changed on a decoder layer later, such as the p of a dropout between its parts, is not noticed.
     """
     if plan is not None and plan != "auto" and not isinstance(plan, Plan):
         raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")
-    layers = feed_forwards(model)
+    check_geometry(tile, words)
+    hooks.refuse_obstacles(model, only)
+    layers = feed_forwards(model, only=only)
     if isinstance(plan, Plan):
         check_fits(layers, plan.layers, "plan")
+    anatomy.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
     shared = Shared()
     for found in layers:
         source = found.module
@@ -408,35 +373,43 @@ def sparsify(
             sparse = source
             if plan is not None:
                 sparse.follow(followed)
-        elif _layout(source) != _IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words)
+        elif layout_of(source) != IN_BLOCK:
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False)
             model = _replace(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False)
-            source.fc1.forward = source.fc2.forward = _hand_on
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False, _check=False)
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
+            source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
         if plan is not None:
             sparse._watch = Watch(shared, found.name) if plan == "auto" else None
     return model
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is."""
+    """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
+
+    What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work, public
+    attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go to the
+    activation. Hooks on a state_dict do not.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), HandOn):
+            del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         (source,) = sparse._source
         if sparse._borrowed is None:
+            hooks.hand_over(sparse, source)
             source.train(sparse.training)
             model = _replace(model, sparse, source)
         else:
-            for projection in (source.fc1, source.fc2):
-                vars(projection).pop("forward", None)
             (source.activation_fn,) = sparse._activation
             if isinstance(source.activation_fn, nn.Module):
+                hooks.hand_over(sparse, source.activation_fn)
                 source.activation_fn.train(sparse.training)
     return model
 

@@ -5,13 +5,14 @@ training wants; TwELL (tile-wise ELLPACK, arXiv 2603.23198) is what a GPU can pa
 
 Every class has `from_dense(x)`, which keeps each value that is not zero (NaN included), `to_dense()`,
 which gives it back bit for bit (a negative zero comes back as +0), `nnz`, and `nbytes`, the bytes that
-the stored form occupies. This module needs torch alone; GPU kernels that produce the same forms are
+the stored form occupies. `==` says whether two of one class and geometry hold the same matrix, bit for bit;
+none has a hash. This module needs torch alone; GPU kernels that produce the same forms are
 reached through `twell_lab.ops`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -48,10 +49,13 @@ def _names(dtypes) -> str:
 def _check_matrix(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"expected a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.is_meta or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else "meta"
+        raise InputError(f"got a {kind} tensor; a dense one that holds its values is accepted")
     if x.dim() != 2 or x.shape[1] == 0:
         raise InputError(f"expected a matrix [rows, columns] with at least one column, got {list(x.shape)}")
-    if not x.dtype.is_floating_point:
-        raise InputError(f"expected floating-point values, got {x.dtype}")
+    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:  # torch compares no float8 with zero
+        raise InputError(f"expected floating-point values of 16 bits or more, got {x.dtype}")
     if x.layout != torch.strided:
         raise InputError(f"expected a dense (strided) tensor, got layout {x.layout}")
 
@@ -71,8 +75,29 @@ def _rows_of(pointers: Tensor) -> Tensor:
     return rows.repeat_interleave(pointers.diff())
 
 
-@dataclass(frozen=True)
-class COO:
+class _Format:
+    """What all formats share: when two of them are equal."""
+
+    def __eq__(self, other) -> bool:
+        """Whether both are of one kind and geometry and hold the same matrix, bit for bit; where their tensors lie is no part of it."""
+        if type(other) is not type(self):
+            return NotImplemented
+        plain = [[getattr(each, field.name) for field in fields(each) if not isinstance(getattr(each, field.name), (Tensor, _Format))]
+                 for each in (self, other)]
+        if plain[0] != plain[1] or self._geometry() != other._geometry():
+            return False
+        mine, theirs = (each.to_dense().detach().cpu() for each in (self, other))
+        return mine.dtype == theirs.dtype and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+    __hash__ = None  # tensors can be written to
+
+    def _geometry(self) -> tuple:
+        """What its tensors' shapes say beyond the values."""
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class COO(_Format):
     """Coordinates: one (row, column, value) triple for each entry, in row-major order.
 
     row, column: int32 [nnz]; value: [nnz]; shape: (rows, columns).
@@ -103,8 +128,8 @@ class COO:
         return _nbytes(self.row, self.column, self.value)
 
 
-@dataclass(frozen=True)
-class CSR:
+@dataclass(frozen=True, eq=False)
+class CSR(_Format):
     """Compressed rows: COO with the row column replaced by one offset a row.
 
     pointer: int64 [rows + 1], row i occupies pointer[i]:pointer[i + 1]; column: int32 [nnz]; value: [nnz].
@@ -132,8 +157,8 @@ class CSR:
         return _nbytes(self.pointer, self.column, self.value)
 
 
-@dataclass(frozen=True)
-class ELL:
+@dataclass(frozen=True, eq=False)
+class ELL(_Format):
     """ELLPACK: every row gets as many slots as the fullest row needs.
 
     count: int32 [rows]; column: int32 [rows, slots]; value: [rows, slots]. Slots past a row's count are
@@ -162,6 +187,9 @@ class ELL:
         row, _ = used.nonzero(as_tuple=True)
         return COO(row, self.column[used], self.value[used], self.shape).to_dense()
 
+    def _geometry(self) -> tuple:
+        return (self.slots,)
+
     @property
     def slots(self) -> int:
         return self.column.shape[1]
@@ -175,8 +203,8 @@ class ELL:
         return _nbytes(self.count, self.column, self.value)
 
 
-@dataclass(frozen=True)
-class Hybrid:
+@dataclass(frozen=True, eq=False)
+class Hybrid(_Format):
     """ELL for the rows with at most `limit` entries, dense storage for the heavy rest.
 
     The format of the paper's training kernels (there limit = 128), without their bound on how many heavy
@@ -215,8 +243,8 @@ class Hybrid:
         return self.ell.nbytes + _nbytes(self.light, self.heavy, self.dense)
 
 
-@dataclass(frozen=True)
-class TwELL:
+@dataclass(frozen=True, eq=False)
+class TwELL(_Format):
     """Tile-wise ELLPACK: each row is cut into tiles, each tile packed into a fixed number of words.
 
     packed: [rows, tiles, words], int32 holding uint32 bits for 16-bit values (int64 holding uint64 bits
@@ -258,6 +286,9 @@ class TwELL:
         out[row, tile * self.tile + column] = value
         out[_rows_of(self.tail_pointer), self.tail_column.long()] = self.tail_value
         return out
+
+    def _geometry(self) -> tuple:
+        return (self.words,)
 
     @property
     def words(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from . import checks, cpu, reference
@@ -66,6 +65,7 @@ def infer(
     tensors = (x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise InputError("infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable")
+    checks.refuse_transforms("infer")
     if path != "dense":
         down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1])
@@ -74,8 +74,7 @@ def infer(
     counted = () if stats is None else (stats,)
     arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
     # As in ops: the dispatcher is for whoever watches the call; on its own a layer goes straight to its kernels.
-    seen = torch.compiler.is_compiling() or any(t is not None and type(t) not in (Tensor, Parameter) for t in tensors)
-    kinds = torch.ops.twell_lab if seen else _CUDA if rows.is_cuda else _CPU
+    kinds = torch.ops.twell_lab if checks.watched(*tensors) else _CUDA if rows.is_cuda else _CPU
     return (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
 
 
@@ -117,7 +116,7 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
             return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
         if stats is not None:
             kept = reference.fires(first[:, hot:])
-            stats += torch.tensor([x.shape[0], int(kept.sum()), 0, 0])
+            stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
         if not hot or x.dtype == torch.float32:  # as on a GPU: no GEMM sums as widely as float32 values ask for, so all are packed
             return _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=not hot)
         bias = None if up_bias is None else up_bias[:hot]

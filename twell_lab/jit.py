@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from . import paths
-from .errors import CompileError, DeviceError, StackError
+from .errors import CompileError, DeviceError, InputError, StackError
 
 OLDEST = (7, 5)  # the portable kernels start at Turing
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -42,9 +42,10 @@ def let_cupy_start() -> None:
     if "CUPY_CACHE_DIR" in os.environ:
         return
     try:
-        Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
+        paths.make_folder(Path("~/.cupy/kernel_cache").expanduser())
     except (OSError, RuntimeError):
-        os.environ["CUPY_CACHE_DIR"] = str(paths.cache_dir() or tempfile.gettempdir())
+        if folder := paths.cache_dir() or paths.private_folder():
+            os.environ["CUPY_CACHE_DIR"] = str(folder)
 
 
 def _nvrtc():
@@ -88,14 +89,27 @@ def architecture(capability: tuple[int, int], file: str) -> str:
     if capability == (9, 0) and file.startswith("sm90_"):
         return "sm_90a"
     number = capability[0] * 10 + capability[1]
-    if prebuilt := os.environ.get("TWELL_LAB_CUBINS"):
-        known = {int(m[1]) for f in Path(prebuilt).glob("*.cubin") if (m := re.search(r"-sm_(\d+)-", f.name))}
+    if prebuilt := _prebuilt():
+        known = {int(m[1]) for f in prebuilt.glob("*.cubin") if (m := re.search(r"-sm_(\d+)-", f.name))}
     else:
         known = set(_nvrtc().getSupportedArchs())
     usable = [k for k in known if k // 10 == capability[0] and k <= number]
     if not usable:
         raise DeviceError(f"no target for this GPU (sm_{number}): NVRTC or the cubin folder offers {sorted(known)}")
     return f"sm_{max(usable)}"
+
+
+def _prebuilt() -> Path | None:
+    """The folder that TWELL_LAB_CUBINS names. Raises InputError for one that others than this user and root can fill."""
+    if not (named := os.environ.get("TWELL_LAB_CUBINS")):
+        return None
+    try:
+        why = paths.refusal(Path(named), roots_too=True)
+    except OSError:
+        why = None  # not there: it offers nothing
+    if why:
+        raise InputError(f"TWELL_LAB_CUBINS is {named}, where others could put kernels: {why}")
+    return Path(named)
 
 
 def _source_with_headers(file: str, seen: dict[str, str] | None = None) -> dict[str, str]:
@@ -130,12 +144,16 @@ def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_i
     """The cubin of kernels/`file` for `arch`, with `defines` as macros (True: defined without a value).
 
     Looks in TWELL_LAB_CUBINS, then in the cache (`cache_in`, or the user's), then compiles. A cache that
-    cannot be written costs a warning and the time to compile again, nothing else.
+    cannot be written costs a warning and the time to compile again, nothing else; so does one where others can write.
+    Raises InputError for a folder or file of TWELL_LAB_CUBINS that others than this user and root could have written.
     """
     stem = _stem(file, arch, defines)
-    if prebuilt := os.environ.get("TWELL_LAB_CUBINS"):
-        for path in sorted(Path(prebuilt).glob(f"{stem}-nvrtc*.cubin")):
-            return Cubin(path.stem, path.read_bytes(), "")
+    if prebuilt := _prebuilt():
+        for path in sorted(prebuilt.glob(f"{stem}-nvrtc*.cubin")):
+            try:
+                return Cubin(path.stem, paths.read_trusted(path), "")
+            except PermissionError as error:
+                raise InputError(f"a cubin of TWELL_LAB_CUBINS cannot be used: {error.strerror}") from error
     name = f"{stem}-nvrtc{'.'.join(map(str, compiler()))}"
     folder = cache_in or paths.cache_dir()
     if folder is not None and (hit := _read_cached(folder, name)):
@@ -163,8 +181,10 @@ def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[byt
 def _read_cached(folder: Path, name: str) -> Cubin | None:
     """A cached cubin, or None where there is none or it is not whole (its log holds its SHA-256)."""
     try:
-        image = (folder / f"{name}.cubin").read_bytes()
-        digest, _, log = (folder / f"{name}.log").read_text(encoding="utf-8").partition("\n")
+        if paths.refusal(folder):
+            return None
+        image = paths.read_trusted(folder / f"{name}.cubin")
+        digest, _, log = paths.read_trusted(folder / f"{name}.log").decode().partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
     return Cubin(name, image, log) if digest == hashlib.sha256(image).hexdigest() else None
@@ -176,7 +196,8 @@ def _write_cached(folder: Path | None, cubin: Cubin) -> None:
         return
     digest = hashlib.sha256(cubin.image).hexdigest()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(folder)
+        paths.sweep(folder)
         _replace(folder / f"{cubin.name}.cubin", cubin.image)
         _replace(folder / f"{cubin.name}.log", f"{digest}\n{cubin.log}".encode())
     except OSError as error:
@@ -185,7 +206,7 @@ def _write_cached(folder: Path | None, cubin: Cubin) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write to a temporary file and rename, so that no reader ever sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=paths.temporary_prefix())
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(content)

@@ -47,6 +47,27 @@ def describe() -> dict:
     }
 
 
+def memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, less where its container or `ulimit -v` allows less; None
+    where the system does not say. Not what is free: that changes, and caches are given back."""
+    bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(_address_space)]
+    for bound in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        bounds.append(_guarded(lambda file=bound: _number_in(file)))
+    return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
+
+
+def _address_space() -> int | None:
+    import resource
+
+    bound = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if bound == resource.RLIM_INFINITY else bound
+
+
+def _number_in(file: str) -> int:
+    with open(file, encoding="ascii") as opened:
+        return int(opened.read())  # "max" is none
+
+
 def gpu() -> str | None:
     """The name of the GPU that torch would use, without the vendor's ("H100 80GB HBM3"), or None."""
 

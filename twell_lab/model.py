@@ -8,9 +8,10 @@ takes one takes the other.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .errors import InputError, StackError
+from . import machine
+from .errors import InputError, StackError, TwellError
+from .files import read, read_json, write_atomically
 
 if TYPE_CHECKING:
-    from .ffn import FeedForward
+    from .anatomy import FeedForward, Only
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
+LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
+_LAYER_BYTES = 16_384  # a layer's modules, beside its weights
 
 
 class SquaredReLU(nn.Module):
@@ -58,8 +63,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "d_model", "layers", "heads", "d_ff", "context"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+                raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up to {LARGEST}")
         if not isinstance(self.gated, bool):
             raise InputError(f"gated is {self.gated!r}; accepted: True or False")
         if self.activation not in tuple(ACTIVATIONS):
@@ -67,6 +72,24 @@ class ModelConfig:
         if self.d_model % (2 * self.heads):
             raise InputError(f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of "
                              f"{2 * self.heads}, since rotary positions turn pairs within each head")
+
+
+def parameters(model: ModelConfig) -> int:
+    """How many weights a LanguageModel of these sizes has, counted from its formulas."""
+    feed_forward = (3 if model.gated else 2) * model.d_model * model.d_ff
+    layer = 4 * model.d_model**2 + feed_forward + 2 * model.d_model  # attention, feed-forward, two norms
+    return model.layers * layer + 2 * model.vocabulary * model.d_model + model.d_model
+
+
+def check_fits(config: ModelConfig) -> None:
+    """InputError where such a model would be more than this machine's memory, before anything of it is built."""
+    tables = 4 * config.context * (config.d_model // config.heads // 2)  # angles, sines, cosines, and what one of them is made of
+    weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
+    needed, there = weights + _LAYER_BYTES * config.layers, machine.memory()
+    if there is not None and needed > there:
+        sizes = ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config) if each.type == "int")
+        raise InputError(f"a model of {sizes} takes {needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}; accepted: "
+                         "smaller sizes")
 
 
 class GatedFeedForward(nn.Module):
@@ -143,9 +166,11 @@ class LanguageModel(nn.Module):
 
     Weights start as normal numbers, drawn from torch's global CPU generator: of deviation 1 in the embedding,
     1 / sqrt(inputs) elsewhere, and sqrt(2 * layers) times less where a part adds to the stream (as in GPT-2).
+    InputError for sizes that do not fit into this machine's memory.
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        check_fits(config)
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
@@ -183,15 +208,11 @@ class LanguageModel(nn.Module):
         fields = asdict(self.config)
         if fields["activation"] == "relu":  # what a file without the field means: readers from before it take this too
             del fields["activation"]
-        described = json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
+        described = {"format": FORMAT, **fields}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in (("model.safetensors", safetensors.save(weights)),
-                                  ("config.json", described.encode())):
-                part = folder / f"{name}.part"
-                part.write_bytes(content)
-                part.replace(folder / name)
-        except OSError as error:
+            write_atomically(folder / "model.safetensors", safetensors.save(weights, {"sha256": fingerprint(weights, described)}))
+            write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
+        except TwellError as error:
             raise InputError(f"cannot save the model in {str(folder)!r}: {error}") from None
         return folder
 
@@ -199,46 +220,73 @@ class LanguageModel(nn.Module):
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
         """The model that `save` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, and weights of other names or shapes.
+        Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that changed
+        since they were written.
         """
         safetensors = _safetensors()
         folder = Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
+                hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
+                raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
-            fields = json.loads((folder / "config.json").read_text())
-            if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+            said = read_json(folder / "config.json", "model")
+            content = read(folder / "model.safetensors")
+            weights = safetensors.load(content)
+            header = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])
+            noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
+            found = fingerprint(weights, said)
+            if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
-            weights = safetensors.load((folder / "model.safetensors").read_bytes())
-            model = cls(ModelConfig(**fields))
-            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in model.state_dict().items()})
+            if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):
+                raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
+            config = ModelConfig(**said)
+            held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+            with torch.device("meta"):  # nothing is built yet, and of layers that are not there only the first, which is missing then
+                wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
+            check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
+            if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
+                raise InputError(f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: floating-point weights")
+            if noted not in (None, found):
+                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's "
+                                 f"SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model")
+            model = cls(config)
             model.load_state_dict(weights)
         except InputError:
             raise
-        except FileNotFoundError as error:
-            stopped = sorted(folder.glob("checkpoint-*/model.safetensors"))
-            hint = f"; a run was stopped there, whose model is in {str(stopped[-1].parent)!r}" if stopped else ""
-            raise InputError(f"there is no model in {str(folder)!r}: no {Path(error.filename).name}{hint}") from None
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
 
 
-def firing_layers(model: nn.Module) -> list[FeedForward]:
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
 
     Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
-    if there is neither.
+    if there is neither. only: as there.
     """
-    from .ffn import FeedForward, _describe, _layout, feed_forwards
+    from .anatomy import FeedForward, layout_of, selected
+    from .ffn import _describe, feed_forwards
 
     found = []
     for name, module in model.named_modules():
-        layer, layout = _describe(name, module), _layout(module)
+        layer, layout = _describe(name, module), layout_of(module)
         if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
             gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
             layer = FeedForward(name, module, gate, up, down)
-        if layer is not None:
+        if layer is not None and selected(only, layer.name, layer.module):
             found.append(layer)
-    return found or feed_forwards(model)  # which says what it found instead
+    return found or feed_forwards(model, only=only)  # which says what it found instead
+
+
+def fingerprint(weights: dict[str, Tensor], config: object) -> str:
+    """A SHA-256 of a model: of what its config.json holds, and the name, dtype, shape and bytes of every weight (on the CPU)."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
+        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:

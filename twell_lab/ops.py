@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import linear
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import checks, cpu, dispatch, launch, reference, training
+from . import checks, copies, cpu, dispatch, launch, reference, training
 from .errors import InputError
 from .formats import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 from .inference import infer as infer  # the operator without gradients, with its choice of path
@@ -41,7 +39,6 @@ _library.define(
     "plain_ffn(Tensor x, Tensor up, Tensor down, Tensor down_t, Tensor? up_bias, Tensor? down_bias, int tile, "
     "int words) -> Tensor"
 )
-_library.define("refresh_transposed(Tensor weight, Tensor(a!) transposed, Tensor(b!) stamp, bool changing) -> ()")
 
 
 # ---- the public functions: check, then call the operator ----
@@ -53,6 +50,7 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     On a GPU the tiles are packed by a kernel, and the length of the tail is then read back, once, as
     torch.nonzero would; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
     """
+    checks.refuse_transforms("pack")
     checks.check_tensor("gate", gate, dims=2)
     check_geometry(tile, words)
     if gate.shape[1] == 0:
@@ -78,6 +76,7 @@ def packed_down(
 
     down: [d_model, d_ff]; down_t: its transpose, contiguous, if the caller keeps one. Not differentiable.
     """
+    checks.refuse_transforms("packed_down")
     checks.check_packed(packed)
     checks.check_together(packed.packed, packed.dtype, down=down, down_t=down_t, bias=bias)
     checks.check_shape("down", down, (None, packed.shape[1]))
@@ -104,6 +103,7 @@ def packed_gated(
 
     down_t: down transposed and contiguous, if the caller keeps one. Not differentiable.
     """
+    checks.refuse_transforms("packed_gated")
     checks.check_packed(packed)
     named = dict(x=x, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
     checks.check_together(packed.packed, packed.dtype, **named)
@@ -135,8 +135,10 @@ def gated_ffn(
 
     x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one
     (SparseFFN does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases.
-    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Weights must be finite: what lies
-    in a silent neuron's rows is not read, so a NaN there is not passed on as the dense layer would.
+    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Inside torch.func's transforms, export and
+    traces torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN there
+    is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that is not finite; else
+    nobody looks (SparseFFN does, once for each change).
     Method: arXiv 2603.23198, section 3.
     """
     checks.check_tensor("x", x)
@@ -146,8 +148,9 @@ def gated_ffn(
     named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     checks.check_together(x, x.dtype, **named)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
-    if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None:
+    if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None or checks.transformed():
         return training.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
+    _check_unprepared(down_t, gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
     rows, simulated = x.reshape(-1, x.shape[-1]), checks.check_backend(backend, x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     rows, gate, up = _as_kernels_read(simulated, rows, gate, up)
@@ -175,8 +178,9 @@ def plain_ffn(
     x, up, down, down_t, up_bias, down_bias = checks.autocast(x, up, down, down_t, up_bias, down_bias)
     checks.check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
     checks.check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
-    if _learning(x, up, down, up_bias, down_bias) and backend is None:
+    if _learning(x, up, down, up_bias, down_bias) and backend is None or checks.transformed():
         return training.train_ffn(x, None, up, down, None, up_bias, down_bias)[0]
+    _check_unprepared(down_t, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
     rows, simulated = x.reshape(-1, x.shape[-1]), checks.check_backend(backend, x, up, down, down_t, up_bias, down_bias)
     rows, up = _as_kernels_read(simulated, rows, up)
@@ -186,20 +190,11 @@ def plain_ffn(
     return y.view(x.shape)
 
 
-def refresh_transposed(weight: Tensor, transposed: Tensor, stamp: Tensor) -> None:
-    """Make `transposed` [columns, rows] equal weight^T again if `weight` has changed since the last call.
-
-    stamp: int64 [3] on the CPU; where the weight lies in memory, torch's version counter of it, and the optimizer
-    steps taken in this process, as last seen; -1 at first. A change in place of `weight.data` raises none of them.
-    While a CUDA graph is captured, a weight that is being trained is copied whatever the stamp says: it may
-    change between replays, and this check will not run then.
-    """
-    changing = weight.requires_grad and torch.is_grad_enabled()
-    weight = weight.detach()
-    # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
-    dispatched = torch.compiler.is_compiling() or type(weight) is not Tensor
-    refresh = torch.ops.twell_lab.refresh_transposed if dispatched else _refresh_transposed
-    refresh(weight, transposed, stamp, changing)
+def _check_unprepared(down_t: Tensor | None, **weights: Tensor | None) -> None:
+    """Refuse weights that are not finite where the call itself prepares them, on a CPU and outside of training."""
+    if down_t is None and not weights["up"].is_cuda and not torch.compiler.is_compiling():
+        if not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights.values())):
+            copies.check_finite(weights)
 
 
 def _as_kernels_read(simulated: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,13 +210,9 @@ def _learning(*tensors: Tensor | None) -> bool:
 def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
     """The operator, or, where nothing but its kernel would see the call, the kernel itself.
 
-    torch's dispatcher and autograd cost more host time than a launch; they are needed while compiling or tracing, for
-    tensor subclasses, and for gradients.
+    torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and for gradients.
     """
-    grad = torch.is_grad_enabled()
-    seen = torch.compiler.is_compiling() or any(
-        t is not None and (type(t) not in (Tensor, Parameter) or (grad and t.requires_grad)) for t in tensors
-    )
+    seen = checks.watched(*tensors) or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     return getattr(torch.ops.twell_lab, name) if seen else on_cuda if tensors[0].is_cuda else on_cpu
 
 
@@ -294,29 +285,6 @@ def _plain_ffn_cuda(x, up, down, down_t, up_bias, down_bias, tile, words):
     return dispatch.infer(x, None, up, down, down_t, None, up_bias, down_bias, None, "twell", 0, tile, words)
 
 
-_steps = 0  # a fused optimizer changes weights without raising their version, so its steps are counted
-
-
-def _count_step(*_):
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-@torch.library.impl(_library, "refresh_transposed", "CUDA")
-@torch.library.impl(_library, "refresh_transposed", "CPU")
-def _refresh_transposed(weight, transposed, stamp, changing):
-    # An inference tensor has no version counter; inference mode itself is the only place that may change it.
-    version = -1 if weight.is_inference() else weight._version
-    seen = (weight.data_ptr(), version, _steps)
-    unseen = changing and weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if tuple(stamp.tolist()) != seen or unseen:
-        transposed.copy_(weight.t())
-        stamp.copy_(torch.tensor(seen))
-
-
 # ---- fake implementations: shapes and dtypes for torch.compile ----
 
 
@@ -344,11 +312,6 @@ def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
 @torch.library.register_fake("twell_lab::plain_ffn", lib=_library)
 def _(x, up, down, down_t, up_bias, down_bias, tile, words):
     return torch.empty_like(x)
-
-
-@torch.library.register_fake("twell_lab::refresh_transposed", lib=_library)
-def _(weight, transposed, stamp, changing):
-    return None
 
 
 # ---- autograd: by torch's operations. On a GPU the functions above take twell_lab.training instead, for a sparse backward ----

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import plots, records
 from .errors import RecordError
+from .files import write_atomically
 from .plain import layer_names, layer_rows, picked, share
 
 FORMAT = 1  # of notes["tour"] that this page reads
@@ -56,7 +57,7 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
                           f"notes.tour.format {FORMAT}; twell-lab tour makes such a record")
     try:
         return _page(record, tour, recorded or [])
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise RecordError(f"record {record.name!r}: notes.tour or a row is not as a tour writes it "
                           f"({type(error).__name__}: {error})") from error
 
@@ -93,7 +94,7 @@ def render_file(path: str | Path, folder: str | Path) -> Path:
     """Draw the page of a saved tour.json into `folder`, beside this checkout's records; returns its path."""
     text = render(records.load(path), records.flat_rows(records.load_all()))
     target = Path(folder) / "index.html"
-    records.write_atomically(target, text)
+    write_atomically(target, text)
     return target
 
 

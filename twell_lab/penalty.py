@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from itertools import zip_longest
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .copies import all_finite
 from .ffn import SparseFFN
 from .learning import LayerTerm, Told
 from .model import firing_layers
@@ -29,8 +30,8 @@ class LayerTerms(Sequence[LayerTerm]):
     Passes are told apart by counting, which a layer that is skipped in one of several, or runs twice in one, confuses.
     """
 
-    def __init__(self, told: dict[str, list[Told]]) -> None:
-        self._told = told
+    def __init__(self, told: dict[str, list[Told]], layers: list) -> None:
+        self._told, self._layers = told, layers
 
     def _all(self) -> list[LayerTerm]:
         passes = zip_longest(*self._told.values())
@@ -49,6 +50,12 @@ class LayerTerms(Sequence[LayerTerm]):
         """Forget them, as between the parts of a step."""
         for each in self._told.values():
             each.clear()
+
+    def finite(self) -> Tensor:
+        """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read together with
+        the loss, now and then. Kernels that skip silent neurons never read what the dense layer's loss would show: a NaN there."""
+        return all_finite([p.detach() for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None
+                           for p in part.parameters()])
 
     def __repr__(self) -> str:
         return f"LayerTerms({self._all()})"
@@ -72,7 +79,7 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     for layer in sparse:
         layer.module.tell(told[layer.name])
     try:
-        yield LayerTerms(told)
+        yield LayerTerms(told, layers)
     finally:
         for hook in hooks:
             hook.remove()

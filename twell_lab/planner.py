@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from . import bench, costs
+from .anatomy import Only
 from .costs import Firing, Rates, measure_rates
 from .errors import InputError
 from .ffn import FeedForward, SparseFFN, feed_forwards
+from .files import WHOLE
 from .formats import VALUE_DTYPES
 from .model import GatedFeedForward, PlainFeedForward
 from .plans import STEP, Candidate, Choice, LayerPlan, Plan, check_fits
@@ -48,6 +50,7 @@ def plan(
     measure: bool = True,
     batches: Iterable | None = None,
     rates: Rates | None = None,
+    only: Only | None = None,
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
 
@@ -56,14 +59,15 @@ def plan(
     layers will run, by default where the model is, or a GPU where there is one. measure: whether to time the best candidates.
     batches: inputs of the model, OTHER than the profiled ones, to time them on; a class with more tokens than they hold
     repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that each neuron fires as often
-    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand.
+    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand. only: as it was
+    for the profile.
 
     Needs no gradient and leaves the model as it was. Raises InputError for a profile that does not fit the model.
     """
     if not isinstance(profile, FiringProfile):
         raise InputError(f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted")
     tokens = _classes(tokens)
-    found = _matching(profile, model)
+    found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = bench._device(device if device is not None or weight is None else weight.device)
     if found and measure and device.type != weight.device.type:
@@ -192,16 +196,16 @@ def _off(predicted: dict[Choice, float], measured: dict[Choice, float]) -> dict[
 
 def _classes(tokens: Iterable[int]) -> list[int]:
     classes = [tokens] if isinstance(tokens, int) else list(tokens)
-    if not classes or not all(type(each) is int and each > 0 for each in classes) or len(set(classes)) < len(classes):
-        raise InputError(f"tokens is {classes!r}; different whole numbers from 1 up are accepted")
+    if not classes or not all(type(each) is int and 0 < each < WHOLE for each in classes) or len(set(classes)) < len(classes):
+        raise InputError(f"tokens is {classes!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     return sorted(classes)
 
 
-def _matching(profile: FiringProfile, model: nn.Module | None) -> dict[str, FeedForward]:
+def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None) -> dict[str, FeedForward]:
     """The model's layers by name, each of the profile's shape."""
     if model is None:
         return {}
-    found = {each.name: each for each in feed_forwards(model)}
+    found = {each.name: each for each in feed_forwards(model, only=only)}
     check_fits(found.values(), profile.layers, "profile")
     return found
 
@@ -264,7 +268,7 @@ def _measure(layer: LayerProfile, found: FeedForward, x: Tensor | None, choices:
         module, inputs = _bare(found), _inputs(x.to(weight.device, weight.dtype), tokens)
     calls = {}
     for choice in choices:
-        sparse = SparseFFN(module, tile=layer.tile, words=layer.words, plan=LayerPlan.forced(layer, choice))
+        sparse = SparseFFN(module, tile=layer.tile, words=layer.words, plan=LayerPlan.forced(layer, choice), _check=False)
         calls[choice] = lambda turn, f=sparse: f(inputs[turn % len(inputs)])
     taken = costs.clock(calls, weight.device)
     return {choice: 1e6 * seconds for choice, seconds in taken.items()}

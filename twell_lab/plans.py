@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import records
 from .errors import InputError, RecordError
+from .files import WHOLE, read_json, write_atomically
 
 FORMAT = "twell-lab plan"
 VERSION = 1
@@ -127,7 +128,7 @@ class LayerPlan:
 
     def order(self, hot: int) -> Tensor:
         """The neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
-        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64), hot)
+        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64, device="cpu"), hot)
 
     def table(self) -> list[dict]:
         """One row a candidate: tokens, path, hot, predicted_us, measured_us, chosen, why."""
@@ -215,21 +216,18 @@ class Plan:
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RecordError(f"the plan cannot be written as JSON: {error}") from None
-        records.write_atomically(path, text + "\n")
+        write_atomically(path, text + "\n")
         return Path(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
         """The plan that `save` wrote. RecordError names the file and the field missing or wrong."""
         where = f"plan {str(path)!r}"
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RecordError(f"{where} cannot be read: {error}") from None
+        content = read_json(path, "plan")
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise RecordError(f"{where} is no plan: its field 'format' is not {FORMAT!r}")
-        if content.get("version") != VERSION:
-            raise RecordError(f"{where} has version {content.get('version')!r}; this release reads {VERSION}")
+        if type(content.get("version")) is not int or content["version"] != VERSION:
+            raise RecordError(f"{where} has version {content.get('version')!r:.80}; this release reads {VERSION}")
         content = {name: value for name, value in content.items() if name not in ("format", "version")}
         kinds = {"device": str, "dtype": str, "rates": dict, "inputs": (str, type(None)), "layers": list}
         fields = _fields(content, kinds, where)
@@ -255,13 +253,13 @@ _CANDIDATE = {"tokens": int, "path": str, "hot": int, "predicted_us": (int, floa
 
 
 def _fields(content, kinds: dict, where: str) -> dict:
-    """The content, if it has exactly these fields, each of its kind, and no number below zero."""
+    """The content, if it has exactly these fields, each of its kind, and no number below zero or beyond what tensors hold."""
     if not isinstance(content, dict):
         raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
     for name, kind in kinds.items():
         value = content.get(name)
         wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        if wrong or (isinstance(value, (int, float)) and not value >= 0):
+        if wrong or (isinstance(value, (int, float)) and not 0 <= value < WHOLE):
             names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
             raise RecordError(f"{where}: {name!r} is {value!r:.80}; accepted: {names}")
     if unknown := sorted(set(content) - set(kinds)):
@@ -272,8 +270,13 @@ def _fields(content, kinds: dict, where: str) -> dict:
 def _layer_from(content, where: str) -> LayerPlan:
     fields = _fields(content, _LAYER, where)
     counts = fields["neuron_counts"]
-    if not all(type(value) is int and value >= 0 for value in counts):
-        raise RecordError(f"{where}: 'neuron_counts' is not a list of whole numbers from 0 up")
+    if not all(type(value) is int and 0 <= value <= fields["profiled"] for value in counts):
+        raise RecordError(f"{where}: 'neuron_counts' is not a list of whole numbers from 0 to 'profiled', {fields['profiled']}")
+    if sum(counts) >= WHOLE:
+        raise RecordError(f"{where}: 'neuron_counts' sums to {sum(counts)}; accepted: less than 2**63")
+    for name in ("d_model", "d_ff"):
+        if not fields[name]:
+            raise RecordError(f"{where}: {name!r} is 0; accepted: a whole number from 1 up")
     candidates = [_fields(each, _CANDIDATE, f"{where}, candidate {i}") for i, each in enumerate(fields["candidates"])]
     try:
         found = tuple(Candidate(**each) for each in candidates)

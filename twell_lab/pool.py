@@ -26,7 +26,9 @@ def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     packed: int32 [tokens, tiles, 32], as TwELL.packed. pool: int32 [ceil(tokens / 16), tiles, 64]. lost: bool [tokens], the
     rows of which a tile reaches past the pool. Words that nobody reads are 0 here; a kernel leaves them as they were.
     """
-    if gate.dim() != 2 or gate.dtype not in POOL_DTYPES or not gate.shape[1]:
+    if not isinstance(gate, Tensor) or gate.is_nested or gate.is_meta:
+        raise InputError("gate is no dense torch.Tensor that holds its values; one of bfloat16 or float16 is accepted")
+    if gate.layout != torch.strided or gate.dim() != 2 or gate.dtype not in POOL_DTYPES or not gate.shape[1]:
         raise InputError(f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16 or float16 are accepted")
     packed = TwELL.from_gate(gate, TILE, WORDS).packed
     tokens, tiles = packed.shape[:2]
@@ -45,6 +47,8 @@ def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def pool_used(packed: Tensor) -> Tensor:
     """How many words of each pool segment are in use, int64 [ceil(tokens / 16), tiles]; packed [tokens, tiles, 32]."""
+    if not isinstance(packed, Tensor) or packed.is_nested or packed.dim() != 3 or packed.dtype != torch.int32 or packed.shape[2] != WORDS:
+        raise InputError(f"packed is no int32 tensor [tokens, tiles, {WORDS}]; the first of packed_and_pool is accepted")
     late = (packed[..., 0].long() - (WORDS - 1)).clamp(min=0)
     late = pad(late, (0, 0, 0, -len(late) % POOL_ROWS))
     return late.view(-1, POOL_ROWS, late.shape[1]).sum(1).clamp(max=POOL_WORDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from . import jit, launch, launch_columns, launch_decode, launch_lost, launch_sm80, launch_sm90, launch_sm90_dense
-from . import launch_train, launch_train_dense, launch_transpose
+from . import launch_train, launch_train_dense, launch_transpose, paths
 from .errors import InputError
 
 _THREADS = 8  # the compiler runs outside of Python's lock
@@ -51,7 +51,7 @@ def prebuild(folder: Path, architectures, dtypes, d_models, progress: Callable[[
     progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written.
     """
     try:  # before a minute is spent on compiling
-        folder.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(folder, 0o755)  # not writable by others, whatever the umask: TWELL_LAB_CUBINS would refuse it
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

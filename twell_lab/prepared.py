@@ -6,15 +6,15 @@
 A Text is held in memory as a whole. Here documents are read one after the other, long files in pieces, encoded and written, so
 that the disk alone sets a limit, and every process of a run maps the same file. In the folder: `tokens.bin`, the numbers one
 after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest, written last: without it, the folder
-is no text.
+is no text. It holds the SHA-256 of both files and of itself. A preparation that was killed is cleared away by the next one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +30,9 @@ from torch import Tensor
 
 from . import text as texts
 from .errors import InputError, TextError
+from .lock import NAME as LOCK
+from .lock import Lock
+from .seal import seal, sha256, to_disk, unseal
 from .tokenizer import BPE, BYTES, Bytes, check_trainable, cut_after
 from .tokenizer import CHUNK as PIECE
 from .tokenizer import load as load_tokenizer
@@ -43,6 +46,8 @@ FORMAT = 1
 HELD_OUT = 64 * 2**20  # bytes for validation; a tenth of a shorter text
 SAMPLE = 100_000_000  # bytes from the beginning that a BPE is trained on, but for a fifth that may come to be held out
 CHUNK = 16 * 2**20  # bytes that are encoded at a time
+_NAMES = {f"{name}{part}" for name in (TOKENS, TOKENIZER, MANIFEST) for part in ("", ".part")}  # in the folder at some time
+CHECKED = 2**30  # bytes of tokens that are read when a text is opened, to see that they are those that were written
 _KINDS = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
 
 
@@ -62,6 +67,7 @@ class PreparedText:
 
     name, sha256, size, source: of the text's bytes, as Text has them. cut: bytes and tokens of the training part, which comes
     first. asked: the tokenizer as it was asked for, "bytes", "bpe:4096" or None. folder: where the tokens are; never in a record.
+    files: the SHA-256 of each file, None in a text from before they were noted.
     """
 
     folder: Path
@@ -74,6 +80,7 @@ class PreparedText:
     tokenizer: Bytes | BPE
     source: dict | None = None
     asked: str | None = None
+    files: dict | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -84,6 +91,11 @@ class PreparedText:
     def tokens(self) -> Tensor:
         """All tokens [count], uint8, int16 or int32, mapped from the file: what is not read takes no memory."""
         return torch.from_file(str(self.folder / TOKENS), shared=False, size=self.count, dtype=_KINDS[self.dtype])
+
+    def check(self) -> None:
+        """Read all tokens, however many, and raise TextError where they are not those that were written."""
+        if self.files is not None:
+            _same(self.folder / TOKENS, self.files)
 
     def split(self) -> tuple[Part, Part]:
         """The training and the validation part, cut between two documents or pieces when the text was prepared."""
@@ -113,29 +125,62 @@ def is_prepared(path: str | os.PathLike) -> bool:
 
 
 def load(folder: str | os.PathLike) -> PreparedText:
-    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens' length are not those
-    of one preparation; the tokens themselves are not read."""
+    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are not those of one
+    preparation, or changed since. Of tokens of more than CHECKED bytes, here, their length alone is looked at, and
+    PreparedText.check() reads them."""
     folder = Path(folder)
     try:
-        fields = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        form = fields["format"]
+        fields = unseal((folder / MANIFEST).read_bytes())
+        if (form := fields["format"]) != FORMAT:
+            raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
+        _check_types(folder, fields)
+        if (files := fields.get("files")) is not None:
+            _same(folder / TOKENIZER, files)
         tokenizer = load_tokenizer(folder / TOKENIZER)
-        made = PreparedText(folder.absolute(), fields["name"], fields["sha256"], int(fields["size"]), fields["dtype"], int(fields["count"]),
-                            (int(fields["cut"]["bytes"]), int(fields["cut"]["tokens"])), tokenizer, fields["source"], fields["asked"])
+        made = PreparedText(folder.absolute(), fields["name"], fields["sha256"], fields["size"], fields["dtype"], fields["count"],
+                            (fields["cut"]["bytes"], fields["cut"]["tokens"]), tokenizer, fields["source"], fields["asked"], files)
         held, wanted = (folder / TOKENS).stat().st_size, made.count * _KINDS[made.dtype].itemsize
         same = fields["tokenizer"] == tokenizer.describe().get("sha256")
     except TextError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {type(error).__name__}: {error}") from None
-    if form != FORMAT:
-        raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
     if not same:
         raise TextError(f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it again")
     if held != wanted or not 0 < made.cut[1] < made.count or not 0 < made.cut[0] < made.size:
         raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at {made.cut} of {made.size} bytes "
                         f"and {made.count} tokens: prepare the text again")
+    if held <= CHECKED:
+        made.check()
     return made
+
+
+def _check_types(folder: Path, fields: dict) -> None:
+    """TextError naming a field of the manifest that is not what `prepare` writes there."""
+    def some(value, *kinds) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool)
+
+    cut, files = fields["cut"], fields.get("files")
+    fits = {"name": some(fields["name"], str), "sha256": some(fields["sha256"], str), "size": some(fields["size"], int),
+            "dtype": some(fields["dtype"], str) and fields["dtype"] in _KINDS, "count": some(fields["count"], int),
+            "cut": some(cut, dict) and some(cut.get("bytes"), int) and some(cut.get("tokens"), int),
+            "source": some(fields["source"], dict, type(None)), "asked": some(fields["asked"], str, type(None)),
+            "files": files is None or some(files, dict) and {TOKENS, TOKENIZER} <= files.keys()}
+    for name, fit in fits.items():
+        if not fit:
+            raise TextError(f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is nothing that was written "
+                            "there: prepare the text again")
+
+
+def _same(path: Path, files: dict) -> None:
+    """TextError unless the file has the SHA-256 that was noted."""
+    try:
+        found = sha256(path)
+    except OSError as error:
+        raise TextError(f"cannot read {str(path)!r}: {error}") from None
+    if found != files[path.name]:
+        raise TextError(f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and {files[path.name]} is noted in "
+                        f"{MANIFEST}: prepare the text again")
 
 
 def prepare(spec: str | os.PathLike | texts.Text | None, out: str | os.PathLike, *, tokenizer: str | os.PathLike | Bytes | BPE | None = None,
@@ -169,7 +214,7 @@ def prepare(spec: str | os.PathLike | texts.Text | None, out: str | os.PathLike,
             first = list(_first(documents, SAMPLE))
             tokenizer = train_tokenizer(_sample(first, stream.name), texts.vocabulary_of(asked))
             documents = chain(first, documents)
-        digest, ends, kind = hashlib.sha256(), [np.zeros((1, 2), np.int64)], None
+        digest, kept, ends, kind = hashlib.sha256(), hashlib.sha256(), [np.zeros((1, 2), np.int64)], None
         for chunk in _chunks(documents):
             raw = b"".join(chunk)
             digest.update(raw)
@@ -177,7 +222,8 @@ def prepare(spec: str | os.PathLike | texts.Text | None, out: str | os.PathLike,
             data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             tokens = tokenizer.encode(data, tuple(starts[:-1].tolist()))
             kind = tokens.dtype
-            file.write(tokens.numpy().tobytes())
+            file.write(encoded := tokens.numpy().tobytes())
+            kept.update(encoded)
             # Where each document ends: no token reaches over it, so a sum of the tokens' lengths meets it.
             upto = tokenizer.lengths[tokens.long()].cumsum(0, dtype=torch.int64)
             places = torch.searchsorted(upto, torch.from_numpy(starts[1:])) + 1
@@ -191,38 +237,51 @@ def prepare(spec: str | os.PathLike | texts.Text | None, out: str | os.PathLike,
         tokenizer.save(out / TOKENIZER)
         fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size, "dtype": str(kind).removeprefix("torch."),
                   "count": count, "pieces": len(ends), "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked,
-                  "tokenizer": tokenizer.describe().get("sha256"), "source": stream.source(len(ends))}
-    part = out / (MANIFEST + ".part")
-    part.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    part.replace(out / MANIFEST)
+                  "tokenizer": tokenizer.describe().get("sha256"), "source": stream.source(len(ends)),
+                  "files": {TOKENS: kept.hexdigest(), TOKENIZER: sha256(out / TOKENIZER)}}
+        (out / f"{MANIFEST}.part").write_bytes(seal(fields))
     return load(out)
 
 
 @contextmanager
 def _writing(out: Path) -> Iterator:
-    """The file of the tokens, under another name until all is well; one process alone can have it. Nothing is left behind
-    where something fails."""
-    part = out / (TOKENS + ".part")
+    """The file of the tokens, under another name until all is well, as the manifest is; one process alone can have it. Nothing is
+    left behind where something fails, nor of a preparation that was killed here."""
+    parts = [out / f"{name}.part" for name in (TOKENS, MANIFEST)]
+    lock, begun = Lock(out, "preparation"), False
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if found := sorted(path.name for path in out.iterdir()):
-            why = ", of a preparation that goes on or was killed" if part.name in found else ""
-            raise InputError(f"out is {str(out)!r}, which holds {found[0]!r}{why}; accepted: a new folder, or this one once it is empty")
-        file = open(part, "xb")  # noqa: SIM115  closed below
-    except OSError as error:
-        raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
-    try:
-        with file:
+        lock.take()
+        found = sorted(path.name for path in out.iterdir() if path.name != LOCK)
+        if any(part.name in found for part in parts) and MANIFEST not in found and {*found} <= _NAMES:  # one that was killed
+            _clear(out)
+        elif found:
+            raise InputError(f"out is {str(out)!r}, which holds {found[0]!r}; accepted: a new folder, or this one once it is empty")
+        with open(parts[0], "xb") as file:
+            begun = True
             yield file
-        part.replace(out / TOKENS)
+        for path in (*parts, out / TOKENIZER):
+            to_disk(path)
+        for path in parts:  # the manifest last
+            path.replace(path.with_suffix(""))
+        to_disk(out)
+        lock.release()
     except BaseException as error:
-        for left in (part, out / TOKENIZER):
-            left.unlink(missing_ok=True)
+        if begun:
+            _clear(out)
+        lock.release()
         with suppress(OSError):
             out.rmdir()
         if isinstance(error, OSError):
             raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
         raise
+
+
+def _clear(out: Path) -> None:
+    """Remove all that a preparation writes; what can't be removed stays."""
+    for name in (MANIFEST, *sorted(_NAMES, key=lambda name: name.endswith(".part"))):  # last what tells that it was not finished
+        with suppress(OSError):
+            (out / name).unlink()
 
 
 def _cut(ends: np.ndarray, name: str) -> tuple[int, int]:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import records
+from . import anatomy, records
+from .anatomy import Only
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
+from .files import WHOLE, read_json, write_atomically
 from .formats import TILE, WORDS, check_geometry
 from .model import firing_layers
 from .reference import fires
@@ -108,34 +110,27 @@ class FiringProfile:
         path = Path(path)
         layers = [{key: value.tolist() if isinstance(value, Tensor) else value
                    for key, value in vars(layer).items()} for layer in self.layers]
-        content = {"format": FORMAT, "version": VERSION, "layers": layers}
-        part = path.with_name(path.name + ".part")
-        try:
-            part.write_text(json.dumps(content) + "\n")
-            part.replace(path)
-        except OSError as error:
-            raise RecordError(f"cannot save the profile as {str(path)!r}: {error}") from None
+        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}) + "\n", make_folder=False)
         return path
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """The profile that `save` wrote. RecordError names the file and the field missing or wrong."""
         where = f"profile {str(path)!r}"
-        try:
-            content = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise RecordError(f"{where} cannot be read: {error}") from None
+        content = read_json(path, "profile")
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise RecordError(f"{where} is no firing profile: its field 'format' is not {FORMAT!r}")
-        if content.get("version") != VERSION:
-            raise RecordError(f"{where} has version {content.get('version')!r}; this release reads {VERSION}")
+        if type(content.get("version")) is not int or content["version"] != VERSION:
+            raise RecordError(f"{where} has version {content.get('version')!r:.80}; this release reads {VERSION}")
         layers = content.get("layers")
         if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
             raise RecordError(f"{where}: field 'layers' is not a list of layers")
         return cls([_layer_from(fields, f"{where}, layer {number}") for number, fields in enumerate(layers)])
 
 
-def profile(model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS) -> FiringProfile:
+def profile(
+    model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS, *, only: Only | None = None
+) -> FiringProfile:
     """Run `model` over `batches` and count which feed-forward neurons fire.
 
     model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
@@ -146,11 +141,14 @@ def profile(model: nn.Module, batches: Iterable, tile: int = TILE, words: int = 
         Tensors are moved to the device of the model's first parameter. Where a mapping holds an
         `attention_mask` [batch, tokens], positions where it is 0 are left out of every count.
     tile, words: the TwELL geometry for which tiles are counted.
+    only: profile the layers for which only(name, module) is true.
 
-    Raises InputError for a model without feed-forward layers, no batches, and batches without a token.
+    Raises InputError for a model without feed-forward layers, for dense ones that compute something else than their parts say
+    (anatomy.check: then the gate alone does not say who fires), no batches, and batches without a token.
     """
     check_geometry(tile, words)
-    found = firing_layers(model)
+    found = firing_layers(model, only=only)
+    anatomy.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [_Counter(layer, tile, words) for layer in found]
     ran = False
     with _evaluating(model), ExitStack() as hooks:
@@ -209,11 +207,11 @@ class _Counter:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
         self.mask: Tensor | None = None  # of the batch that is running: bool [batch, tokens]
-        self.counts = {"tokens": torch.zeros((), dtype=torch.int64),
-                       "overflowing": torch.zeros((), dtype=torch.int64),
-                       "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64),
-                       "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64),
-                       "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64)}
+        self.counts = {"tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
+                       "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
+                       "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64, device="cpu"),
+                       "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64, device="cpu"),
+                       "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu")}
 
     def add(self, x: Tensor, gate: Tensor) -> None:
         firing = fires(gate.reshape(-1, self.d_ff))
@@ -319,23 +317,47 @@ def _layer_from(fields: dict, where: str) -> LayerProfile:
                for name in ("d_model", "d_ff", "tokens", "tile", "words", "overflowing")}
     for name, kind in (("name", str), ("gated", bool)):
         if not isinstance(fields.get(name), kind):
-            raise RecordError(f"{where}: {name!r} is {fields.get(name)!r}; accepted: a {kind.__name__}")
+            raise RecordError(f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a {kind.__name__}")
+    for name in ("d_model", "d_ff"):
+        if not numbers[name]:
+            raise RecordError(f"{where}: {name!r} is 0; accepted: a whole number from 1 up")
+    try:
+        check_geometry(numbers["tile"], numbers["words"])
+    except InputError as error:
+        raise RecordError(f"{where}: {error}") from None
     lengths = {"nnz_histogram": numbers["d_ff"] + 1, "neuron_counts": numbers["d_ff"],
                "tile_histogram": numbers["tile"] + 1}
     counts = {}
     for name, length in lengths.items():
         values = fields.get(name)
         if not isinstance(values, list) or len(values) != length or not all(map(_is_whole, values)):
-            raise RecordError(f"{where}: {name!r} is not a list of {length} whole numbers from 0 up")
-        counts[name] = torch.tensor(values, dtype=torch.int64)
+            raise RecordError(f"{where}: {name!r} is not a list of {length} whole numbers from 0 to 2**63 - 1")
+        counts[name] = values
+    _check_counts(**numbers, **counts, where=where)
+    counts = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in counts.items()}
     return LayerProfile(name=fields["name"], gated=fields["gated"], **numbers, **counts)
+
+
+def _check_counts(d_ff, tokens, tile, overflowing, nnz_histogram, neuron_counts, tile_histogram, where, **_) -> None:
+    """RecordError unless they can be counts of the same tokens: what is computed from others would be wrong without a word."""
+    fired = sum(neuron_counts)
+    for name, found, wanted in (
+        ("nnz_histogram", sum(nnz_histogram), tokens), ("tile_histogram", sum(tile_histogram), tokens * -(-d_ff // tile)),
+        ("nnz_histogram", sum(nnz * count for nnz, count in enumerate(nnz_histogram)), fired),
+        ("tile_histogram", sum(nnz * count for nnz, count in enumerate(tile_histogram)), fired)):  # fmt: skip
+        if found != wanted:
+            raise RecordError(f"{where}: {name!r} counts {found} where 'tokens' and 'neuron_counts' make {wanted}; accepted: a whole profile")
+    if fired >= WHOLE:
+        raise RecordError(f"{where}: 'neuron_counts' sums to {fired}; accepted: less than 2**63")
+    if max([overflowing, *neuron_counts]) > tokens:
+        raise RecordError(f"{where}: 'overflowing' or one of 'neuron_counts' is above 'tokens', {tokens}; accepted: a whole profile")
 
 
 def _whole(fields: dict, name: str, where: str) -> int:
     if not _is_whole(fields.get(name)):
-        raise RecordError(f"{where}: {name!r} is {fields.get(name)!r}; accepted: a whole number from 0 up")
+        raise RecordError(f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a whole number from 0 to 2**63 - 1")
     return fields[name]
 
 
 def _is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < WHOLE

@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import os
 import re
-import secrets
 import subprocess
 import tokenize
 from dataclasses import asdict, dataclass, field, fields
@@ -25,6 +23,7 @@ from pathlib import Path
 
 from . import paths
 from .errors import RecordError
+from .files import WHOLE, read_json, write_atomically
 
 SCHEMA = 1
 UNVERIFIED = "UNVERIFIED.json"
@@ -71,10 +70,10 @@ class Record:
         """The record as JSON text. Raises RecordError for a value JSON has no form for, NaN included."""
         order = ("schema", "name", "purpose", "date", "commit", "dirty", "kernel_hash", "machine", "notes",
                  "rows")
-        data = asdict(self)
         try:
+            data = asdict(self)
             return json.dumps({key: data[key] for key in order}, indent=1, allow_nan=False) + "\n"
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(f"record {self.name!r} cannot be written as JSON: {error}; rows and notes take "
                               "strings, finite numbers, booleans, None, lists and dicts") from None
 
@@ -97,7 +96,7 @@ def _check(record: Record) -> None:
     def refuse(name: str, value, accepted: str):
         raise RecordError(f"record {record.name!r}: {name} is {value!r:.120}; accepted: {accepted}")
 
-    if record.schema != SCHEMA:
+    if type(record.schema) is not int or record.schema != SCHEMA:
         refuse("schema", record.schema, f"{SCHEMA} (a newer file needs a newer twell-lab)")
     if not (isinstance(record.name, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", record.name)):
         refuse("name", record.name, "lower-case letters, digits, '-', '_' and '.'")
@@ -109,7 +108,7 @@ def _check(record: Record) -> None:
         refuse("date", record.date, "UTC as YYYY-MM-DDTHH:MM:SSZ")
     if not (record.commit is None or isinstance(record.commit, str)):
         refuse("commit", record.commit, "a commit's hexadecimal name, or null")
-    if record.dirty not in (True, False, None):
+    if not (record.dirty is None or isinstance(record.dirty, bool)):
         refuse("dirty", record.dirty, "true, false or null")
     if not (isinstance(record.kernel_hash, str) and re.fullmatch(r"[0-9a-f]{64}", record.kernel_hash)):
         refuse("kernel_hash", record.kernel_hash, "64 hexadecimal digits")
@@ -127,14 +126,25 @@ def _check(record: Record) -> None:
             if not (isinstance(row.get(key), str) and row[key]):
                 refuse(f"rows[{i}].{key}", row.get(key), "a name")
         ms = row.get("ms")
-        if isinstance(ms, bool) or not isinstance(ms, (int, float)) or not (math.isfinite(ms) and ms > 0):
+        if not _is_number(ms) or ms <= 0:
             refuse(f"rows[{i}].ms", ms, "a time in milliseconds above zero")
+        for key in ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread"):
+            if row.get(key) is not None and not _is_number(row[key]):
+                refuse(f"rows[{i}].{key}", row[key], "a finite number, or null")
+        for key in ("dtype", "workload"):
+            if not isinstance(row.get(key), (str, type(None))):
+                refuse(f"rows[{i}].{key}", row[key], "a name, or null")
+
+
+def _is_number(value) -> bool:
+    """Whether it is a number as one is measured: finite, and within what tensors hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
 
 
 def load(path: str | Path) -> Record:
     """Read one record. Raises RecordError naming the file and the field that is wrong."""
     path = Path(path)
-    data = _read_json(path)
+    data = _read_object(path)
     known = [f.name for f in fields(Record)]
     for name in known:
         if name not in data:
@@ -178,8 +188,8 @@ def flat_rows(records: list[Record]) -> list[dict]:
 def table(rows: list[dict], columns: dict[str, str]) -> str:
     """Rows as aligned text. columns: key in the row -> heading; floats to four digits, None as a dash."""
     def shown(value) -> str:
-        if value is None or isinstance(value, str):
-            return value or "-"
+        if value is None or isinstance(value, str):  # a name in a file may hold anything, and a terminal obeys some of it
+            return (value if value.isprintable() else repr(value)[1:-1]) if value else "-"
         if isinstance(value, float):
             return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
         return f"{value:,}" if type(value) is int else str(value)
@@ -219,15 +229,15 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
     if reports and reports[-1].kernel_hash == now:
         report = reports[-1]
         tests = report.notes["gpu_tests"]
-        failed = tests.get("failed") if isinstance(tests, dict) else None
-        if failed != 0 or not tests.get("passed"):
+        passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))
+        if type(failed) is not int or failed != 0 or type(passed) is not int or passed <= 0:
             raise RecordError(f"the GPU test report {report.name} of {report.date} is no evidence: "
                               f"notes.gpu_tests is {tests!r:.200}; accepted: passed above 0 and failed 0")
         return f"kernels {now[:12]} were tested on a GPU on {report.date}"
     was = f"the newest GPU test report carries {reports[-1].kernel_hash[:12]}" if reports else \
         "there is no GPU test report"
     if (folder / UNVERIFIED).exists():
-        entry = _read_json(folder / UNVERIFIED)
+        entry = _read_object(folder / UNVERIFIED)
         if entry.get("kernel_hash") == now and isinstance(entry.get("why"), str) and entry["why"].strip():
             return f"kernels {now[:12]} have no GPU test report of their own yet: {entry['why'].strip()}"
         was += f" and {UNVERIFIED} names {str(entry.get('kernel_hash'))[:12]}" \
@@ -336,36 +346,11 @@ def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> 
 # ---- files and provenance ----------------------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise RecordError(f"{path.name} is not JSON: {error}") from None
+def _read_object(path: Path) -> dict:
+    data = read_json(path, "record")
     if not isinstance(data, dict):
-        raise RecordError(f"{path.name} holds a {type(data).__name__}; a record is an object")
+        raise RecordError(f"record {str(path)!r} holds a {type(data).__name__}; a record is an object")
     return data
-
-
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file whole or not at all: a temporary file beside it, then a rename.
-
-    Raises RecordError naming the folder where that cannot be written (read-only, full).
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot write {path.name} in the folder {path.parent}: {error.strerror or error}; "
-                          "name a folder with free space that you may write") from None
 
 
 def source_commit() -> tuple[str | None, bool | None]:

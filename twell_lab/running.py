@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, dead, distributed
 from .compiling import Compiled
+from .copies import all_finite
 from .distributed import World
 from .errors import InputError
 from .ffn import SparseFFN, feed_forwards, sparsify
@@ -25,6 +28,8 @@ from .switching import Switch
 from .train_config import TrainConfig
 
 RESIDENT = 2**31  # bytes of tokens that are copied to the device
+AGAIN = 1.0  # seconds after a Ctrl-C from which the next one is meant
+GRACE = 20.0  # seconds in which several processes agree to stop; torchrun kills them after 30
 FRESH = 4  # up to so many readings of a text are nearly as good as so much fresh text (Muennighoff et al., arXiv 2305.16264)
 
 
@@ -151,7 +156,7 @@ class Run:
         for name, weight in self.parameters.items():
             distributed.put(weight, state.weights[name])
             if state.step:
-                kept = {"step": state.optimizer[f"step.{name}"].to(weight.device)}
+                kept = {"step": state.optimizer[f"step.{name}"].to(weight.device, torch.float32)}
                 for what in ("exp_avg", "exp_avg_sq"):
                     kept[what] = torch.zeros_like(weight, requires_grad=False)
                     distributed.put(kept[what], state.optimizer[f"{what}.{name}"])
@@ -161,6 +166,8 @@ class Run:
         if self.tracker is not None:
             self.tracker.load_state_dict(state.counts)
         if self.switch is not None and state.paths:
+            if state.paths["layers"].keys() != (names := {layer.name for layer in self.layers}):
+                raise InputError(f"the checkpoint has paths of {sorted(state.paths['layers'])}; accepted: of {sorted(names)}")
             for layer in self.layers:
                 layer.module.learn(state.paths["layers"][layer.name])
             if not self.world.any(state.paths["device"] != self._device_name()):  # elsewhere they are measured again
@@ -221,9 +228,15 @@ class Guard:
         self.broken.copy_(torch.where(finite, self.broken, 1.0))
 
     def check(self) -> None:
-        """Raise if a step since the last check failed; reads the device."""
-        if not self.waits and (failed := self.first.tolist())[0]:
+        """Raise if a step since the last check failed, or a weight is no finite number now, which the loss does not show where a
+        kernel skips the neuron; reads the device once."""
+        finite = all_finite([distributed.local(weight) for weight in self.run.parameters.values()])
+        *failed, finite = torch.cat([self.first, finite.double()[None]]).tolist()
+        if not self.waits and failed[0]:
             self.fail(int(failed[0]), *failed[1:])
+        if self.run.world.any(not finite):
+            broken = [name for name, weight in self.run.parameters.items() if not all_finite([distributed.local(weight)])]
+            raise Diverged(self.run.config, self.run.step + 1, broken=broken or ["a weight in another process"])
         self.before.clear()
 
     def fail(self, step: int, loss: float, norm: float) -> None:
@@ -232,35 +245,50 @@ class Guard:
 
 
 class Diverged(InputError):
-    """The loss or its gradient is no finite number; the run is as the step before left it."""
+    """The loss or its gradient is no finite number, and the run is as the step before left it; or weights are none (broken: their names)."""
 
-    def __init__(self, config: TrainConfig, step: int, loss: float, norm: float) -> None:
+    def __init__(self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: list[str] = []) -> None:
         what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
+        what = f"values that are not finite in {', '.join(broken)}" if broken else what
+        self.broken = broken
         super().__init__(f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr "
                          f"{'or l1 ' if config.l1 else ''}is the first thing to try")
 
 
 class Stop:
-    """While a run that can save itself goes on, the first Ctrl-C, or SIGTERM as a cluster's scheduler sends it, only asks it to
-    stop after its step; `asked` says so.
+    """While a run that can save itself goes on, Ctrl-C, SIGTERM as a cluster's scheduler sends it, or SIGHUP as a terminal that
+    closes, only asks it to stop after its step; `asked` says so. What follows changes nothing: they often come in twos. But
+    another Ctrl-C, once AGAIN seconds have passed, stops at once.
 
-    With several processes a second Ctrl-C is ignored too: the terminal sends it to each of them, and so does torchrun. But
-    SIGTERM, which torchrun sends to the others when one process has failed, ends them: they would wait for it for ever.
+    With several processes (patient) no Ctrl-C does that: the terminal sends it to each of them, and so does torchrun. They must
+    agree, and where one of them has ended they would wait for it for ever, deaf to signals: torchrun, too, sends SIGTERM to the
+    others then. So a process that has not heard from all of them, which the loop says by setting `agreed`, GRACE seconds after it
+    was asked ends without saving.
     """
 
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
         self.patient, self.asked = patient, False
-        self.signals = (signal.SIGINT,) if patient else (signal.SIGINT, signal.SIGTERM)
+        self.first: float | None = None  # when it was asked
+        self.agreed = threading.Event()
 
     def __enter__(self) -> Stop:
         if self.active:
-            self.old = {number: signal.signal(number, self._note) for number in self.signals}
+            wanted = (signal.SIGINT, *(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
+                                       and signal.getsignal(number) not in (signal.SIG_IGN, None)))  # as nohup has it
+            self.old = {number: signal.signal(number, self._note) for number in wanted}
+            if self.patient:
+                self._watch()
         return self
 
     def __exit__(self, *raised) -> None:
+        self.agreed.set()
         if self.active:
             self._restore()
+            if self.patient:
+                signal.set_wakeup_fd(self.woken)
+                os.close(self.writer)
+                self.watcher.join()
 
     def _restore(self) -> None:
         for number, handler in self.old.items():
@@ -268,10 +296,37 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        if not self.patient:
-            self._restore()
-            with suppress(OSError):  # whoever read it may have got the same Ctrl-C, as in `2>&1 | tee log`
+        if self.patient:
+            return
+        if self.first is None:
+            self.first = time.monotonic()
+            # Whoever read it may have got the same Ctrl-C, as in `2>&1 | tee log`, or a line is being printed right now.
+            with suppress(OSError, RuntimeError):
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
+        elif number == signal.SIGINT and time.monotonic() - self.first >= AGAIN:
+            self._restore()
+            if callable(old := self.old[number]):
+                old(number, frame)
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Have a thread see the first signal, also while this one waits inside of torch, where Python's handlers do not run."""
+        reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self.woken = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            while (seen := os.read(reader, 1)) and seen[0] not in self.old:
+                pass
+            if seen and not self.agreed.wait(GRACE):
+                with suppress(OSError):
+                    os.write(2, f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did not agree to "
+                                f"within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode())
+                os._exit(128 + seen[0])
+            os.close(reader)
+
+        self.watcher = threading.Thread(target=watch, daemon=True)
+        self.watcher.start()
 
 
 def warn_if_silent(row: dict, config: TrainConfig) -> bool:

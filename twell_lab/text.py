@@ -172,7 +172,7 @@ def read(path: str | os.PathLike) -> Text:
 
 def files_of(path: Path) -> tuple[list[Path], str]:
     """The files that make up the text at a path, in their order, and what to call it. TextError where it can't be read."""
-    name = os.path.basename(os.path.abspath(path)) or "text"
+    name = _readable(path)
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
@@ -181,6 +181,16 @@ def files_of(path: Path) -> tuple[list[Path], str]:
         return (_files(path, skip=frozenset()) if is_folder else [path]), name
     except OSError as error:
         raise TextError(f"cannot read the folder {str(path)!r}: {error}") from None
+
+
+def _readable(path: Path) -> str:
+    """The last part of a path as records, pages and one-line messages can show it: UTF-8 whatever this system's encoding is, and
+    what is neither that nor printable as escapes."""
+    try:
+        name = os.fsencode(os.path.basename(os.path.abspath(path))).decode("utf-8", "backslashreplace") or "text"
+    except ValueError as error:  # a character that no name has
+        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def load(path: str | os.PathLike | None) -> Text:
@@ -230,8 +240,8 @@ def load_any(spec: str | os.PathLike | Text | PreparedText | None, *,
 def vocabulary_of(tokenizer: str) -> int:
     """4096 of "bpe:4096". InputError where no number follows."""
     size = tokenizer.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit()):
-        raise InputError(f"tokenizer is {tokenizer!r}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
+    if not (size.isascii() and size.isdigit() and len(size) < 20):
+        raise InputError(f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
     return int(size)
 
 

@@ -21,12 +21,15 @@ import torch
 from torch import Tensor
 
 from .errors import InputError, StackError, TextError
+from .files import read
 
 if TYPE_CHECKING:
     from .text import Text
 
 FORMAT = "twell-lab bytes"  # of the file that stands for the byte vocabulary; a BPE's is the tokenizers library's own
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
+_LARGEST = 2**28  # bytes of a tokenizer's file; those in use have some millions
+_MOST = 2**22  # token numbers; those in use have up to a million
 _BATCH = 256  # pieces handed to the library at a time
 
 
@@ -77,14 +80,16 @@ class BPE:
     def __init__(self, content: str, name: str = "BPE") -> None:
         try:
             self._tokenizer = _library().Tokenizer.from_str(content)
-        except Exception as error:  # the library raises bare Exceptions
-            if isinstance(error, StackError):
+        except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
+            if isinstance(error, StackError) or not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise TextError(f"{name} is no tokenizer that the tokenizers library takes: {error}") from None
         self.name, self.content = name, content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocabulary = max(numbers, default=-1) + 1  # not how many there are: some files skip numbers
+        if not 1 <= self.vocabulary <= _MOST:
+            raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
 
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
         """The tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
@@ -189,9 +194,9 @@ def load(path: str | os.PathLike) -> Bytes | BPE:
     """The tokenizer that `save` wrote, or a tokenizer.json of the tokenizers library. TextError where it is none."""
     path = Path(path)
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read(path, _LARGEST).decode("utf-8")
         fields = json.loads(content)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TextError(f"cannot read the tokenizer {str(path)!r}: {error}; accepted: bytes, bpe:4096, or its file") from None
     if isinstance(fields, dict) and fields.get("format") == FORMAT:
         return BYTES

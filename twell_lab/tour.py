@@ -21,6 +21,7 @@ from torch import Tensor
 from . import bench, formats, ops, records, reference
 from .errors import RecordError, TwellError
 from .ffn import feed_forwards
+from .files import check_target, write_atomically
 from .plain import layer_names, layer_rows, picked, tile_of
 from .profile import FiringProfile, activations, profile
 from .text import Text, load, spread_windows
@@ -53,6 +54,9 @@ def run(options: Options) -> tuple[records.Record, Path, Path | None]:
     the page needs plotly and it is missing, and TwellError if packing ever failed to give a value back.
     """
     check_folder(options.out)
+    written = options.out / "tour.json", options.out / "index.html"
+    for path in written[:1 if options.record_only else 2]:
+        check_target(path)
     if not options.record_only:
         from . import page
     say = _Steps(options.progress)
@@ -81,13 +85,11 @@ def run(options: Options) -> tuple[records.Record, Path, Path | None]:
         "runs": {label: result.summary() for label, result in runs.items()},
         "profile": firing_notes(firing), "packing": packing, "tile": tile}}
     record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
-    text_json = record.to_json()
-    html = None if options.record_only else page.render(record, records.flat_rows(records.load_all()))
-    written = options.out / "tour.json", options.out / "index.html"
-    records.write_atomically(written[0], text_json)
-    if html is not None:
-        records.write_atomically(written[1], html)
-    return record, written[0], written[1] if html is not None else None
+    write_atomically(written[0], record.to_json())  # first: should the page fail, it can be drawn from this
+    if options.record_only:
+        return record, written[0], None
+    write_atomically(written[1], page.render(record, records.flat_rows(records.load_all())))
+    return record, *written
 
 
 def summary(record: records.Record) -> str:
@@ -121,8 +123,8 @@ def check_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PAGE_BYTES))
-    except OSError as error:
-        raise RecordError(f"cannot write in the folder {folder}: {error.strerror or error}; free "
+    except (OSError, ValueError) as error:
+        raise RecordError(f"cannot write in the folder {str(folder)!r}: {getattr(error, 'strerror', None) or error}; free "
                           f"{_PAGE_BYTES >> 20} MiB there or name another with --out") from None
 
 

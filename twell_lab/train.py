@@ -14,15 +14,22 @@ trains on two GPUs what `twell-lab train` with the same options trains on one (s
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # what `twell-lab train` does, without a core module that imports the command line; it knows what to do
+    import runpy  # where the imports below are interrupted, which take seconds
+
+    sys.argv.insert(1, "train")
+    runpy.run_module("twell_lab", run_name="__main__")
+
 import errno
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -31,6 +38,7 @@ from torch import Tensor, nn
 from . import checkpoint, distributed
 from .distributed import World
 from .errors import InputError
+from .lock import Lock
 from .model import LanguageModel
 from .objective import (  # noqa: F401  (names that others import from here)
     EVAL_BATCH,
@@ -47,14 +55,18 @@ from .text import check_enough, load_any, spread_windows
 from .tokenizer import BYTES
 from .train_config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 
+SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps
+SAVE_SHARE = 10  # times as long as the last one took, if that is more
+
 
 def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
           progress: bool = True, on_step: Callable[[dict], None] | None = None) -> TrainResult:
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
     out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
-        `checkpoint_every` steps, where the loss stops being a number and on Ctrl-C, or SIGTERM without torchrun; each
-        replaces the one before.
+        `checkpoint_every` steps (or about every five minutes), where the loss stops being a number and on Ctrl-C, SIGTERM or
+        SIGHUP; each replaces the one before. Under torchrun processes agree to stop at the next row of the history. One
+        training at a time has the folder.
     resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
         the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
     progress: show a bar on stderr, where tqdm is installed.
@@ -62,17 +74,18 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
     there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no TrainConfig, a
-    checkpoint that is truncated or of another model or config, and for an `out` that holds a run or a model, or lies in the
-    folder that is the text; checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no
-    neuron fires any more, and when the steps read the text more than four times over, and where a run that is resumed had ended already.
+    checkpoint that is truncated, altered or of another model or config, and for an `out` that holds a run or a model, that
+    another process is training into, or that lies in the folder that is the text; checkpoint.Interrupted (a
+    KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more, and when the steps read the text
+    more than four times over, and where a run that is resumed had ended already.
     """
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
-    with distributed.joined(config.device) as world:
-        return _train(config, out, resume, progress and world.lead, on_step, world)
+    with distributed.joined(config.device) as world, ExitStack() as ending:
+        return _train(config, out, resume, progress and world.lead, on_step, world, ending)
 
 
-def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: World) -> TrainResult:
+def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: World, ending: ExitStack) -> TrainResult:
     if config.batch % (config.accumulate * world.size):
         raise InputError(f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
                          f"a multiple of {config.accumulate * world.size}, so that each part has as many windows")
@@ -85,6 +98,19 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text, training.size)
+    goes_on = home is not None and (out is None or Path(out).resolve() == home.resolve())  # in the folder it began in
+    out = home if goes_on else out
+
+    def claim() -> None:
+        if not goes_on:
+            checkpoint.check_apart(out, config.text)
+        lock = Lock(checkpoint.writable(out), "training")
+        ending.callback(lock.release)
+        lock.take()
+        checkpoint.tidy(out)
+
+    if out is not None:
+        world.led(claim)
     if home is not None:
         state = checkpoint.load(resume)
         checkpoint.check_same(state, config, run.model.config, whole, training.size)
@@ -94,15 +120,10 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                           "only its neurons are counted again", stacklevel=3)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = None if validation.tokenizer == BYTES else validation.tokenizer.lengths.to(world.device)
-    goes_on = home is not None and (out is None or Path(out).resolve() == home.resolve())  # in the folder it began in
-    out = home if goes_on else out
     metrics = _Metrics()
 
     def begin() -> None:
-        if goes_on:
-            checkpoint.writable(out)
-        else:
-            checkpoint.check_apart(out, config.text)
+        if not goes_on:
             checkpoint.prepare(out)
             (Path(out) / checkpoint.TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             if whole.tokenizer != BYTES:
@@ -118,6 +139,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     saved, warned = run.step if goes_on else None, not world.lead  # saved: the step of this run's last checkpoint in `out`
     start = time.perf_counter() - run.seconds
     lap, lap_step = time.perf_counter(), run.step
+    due = lap + SAVE_EVERY
     try:
         with _bar(config, progress, run.step) as bar, Stop(out is not None, world.size > 1) as stop:
             for step in range(run.step + 1, config.steps + 1):
@@ -125,10 +147,13 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 validate = last or step % config.eval_every == 0
                 logged = validate or step == 1 or step % config.log_every == 0
                 revive = config.reinit > 0 and step % config.dead_every == 0
-                keep = out is not None and (last or config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
                 numbers = _step(run, step, logged)
-                # Processes must agree to stop, which takes a message between them: only where there is one anyway.
-                stopping = stop.asked if world.size == 1 else logged and world.any(stop.asked)
+                # Processes must agree to stop, and that it is time to save: a message between them, only where there is one anyway.
+                agree = world.size == 1 or logged
+                if stopping := agree and world.any(stop.asked):
+                    stop.agreed.set()
+                late = out is not None and config.checkpoint_every is None and agree and world.any(time.perf_counter() >= due)
+                keep = out is not None and (last or late or bool(config.checkpoint_every) and step % config.checkpoint_every == 0)
                 if logged or revive or keep or stopping:
                     run.guard.check()
                 run.step = step
@@ -159,7 +184,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     before = time.perf_counter()
                     save()
                     saved = step
-                    lap += time.perf_counter() - before
+                    took = time.perf_counter() - before
+                    lap += took
+                    due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
                 if stopping and not last:
                     raise checkpoint.Interrupted(out, step, config.steps)
         model = run.plain()
@@ -169,7 +196,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         if out is not None:
             world.led(lambda: model.save(out))
     except Diverged as error:
-        if out is None:
+        if out is None or error.broken:  # then there is no good state to save: an earlier checkpoint may hold one
             raise
         if run.step and run.step != saved:  # not in the place of an older one of this run, which may be the better start
             save(keep_older=saved is not None)
@@ -354,9 +381,3 @@ class _Bar:
 # So small a model, read so little, says nothing about what L1 costs a large one.
 TOUR = TrainConfig(l1=2e-3)
 
-
-if __name__ == "__main__":  # what `twell-lab train` does, without a core module that imports the command line
-    import runpy
-
-    sys.argv.insert(1, "train")
-    runpy.run_module("twell_lab", run_name="__main__")

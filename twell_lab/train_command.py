@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from .errors import InputError
+from .files import strict_json
+from .options import path, source
 
 EPILOG = """\
 on a text of your own, a file or a folder of files:
@@ -18,7 +18,7 @@ on a text of your own, a file or a folder of files:
   twell-lab train --text my-texts --l1 1e-3 --out build/mine
   twell-lab profile build/mine --text my-texts
 
-Ctrl-C, or SIGTERM where there is one process, saves the run and says how to go on; --checkpoint-every saves it now and then too:
+Ctrl-C, SIGTERM or SIGHUP saves the run and says how to go on; about every five minutes it is saved anyway:
 
   twell-lab train --resume build/mine
 
@@ -68,7 +68,7 @@ _REPORTS = (
     ("log_every", int, "steps between two lines of metrics [10]"),
     ("eval_every", int, "steps between two validations [150]"),
     ("eval_windows", int, "windows of held-out text that a validation reads, at most [256]"),
-    ("checkpoint_every", int, "steps between two checkpoints in --out; 0: one at the end [0]"),
+    ("checkpoint_every", int, "steps between two checkpoints in --out; 0: one at the end [about every five minutes]"),
 )
 CONFIGURATIONS = "1M, 5M, 20M, 60M, 150M, 0.5B, 1B, 1.5B, 2B"  # configurations.NAMES, without importing torch
 _GROUPS = (("the model", _MODEL), ("sparsity", _SPARSITY), ("the steps", _STEPS), ("the machine", _MACHINE),
@@ -79,12 +79,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Every field of TrainConfig as an option, and where the run is kept."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("--text", type=_given, metavar="PATH", help="a file or folder, or hf:owner/name for a Hugging Face "
+    parser.add_argument("--text", type=source, metavar="PATH", help="a file or folder, or hf:owner/name for a Hugging Face "
                         "dataset, whose first 100 MB are read unless ?bytes=500e6 follows (at most 1 GiB), or "
                         "what twell-lab prepare made [the source of Python's standard library]")
-    parser.add_argument("--out", metavar="DIR", type=_folder, help="save metrics and checkpoints here, for --resume, and in the "
+    parser.add_argument("--out", metavar="DIR", type=path, help="save metrics and checkpoints here, for --resume, and in the "
                         "end the model, for twell-lab profile; a folder that holds another run or model is refused")
-    parser.add_argument("--resume", metavar="DIR", type=_folder, help="go on with the run that was saved there; of its options only "
+    parser.add_argument("--resume", metavar="DIR", type=path, help="go on with the run that was saved there; of its options only "
                         "where and how it computes and --checkpoint-every may change")
     parser.add_argument("--config", metavar="NAME", help=f"sizes, steps and rates to begin from, which every option here "
                         f"overrides: {CONFIGURATIONS}; 'list' says what they are")
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     from . import checkpoint, configurations, records
     from .train import TrainConfig, train
     if options.config == "list":
-        print(json.dumps(configurations.rows(), indent=1) if options.json else configurations.table())
+        print(strict_json(configurations.rows(), indent=1) if options.json else configurations.table())
         return 0
     names = [name for _, fields in _GROUPS for name, _, _ in fields] + ["text", "gated", "compile"]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")):
         return 0
     if options.json:
-        print(json.dumps(result.summary(), indent=1))
+        print(strict_json(result.summary(), indent=1))
         return 0
     print(records.table([{"layer": i, "density": share, "dead": dead} for i, (share, dead)
                          in enumerate(zip(result.density, result.dead, strict=True))],
@@ -145,13 +145,3 @@ def _warnings_in_one_line() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = usual
-
-
-def _given(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty; a file or folder is accepted")
-    return text
-
-
-def _folder(text: str) -> Path:
-    return Path(_given(text))

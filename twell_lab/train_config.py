@@ -50,7 +50,8 @@ class TrainConfig:
     reinit, reinit_sigma, dead_every: every `dead_every` steps the gate rows of dead neurons are mixed with
         fresh normal numbers of deviation reinit_sigma, which get the share `reinit`; 0 leaves them dead.
         See twell_lab.dead. Needs a dead_window.
-    checkpoint_every: steps between two checkpoints, where train has a folder for them; 0 writes one at the end.
+    checkpoint_every: steps between two checkpoints, where train has a folder for them; None writes one about every five minutes,
+        0 only one at the end.
     kernels: "off" trains the dense layers; "sparse" trains through this package's kernels (SparseFFN); "auto"
         lets each layer go over to them when it fires little enough; never without a GPU and 16 bits, where they do not run.
     parallel: under torchrun, "ddp" keeps the whole model on each process, "fsdp" a share of it.
@@ -88,15 +89,17 @@ class TrainConfig:
     dead_every: int = 100
     reinit: float = 0.0
     reinit_sigma: float = 0.02
-    checkpoint_every: int = 0
+    checkpoint_every: int | None = None
     kernels: str = "off"
     parallel: str = "ddp"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"):
             self._check(name, int, lambda value: value >= 1, "a whole number from 1 up")
-        for name in ("warmup", "l1_delay", "l1_warmup", "dead_window", "checkpoint_every"):
+        for name in ("warmup", "l1_delay", "l1_warmup", "dead_window"):
             self._check(name, int, lambda value: value >= 0, "a whole number from 0 up")
+        if self.checkpoint_every is not None:
+            self._check("checkpoint_every", int, lambda value: value >= 0, "a whole number from 0 up, or None for about every five minutes")
         self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
         for name in ("l1", "weight_decay", "reinit_sigma"):
             self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
@@ -134,7 +137,8 @@ class TrainConfig:
 
     def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        endless = isinstance(value, int) and abs(value) >= 2**63  # no counter of torch's goes that far, and some no float holds
+        if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
             raise InputError(f"{name} is {value!r}; accepted: {accepted}")
 
     def model(self, vocabulary: int = 256) -> ModelConfig:

@@ -89,7 +89,9 @@ def train_layer(
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
     rows = x.reshape(-1, x.shape[-1])
     arguments = (rows, gate, up, down, gate_bias, up_bias, down_bias)
-    if path == "dense":
+    if checks.transformed():
+        (y, l1, kept), lost = _by_torch(*arguments), None
+    elif path == "dense":
         (y, l1, kept), lost = _dense(*arguments), None
     else:
         y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
@@ -191,6 +193,11 @@ def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
 def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
     if x.is_cuda and not torch.compiler.is_compiling():
         return torch.ops.twell_lab.train_dense(x, gate, up, down, gate_bias, up_bias, down_bias)[:3]
+    return _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
+    """(y, l1, kept), differentiable any number of times."""
     first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
     h = first if gate is None else first * linear(x, up, up_bias)  # torch's compiler fuses these; on a CPU nothing is gained
     return linear(h, down, down_bias), h.abs().sum(1, dtype=_wide(h)), reference.fires(first.detach()).sum(1, dtype=torch.int32)
@@ -239,7 +246,7 @@ def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if g.is_cuda:
         return launch_train_dense.dense_hidden(g, u)
     keep = reference.fires(g)
-    h = torch.where(keep, g if u is None else g * u, torch.zeros((), dtype=g.dtype))
+    h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
     return h, h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
 
 
@@ -247,7 +254,7 @@ def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | Non
     """(h, dg, du) from dL/dh, with L1's part of it added. dh may be written over."""
     if g.is_cuda:
         return launch_train_dense.dense_gradients(g, u, dh, None if dl1 is None else dl1.contiguous())
-    keep, zero = reference.fires(g), torch.zeros((), dtype=g.dtype)
+    keep, zero = reference.fires(g), g.new_zeros(())
     h = torch.where(keep, g if u is None else g * u, zero)
     if dl1 is not None:
         dh = (dh + dl1[:, None] * h.sign()).to(dh.dtype)
@@ -308,8 +315,20 @@ def _gradients(operator, ctx, dy, dl1, saved_for: slice):
     everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
+    if torch.is_grad_enabled():  # create_graph: these gradients are to be differentiated themselves
+        return _differentiable_gradients(dy, dl1, inputs)
     made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
     return tuple(None if t is None else d for t, d in zip(inputs, made))
+
+
+def _differentiable_gradients(dy, dl1, inputs):
+    """The same gradients by torch's operations, all neurons computed, so that autograd can go on through them."""
+    with torch.autocast(dy.device.type, enabled=False):
+        y, l1, _ = _by_torch(*inputs)
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        results, upstream = ([y], [dy]) if dl1 is None else ([y, l1], [dy, dl1])
+        found = iter(torch.autograd.grad(results, wanted, upstream, create_graph=True))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 
 def _backward(ctx, dy, dl1, *_):

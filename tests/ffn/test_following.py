@@ -1,6 +1,8 @@
 """One layer and its weights: whatever becomes of the down projection, the transposed copy follows; who shares what."""
 
 import copy
+import pickle
+import sys
 import threading
 
 import pytest
@@ -10,10 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.dlpack import from_dlpack
 
 from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, densify, feed_forwards, sparsify
 from twell_lab.model import GatedFeedForward, PlainFeedForward
+from twell_lab.plans import Choice
 
 D_MODEL, D_FF = 16, 64
 
@@ -79,8 +83,33 @@ def step(optimizer, **options):
     return take
 
 
+def replace_data_twice(dense):
+    # The second one tends to lie where the first one lay, at the same version.
+    weight = dense.down_proj.weight
+    weight.data = weight.data * 1.5
+    weight.data = weight.data * 1.1
+
+
+def offload_and_fetch(dense):
+    weight = dense.down_proj.weight
+    fetched = weight.data * 1.5
+    weight.data = torch.empty(0)
+    weight.data = fetched.clone()
+
+
+def average_in_place(dense):
+    with torch.no_grad():
+        torch._foreach_lerp_(list(dense.parameters()), [torch.ones_like(p) for p in dense.parameters()], 0.5)
+
+
+def add_inside_inference_mode(dense):
+    with torch.inference_mode():
+        dense.down_proj.weight.add_(1)
+
+
 CHANGES = [
-    add_in_place, write_one_value, replace_data, replace_parameter, load_state, load_state_assigning,
+    add_in_place, write_one_value, replace_data, replace_data_twice, offload_and_fetch, average_in_place, add_inside_inference_mode,
+    replace_parameter, load_state, load_state_assigning,
     step(torch.optim.SGD), step(torch.optim.AdamW, foreach=True),
     step(torch.optim.AdamW, fused=True), step(torch.optim.SGD, fused=True),  # these leave the version as it is
 ]
@@ -367,12 +396,90 @@ def test_weights_changed_inside_inference_mode(dense, x):
     assert sparse(x).requires_grad
 
 
-def test_a_change_of_data_in_place_is_followed_after_refresh():
-    """torch raises no version for it, so this is the one change that has to be told."""
+@pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
+def test_inference_tensors_changed_in_place(choice, x):
+    with torch.inference_mode():
+        dense = GatedFeedForward(D_MODEL, 300)
+        sparse = SparseFFN.from_module(dense, plan=choice)
+        for _ in range(3):
+            assert_follows(sparse, dense, x)
+            for weight in dense.parameters():
+                weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
+def test_memory_that_another_process_writes_to(choice, x):
+    dense = GatedFeedForward(D_MODEL, 300).requires_grad_(False)
+    sparse = SparseFFN.from_module(dense, plan=choice)
+    sparse(x)
+    dense.share_memory()
+    sparse(x)
+    process = torch.multiprocessing.get_context("spawn").Process(target=_double, args=(dense.down_proj.weight,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert_follows(sparse, dense, x)
+
+
+def _double(weight):
+    weight.mul_(2)
+
+
+def test_gathered_weights_are_copied_each_time(dense, x, monkeypatch):
+    """FSDP writes into a gathered weight and keeps its version."""
+    sparse = SparseFFN.from_module(dense.requires_grad_(False))
+    sparse(x)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", torch.distributed)
+    for _ in range(2):
+        with torch.autograd._unsafe_preserve_version_counter(dense.down_proj.weight):
+            dense.down_proj.weight.mul_(2)
+        assert_follows(sparse, dense, x)
+
+
+def test_a_pickled_and_a_copied_layer_begin_anew(dense, x):
+    sparse = SparseFFN.from_module(dense)
+    sparse(x)
+    for twin in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(1.5)
+        assert_follows(twin, densify(copy.deepcopy(twin)), x)
+    assert_follows(sparse, dense, x)
+
+
+# ---- weights that are not finite ----
+
+
+@pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
+@pytest.mark.parametrize("where", ["gate_proj.weight", "up_proj.weight", "down_proj.weight", "up_proj.bias", "down_proj.bias"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(choice, where, value, x):
+    dense = GatedFeedForward(D_MODEL, 300)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(dense, name).bias = nn.Parameter(torch.randn(getattr(dense, name).out_features))
+    sparse = SparseFFN.from_module(dense.requires_grad_(False), plan=choice)
+    sparse(x)
+    before = dense.get_parameter(where).clone()
+    dense.get_parameter(where).flatten()[-1] = value
+    if where != "down_proj.bias" or choice is None:  # which hot/cold reads in place, and the dense layer shows
+        for _ in range(2):
+            with pytest.raises(InputError, match=rf"{where.split('_')[0]}.* has 1 values that are not finite"):
+                sparse(x)
+    with pytest.raises(InputError, match="not finite"):
+        SparseFFN.from_module(dense, plan=choice)
+    dense.get_parameter(where).copy_(before)
+    assert_follows(sparse, dense, x)
+
+
+@pytest.mark.parametrize("write", [lambda w: w.data.mul_(2), lambda w: w.numpy().__imul__(2), lambda w: from_dlpack(w).mul_(2)],
+                         ids=["data", "NumPy", "DLPack"])
+def test_a_change_past_the_version_counter_is_followed_after_refresh(write):
+    """torch raises no version for it, so these are the changes that have to be told."""
     layer = GatedFeedForward(16, 32).requires_grad_(False)
     sparse = SparseFFN.from_module(layer)
     x = torch.randn(3, 16)
     sparse(x)
-    layer.down_proj.weight.data.mul_(2)
+    write(layer.down_proj.weight)
     sparse.refresh()
     assert torch.allclose(sparse(x), layer(x), rtol=1e-4, atol=1e-6)

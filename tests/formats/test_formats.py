@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twell_lab import ops, pool
 from twell_lab.errors import InputError
 from twell_lab.formats import COO, CSR, ELL, Hybrid, TwELL, join_words, split_words, word_dtype
 
@@ -375,3 +376,59 @@ def test_what_twell_does_not_take(make):
 def test_hybrid_names_a_wrong_limit(limit):
     with pytest.raises(InputError, match=f"limit is {limit!r}"):
         Hybrid.from_dense(torch.ones(2, 3), limit)
+
+
+# ---- equality ----
+
+
+@pytest.mark.parametrize("name", [*CLASSICS, "TwELL"])
+@given(drawn=matrices(dtypes=PACKABLE))
+def test_what_holds_the_same_matrix_is_equal(name, drawn):
+    make = CLASSICS.get(name, TwELL.from_dense)
+    x, _ = drawn
+    assert (make(x) == make(x.clone())) is True and (make(x) != make(x)) is False
+    if x.numel():
+        other = x.clone()
+        other[-1, -1] = 3.0 if x[-1, -1] != 3.0 else 0.0
+        assert (make(x) == make(other)) is False
+    assert make(x) != make(x.double()) if name != "TwELL" else make(x) != TwELL.from_dense(x.float() if x.dtype != torch.float32 else x.half())
+
+
+def test_formats_of_another_kind_or_geometry_are_not_equal():
+    x = ordinary(5, 300)
+    made = [COO.from_dense(x), CSR.from_dense(x), ELL.from_dense(x), Hybrid.from_dense(x), Hybrid.from_dense(x, limit=3), TwELL.from_dense(x),
+            TwELL.from_dense(x, tile=64), TwELL.from_dense(x, words=9), COO.from_dense(x[:, :-1]), COO.from_dense(x[:-1]), x, None, 3]
+    for i, one in enumerate(made[:-3]):
+        assert [bool(one == other) for j, other in enumerate(made) if j != i and not isinstance(other, torch.Tensor)].count(True) == 0
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(one)
+
+
+def test_words_that_nobody_reads_are_no_difference():
+    x = ordinary(5, 300, density=0.05)
+    one, other = TwELL.from_dense(x), TwELL.from_dense(x)
+    used = torch.arange(one.words) <= other.counts[..., None]
+    other.packed[~used] = -1
+    assert one == other
+    other.packed[0, 0, 1] ^= 1 << 20
+    assert one != other
+
+
+# ---- tensors without values ----
+
+
+def without_values():
+    rows = [torch.randn(3), torch.randn(4)]
+    return {"meta": torch.empty(3, 4, device="meta"), "nested": torch.nested.nested_tensor(rows),
+            "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged), "sparse": torch.eye(4).to_sparse(),
+            "mkldnn": torch.eye(4).to_mkldnn(), "quantized": torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
+            "float8": torch.eye(4).to(torch.float8_e4m3fn), "complex": torch.eye(4).to(torch.complex64), "none": None, "list": [[1.0]]}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["meta", "nested", "jagged", "sparse", "mkldnn", "quantized", "float8", "complex", "none", "list"])
+def test_a_tensor_that_cannot_be_packed_is_refused(kind):
+    x = without_values()[kind]
+    for make in (*CLASSICS.values(), TwELL.from_dense, TwELL.from_gate, ops.pack, pool.packed_and_pool, pool.pool_used):
+        with pytest.raises(InputError, match="accepted|expected"):
+            make(x)

@@ -2,12 +2,14 @@
 
 import shutil
 
+import numpy
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from twell_lab import accuracy, ops
+from twell_lab import accuracy, copies, ops
 from twell_lab.errors import InputError
 
 
@@ -135,26 +137,67 @@ def test_opcheck_of_the_packing(dtype, tokens, draw):
     opcheck(torch.ops.twell_lab.packed_gated.default, (layer.x, packed.packed, *tail, layer.up, down_t, None, None, 16))
 
 
-def test_opcheck_of_the_refreshed_transpose():
-    stamp = torch.full((3,), -1, dtype=torch.int64)
-    for changing in (False, True):
-        opcheck(torch.ops.twell_lab.refresh_transposed.default, (torch.randn(3, 5), torch.randn(5, 3), stamp, changing))
+@pytest.mark.parametrize("how", [copies.TRANSPOSED, copies.ROWS, copies.COLUMNS, copies.ROWS_OF_TRANSPOSE])
+@pytest.mark.parametrize("changing", [False, True])
+def test_opcheck_of_the_refreshed_copies(how, changing):
+    weight, order = torch.randn(5, 5), torch.tensor([2, 0, 1, 4, 3])
+    opcheck(torch.ops.twell_lab.refresh_copies.default, ([weight], [torch.randn(5, 5)], [how], order, [torch.randn(3)], "w beside", changing))
 
 
-def test_a_refreshed_transpose_follows_version_and_place():
+def transposed(weight, copy, **beside):
+    copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside)
+
+
+def test_a_refreshed_copy_follows_version_and_place():
     weight, down_t = torch.randn(3, 5), torch.full((5, 3), torch.nan)
-    stamp = torch.full((3,), -1, dtype=torch.int64)
-    ops.refresh_transposed(weight, down_t, stamp)
+    transposed(weight, down_t)
     assert torch.equal(down_t, weight.t())
     down_t[0, 0] = 7
-    ops.refresh_transposed(weight, down_t, stamp)
+    transposed(weight, down_t)
     assert down_t[0, 0] == 7  # nothing changed, so nothing was copied
     weight[0, 0] = 8
-    ops.refresh_transposed(weight, down_t, stamp)
+    transposed(weight, down_t)
     assert torch.equal(down_t, weight.t())
     other = weight + 1
-    ops.refresh_transposed(other, down_t, stamp)
+    transposed(other, down_t)
     assert torch.equal(down_t, other.t())
+    copies.forget(down_t)
+    down_t.zero_()
+    transposed(other, down_t)
+    assert torch.equal(down_t, other.t())
+
+
+def test_another_weight_at_the_same_address_is_told_apart():
+    buffer, down_t = bytearray(4 * 4 * 4), torch.empty(4, 4)
+    for value in range(3):  # three storages over one piece of memory, each at version 0
+        numpy.frombuffer(buffer, dtype=numpy.float32)[:] = value
+        weight = torch.frombuffer(buffer, dtype=torch.float32).view(4, 4)
+        transposed(weight, down_t)
+        assert (down_t == value).all()
+
+
+def test_other_strides_over_the_same_memory_are_told_apart():
+    weight, down_t = nn.Parameter(torch.randn(4, 4), requires_grad=False), torch.empty(4, 4)
+    for _ in range(2):
+        transposed(weight, down_t)
+        assert torch.equal(down_t, weight.t())
+        weight.data = weight.data.t()
+
+
+def test_what_is_not_finite_is_named_outside_of_training():
+    down, up, down_t = torch.ones(3, 5), torch.ones(5, 3), torch.empty(5, 3)
+    transposed(down, down_t, up=up)
+    up[4, 1] = torch.inf
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"up has 1 values that are not finite, the first at \[4, 1\]: inf"):
+            transposed(down, down_t, up=up)
+    up[4, 1], down[2, 2] = 1, torch.nan
+    with pytest.raises(InputError, match=r"down has 1 values that are not finite, the first at \[2, 2\]: nan"):
+        transposed(down, down_t, up=up)
+    transposed(down.requires_grad_(), down_t, up=up)  # in training the loss and LayerTerms.finite tell
+    assert down_t[2, 2].isnan()
+    with pytest.raises(InputError, match="down has 1 values"), torch.no_grad():
+        transposed(down, down_t, up=up)  # though the copy is up to date
 
 
 # ---- torch.compile ----

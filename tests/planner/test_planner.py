@@ -224,6 +224,7 @@ def test_what_does_not_fit_is_refused(profiled, layer, rates):
     module, inputs = layer
     wrong = [
         (dict(profile=[1]), "profile is a list"), (dict(tokens=()), "tokens is"), (dict(tokens=(0, 4)), "tokens is"),
+        (dict(tokens=(1, 10**400)), "tokens is"),
         (dict(tokens=(4, 4)), "tokens is"), (dict(batches=[]), "batches is empty"), (dict(device="nonsense"), "nonsense"),
         (dict(model=course()), "the same ones are accepted"), (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated, the model's d_model 32, d_ff 599"),
         (dict(model=PlainFeedForward(32, 600)), "plain"), (dict(model=copy.deepcopy(module).double()), "float64"),

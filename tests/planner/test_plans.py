@@ -131,6 +131,11 @@ def broken(content, where, value):
     (["layers", 0, "candidates", 2, "path"], "fast", "path is 'fast'"),
     (["layers", 0, "candidates", 2, "measured_us"], "2", "candidate 2: 'measured_us' is '2'"),
     (["layers", 0, "candidates", 2, "predicted_us"], -1.0, "'predicted_us' is -1.0"),
+    (["layers", 0, "candidates", 2, "predicted_us"], 10**400, "'predicted_us' is 1000"),
+    (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"), (["rates", "launch"], math.nan, "NaN"),
+    (["layers", 0, "candidates", 2, "tokens"], 2**63, "'tokens' is 9223372036854775808"),
+    (["layers", 0, "neuron_counts", 3], 1001, "0 to 'profiled', 1000"), (["layers", 0, "neuron_counts", 3], 2**63, "'neuron_counts'"),
+    (["layers", 0, "profiled"], 2**63, "'profiled'"), (["layers", 0, "d_model"], 0, "'d_model' is 0"), (["version"], True, "version True"),
     (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted")])
 def test_a_broken_file_is_refused_by_field(plan, tmp_path, where, value, named):
     path = plan.save(tmp_path / "plan.json")

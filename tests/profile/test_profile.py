@@ -268,6 +268,16 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     (lambda c: c["layers"][1]["neuron_counts"].append(1), "'neuron_counts'"),
     (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
     (lambda c: c["layers"][1].update(d_ff=-1), "'d_ff'"),
+    (lambda c: c["layers"][1].update(tokens=2**63), "'tokens' is 9223372036854775808"),
+    (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 2**63), "'neuron_counts'"),
+    (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
+    (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, c["layers"][1]["neuron_counts"][3] + 1), "whole profile"),
+    (lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, c["layers"][1]["nnz_histogram"][0] + 1), "'nnz_histogram'.*whole profile"),
+    (lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, c["layers"][1]["tile_histogram"][0] + 1), "'tile_histogram'.*whole profile"),
+    (lambda c: c["layers"][1].update(overflowing=99), "'overflowing'"),
+    (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
+    (lambda c: c["layers"][1].update(words=99), "words is 99"),
+    (lambda c: c.update(version=True), "version True"),
 ])
 def test_a_broken_saved_profile_names_the_file_and_the_field(tmp_path, change, words):
     found = profile(course_model(), [torch.randint(256, (1, 12))], tile=16, words=4)
@@ -350,3 +360,20 @@ def test_a_layer_that_saw_no_token_says_none_rather_than_zero():
     assert found.table()[1]["density"] is None and math.isnan(found.layers[1].density)
     with pytest.raises(InputError, match="idle"):
         activations(Two(), torch.randn(3, 4), "idle")
+
+
+class Topped(GatedFeedForward):
+    """Whose gate does not say who fires: of each row, the largest few alone."""
+
+    def forward(self, x):
+        gate = self.act_fn(self.gate_proj(x))
+        return self.down_proj(gate * (gate >= gate.topk(3).values[..., -1:]) * self.up_proj(x))
+
+
+def test_layers_whose_gate_does_not_say_who_fires_are_refused_or_left_out():
+    model = nn.Sequential(GatedFeedForward(16, 64), Topped(16, 64))
+    x = torch.randn(5, 16)
+    with pytest.raises(InputError, match=r"1 \(Topped\) does not compute"):
+        profile(model, x)
+    (layer,) = profile(model, x, only=lambda name, module: not isinstance(module, Topped)).layers
+    assert layer.name == "0" and layer.tokens == 5

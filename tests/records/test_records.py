@@ -87,7 +87,7 @@ def test_only_gpu_rows_of_other_kernels_are_stale():
 
 @pytest.mark.parametrize("field, value", [
     ("schema", 2), ("name", ""), ("name", "Two Words"), ("name", "../up"), ("purpose", " "),
-    ("date", "yesterday"), ("date", None), ("commit", 7), ("dirty", "no"), ("kernel_hash", "abc"),
+    ("date", "yesterday"), ("date", None), ("commit", 7), ("dirty", "no"), ("dirty", 1), ("schema", True), ("kernel_hash", "abc"),
     ("machine", None), ("notes", []), ("rows", {}), ("rows", [1]),
 ])
 def test_a_wrong_field_is_named(tmp_path, field, value):
@@ -100,7 +100,9 @@ def test_a_wrong_field_is_named(tmp_path, field, value):
 
 
 @pytest.mark.parametrize("key, value", [("ms", 0), ("ms", None), ("ms", True), ("ms", "fast"), ("device", ""),
-                                        ("path", None), ("kind", 3)])
+                                        ("path", None), ("kind", 3), ("ms", 10**400), ("ms", float("nan")), ("tokens", "4"),
+                                        ("tokens", float("nan")), ("d_ff", [8]), ("nnz", float("inf")), ("x_dense", 2**63),
+                                        ("spread", True), ("dtype", 16), ("workload", {})])
 def test_a_wrong_row_is_named(key, value):
     with pytest.raises(RecordError, match=rf"rows\[1\].{key}"):
         make(rows=[ROW, {**ROW, key: value}])
@@ -183,3 +185,18 @@ def test_datasheet_figures_are_sourced_and_dated():
         assert gpu["tensor_dtype"] == ("float16" if gpu["capability"] == "7.5" else "bfloat16"), gpu["name"]
     names = [name for gpu in sheet["gpus"] for name in gpu["driver_names"]]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("tests", [{"passed": "many", "failed": 0}, {"passed": True, "failed": 0}, {"passed": 3, "failed": False}, {"passed": 3},
+                                   {"passed": 3, "failed": 1}, {"passed": 0, "failed": 0}, [3, 0], "passed", None, {"passed": [1], "failed": 0.0}])
+def test_only_counts_are_evidence(tmp_path, tests):
+    make(kernel_hash=records.kernel_hash(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
+    assert "were tested" in records.verify(tmp_path / "good")
+    make(kernel_hash=records.kernel_hash(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
+    with pytest.raises(RecordError, match="is no evidence"):
+        records.verify(tmp_path / "bad")
+
+
+def test_a_table_shows_what_a_terminal_would_obey():
+    shown = records.table([{"a": "plain ž", "b": "two\nlines\x1b[31m \ud800"}], {"a": "a", "b": "b"})
+    assert shown.count("\n") == 1 and "plain ž" in shown and "two\\nlines\\x1b[31m \\ud800" in shown

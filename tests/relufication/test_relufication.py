@@ -141,3 +141,119 @@ def test_what_cannot_be_changed_is_left_alone_and_named():
         relufy(nn.Linear(3, 3))
     with pytest.raises(InputError, match="torch.nn.Module"):
         relufy("model")
+
+
+# ---- which layers, and what their configuration says ----
+
+
+SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+             max_position_embeddings=32, bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=12, num_experts_per_tok=2)
+
+
+def of(family, **changes):
+    """A small model with random weights of that family of transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if family == "Gemma3":
+        vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+        text = SMALL | dict(head_dim=8, sliding_window=8)
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        return transformers.Gemma3ForConditionalGeneration(config).eval()
+    special = {"Qwen2Moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12, decoder_sparse_step=1),
+               "DeepseekV3": EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
+                                            kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)}  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **special.get(family, {}), **changes})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def answer(model):
+    with torch.no_grad():
+        return model(torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))).logits
+
+
+def reloaded(model, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder).eval()
+
+
+def activations(model):
+    return {name: type(module).__name__ for name, module in model.named_modules() if name.endswith(("act_fn", "activation_fn"))}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Gemma", "Gemma2", "OPT", "Gemma3"])
+def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
+    changes = {"OPT": dict(ffn_dim=24, word_embed_proj_dim=16, activation_function="gelu")}.get(family, {})
+    model = of(family, **changes)
+    before = answer(model)
+    names = relufy(model)
+    assert len(names) == 2 and not any("vision" in name for name in names)
+    after = answer(model)
+    assert not torch.equal(after, before)
+    again = reloaded(model, tmp_path)
+    assert torch.equal(answer(again), after) and activations(again) == activations(model)
+
+
+@pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])
+def test_experts_that_share_the_field_are_not_made_relu_behind_ones_back(family, tmp_path):
+    model = of(family)
+    before, kinds = answer(model), activations(model)
+    with pytest.raises(InputError, match="experts.*would become a ReLU.*only"):
+        relufy(model)
+    assert activations(model) == kinds and model.config.hidden_act == "silu" and torch.equal(answer(model), before)
+    with pytest.warns(UserWarning, match="experts"):
+        names = relufy(model, only=lambda name, module: True)
+    assert names and model.config.hidden_act == "silu" and not torch.equal(answer(model), before)
+    again = reloaded(model, tmp_path)
+    assert activations(again) == kinds  # as the documentation says: to be changed once more
+    with pytest.warns(UserWarning, match="experts"):
+        assert relufy(again, only=lambda name, module: True) == names
+    assert torch.equal(answer(again), answer(model))
+
+
+def test_experts_do_not_matter_where_there_are_none(tmp_path):
+    model = of("DeepseekV3", first_k_dense_replace=2)
+    assert len(relufy(model)) == 2 and model.config.hidden_act == "relu"
+    assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
+
+
+def test_a_filter_reaches_the_vision_tower_and_its_own_configuration(tmp_path):
+    model = of("Gemma3")
+    with pytest.warns(UserWarning, match="vision_tower.head.*configuration stays"):
+        names = relufy(model, only=lambda name, module: "vision_tower.encoder" in name)
+    assert len(names) == 2 and all("vision_tower" in name for name in names)
+    config = model.config
+    # The pooling head of the tower keeps its activation, and shares the field.
+    assert config.text_config.hidden_activation == config.vision_config.hidden_act == "gelu_pytorch_tanh"
+    assert len(relufy(model, only=lambda name, module: "vision_tower" in name)) == 1
+    assert config.vision_config.hidden_act == "relu"  # now it is true of the whole tower
+    assert config.text_config.hidden_activation == "gelu_pytorch_tanh"
+    assert type(model.model.language_model.layers[0].mlp.act_fn) is not nn.ReLU
+    assert activations(reloaded(model, tmp_path)) == activations(model)
+
+
+def test_some_layers_alone_are_not_what_the_configuration_says(tmp_path):
+    model = of("Llama")
+    with pytest.warns(UserWarning, match="layers.0.mlp.act_fn"):
+        assert relufy(model, only=lambda name, module: ".1." in name) == ["model.layers.1.mlp"]
+    assert model.config.hidden_act == "silu"
+    assert relufy(model) == ["model.layers.0.mlp"] and model.config.hidden_act == "relu"  # now it is true of all
+    assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
+
+
+def test_a_part_of_a_model_does_not_change_the_configuration_of_the_whole():
+    model = of("Llama")
+    assert relufy(model.model.layers[0].mlp) == [""] and model.config.hidden_act == "silu"
+
+
+class Scaled(GatedFeedForward):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def test_a_layer_that_computes_something_else_is_refused_and_nothing_changed():
+    model = nn.ModuleList([GatedFeedForward(8, 20, "relu2"), Scaled(8, 20, "relu2")])
+    with pytest.raises(InputError, match="1 .Scaled. does not compute.*200% off"):
+        relufy(model)
+    assert all(isinstance(layer.act_fn, SquaredReLU) for layer in model)
+    assert relufy(model, only=lambda name, module: name == "0") == ["0"] and isinstance(model[1].act_fn, SquaredReLU)

@@ -9,7 +9,10 @@
 
 extern "C" SimReport* sim_launch(const SimLaunch*);
 extern "C" void* sim_make_stacks(int closed);
+extern "C" const void* sim_guard_begin();
+extern "C" void sim_guard_end();
 extern "C" void sim_call_pack_v2(void**);
+extern "C" void sim_call_crashes(void**);
 
 int main() {
     const int rows = 3, columns = 300, tile = 256, words = 32, tiles = 2;
@@ -40,4 +43,15 @@ int main() {
     c = columns + 1;
     report = sim_launch(&l);
     printf("fault %d of thread %d\n", report->fault.kind, report->fault.thread);
+    // What ends a program otherwise.
+    for (int which = 0; which < 4; ++which) {
+        void* number[] = {&which};
+        l.call = sim_call_crashes, l.arguments = number, l.watch = 0, l.trace_block = -1, l.n_buffers = 0, l.seconds = 0.3;
+        l.guard = sim_guard_begin();
+        report = sim_launch(&l);
+        sim_guard_end();
+        printf("crash %d: fault %d of thread %d, a path of %d\n", which, report->fault.kind, report->fault.thread,
+               report->fault.path.depth);
+        fflush(stdout);
+    }
 }

@@ -16,20 +16,34 @@ CROSS, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarc
 
 def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[str]) -> str:
     """What arm64_driver.cpp prints, built by `cxx`."""
-    common = ["-std=c++17", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer", *machine,
+    common = ["-std=c++17", "-fstack-clash-protection", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
+              "-fno-omit-frame-pointer", *machine,
               "-I", str(toolchain.CUDA), "-I", str(paths.kernels_dir())]  # fmt: skip
     watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
-    (folder / "unit.cpp").write_text('#include "smxx_pack.cu"\nSIM_EXPORT(pack_v2)\n')
+    (folder / "unit.cpp").write_text(f'#include "smxx_pack.cu"\n{CRASHES}SIM_EXPORT(pack_v2)\nSIM_EXPORT(crashes)\n')
+    (folder / "end.cpp").write_text(toolchain._KERNELS_END)
     subprocess.run([cxx, *common, *watched, "-c", "unit.cpp", "-o", "unit.o"], cwd=folder, check=True)
     sources = [*map(str, sorted(toolchain.CUDA.glob("*.cpp"))), str(HERE / "arm64_driver.cpp")]
-    subprocess.run([cxx, *common, "-O2", *sources, "unit.o", "-pthread", "-o", "driver"], cwd=folder, check=True)
+    subprocess.run([cxx, *common, "-O2", "unit.o", "end.cpp", *sources, "-pthread", "-o", "driver"], cwd=folder, check=True)
     done = subprocess.run([*run_with, "./driver"], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
     return done.stdout
 
 
+CRASHES = """static void large_array(int i) { volatile char mine[100 << 20]; mine[i] = 1; }
+extern "C" __global__ void crashes(int which) {
+    if (which == 0) *(volatile int*)0x123456789000ull = 1;
+    if (which == 1) large_array(which);
+    if (which == 2) __builtin_trap();
+    if (which == 3) for (;;) {}
+}
+"""
 EXPECTED = (
     "fault 0, lane reads 900, kept 129, first word 3f800000, steps {steps}\n"  # 3 rows of 300, every 7th positive
     "fault 1 of thread 170\n"  # the first to read element 900: lane 10 of the sixth warp
+    "crash 0: fault 1 of thread 0, a path of 1\n"  # out of bounds
+    "crash 1: fault 12 of thread 0, a path of 1\n"  # no stack left
+    "crash 2: fault 9 of thread 0, a path of 1\n"  # a trap
+    "crash 3: fault 10 of thread 0, a path of 1\n"  # too long
 )
 
 

@@ -1,6 +1,7 @@
 """Planted faults, one kernel each: the exception says what happened, where, and by whom, and no array is changed.
 """
 
+import platform
 from typing import NamedTuple
 
 import pytest
@@ -76,6 +77,25 @@ KERNEL dynamic_past_the_end(float* out, const float* in) {
 KERNEL misaligned(float* out, const float* in) {
     const float2 v = *(const float2*)(in + T);  // misaligned
     out[T] = v.y;
+}
+KERNEL set_past_the_end(float* out, const float* in) {
+    memset(out + 1, 0, 160);  // set_past_the_end
+}
+KERNEL copied_past_the_end(float* out, const float* in) {
+    memcpy(out, in + 30, 44);  // copied_past_the_end
+}
+KERNEL moved_past_the_end(float* out, const float* in) {
+    memmove(out, in, (size_t)1 << 33);  // moved_past_the_end
+}
+KERNEL set_past_own(float* out, const float* in) {
+    float mine[4], other[4] = {};
+    memset(mine, 0, 20);  // set_past_own
+    out[T] = mine[T] + other[T];
+}
+KERNEL set_past_a_call(float* out, const float* in) {
+    float mine[4], *p = mine;
+    memset(p, 0, 1000);  // set_past_a_call
+    out[T] = mine[T];
 }
 KERNEL atomic_past_the_end(float* out, const float* in) {
     atomicAdd(out + 40, in[0]);  // atomic_past_the_end
@@ -161,6 +181,9 @@ KERNEL atomic_and_plain(float* out, const float* in) {
 KERNEL same_element(float* out, const float* in) {
     out[T / 2] = in[T];  // same_element
 }
+KERNEL set_by_all(float* out, const float* in) {
+    memset(out, 0, 4);  // set_by_all
+}
 KERNEL written_by_others(float* out, const float* in) {
     out[T] = in[T];  // and written_by_others
     if (out[T ^ 1] == 100) __trap();  // written_by_others
@@ -208,6 +231,25 @@ KERNEL mask_without_the_caller(float* out, const float* in) {
 KERNEL divides(float* out, const float* in) {
     out[T] = 100 / ((int)in[T] - 21);  // divides
 }
+KERNEL least_by_minus_one(float* out, const float* in) {
+    out[T] = (-2147483647 - 1 - (int)in[0]) / ((int)in[0] - 1);  // least_by_minus_one
+}
+KERNEL rest_of_least_by_minus_one(float* out, const float* in) {
+    out[T] = (-2147483647 - 1 - (int)in[0]) % ((int)in[0] - 1);  // rest_of_least_by_minus_one
+}
+KERNEL large_array(float* out, const float* in) {  // large_array
+    volatile char mine[100 << 20];
+    mine[(int)in[1]] = 2;
+    out[T] = mine[(int)in[2]];
+}
+__device__ float large_frame(const float* in, int i) {  // large_array_below
+    volatile char mine[2 << 20];
+    mine[(int)in[1]] = 2;
+    return mine[(int)in[2]];
+}
+KERNEL large_array_below(float* out, const float* in) {
+    out[T] = large_frame(in, T);  // and large_array_below
+}
 KERNEL asserts(float* out, const float* in) {
     assert(in[T] < 33);  // asserts
     out[T] = in[T];
@@ -215,6 +257,13 @@ KERNEL asserts(float* out, const float* in) {
 KERNEL traps(float* out, const float* in) {
     if (T == 7) __trap();  // traps
     out[T] = in[T];
+}
+KERNEL no_way_on(float* out, const float* in) {
+    if (T == 7) __builtin_trap();  // no_way_on
+    out[T] = in[T];
+}
+KERNEL endless_and_empty(float* out, const float* in) {
+    for (;;) {}  // endless_and_empty
 }
 KERNEL endless(float* out, const float* in) {
     while (in[0] == 0) out[T] += 1;  // endless
@@ -250,6 +299,11 @@ KINDS = {
     "past_a_row": Planted(faults.OutOfBounds, 20, "index 8 of rows, float[8]", "rows", None, 8),
     "own_array": Planted(faults.OutOfBounds, 4, "index -1 of an array, float[4]", thread=0),
     "dynamic_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "dynamic", 30, 30),
+    "set_past_the_end": Planted(faults.OutOfBounds, 1, "writes 160 bytes out of bounds: across the end of out", "out", 1, 0),
+    "copied_past_the_end": Planted(faults.OutOfBounds, 1, "reads 44 bytes out of bounds: across the end of in", "in", 30, 0),
+    "moved_past_the_end": Planted(faults.OutOfBounds, 1, "reads 8,589,934,592 bytes out of bounds", "in", 0, 0),
+    "set_past_own": Planted(faults.OutOfBounds, 4, "writes 20 bytes out of bounds: past one of the thread's own", thread=0),
+    "set_past_a_call": Planted(faults.OutOfBounds, 4, "1,000 bytes out of bounds: past one of the thread's own", thread=0),
     "atomic_past_the_end": Planted(faults.OutOfBounds, 1, "just past the end of out", "out", 40, 0),
     "misaligned": Planted(faults.Misaligned, 4, "no multiple of 8", "in", 1, 1),
     "barriers_of_a_branch": Planted(faults.MismatchedBarrier, 40, "threads 32-39: __syncthreads at"),
@@ -265,6 +319,7 @@ KINDS = {
     "overlapping_bytes": Planted(faults.SharedRace, 2, "race on shared memory", "s", 3, 1, 0),
     "atomic_and_plain": Planted(faults.SharedRace, 40, "race on shared memory", "n", 0),
     "same_element": Planted(faults.GlobalRace, 40, "nothing puts one before the other", "out", 0, 1, 0),
+    "set_by_all": Planted(faults.GlobalRace, 2, "nothing puts one before the other", "out", 0, 1, 0),
     "written_by_others": Planted(faults.GlobalRace, 40, "of the same block writes it", "out"),
     "blocks_share": Planted(faults.GlobalRace, 40, "the order of blocks is not defined", "out", 0, 0, 0, blocks=2),
     "blocks_read": Planted(faults.GlobalRace, 20, "of block 0 writes it", "out", 0, 0, 0, blocks=2),
@@ -275,8 +330,14 @@ KINDS = {
     "lane_that_left": Planted(faults.WarpFault, 32, "shuffles from lane 5, which takes no part", thread=0),
     "mask_without_the_caller": Planted(faults.WarpFault, 32, "0x7fffffff, which leaves out the caller, lane 31", thread=31),
     "divides": Planted(faults.DivisionByZero, 40, "divides a whole number by zero", thread=21),
+    "least_by_minus_one": Planted(faults.DivisionByZero, 40, "or the least one by -1", thread=0),
+    "rest_of_least_by_minus_one": Planted(faults.DivisionByZero, 40, "or the least one by -1", thread=0),
+    "large_array": Planted(faults.StackOverflow, 40, "needs more memory for the arrays and calls of one thread", thread=0),
+    "large_array_below": Planted(faults.StackOverflow, 40, "a GPU gives it at most 512 KiB", thread=0),
     "asserts": Planted(faults.AssertionFault, 40, "assert(in[T] < 33)", thread=33),
     "traps": Planted(faults.AssertionFault, 40, "__trap()", thread=7),
+    "no_way_on": Planted(faults.AssertionFault, 40, "a trap instruction", thread=7),
+    "endless_and_empty": Planted(faults.TooLong, 1, "loop that never ends", thread=0),
     "endless": Planted(faults.TooLong, 1, "loop that never ends", thread=0),
     "endless_barriers": Planted(faults.TooLong, 40, "loop that never ends"),
 }
@@ -304,6 +365,10 @@ def caught(planted: simulator.Program, kernel: str, **options) -> simulator.Faul
         planted.launch(kernel, KINDS[kernel].blocks, KINDS[kernel].threads, arguments, **options)
     assert (out == -1).all() and torch.equal(given, torch.arange(40.0))
     return info.value
+
+
+if platform.machine().lower() not in ("x86_64", "amd64"):  # other processors divide it, as GPUs do
+    KINDS = {name: planted for name, planted in KINDS.items() if not name.endswith("least_by_minus_one")}
 
 
 @pytest.mark.parametrize("kernel", KINDS)

@@ -159,7 +159,7 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     def broken(*arguments):
         raise ValueError("unheard of")
 
-    monkeypatch.setattr(paths, "cache_dir", broken)
+    monkeypatch.setattr(paths, "find_cache", broken)
     found = on()
     assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
     assert found["GPU kernels"].state == "ok"

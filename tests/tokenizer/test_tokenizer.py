@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import os
 import sys
 
 import pytest
@@ -202,3 +203,32 @@ def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(mon
     for refused in (lambda: tokenizer.train(of(WORDS), 300), lambda: BPE("{}")):
         with pytest.raises(StackError, match=r"twell-lab\[text\]"):
             refused()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000, b"9" * 5000, b'{"model": NaN}'])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(TextError, match="t.json"):
+        tokenizer.load(tmp_path / "t.json")
+
+
+def test_what_is_no_file_is_not_read_as_a_tokenizer(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path, f"{tmp_path}/a\0b"):
+        with pytest.raises(TextError, match="cannot read the tokenizer"):
+            tokenizer.load(path)
+
+
+def test_token_numbers_beyond_all_use_are_refused(trained):
+    fields = json.loads(trained.content)
+    fields["model"]["vocab"]["zz"] = 2**31
+    with pytest.raises(TextError, match="token numbers"):
+        BPE(json.dumps(fields))
+
+
+def test_a_file_on_which_the_library_panics_is_refused(trained):
+    fields = json.loads(trained.content)
+    fields["model"]["continuing_subword_prefix"] = "9" * 50
+    with pytest.raises(TextError, match="no tokenizer"):
+        BPE(json.dumps(fields))

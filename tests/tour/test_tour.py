@@ -1,6 +1,9 @@
 """The tour end to end, small: its record, its page, its sentences, and what an interruption leaves behind."""
 
+import copy
+import dataclasses
 import errno
+import html
 import json
 import os
 import re
@@ -319,3 +322,57 @@ def test_a_text_that_is_not_there_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(TextError, match="missing.txt"):
         tour.run(tour.Options(text=str(tmp_path / "missing.txt"), out=tmp_path / "out", progress=False))
     assert files(tmp_path / "out") == set()
+
+
+@pytest.mark.parametrize("name", [b"na\xffme.txt", "žluť.txt".encode(), b"two\nlines.txt", b"<b>&amp;.txt"])
+def test_a_text_of_any_name_has_a_page(taken, trained, monkeypatch, tmp_path, name):
+    path = os.fsencode(tmp_path) + b"/" + name
+    with open(path, "wb") as file:
+        file.write(b"def f(x):\n    return x\n" * 2000)
+    results = tour.train
+
+    def named(config, **_):  # what was trained for other tests, on this text
+        result = results(config)
+        return dataclasses.replace(result, text={**result.text, **config.text.describe()})
+    monkeypatch.setattr(tour, "train", named)
+    monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
+    monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
+    assert cli.main(["tour", "--quick", "--text", os.fsdecode(path), "--out", str(tmp_path / "out")]) == 0
+    assert files(tmp_path / "out") == {"index.html", "tour.json"}
+    shown = records.load(tmp_path / "out" / "tour.json").notes["tour"]["text"]["name"]
+    assert shown.isprintable() and shown.encode() and shown.endswith(".txt")
+    assert html.escape(shown) in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_record_of_before_whose_text_has_no_readable_name_is_drawn(taken, tmp_path):
+    notes = copy.deepcopy(taken[0].notes)
+    notes["tour"]["text"]["name"] = "na\udcffme"
+    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], notes=notes).to_json())
+    assert "na\\udcffme" in page.render_file(tmp_path / "tour.json", tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_page_that_fails_leaves_the_record(taken, trained, monkeypatch, tmp_path):
+    def fail(*_):
+        raise RecordError("no page today")
+    monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
+    monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
+    monkeypatch.setattr(page, "render", fail)
+    assert cli.main(["tour", "--quick", "--text", TEXT, "--out", str(tmp_path)]) == 2
+    assert files(tmp_path) == {"tour.json"}
+
+
+@pytest.mark.parametrize("where, value", [
+    (("seconds",), {"train": 10**400}), (("profile", "layers"), []), (("packing", "layers"), []), (("tile",), {}),
+    (("runs", "with L1", "mean_nnz"), "x"),
+    (("runs", "with L1", "config", "d_ff"), 0), (("packing", "layers", 0, "slots"), 0), (("text", "size"), None), (("profile", "tokens"), 10**400)])
+def test_a_tour_that_is_none_inside_is_refused(taken, tmp_path, capsys, where, value):
+    notes = copy.deepcopy(taken[0].notes)
+    held = notes["tour"]
+    for step in where[:-1]:
+        held = held[step]
+    held[where[-1]] = value
+    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], notes=notes).to_json())
+    status = cli.main(["tour", "--render", str(tmp_path / "tour.json"), "--out", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert status in (0, 2) and (status == 0 or told.count("\n") == 1 and "is not as a tour writes it" in told)
+    assert files(tmp_path) == ({"tour.json"} if status else {"tour.json", "index.html"})

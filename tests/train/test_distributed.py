@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.interrupting import assert_saves_once
+from tests.train.interrupting import assert_saves_once, wait_for_rows
 from twell_lab import checkpoint, distributed
 from twell_lab.errors import DeviceError, InputError
 from twell_lab.model import LanguageModel
@@ -91,14 +92,36 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
         torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
 
 
-def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path):
-    """As a terminal does it: SIGINT to all of them, and torchrun sends them a second one."""
-    out = tmp_path / "out"
+def started(out, *more):
+    """Two processes that train for a long time."""
     sizes = ["--steps=100000", "--d-model=16", "--heads=2", "--layers=1", "--d-ff=32", "--device=cpu", "--eval-windows=4"]
-    with subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-                           "twell_lab.train", *sizes, "--out", out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as stopped:
-        assert_saves_once(stopped, out, 100_000)
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+                             "twell_lab.train", *sizes, "--out", out, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                            start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path, number):
+    out = tmp_path / "out"
+    with started(out) as stopped:
+        assert_saves_once(stopped, out, 100_000, number)
+    assert not list(out.glob(".*"))  # nobody has it any more
+
+
+def test_where_one_of_several_processes_is_killed_the_others_end_and_what_was_saved_is_there(tmp_path):
+    """torchrun tells the others to stop, and they can't agree to any more."""
+    out = tmp_path / "out"
+    with started(out, "--checkpoint-every=10") as stopped:
+        wait_for_rows(stopped, out)
+        (lead,) = [json.loads(path.read_text())["pid"] for path in out.glob(".*.lock")]
+        children = Path(f"/proc/{stopped.pid}/task/{stopped.pid}/children")
+        if not children.exists():
+            os.killpg(stopped.pid, signal.SIGKILL)
+            pytest.skip("the kernel does not list the children of a process")
+        (other,) = {int(number) for number in children.read_text().split()} - {lead}
+        os.kill(other, signal.SIGKILL)
+        stopped.communicate(timeout=60)
+    assert stopped.returncode and checkpoint.load(out).step >= 10
 
 
 def test_only_the_first_process_prints(runs):

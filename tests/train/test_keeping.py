@@ -44,6 +44,26 @@ def state(tiny, tmp_path_factory):
     return checkpoint.load(folder)
 
 
+# Weights that are no numbers
+
+
+@pytest.mark.parametrize("kernels", ["off", "sparse", "auto"])
+def test_weights_that_are_not_finite_end_a_run_whatever_its_loss(kernels, tiny, tmp_path, monkeypatch):
+    step = trainer._step
+
+    def spoil(run, number, count):
+        numbers = step(run, number, count)
+        if number == 4:
+            with torch.no_grad():
+                run.layers[0].up.weight[3] = math.nan
+        return numbers
+
+    monkeypatch.setattr(trainer, "_step", spoil)
+    with pytest.raises(InputError, match=r"not finite in layers\.0\.mlp\.up_proj\.weight at step 4"):
+        train(tiny(steps=6, log_every=2, checkpoint_every=2, kernels=kernels), out=tmp_path, progress=False)
+    assert checkpoint.load(tmp_path).step == 2
+
+
 # Saving
 
 
@@ -58,7 +78,7 @@ def test_what_a_killed_process_left_half_written_goes_with_the_next_save(state, 
 def test_a_full_disk_keeps_the_checkpoint_before_and_no_half_of_the_new_one(state, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state)
 
-    def full(tensors, path):
+    def full(tensors, path, metadata):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 

@@ -114,3 +114,70 @@ def test_wrong_sizes_are_refused_by_name(name, value):
 def test_inputs_longer_than_the_context_or_of_other_shapes_are_refused(shape):
     with pytest.raises(InputError, match="context"):
         model()(torch.zeros(shape, dtype=torch.int64))
+
+
+# What is said of a model before it is built
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"layers": 10**30}, "layers is 1000"), ({"layers": 2**31 - 1}, "lack 'layers.2"), ({"layers": 1}, "unknown 'layers.1"),
+    ({"context": 2**31 - 1}, "GiB of memory|altered"), ({"vocabulary": 2**31 - 1}, "embedding.weight has shape"),
+    ({"d_model": 2**31 - 2, "heads": 1, "d_ff": 2**31 - 1}, "config|cannot|shape"), ({"layers": 2.0}, "layers is 2.0"),
+    ({"layers": None}, "layers is None"), ({"gated": 1}, "gated is 1"), ({"activation": ["relu"]}, "activation is"), ({"format": True}, "format")])
+def test_a_config_is_held_against_the_weights_before_anything_is_built(tmp_path, monkeypatch, change, words):
+    saved = model().save(tmp_path)
+    fields = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**fields, **change}))
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, **_: tensor.is_meta or pytest.fail("weights were drawn"))
+    with pytest.raises(InputError, match=words):
+        LanguageModel.load(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"format": 1, "layers": NaN}',
+                                     b'{"format": 1, "layers": 2, "layers": 2}', b'{"format": 1, "d_ff": ' + b"9" * 5000 + b"}"])
+def test_a_config_that_is_none_is_refused(tmp_path, content):
+    saved = model().save(tmp_path)
+    (saved / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match="config.json"):
+        LanguageModel.load(saved)
+
+
+def test_weights_that_are_no_numbers_of_the_kind_are_refused(tmp_path):
+    import safetensors.torch
+    saved = model().save(tmp_path)
+    weights = safetensors.torch.load_file(saved / "model.safetensors")
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        safetensors.torch.save_file({**weights, "norm.weight": weights["norm.weight"].to(dtype)}, saved / "model.safetensors")
+        with pytest.raises(InputError, match=f"norm.weight is {dtype}"):
+            LanguageModel.load(saved)
+    safetensors.torch.save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, saved / "model.safetensors")
+    assert LanguageModel.load(saved).norm.weight.dtype == torch.float32
+
+
+def test_a_pipe_or_a_device_in_the_place_of_a_model_is_not_waited_for(tmp_path):
+    saved = model().save(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        content = (saved / name).read_bytes()
+        (saved / name).unlink()
+        (saved / name).symlink_to("/dev/zero")
+        with pytest.raises(InputError, match=f"no {name}"):
+            LanguageModel.load(saved)
+        (saved / name).unlink()
+        (saved / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("sizes", [{"layers": 10**8}, {"d_ff": 2**31 - 1}, {"context": 2**31 - 1, "d_model": 512}, {"vocabulary": 2**31 - 1}])
+def test_a_model_beyond_the_memory_is_not_begun(sizes):
+    config = ModelConfig(**{"d_model": 64, "layers": 1, "heads": 2, "d_ff": 64, **sizes})
+    with pytest.raises(InputError, match=f"{next(iter(sizes))} {sizes[next(iter(sizes))]}.*GiB of memory"):
+        LanguageModel(config)
+    with torch.device("meta"):
+        if "layers" not in sizes:
+            LanguageModel(config)  # takes none
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "d_model", "layers", "heads", "d_ff", "context"])
+def test_a_size_beyond_what_a_tensor_holds_is_named(name):
+    for value in (2**31, 2**63, 10**30):
+        with pytest.raises(InputError, match=f"{name} is {value}; accepted: .* up to 2147483647"):
+            ModelConfig(**{name: value})

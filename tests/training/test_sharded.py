@@ -10,7 +10,8 @@ import torch.multiprocessing as processes
 
 from twell_lab import cpu, penalty
 from twell_lab.distributed import joined
-from twell_lab.ffn import feed_forwards, sparsify
+from twell_lab.errors import InputError
+from twell_lab.ffn import SparseFFN, feed_forwards, sparsify
 from twell_lab.model import LanguageModel, ModelConfig
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
@@ -97,3 +98,19 @@ def test_two_processes_train_what_one_trains(path, tmp_path):
     processes.start_processes(work, (port, path, tmp_path / "seen.pt"), nprocs=2, start_method="spawn")
     for step, (a, b) in enumerate(zip(torch.load(tmp_path / "seen.pt"), alone(), strict=True)):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, msg=lambda m, step=step: f"{step}: {m}")
+
+
+def test_layers_whose_weights_are_sharded_already_are_refused():
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for parts in (lambda net: [net.layers[1]], lambda net: [net.layers[1].mlp]):
+            net = model()
+            for part in parts(net):
+                fully_shard(part)
+            with pytest.raises(InputError, match=r"layers\.1\.mlp .*swapped first and sharded then"):
+                sparsify(net)
+            assert not any(isinstance(module, SparseFFN) for module in net.modules())
+    finally:
+        dist.destroy_process_group()

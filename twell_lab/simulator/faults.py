@@ -10,7 +10,7 @@ class Unsupported(TwellError, RuntimeError):
 
 
 class Fault(TwellError, RuntimeError):
-    """A kernel did something undefined. The launch was stopped there, and no array was changed.
+    """A kernel did something undefined. The launch was stopped there; if it was watched, no array was changed.
 
     kernel, block (its number in the grid), thread (its number in the block); line: where it stands (file, number,
     text, function), None if the compiler kept no trace of it; path: the calls that lead there from the kernel, outermost
@@ -28,7 +28,10 @@ class Fault(TwellError, RuntimeError):
 
 
 class OutOfBounds(Fault):
-    """An access that lies in no array that the kernel was given, nor in its shared memory."""
+    """An access that lies in no array that the kernel was given, nor in its shared memory.
+
+    Without watch it is seen only where the address is no memory of this process at all.
+    """
 
 
 class Misaligned(Fault):
@@ -61,6 +64,10 @@ class AssertionFault(Fault):
 
 class DivisionByZero(Fault):
     """A whole number divided by zero; on a GPU the result is undefined."""
+
+
+class StackOverflow(Fault):
+    """The arrays and calls of one thread need more memory than a thread has (on a GPU at most 512 KiB)."""
 
 
 class TooLong(Fault):

@@ -9,7 +9,8 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,7 +24,7 @@ from . import report as raw
 from . import toolchain
 from .counts import Counts
 from .report import ArrayInfo
-from .stacks import STACKS
+from .stacks import GUARD, STACKS
 from .trace import Trace
 
 WATCHES = (None, "faults", "counts", "address")
@@ -85,14 +86,16 @@ class Program:
         """Run `kernel` for every thread of grid x block; arrays are changed in place, as on a GPU.
 
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
-        watch: None runs optimised code, finds nothing but threads that wait for each other in vain, and an access out of
-        bounds may end the process, as it may anywhere in C++; "faults" checks
-        every access and raises a Fault, leaving the arrays as they were; "counts" also counts them (Run.counts); "address" is
-        for processes that were started with AddressSanitizer's runtime, which ends them at an access out of bounds.
+        watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a division
+        by zero, no memory left for a thread's own arrays, an address that is no memory); an access out of bounds may damage
+        this process, as it may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were;
+        "counts" also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
+        which ends them at an access out of bounds.
         trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
         beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
-        an `extern __shared__` array. seconds: limit (with watch None it is only looked at between blocks and where threads
-        wait for each other). cores: how many blocks run at a time; all cores by default.
+        an `extern __shared__` array. seconds: limit; a kernel that is still running then ends with faults.TooLong, as does a thread
+        that is counted or traced for 16 million steps without meeting others. cores: how many blocks run at a time; all cores
+        by default.
         """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if block[0] * block[1] * block[2] > _MOST_THREADS:
@@ -120,14 +123,19 @@ class Program:
             return call.run(workers, names, **options)
         with call.arrays_apart():
             if min(workers, blocks) > 1:
+                start = time.perf_counter()
                 try:
                     return call.run(workers, names, **options)
                 except raw.faults.TooLong:
                     raise
-                except raw.faults.Fault:
-                    pass
-                # Which of several faults is met first depends on the cores; one core always meets the same.
+                except raw.faults.Fault as fault:
+                    met = fault
+                # Which of several faults is met first depends on the cores; one core, if it has the time, always meets the same.
                 call.reset_arrays()
+                try:
+                    return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
+                except raw.faults.TooLong:
+                    raise met from None
             return call.run(1, names, **options)
 
 
@@ -141,27 +149,50 @@ class _Library:
         self.handle.sim_launch.argtypes = [ctypes.POINTER(raw.Launch)]
         self.handle.sim_free.argtypes = [ctypes.POINTER(raw.Report)]
         self.handle.sim_make_stacks.restype = ctypes.c_void_p
+        self.handle.sim_guard_begin.restype = ctypes.c_void_p
 
     def sizes(self, kernel: str) -> list[int]:
         table = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
         return list(iter(lambda it=iter(table): next(it), 0))
 
 
-def _interruptible(handle, launch: raw.Launch):
-    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it where the runtime looks at the clock."""
+def _interruptible(library: _Library, launch: raw.Launch):
+    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
+
+    def run():
+        handle = library.handle
+        # AddressSanitizer reports crashes by itself.
+        guarded = nullcontext() if library.built.kind == "address" else GUARD.held(handle)
+        taken = STACKS.take(launch.workers, handle.sim_make_stacks)
+        stacks = (ctypes.c_void_p * launch.workers)(*taken)
+        try:
+            with guarded as launch.guard:
+                launch.stacks = ctypes.addressof(stacks)
+                return handle.sim_launch(ctypes.byref(launch))
+        finally:
+            STACKS.give(taken)
+
     if threading.current_thread() is not threading.main_thread():
-        return handle.sim_launch(ctypes.byref(launch))
-    done: list = []
-    runner = threading.Thread(target=lambda: done.append(handle.sim_launch(ctypes.byref(launch))), daemon=True)
-    runner.start()
+        return run()
+    done: Future = Future()
+
+    def report():
+        try:
+            done.set_result(run())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=report, daemon=True).start()
     try:
-        while runner.is_alive():
-            runner.join(0.1)
-    except KeyboardInterrupt:
+        while not wait([done], 0.1).done:
+            pass
+    except BaseException:  # of a signal's handler, as KeyboardInterrupt is
         launch.cancel = 1
-        runner.join(5)
+        # Nobody else frees it now, also where it is still to come.
+        done.add_done_callback(lambda it: it.exception() or library.handle.sim_free(it.result()))
+        wait([done], 5)
         raise
-    return done[0]
+    return done.result()
 
 
 _building = threading.Lock()
@@ -241,18 +272,16 @@ class _Call:
         shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
         before = [bytes(args.bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
         workers = min(workers, self.grid[0] * self.grid[1] * self.grid[2])
-        stacks = (ctypes.c_void_p * workers)(*STACKS.take(workers, library.handle.sim_make_stacks))
         launch = raw.Launch(
             ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
             ctypes.addressof(addresses), self.grid, self.block, workers, watch, trace, steps, seconds,
             ctypes.addressof(buffers), ctypes.addressof(shared), len(buffers), len(shared),
             max((s.offset + s.size for s in library.built.shared), default=0),
-            ctypes.addressof(stacks), 0,
         )  # fmt: skip
+        launch.holds = self, values, addresses, buffers, shared  # as long as it runs, which may be longer than this call
         start = time.perf_counter()
-        report = _interruptible(library.handle, launch)
+        report = _interruptible(library, launch)
         took = time.perf_counter() - start
-        STACKS.give(list(stacks))
         try:
             return self._result(report.contents, took, names, watch, trace, before)
         finally:

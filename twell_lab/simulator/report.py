@@ -12,6 +12,7 @@ from . import faults
 
 MOST_FRAMES = 12
 WATCH_FAULTS, WATCH_COUNTS = 1, 2
+OWN_MEMORY, UNKNOWN_ADDRESS = -2, 2**64 - 1
 _PATH = [("pc", c_uint64 * MOST_FRAMES), ("depth", c_int32), ("pad", c_int32)]
 _TOTALS = ["requests", "accesses", "bytes", "sectors", "lines", "wavefronts", "ideal_wavefronts", "divergent"]
 
@@ -34,6 +35,7 @@ class Launch(ctypes.Structure):
         ("workers", c_uint32), ("watch", c_uint32), ("trace_block", c_int64), ("trace_limit", c_int64),
         ("seconds", c_double), ("buffers", c_void_p), ("shared", c_void_p), ("n_buffers", c_int32),
         ("n_shared", c_int32), ("thread_local_bytes", c_uint64), ("stacks", c_void_p), ("cancel", c_int32),
+        ("guard", c_void_p),
     ]  # fmt: skip
 
 
@@ -43,8 +45,8 @@ class Waiting(ctypes.Structure):
 
 class Fault(ctypes.Structure):
     _fields_ = [
-        ("kind", c_int32), ("thread", c_int32), ("other_thread", c_int32), ("size", c_int32), ("is_write", c_int32),
-        ("other_is_write", c_int32), ("block", c_int64), ("other_block", c_int64), ("address", c_uint64),
+        ("kind", c_int32), ("thread", c_int32), ("other_thread", c_int32), ("is_write", c_int32), ("other_is_write", c_int32),
+        ("pad", c_int32), ("size", c_int64), ("block", c_int64), ("other_block", c_int64), ("address", c_uint64),
         ("lane_or_mask", c_uint64), ("shared_offset", c_int64), ("text", ctypes.c_char_p), ("path", Path), ("other_path", Path),
         ("waiting", ctypes.POINTER(Waiting)), ("n_waiting", c_int64),
     ]  # fmt: skip
@@ -105,7 +107,8 @@ class Describer:
         path = self.lines_of(fault.path)
         facts = {"kernel": self.kernel, "block": fault.block, "thread": fault.thread, "path": path}
         kind = [None, self._out_of_bounds, self._misaligned, self._barrier, self._shared_race, self._global_race,
-                self._uninitialised, self._lane, self._mask, self._assertion, self._too_long, self._division][fault.kind]
+                self._uninitialised, self._lane, self._mask, self._assertion, self._too_long, self._division,
+                self._stack_overflow][fault.kind]
         make, what, hint = kind(fault, facts)
         who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
         parts = [what, *self._calls(path), f"  by {who}"]
@@ -126,6 +129,10 @@ class Describer:
     def _place(self, fault) -> tuple[str, str | None, int | None]:
         """(words for an address, the array it is in or nearest to, element)."""
         address, size, best = fault.address, fault.size, None
+        if fault.shared_offset == OWN_MEMORY:
+            return "past one of the thread's own variables", None, None
+        if address == UNKNOWN_ADDRESS:
+            return "at an address that no memory has", None, None
         if address < 4096:
             return "through a null pointer (an argument that was given as None)", None, None
         if (shared := fault.kind != 5 and fault.shared_offset >= 0) and self.shared:
@@ -134,7 +141,7 @@ class Describer:
             element, end = (address - begin) // itemsize, begin + nbytes
             if begin <= address and address + size <= end:
                 return f"{name}[{element:,}], {words}", name, element
-            away = begin - address if address < begin else address + size - end
+            away = begin - address if address < begin else max(address - end, 0)
             if best is None or away < best[0]:
                 side = f"{begin - address:,} bytes before the start" if address < begin else (
                     f"{address - end:,} bytes past the end" if address > end else "just past the end"
@@ -145,7 +152,7 @@ class Describer:
         return best[1:]
 
     def _verb(self, fault) -> str:
-        return "writes" if fault.is_write else "reads"
+        return {0: "reads", 1: "writes"}.get(fault.is_write, "uses")
 
     def _out_of_bounds(self, fault, facts):
         if fault.text:  # the compiler's own check
@@ -156,7 +163,8 @@ class Describer:
             facts["array"], facts["element"] = array, index if words.endswith(kind[kind.index("[") :]) else None
             return faults.OutOfBounds, f"{self.kernel} goes out of bounds: index {index:,} of {array or 'an array'}, {kind}", ""
         place, facts["array"], facts["element"] = self._place(fault)
-        return faults.OutOfBounds, f"{self.kernel} {self._verb(fault)} {fault.size} bytes out of bounds: {place}", ""
+        what = f"{fault.size:,} bytes" if fault.size else "memory"  # of a crash, the address alone is known
+        return faults.OutOfBounds, f"{self.kernel} {self._verb(fault)} {what} out of bounds: {place}", ""
 
     def _misaligned(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
@@ -196,6 +204,10 @@ class Describer:
 
     def _too_long(self, fault, facts):
         return faults.TooLong, f"{self.kernel} took longer than it was allowed; is there a loop that never ends?", ""
+
+    def _stack_overflow(self, fault, facts):
+        return faults.StackOverflow, (f"{self.kernel} needs more memory for the arrays and calls of one thread than a thread "
+                                      "has; a GPU gives it at most 512 KiB"), ""
 
     def _barrier(self, fault, facts):
         places: dict[str, list[int]] = {}

@@ -1,15 +1,17 @@
-"""Memory for the threads of blocks, common to every library of the process."""
+"""What every library of the process shares: memory for the threads of blocks, and the handlers of their crashes."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Stacks:
     """Stacks for the threads of blocks, one address a worker, that every library of this process uses in turn.
 
-    A closed page below each thread's stack splits the memory in 2048 pieces, of which Linux lets a process have 65,530:
-    only the first workers get them.
+    On Linux before 6.13 the closed end of each thread's stack splits the memory in 2048 pieces, of which a process may
+    have 65,530: only the first workers get them.
     """
 
     CLOSED = 8
@@ -34,4 +36,24 @@ class Stacks:
             self._free += reversed(stacks)
 
 
-STACKS = Stacks()
+class Guard:
+    """The signal handlers under which kernels run (guard.cpp): those of the first library that was launched serve all."""
+
+    def __init__(self) -> None:
+        self._library = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self, library) -> Iterator[int | None]:
+        """The handlers stand inside it. Gives what a launch takes as `guard`."""
+        with self._lock:
+            self._library = self._library or library
+        guard = self._library.sim_guard_begin()
+        try:
+            yield guard
+        finally:
+            if guard:
+                self._library.sim_guard_end()
+
+
+STACKS, GUARD = Stacks(), Guard()

@@ -7,6 +7,7 @@ the sources, the macros, the flags, the compiler's path and version, the simulat
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 from .. import paths
 from ..errors import CompileError, InputError, StackError
-from . import source
+from . import kept, source
 from .complaint import UNIT, complaint
 from .source import OwnText, Parameter, SharedDeclaration, Signature, with_watches
 from .symbols import Line, SharedVariable, find_lines, find_shared
@@ -106,9 +107,11 @@ def available() -> bool:
 
 def _run(command: list, folder: Path | None = None, text: str = "") -> subprocess.CompletedProcess:
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)  # what is left of a compiler that was killed goes with the folder
     return subprocess.run(
         [str(part) for part in command], cwd=folder, env=environment, input=text, capture_output=True, encoding="utf-8",
-        errors="replace",
+        errors="replace", umask=0o077,
     )  # fmt: skip
 
 
@@ -117,6 +120,7 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
     # Lines and what was compiled into what, no more: a quarter of the size. DWARF 4, in this order (gcc): of version 5
     # some binutils (2.40) take a unit's first header for the unit itself.
     flags += ["-gdwarf-4", "-g1"]
+    flags.append("-fstack-clash-protection")  # a large frame meets the closed end of its stack, and is not put beyond it
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
     # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
@@ -207,12 +211,15 @@ def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, obje
 
 @lru_cache(maxsize=4)
 def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda: Path) -> OwnText:
-    with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
-        inside = _write(dict(texts), Path(temporary))
-        flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
-        done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
-        if done.returncode:
-            raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
+    try:
+        with tempfile.TemporaryDirectory(dir=_temporary()) as temporary:
+            inside = _write(dict(texts), Path(temporary))
+            flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
+            done = _run([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], inside)
+            if done.returncode:
+                raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
+    except OSError as error:
+        raise StackError(f"no room for the text of {entry} in {_temporary()} ({error.strerror}); TMPDIR can name another") from error
     return OwnText(done.stdout, dict(texts))
 
 
@@ -265,18 +272,25 @@ def build(
 
     kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
     Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
-    compiler. A cache that cannot be written costs a warning and the time to compile again in the next process.
+    compiler or room for what it writes. A cache that cannot be written, is full, or where others can write costs a warning
+    and the time to compile again in the next process.
     """
     if kind not in KINDS:
         raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
     cxx = compiler()
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
     name = f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}"
-    folder = _writable(cache_in or paths.cache_dir())
+    folder = kept.writable(cache_in or paths.cache_dir())
     if known := _read_cached(folder, name):
         return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
-    known = _make(cxx, sources, entry, defines, kind, folder, name)
+    try:
+        known = _make(cxx, sources, entry, defines, kind, folder, name)
+    except OSError as error:
+        if folder == kept.session():
+            raise StackError(f"no room to build {entry} in {folder} ({error.strerror}); TMPDIR can name another place") from error
+        warnings.warn(f"simulator cache not written ({error.strerror}): {entry} is built in a temporary folder", stacklevel=2)
+        return build(sources, entry, defines, kind, cache_in=kept.session())
     return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
 
@@ -286,13 +300,14 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
     source.refuse(own)
     kernels, declared = source.kernels(own), source.shared(own)
     dynamic = tuple(sorted({d.name for d in declared if d.shape is None}))
-    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+    paths.sweep(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=paths.temporary_prefix()) as temporary:
         temporary = Path(temporary)
         inside = _write(sources, temporary)
         unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
         unit += [f"SIM_EXPORT({kernel})" for kernel in kernels]
         (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
-        (inside / "sim_dynamic.cpp").write_text("".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+        (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
         here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
         flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
         _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
@@ -303,22 +318,26 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
         shared = find_shared(_tool, inside / f"{name}.so", declared)
         about = {
-            "sha256": _sha256(inside / f"{name}.so"),
+            "sha256": kept.sha256(inside / f"{name}.so"),
             "kernels": [asdict(signature) for signature in kernels.values()],
             "shared": [asdict(variable) for variable in shared],
             "dynamic": dynamic,
         }
         (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
-        _move(inside, folder, f"{name}.so", f"{name}.json")
+        kept.move(inside, folder, f"{name}.so", f"{name}.json")
     return kernels, shared, dynamic
 
 
+# Linked behind the kernels and before the runtime, which must not be left at any moment: it may hold a lock.
+_KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
     done = _run(command, inside)
     if done.returncode:
+        if full := kept.FULL.search(done.stderr):
+            raise OSError(errno.ENOSPC, full[0])
         raise complaint(entry, done.stderr or done.stdout, _hidden(temporary, inside))
 
 
@@ -329,14 +348,14 @@ def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
 
     def compiled(unit: Path) -> Path:
         name = f"simulator-{unit.stem}-{digest}"
-        if not _is_whole(folder / f"{name}.o", _text(folder / f"{name}.sha256")):
-            with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
+        if not kept.is_whole(folder / f"{name}.o", kept.text(folder / f"{name}.sha256")):
+            with tempfile.TemporaryDirectory(dir=folder, prefix=paths.temporary_prefix()) as temporary:
                 here, cuda = Path(temporary), CUDA.resolve()
                 hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
                 command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", f"{name}.o"]
                 _compile(command, unit.name, here, here)
-                (here / f"{name}.sha256").write_text(_sha256(here / f"{name}.o"))
-                _move(here, folder, f"{name}.o", f"{name}.sha256")
+                (here / f"{name}.sha256").write_text(kept.sha256(here / f"{name}.o"))
+                kept.move(here, folder, f"{name}.o", f"{name}.sha256")
         return folder / f"{name}.o"
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -356,55 +375,17 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _is_whole(path: Path, digest: str) -> bool:
-    try:
-        return bool(digest) and _sha256(path) == digest
-    except OSError:
-        return False
-
-
-def _move(start: Path, folder: Path, *names: str) -> None:
-    """Each file appears whole; a pair of two processes that does not belong together is seen by its digest."""
-    for name in names:
-        os.replace(start / name, folder / name)
-
-
 def _read_cached(folder: Path, name: str) -> tuple | None:
     """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
     try:
-        about = json.loads(_text(folder / f"{name}.json"))
-        if not _is_whole(folder / f"{name}.so", about["sha256"]):
+        about = json.loads(kept.text(folder / f"{name}.json"))
+        if not kept.is_whole(folder / f"{name}.so", about["sha256"]):
             return None
         signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
         shared = tuple(SharedVariable(**{**s, "shape": tuple(s["shape"])}) for s in about["shared"])
         return {s.name: s for s in signatures}, shared, tuple(about["dynamic"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _writable(folder: Path | None) -> Path:
-    """`folder`, or, with a warning, one that lasts as long as this process where nothing can be written there."""
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder.resolve()
-        reason = "no cache folder can be written"
-    except OSError as error:
-        reason = f"simulator cache not written ({error.strerror})"
-    warnings.warn(f"{reason}: kernels are compiled anew in each process", stacklevel=3)
-    return Path(_session().name).resolve()
 
 
 def _temporary() -> str | None:
@@ -416,11 +397,6 @@ def _temporary() -> str | None:
         if folder is None:
             raise StackError("no folder can be written: TWELL_LAB_CACHE can name one") from None
         return str(folder)
-
-
-@cache
-def _session() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(dir=_temporary(), prefix="twell-lab-")
 
 
 @cache

@@ -11,7 +11,9 @@ static void leave(Thread& me) {
     Warp& w = *me.warp;
     if (!w.runnable) return sim_switch(&me.sp, me.worker->main_sp);
     const uint32_t after = w.runnable & ~((2u << me.lane) - 1u);
-    sim_switch(&me.sp, w.lane[__builtin_ctz(after ? after : w.runnable)]->sp);
+    Thread* next = w.lane[__builtin_ctz(after ? after : w.runnable)];
+    me.worker->guarded.running = next;
+    sim_switch(&me.sp, next->sp);
 }
 
 static SimPath where(Thread& t) {
@@ -19,11 +21,17 @@ static SimPath where(Thread& t) {
     return f.path;
 }
 
+static void end_with(Worker& w, const SimFault& fault) {
+    w.fault = w.unwritten.kind ? w.unwritten : fault;
+    w.fault_found = true;
+    for (Thread& t : w.threads)  // what a loop without end has logged
+        if (t.log.capacity() > 1 << 16) std::vector<Event>().swap(t.log);
+}
+
 // Ends the block with a fault; the threads of the block are not continued.
 void stop(Thread& me, SimFault fault) {
     Worker& w = *me.worker;
-    w.fault = w.unwritten.kind ? w.unwritten : fault;
-    w.fault_found = true;
+    end_with(w, fault);
     sim_switch(&me.sp, w.main_sp);
     __builtin_unreachable();
 }
@@ -280,7 +288,12 @@ void run_block(Worker& worker, int64_t block) {
         for (Warp& w : worker.warps) {
             if (!w.runnable) continue;
             moved = true;
-            sim_switch(&worker.main_sp, w.lane[__builtin_ctz(w.runnable)]->sp);
+            Thread* next = w.lane[__builtin_ctz(w.runnable)];
+            worker.guarded.running = next;
+            sim_switch(&worker.main_sp, next->sp);
+            Thread& last = *worker.guarded.running;
+            worker.guarded.running = nullptr;
+            if (worker.guarded.crash.signal) end_with(worker, fault_of_crash(last));
             if (worker.fault_found) return;
         }
         if (!moved) {

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <cstring>
 #include <utility>
 
 #define __device__
@@ -72,6 +73,8 @@ int sim_barrier(int kind, int predicate);
 void sim_atomic(const void* address, int bytes, const void* place);
 void sim_watch_value(int name, double value);
 void sim_assertion(const char* text);
+void* sim_set(void* to, int value, uint64_t n, uint64_t room, const void* place);
+void* sim_move(void* to, const void* from, uint64_t n, uint64_t room, const void* place);
 }
 
 // ---- barriers and what warps do together ----
@@ -176,6 +179,19 @@ SIM_ATOMIC(atomicSub, unsigned, unsigned, old - v)
 
 SIM_INLINE void __trap() { sim_assertion("__trap()"); }
 #include "assert.h"
+
+// The compiler does not watch what these touch. Of a variable that is named in the call, it knows the room.
+#if defined(SIM_WATCHED)
+SIM_QUIET SIM_INLINE void* sim_memset(size_t room, void* to, int value, size_t n) { return sim_set(to, value, n, room, SIM_PLACE); }
+SIM_QUIET SIM_INLINE void* sim_memmove(size_t room, void* to, const void* from, size_t n) {
+    return sim_move(to, from, n, room, SIM_PLACE);
+}
+namespace std { using ::sim_memset; using ::sim_memmove; }
+#define SIM_ROOM(TO, ...) __builtin_object_size(TO, 0)
+#define memset(...) sim_memset(SIM_ROOM(__VA_ARGS__, 0), __VA_ARGS__)
+#define memcpy(...) sim_memmove(SIM_ROOM(__VA_ARGS__, 0), __VA_ARGS__)
+#define memmove(...) sim_memmove(SIM_ROOM(__VA_ARGS__, 0), __VA_ARGS__)
+#endif
 
 // ---- what toolchain.py puts in: a watched expression, and a way to call each kernel ----
 

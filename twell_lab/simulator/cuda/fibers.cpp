@@ -2,7 +2,6 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "runtime.h"
 
@@ -21,6 +20,9 @@ sim_switch:
     pushq %r15
     movq %rsp, (%rdi)
     movq %rsi, %rsp
+.globl sim_resume
+.hidden sim_resume
+sim_resume:
     popq %r15
     popq %r14
     popq %r13
@@ -52,6 +54,9 @@ sim_switch:
     mov x9, sp
     str x9, [x0]
     mov sp, x1
+.globl sim_resume
+.hidden sim_resume
+sim_resume:
     ldp x19, x20, [sp, #0]
     ldp x21, x22, [sp, #16]
     ldp x23, x24, [sp, #32]
@@ -79,21 +84,29 @@ static void begin() {
     thread_done(me);
 }
 
-// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. With
-// `closed`, a page below each is, so that running out of stack stops the program instead of damaging the neighbour.
+// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. Behind
+// them stands whether their ends may be closed in a way that splits the memory.
 extern "C" char* sim_make_stacks(int closed) {
-    const size_t bytes = SIM_STACK * (MOST_THREADS + 1);
+    const size_t bytes = SIM_STACK * (MOST_THREADS + 2);
     void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) return nullptr;
     char* stacks = (char*)(((uintptr_t)region + SIM_STACK - 1) & ~(SIM_STACK - 1));
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    for (int i = 0; closed && i < MOST_THREADS; ++i) mprotect(stacks + i * SIM_STACK, page, PROT_NONE);
+    *(int*)(stacks + MOST_THREADS * SIM_STACK) = closed;
     return stacks;
 }
+
+static void close_end(const char* stacks, char* stack) {
+    constexpr int GUARD_INSTALL = 102;  // Linux 6.13: closes pages without splitting the memory
+    if (madvise(stack, SIM_CLOSED, GUARD_INSTALL) && *(const int*)(stacks + MOST_THREADS * SIM_STACK))
+        mprotect(stack, SIM_CLOSED, PROT_NONE);
+}
+
+void release_stack(char* stack) { madvise(stack + SIM_CLOSED, SIM_STACK - SIM_CLOSED, MADV_DONTNEED); }
 
 // The thread's next switch enters the kernel from the top.
 void aim_at_start(Thread& t) {
     char* top = t.worker->stacks + (t.number + 1) * SIM_STACK;
+    if (!*(SimThread**)(top - 8)) close_end(t.worker->stacks, top - SIM_STACK);  // never used before
     *(SimThread**)(top - 8) = &t;
     // Not all at the same place within a page, or the stacks would fight for the same lines of the cache.
     void** words = (void**)(top - 64 - t.number % 128 * 1088) - SAVED_WORDS;

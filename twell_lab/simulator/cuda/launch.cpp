@@ -95,6 +95,7 @@ static void prepare(Worker& w, const SimLaunch& l, char* stacks, GlobalShadow* g
 static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& first_fault, int64_t blocks) {
     const SimLaunch& l = *w.launch;
     w.shared_begin = thread_local_block();
+    const GuardedThread guarded(w);
     if (l.watch) w.shared.assign((size_t)l.thread_local_bytes, SharedByte{});
     for (;;) {
         const int64_t block = next.fetch_add(1);

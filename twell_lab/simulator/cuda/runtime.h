@@ -4,6 +4,7 @@
 // others still have to reach; then the next lane of its warp goes on. Blocks are dealt out to the cores' workers.
 // A kernel's __shared__ arrays are thread_local, so each worker has a set of its own.
 #pragma once
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -19,9 +20,13 @@ enum Kind { READ, WRITE, ATOMIC, BRANCH, WARP_WIDE, BARRIER, WATCH };
 enum Space { NOWHERE, GLOBAL, SHARED };
 enum FaultKind {
     NO_FAULT, OUT_OF_BOUNDS, MISALIGNED, MISMATCHED_BARRIER, SHARED_RACE, GLOBAL_RACE, UNINITIALISED, BAD_LANE, BAD_MASK,
-    ASSERTION, TOO_LONG, DIVISION
+    ASSERTION, TOO_LONG, DIVISION, STACK_OVERFLOW
 };
 constexpr int MOST_FRAMES = 12, MOST_CALLS = 64, LANES_A_WARP = 32, MOST_THREADS = 1024;
+constexpr int64_t OWN_MEMORY = -2;  // as shared_offset: the address is of the thread's own variables
+// The lower end of each stack is closed, so that running out of it stops the thread instead of damaging the neighbour: as
+// much as a compiler leaves out between two of its probes (64 KiB on arm64), and a whole number of pages everywhere.
+constexpr uintptr_t SIM_CLOSED = 64 << 10;
 constexpr uint32_t NO_SITE = 0xffffffffu, NO_THREAD = 0xffffu;
 
 // ---- what Python hands over and gets back (program.py mirrors these structures) ----
@@ -41,14 +46,15 @@ struct SimLaunch {
     uint64_t thread_local_bytes;
     char* const* stacks;  // for each worker, from sim_make_stacks
     volatile int32_t cancel;  // set from outside to end the launch
+    const void* guard;        // from sim_guard_begin, or null: a crash ends the process
 };
 struct SimPath { uint64_t pc[MOST_FRAMES]; int32_t depth, pad; };  // outermost call first
 struct SimWaiting { int32_t thread, kind; SimPath path; };
 struct SimFault {
-    int32_t kind, thread, other_thread, size, is_write, other_is_write;
-    int64_t block, other_block;
+    int32_t kind, thread, other_thread, is_write, other_is_write, pad;
+    int64_t size, block, other_block;
     uint64_t address, lane_or_mask;
-    int64_t shared_offset;  // of the address in the thread-local block, or -1
+    int64_t shared_offset;  // of the address in the thread-local block, -1 or OWN_MEMORY
     const char* text;
     SimPath path, other_path;
     SimWaiting* waiting;
@@ -138,6 +144,20 @@ struct Warp {
     int number;
 };
 
+// What a signal handler found (how: READ, WRITE or -1, unknown), and what it knows of the thread that it runs in. The same
+// in every library of the process, since the handlers of one serve all.
+struct Crash { int signal, code, how; uint64_t address, pc, sp, fp; };
+struct Guarded {
+    void* const* main_sp;        // where the worker goes on when it leaves the kernel
+    Thread* volatile running;    // whose code it is in, null outside of kernels
+    const volatile int32_t* cancel;
+    double deadline;
+    uint64_t begin, end;         // the kernels' code: where it can be left at any moment
+    int timer;
+    bool late;
+    Crash crash;
+};
+
 struct Worker {
     const SimLaunch* launch;
     int64_t block;  // linear number in the grid
@@ -153,6 +173,8 @@ struct Worker {
     std::vector<SimWaiting> fault_waiting;
     double deadline;
     uint64_t ticks;
+    Guarded guarded;
+    std::vector<char> signal_stack;
     // Watched builds only.
     bool used_atomic;  // this block, on an array
     char* shared_begin;
@@ -175,6 +197,17 @@ inline Thread* self() { return static_cast<Thread*>(sim_thread()); }
 // fibers.cpp
 extern "C" void sim_switch(void** save, void* load);
 void aim_at_start(Thread&);
+void release_stack(char* stack);
+
+// guard.cpp: while it lives, a crash of the kernel that this thread runs ends the kernel's block alone
+struct GuardedThread {
+    explicit GuardedThread(Worker&);
+    ~GuardedThread();
+    Worker& worker;
+    stack_t old_stack = {};
+    sigset_t old_mask;
+};
+SimFault fault_of_crash(Thread&);
 
 // block.cpp
 void run_block(Worker&, int64_t block);

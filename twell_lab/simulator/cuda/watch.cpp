@@ -142,7 +142,11 @@ static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t addre
 
 // ---- accesses ----
 
+// A thread that has come so far without meeting others never will, and each of its steps takes memory.
+constexpr size_t MOST_EVENTS = 1 << 24;
+
 static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int space, uint64_t pc) {
+    if (me.log.size() >= MOST_EVENTS) stop(me, fault_of(me, TOO_LONG, pc));
     if (me.unread_write >= 0) resolve_write(me);
     Event e{address, me.worker->sites.child(me.site, pc), (uint8_t)kind, (uint8_t)space, (uint16_t)size, {}};
     if (me.worker->tracing()) {
@@ -205,15 +209,66 @@ HOOK void __tsan_vptr_update(void*, void*) {}
 HOOK void __tsan_func_entry(void*) {}
 HOOK void __tsan_func_exit() {}
 HOOK void __tsan_init() {}
-HOOK void* __tsan_memcpy(void* to, const void* from, uint64_t n) {
-    access(from, (uint32_t)n, READ, false, HERE);
-    access(to, (uint32_t)n, WRITE, false, HERE);
-    return memcpy(to, from, n);
+
+// ---- memset and its kin: all that they touch is checked before any of it is, then they go on piece by piece ----
+
+static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t room, int how, uint64_t pc) {
+    const uint64_t address = (uint64_t)pointer, stack = (uint64_t)__builtin_frame_address(0) & ~(SIM_STACK - 1);
+    Worker& w = *me.worker;
+    const SimLaunch& l = *w.launch;
+    auto inside = [&](uint64_t begin, uint64_t bytes) { return address - begin < bytes && n <= bytes - (address - begin); };
+    bool fits = false;
+    if ((address & ~(SIM_STACK - 1)) == stack) {  // no variable reaches across the place where a call goes back
+        fits = n <= room && inside(stack, SIM_STACK);
+        for (int i = 0; i <= me.depth; ++i) {
+            const uint64_t frame = (uint64_t)me.frames[i];
+            fits &= address >= frame + 16 || address + n <= frame;
+        }
+    } else {
+        fits = inside(sim_module_base, sim_module_end - sim_module_base);
+        for (int i = 0; i < l.n_shared; ++i) fits |= inside((uint64_t)w.shared_begin + l.shared[i].offset, l.shared[i].bytes);
+        for (int i = 0; i < l.n_buffers; ++i) fits |= inside(l.buffers[i].begin, l.buffers[i].bytes);
+        fits &= n <= room;
+    }
+    if (fits) return;
+    SimFault f = fault_at(me, OUT_OF_BOUNDS, address, 0, how, pc);
+    f.size = (int64_t)n;
+    if ((address & ~(SIM_STACK - 1)) == stack) f.shared_offset = OWN_MEMORY;
+    stop(me, f);
 }
-HOOK void* __tsan_memset(void* to, int value, uint64_t n) {
-    access(to, (uint32_t)n, WRITE, false, HERE);
-    return memset(to, value, n);
+
+static bool watched_now() { return sim_running.load(std::memory_order_relaxed) && self()->in_kernel; }
+
+constexpr uint64_t PIECE = 16;
+
+extern "C" void* sim_set(void* to, int value, uint64_t n, uint64_t room, const void* place) {
+    if (!n || !watched_now()) return memset(to, value, n);
+    check_range(*self(), to, n, room, WRITE, (uint64_t)place);
+    for (uint64_t i = 0; i < n; i += PIECE) {
+        const uint64_t bytes = n - i < PIECE ? n - i : PIECE;
+        access((char*)to + i, (uint32_t)bytes, WRITE, false, (uint64_t)place);
+        memset((char*)to + i, value, bytes);
+    }
+    return to;
 }
+
+extern "C" void* sim_move(void* to, const void* from, uint64_t n, uint64_t room, const void* place) {
+    if (!n || !watched_now()) return memmove(to, from, n);
+    check_range(*self(), from, n, n, READ, (uint64_t)place);
+    check_range(*self(), to, n, room, WRITE, (uint64_t)place);
+    const bool upwards = to <= from;  // so that what overlaps is read before it is written
+    for (uint64_t done = 0, bytes; done < n; done += bytes) {
+        bytes = n - done < PIECE ? n - done : PIECE;
+        const uint64_t i = upwards ? done : n - done - bytes;
+        access((const char*)from + i, (uint32_t)bytes, READ, false, (uint64_t)place);
+        access((char*)to + i, (uint32_t)bytes, WRITE, false, (uint64_t)place);
+        memmove((char*)to + i, (const char*)from + i, bytes);
+    }
+    return to;
+}
+HOOK void* __tsan_memcpy(void* to, const void* from, uint64_t n) { return sim_move(to, from, n, n, (const void*)HERE); }
+HOOK void* __tsan_memmove(void* to, const void* from, uint64_t n) { return sim_move(to, from, n, n, (const void*)HERE); }
+HOOK void* __tsan_memset(void* to, int value, uint64_t n) { return sim_set(to, value, n, n, (const void*)HERE); }
 
 extern "C" void sim_copy(void* to, const void* from, int bytes, int piece, void* place) {
     for (int i = 0; i < bytes; i += piece) {
@@ -259,6 +314,10 @@ HOOK void __cyg_profile_func_enter(void*, void* call) {
         me.site = me.worker->sites.child(me.site, (uint64_t)call);
     }
     me.frames[me.depth] = CALLER_FRAME;
+    // Too large for this stack, where that was not closed: what is found here may already be another thread's.
+    Thread& running = *me.worker->guarded.running;
+    if (&me != &running || ((uintptr_t)__builtin_frame_address(0) & (SIM_STACK - 1)) < SIM_CLOSED)
+        stop(running, fault_of(running, STACK_OVERFLOW, (uint64_t)call));
 }
 
 HOOK void __cyg_profile_func_exit(void*, void*) {

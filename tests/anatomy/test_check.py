@@ -1,0 +1,392 @@
+"""A layer is swapped only if it computes what its parts say: what is refused, what is taken, and that being asked changes nothing."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from twell_lab import anatomy, cpu
+from twell_lab.errors import InputError
+from twell_lab.ffn import SparseFFN, densify, feed_forwards, sparsify
+from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig, PlainFeedForward
+
+D_MODEL, D_FF = 16, 64
+
+
+class Gated(GatedFeedForward):
+    """A gated layer whose parts are put together by `rule(layer, x)`."""
+
+    def __init__(self, rule, **parts):
+        super().__init__(D_MODEL, D_FF)
+        self.rule = rule
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.rule(self, x)
+
+
+def hidden(layer, x):
+    return layer.act_fn(layer.gate_proj(x)) * layer.up_proj(x)
+
+
+def top(x, most=5):
+    """The largest few of each row, as Gemma3n keeps them."""
+    return F.relu(x - x.topk(most, dim=-1).values[..., -1:])
+
+
+def quantised(x):
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
+    return (x / scale).round() * scale
+
+
+class OtherReLU(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x) ** 2
+
+
+OTHERS = {
+    "its output scaled": lambda layer, x: 3 * layer.down_proj(hidden(layer, x)),
+    "a little": lambda layer, x: 1.0001 * layer.down_proj(hidden(layer, x)),
+    "its gate scaled": lambda layer, x: layer.down_proj(layer.act_fn(0.9 * layer.gate_proj(x)) * layer.up_proj(x)),
+    "a norm between": lambda layer, x: layer.down_proj(F.rms_norm(hidden(layer, x), (D_FF,))),
+    "a norm before": lambda layer, x: layer.down_proj(hidden(layer, F.rms_norm(x, (D_MODEL,)))),
+    "top entries alone": lambda layer, x: layer.down_proj(top(layer.gate_proj(x)) * layer.up_proj(x)),
+    "two ReLUs": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.act_fn(layer.up_proj(x))),
+    "a residual inside": lambda layer, x: x + layer.down_proj(hidden(layer, x)),
+    "a clamp at large values": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).clamp(max=50) * layer.up_proj(x)),
+    "a threshold at small values": lambda layer, x: layer.down_proj(F.threshold(layer.gate_proj(x), 1e-3, 0.0) * layer.up_proj(x)),
+    "swapped parts": lambda layer, x: layer.down_proj(layer.act_fn(layer.up_proj(x)) * layer.gate_proj(x)),
+    "dropout between": lambda layer, x: layer.down_proj(F.dropout(hidden(layer, x), 0.1, layer.training)),
+    "dropout afterwards": lambda layer, x: F.dropout(layer.down_proj(hidden(layer, x)), 0.1, layer.training),
+    "another way in evaluation": lambda layer, x: layer.down_proj(hidden(layer, x)) * (1 if layer.training else 2),
+    "another way in training": lambda layer, x: layer.down_proj(hidden(layer, x)) * (2 if layer.training else 1),
+    "the token before": lambda layer, x: layer.down_proj(hidden(layer, (x + x.roll(1, -2)) / 2)),
+    "rounded inputs": lambda layer, x: layer.down_proj(hidden(layer, quantised(x))),
+    "another type": lambda layer, x: layer.down_proj(hidden(layer, x)).double(),
+    "a tuple": lambda layer, x: (layer.down_proj(hidden(layer, x)), None),
+    "an error": lambda layer, x: layer.down_proj(hidden(layer, x) @ x),
+    "in place": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.up_proj(x.mul_(2))),
+}
+
+
+@pytest.mark.parametrize("rule", OTHERS)
+def test_what_computes_something_else_is_refused_by_name_and_left_alone(rule):
+    torch.manual_seed(0)
+    layer = Gated(OTHERS[rule])
+    model = nn.ModuleDict({"first": GatedFeedForward(D_MODEL, D_FF), "odd": layer})
+    with pytest.raises(InputError, match=r"odd \(Gated\).*accepted"):
+        sparsify(model)
+    assert model["odd"] is layer and not any(isinstance(each, SparseFFN) for each in model.modules())
+    with pytest.raises(InputError, match="Gated"):
+        SparseFFN.from_module(layer)
+    sparsify(model, only=lambda name, module: name != "odd")
+    assert isinstance(model["first"], SparseFFN) and model["odd"] is layer
+
+
+def test_the_difference_and_the_mode_are_named():
+    with pytest.raises(InputError, match=r"Gated does not compute down\(act\(gate\(x\)\) \* up\(x\)\): in evaluation mode .* 200% off"):
+        SparseFFN.from_module(Gated(OTHERS["its output scaled"]))
+    with pytest.raises(InputError, match="in training mode .* off"):
+        SparseFFN.from_module(Gated(OTHERS["dropout between"]).eval())
+    with pytest.raises(InputError, match="TypeError.*takes x alone"):
+        SparseFFN.from_module(type("TwoInputs", (GatedFeedForward,), {"forward": lambda self, x, other: x})(D_MODEL, D_FF))
+
+
+SAME = {
+    "products the other way round": lambda layer, x: layer.down_proj(layer.up_proj(x) * layer.act_fn(layer.gate_proj(x))),
+    "in float32": lambda layer, x: layer.down_proj((layer.act_fn(layer.gate_proj(x).float()) * layer.up_proj(x).float()).to(x.dtype)),
+    "rows one by one": lambda layer, x: torch.stack([layer.down_proj(hidden(layer, row)) for row in x]),
+    "dropout of nothing": lambda layer, x: layer.down_proj(F.dropout(hidden(layer, x), 0.0, layer.training)),
+    "tokens without a batch": lambda layer, x: layer.down_proj(hidden(layer, x)) if x.dim() == 2 else x[99],
+    "a batch of tokens": lambda layer, x: layer.down_proj(hidden(layer, x)) if x.dim() == 3 else x[99],
+}
+
+
+@pytest.mark.parametrize("rule", SAME)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_computes_the_same_in_another_way_is_taken(rule, dtype):
+    torch.manual_seed(0)
+    layer = Gated(SAME[rule]).to(dtype)
+    assert isinstance(SparseFFN.from_module(layer), SparseFFN)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_too_small_for_16_bits_is_seen_all_the_same(dtype):
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=r"(1|1\.0\d)% off"):
+        SparseFFN.from_module(Gated(lambda layer, x: layer.down_proj(hidden(layer, x) * 1.01)).to(dtype))
+
+
+def test_a_relu_of_ones_own_is_none():
+    layer = Gated(lambda layer, x: layer.down_proj(hidden(layer, x)), act_fn=OtherReLU())
+    for function in (SparseFFN.from_module, sparsify):
+        with pytest.raises(InputError, match="OtherReLU"):
+            function(layer)
+    layer.act_fn = nn.ReLU()
+    layer.act_fn.forward = torch.tanh
+    with pytest.raises(InputError, match="ReLU"):
+        SparseFFN.from_module(layer)
+    layer.act_fn = type("Renamed", (nn.ReLU,), {})()
+    assert isinstance(SparseFFN.from_module(layer), SparseFFN)
+
+
+@pytest.mark.parametrize("part", [nn.RMSNorm(D_FF), nn.LayerNorm(D_FF), nn.BatchNorm1d(D_FF, affine=False), nn.Parameter(torch.ones(1))],
+                         ids=lambda part: type(part).__name__)
+def test_parameters_and_buffers_that_would_vanish_are_named(part):
+    layer = Gated(lambda layer, x: layer.down_proj(hidden(layer, x)), extra=part)  # even where nothing is done with them
+    with pytest.raises(InputError, match="does not carry: extra"):
+        SparseFFN.from_module(layer)
+
+
+def test_widths_that_no_sparse_layer_has_are_named():
+    layer = PlainFeedForward(D_MODEL, D_FF)
+    layer.down_proj = nn.Linear(D_FF, 2 * D_MODEL)
+    with pytest.raises(InputError, match=r"down_proj \[32, 64\].*accepted"):
+        SparseFFN.from_module(layer)
+
+
+# ---- weights that could not show a difference ----
+
+
+def zero_output(layer):
+    nn.init.zeros_(layer.down_proj.weight)
+
+
+def silent_gate(layer):
+    nn.init.zeros_(layer.gate_proj.weight)
+
+
+def not_a_number(layer):
+    nn.init.constant_(layer.up_proj.weight, float("nan"))
+
+
+def few_fire(layer):
+    """So that the largest few are all there are."""
+    nn.init.zeros_(layer.gate_proj.weight[3:])
+
+
+def on_meta(layer):
+    layer.to("meta")
+
+
+@pytest.mark.parametrize("prepare", [zero_output, silent_gate, few_fire, not_a_number, on_meta], ids=lambda function: function.__name__)
+def test_other_weights_stand_in_for_those_that_tell_nothing(prepare):
+    rule = "top entries alone" if prepare is few_fire else "its output scaled"
+    right, wrong = Gated(SAME["products the other way round"]), Gated(OTHERS[rule])
+    for layer in (right, wrong):
+        with torch.no_grad():
+            prepare(layer)
+    held = [(p, p._version, p.requires_grad) for p in right.parameters()]
+    anatomy.check("", right)
+    assert [(p, p._version, p.requires_grad) for p in right.parameters()] == held
+    with pytest.raises(InputError, match="% off"):
+        anatomy.check("", wrong)
+
+
+def test_inside_fake_tensor_mode():
+    with FakeTensorMode():
+        anatomy.check("", Gated(SAME["products the other way round"]))
+        with pytest.raises(InputError, match="200% off"):
+            anatomy.check("", Gated(OTHERS["its output scaled"]))
+
+
+@pytest.mark.parametrize("parametrized", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
+                         ids=lambda function: function.__name__)
+def test_parametrized_projections_are_carried(parametrized):
+    torch.manual_seed(0)
+    layer = GatedFeedForward(D_MODEL, D_FF)
+    for part in (layer.gate_proj, layer.up_proj, layer.down_proj):
+        parametrized(part)
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    anatomy.check("", layer)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in layer.named_buffers())
+    x = torch.randn(3, D_MODEL)
+    sparse = SparseFFN.from_module(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse.eval()(x), layer.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+# ---- being asked changes nothing ----
+
+
+class Busy(nn.Module):
+    """A decoder layer whose own state changes whenever it runs: counters, running means, random numbers."""
+
+    def __init__(self, between=0.0, after=0.1):
+        super().__init__()
+        self.fc1, self.fc2, self.activation_fn = nn.Linear(D_MODEL, D_FF), nn.Linear(D_FF, D_MODEL), nn.ReLU()
+        self.norm, self.drop = nn.BatchNorm1d(D_MODEL), nn.Dropout(after)
+        self.between, self.calls, self.last, self.cache = between, 0, None, torch.zeros(3)
+
+    def forward(self, x, mask):
+        self.calls += 1
+        self.cache += 1
+        self.last = x
+        self.noise = random.random()
+        y = self.norm(x.flatten(0, -2)).reshape(x.shape)
+        y = F.dropout(self.activation_fn(self.fc1(y)), self.between, self.training)
+        return x + self.drop(self.fc2(y))
+
+
+def state_of(module):
+    held = {name: (t.clone(), t._version, t.requires_grad) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    own = {name: {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in vars(each).items() if not isinstance(v, dict)}
+           for name, each in module.named_modules()}  # fmt: skip
+    return held, own, torch.get_rng_state(), random.getstate()
+
+
+def assert_same(a, b):
+    for (held, own, rng, python), (held_b, own_b, rng_b, python_b) in [(a, b)]:
+        assert own == own_b and torch.equal(rng, rng_b) and python == python_b
+        for name, (t, *rest) in held.items():
+            assert torch.equal(t, held_b[name][0]) and rest == list(held_b[name][1:]), name
+
+
+@pytest.mark.parametrize("rule", [None, *OTHERS])
+def test_a_layer_is_left_as_it_was(rule):
+    torch.manual_seed(0)
+    layer = Busy() if rule is None else Gated(OTHERS[rule], extra=nn.Dropout(0.5))
+    layer.train()
+    next(iter(layer.children())).eval()  # of two minds
+    for p in layer.parameters():
+        p.grad = torch.ones_like(p)
+    next(layer.parameters()).requires_grad_(False)
+    before, grads = state_of(layer), [p.grad for p in layer.parameters()]
+    calls, seen = [], []
+    handles = [nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1)),
+               nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.append(1))]
+    try:
+        anatomy.check("", layer)
+    except InputError as error:
+        seen.append(error)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert bool(seen) == (rule is not None) and not calls
+    assert_same(state_of(layer), before)
+    assert all(a is b and (b == 1).all() for a, b in zip([p.grad for p in layer.parameters()], grads, strict=True))
+
+
+def test_inside_autocast_inference_mode_and_another_default_device():
+    layer = Gated(SAME["products the other way round"])
+    with torch.autocast("cpu", torch.bfloat16):
+        anatomy.check("", layer)
+        with pytest.raises(InputError, match=r"0.01% off"):
+            anatomy.check("", Gated(OTHERS["a little"]))
+    with torch.inference_mode():
+        anatomy.check("", Gated(SAME["products the other way round"]))
+    with torch.device("meta"):
+        anatomy.check("", layer)
+        with pytest.raises(InputError, match="200% off"):
+            anatomy.check("", Gated(OTHERS["its output scaled"]))
+
+
+# ---- decoder layers that hold the parts themselves ----
+
+
+def test_a_decoder_layer_is_asked_as_a_whole():
+    torch.manual_seed(0)
+    layer = Busy().eval()
+    x = torch.randn(2, 5, D_MODEL)
+    expected = layer(x, None).detach()
+    sparsify(layer)
+    torch.testing.assert_close(layer(x, None).detach(), expected)
+    densify(layer)
+    with pytest.raises(InputError, match="in training mode .* off"):
+        sparsify(Busy(between=0.1))
+
+
+class Listening(Busy):
+    """Which reads what lies between its projections for itself."""
+
+    def forward(self, x, mask):
+        up = self.fc1(x)
+        return self.fc2(self.activation_fn(up)) + up.mean(-1, keepdim=True)
+
+
+class Clamping(Busy):
+    def forward(self, x, mask):
+        return x + self.fc2(self.activation_fn(self.fc1(F.layer_norm(x, (D_MODEL,)))).clamp(max=100))
+
+
+class Twice(Busy):
+    def forward(self, x, mask):
+        return self.fc2(self.activation_fn(self.fc1(self.fc2(self.activation_fn(self.fc1(x))))))
+
+
+class Mixing(Busy):
+    def forward(self, x, mask):
+        return self.fc2(self.activation_fn(self.fc1(x).roll(1, -1)))
+
+
+@pytest.mark.parametrize("kind", [Listening, Clamping, Twice, Mixing])
+def test_a_decoder_layer_that_does_more_between_its_parts_is_refused(kind):
+    torch.manual_seed(0)
+    layer = kind()
+    for function in (sparsify, SparseFFN.from_module):
+        with pytest.raises(InputError, match=kind.__name__):
+            function(layer)
+    assert isinstance(layer.activation_fn, nn.ReLU) and "forward" not in vars(layer.fc1)
+
+
+def test_a_decoder_layer_that_cannot_be_run_alone_is_refused_with_its_error():
+    class Crossed(Busy):
+        def forward(self, x, other):
+            return super().forward(x, None) + other[0]
+
+    with pytest.raises(InputError, match="Crossed could not be asked.*TypeError"):
+        sparsify(Crossed())
+
+
+def test_a_sparse_layer_inside_a_decoder_layer_goes_on_following_its_weights(monkeypatch):
+    monkeypatch.setattr(cpu, "_pays", lambda gate, entries: True)  # small layers would never look at their copy
+
+    class Both(Busy):
+        def __init__(self):
+            super().__init__()
+            self.mlp = GatedFeedForward(D_MODEL, D_FF)
+
+        def forward(self, x, mask):
+            return super().forward(x, mask) + self.mlp(x)
+
+    torch.manual_seed(0)
+    layer = Both().eval()
+    x = torch.randn(2, 5, D_MODEL)
+    with torch.no_grad():
+        sparsify(layer, only=lambda name, module: name == "mlp")
+        layer.mlp.down_proj.weight.mul_(2)  # what the copy inside the sparse layer has not followed yet
+        expected = densify(copy.deepcopy(layer))(x, None)
+        anatomy.check("", layer)
+        torch.testing.assert_close(layer(x, None), expected)
+
+
+# ---- whole models ----
+
+
+def test_each_layer_is_asked_for_itself_and_nothing_is_changed_before_all_are():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocabulary=50, d_model=D_MODEL, layers=4, heads=2, d_ff=D_FF, context=12))
+    for at, rule in ((1, "its output scaled"), (3, "top entries alone")):
+        odd = Gated(OTHERS[rule])
+        odd.load_state_dict(model.layers[at].mlp.state_dict())
+        model.layers[at].mlp = odd
+    with pytest.raises(InputError, match=r"layers\.1\.mlp \(Gated\).*200% off.*layers\.3\.mlp \(Gated\)"):
+        sparsify(model)
+    assert not any(isinstance(each, SparseFFN) for each in model.modules())
+    tokens = torch.randint(50, (2, 9))
+    expected = model(tokens)
+    asked = []
+    sparsify(model, only=lambda name, module: asked.append(name) or not isinstance(module, Gated))
+    assert {f"layers.{at}.mlp" for at in range(4)} <= set(asked)
+    assert [isinstance(layer.mlp, SparseFFN) for layer in model.layers] == [True, False, True, False]
+    torch.testing.assert_close(model(tokens), expected)
+    sparse = [layer.name for layer in feed_forwards(model, only=lambda name, module: isinstance(module, SparseFFN))]
+    assert sparse == ["layers.0.mlp", "layers.2.mlp"]
+    with pytest.raises(InputError, match="`only` leaves none of the 4"):
+        sparsify(model, only=lambda name, module: False)

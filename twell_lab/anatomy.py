@@ -1,0 +1,399 @@
+"""What a feed-forward layer is: which modules have the parts of one, and whether such a module computes what its parts say.
+
+Recognised by the names of their parts (more families are added to LAYOUTS):
+  gate_proj, up_proj, down_proj, act_fn   gated: transformers Llama with hidden_act="relu", this course's model
+  up_proj, down_proj, act_fn              plain: this course's model
+  fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
+
+A name is a hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is run on a few rows
+beside the formula before it is swapped: `check`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .errors import InputError
+
+# (gate, up, down, activation): attribute names; the first layout whose names are all there is taken.
+LAYOUTS = (
+    ("gate_proj", "up_proj", "down_proj", "act_fn"),
+    (None, "up_proj", "down_proj", "act_fn"),
+    (None, "fc1", "fc2", "activation_fn"),
+)
+IN_BLOCK = LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
+ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
+
+Only = Callable[[str, nn.Module], bool]
+SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
+ROWS = 4
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """One feed-forward layer found in a model. gate is None for plain layers."""
+
+    name: str
+    module: nn.Module
+    gate: nn.Linear | None
+    up: nn.Linear
+    down: nn.Linear
+
+    @property
+    def pattern(self) -> nn.Linear:
+        """The projection whose positive outputs are the neurons that fire."""
+        return self.up if self.gate is None else self.gate
+
+
+def is_relu(activation) -> bool:
+    if isinstance(activation, nn.ReLU):  # not a subclass that computes something else, as squared ReLUs do
+        return type(activation).forward is nn.ReLU.forward and "forward" not in vars(activation)
+    return any(activation is each for each in (torch.relu, nn.functional.relu))
+
+
+def is_linear(module) -> bool:
+    """Whether the module computes x W^T + b, so that its weight and bias say all about it.
+
+    A subclass of nn.Linear with a forward of its own (an adapter, a quantised layer) need not.
+    """
+    if not isinstance(module, nn.Linear):
+        return False
+    replaced = vars(module).get("forward")
+    return type(module).forward is nn.Linear.forward and (replaced is None or isinstance(replaced, HandOn))
+
+
+class HandOn:
+    """The forward of a projection whose work is done in the activation's seat: it only keeps its parameters and their names.
+
+    InputError where a part was replaced since: another activation would get what the projection gets.
+    """
+
+    def __init__(self, block: nn.Module, layout: tuple) -> None:
+        self.block, self.parts = block, [(seat, getattr(block, seat)) for seat in layout if seat]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for seat, part in self.parts:
+            if getattr(self.block, seat) is not part:
+                raise InputError(f"{seat} of a swapped {type(self.block).__name__} was replaced; accepted: twell_lab.densify first")
+        return x
+
+
+def named_parts(module: nn.Module) -> tuple | None:
+    """The first layout whose names are all there, whatever they stand for."""
+    if "_orig_mod" in vars(module).get("_modules", ()):  # torch.compile's wrapper answers to the names of what it wraps
+        return None
+    for layout in LAYOUTS:
+        if all(getattr(module, name, None) is not None for name in layout if name):
+            return layout
+    return None
+
+
+def layout_of(module: nn.Module) -> tuple | None:
+    """The first layout whose names are all there, whatever the activation; None if a projection is no plain Linear."""
+    layout = named_parts(module)
+    return layout if layout and all(is_linear(getattr(module, name)) for name in layout[:3] if name) else None
+
+
+def title(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+def selected(only: Only | None, name: str, module: nn.Module) -> bool:
+    """Whether the filter takes the layer; InputError for one that cannot be called."""
+    if only is not None and not callable(only):
+        raise InputError(f"only is {only!r:.80}; a function of a layer's name and module is accepted, or None for all layers")
+    return only is None or bool(only(name, module))
+
+
+def raise_all(reasons: list[str], most: int = 4) -> None:
+    """One InputError for all of them, should there be any."""
+    if reasons:
+        more = f"; and {len(reasons) - most} more" if len(reasons) > most else ""
+        raise InputError("; ".join(reasons[:most]) + more)
+
+
+# ---- what a layer computes ----
+
+
+def _uncarried(module: nn.Module, layout: tuple) -> list[str]:
+    """Parameters and buffers of a module of its own that belong to none of its projections."""
+    if layout == IN_BLOCK:
+        return []
+    ours = {id(each) for seat in layout[:3] if seat for each in getattr(module, seat).modules()}
+    return [f"{at}.{name}" if at else name for at, each in module.named_modules() if id(each) not in ours
+            for name, held in (*each._parameters.items(), *each._buffers.items()) if held is not None]
+
+
+def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """`check` each of them by name; one InputError for all that fail."""
+    reasons = []
+    for name, module in layers:
+        try:
+            check(name, module)
+        except InputError as error:
+            reasons.append(str(error))
+    raise_all(reasons)
+
+
+def check(name: str, module: nn.Module) -> None:
+    """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or down(act(up(x))).
+
+    It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without gradients, in
+    its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No hook sees it. It is asked
+    with its own weights, unless those are on meta, and with drawn ones: its own may be zero, not finite, or fire too few
+    neurons to show a difference. Outputs may differ as rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in
+    others; a layer in 16 bits that does not give the very bits of the formula is asked in float32 once more.
+    """
+    layout = layout_of(module)
+    where = title(name, module)
+    lost = _uncarried(module, layout)
+    if lost:
+        raise InputError(f"{where} has parameters or buffers that a sparse layer does not carry: {', '.join(lost[:5])}; accepted: "
+                         "those of its projections alone")  # fmt: skip
+    try:
+        with _disable_current_modes(), torch.no_grad():  # FakeTensorMode would hide the values, and a user's mode would see ours
+            _check_widths(where, module, layout)
+            for own in (True, False) if _readable(module) else (False,):
+                same = _compare(where, module, layout, None if own else _drawn(module, None))
+                if not same and next(module.parameters()).dtype.itemsize < 4:
+                    _compare(where, module, layout, _drawn(module, torch.float32, own=own))
+    except InputError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(f"{where} could not be asked what it computes: run on a few rows of its width it raised "
+                         f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone") from error  # fmt: skip
+
+
+def _check_widths(where: str, module: nn.Module, layout: tuple) -> None:
+    """InputError unless the layer returns rows as wide as it takes, and gate and up are of one shape."""
+    with _untouched(module, False, None):
+        gate, up, down = (tuple(getattr(module, seat).weight.shape) if seat else None for seat in layout[:3])
+    if down != up[::-1] or gate not in (None, up):
+        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(layout, (gate, up, down)) if seat]
+        raise InputError(f"{where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
+                         "down [d_model, d_ff]")  # fmt: skip
+
+
+def _up(module: nn.Module, layout: tuple) -> nn.Linear:
+    return getattr(module, layout[1])
+
+
+def _rows(module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> Tensor:
+    """Random rows [scales, ROWS, d_model] in the layer's dtype, on its device; the same each time."""
+    with _untouched(module, False, drawn):  # a parametrized weight may change its buffers whenever it is read
+        weight = _up(module, layout).weight
+        shape, generator = (len(SCALES), ROWS, weight.shape[1]), torch.Generator("cpu").manual_seed(1)
+        rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return (rows * torch.tensor(SCALES, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
+
+
+def _formula(module: nn.Module, layout: tuple, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The hidden activations and the output for x [..., d_model], from the projections' weights, each of them read once."""
+    gate, up, down = (getattr(module, seat) if seat else None for seat in layout[:3])
+    activation = getattr(module, layout[3])
+    if gate is None:
+        hidden = activation(linear(x, up.weight, up.bias))
+    else:
+        hidden = activation(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias)
+    return hidden, linear(hidden, down.weight, down.bias)
+
+
+def _readable(module: nn.Module) -> bool:
+    """Whether the layer's own weights hold numbers."""
+    return not any(t.is_meta or hasattr(t, "fake_mode") for t in (*module.parameters(), *module.buffers()))
+
+
+def _drawn(module: nn.Module, dtype: torch.dtype | None, own: bool = False) -> dict[int, Tensor]:
+    """Stand-ins by the id of each parameter, and of each buffer that holds no numbers here; own: the own values, cast."""
+    generator, made = torch.Generator("cpu").manual_seed(2), {}
+    most = sum(t.numel() for t in (*module.parameters(), *module.buffers()))
+    numbers = torch.randn(min(1_048_573, most), generator=generator, device="cpu")  # a prime: repeated, they make no two rows alike
+    parameters = {id(t) for t in module.parameters()}
+    for t in (*module.parameters(), *module.buffers()):
+        if own:
+            made[id(t)] = t.to(dtype) if t.is_floating_point() else t.clone()
+        elif id(t) in parameters or t.is_meta or hasattr(t, "fake_mode"):
+            device = "cpu" if t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available() else t.device
+            values = numbers * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
+            values = values.to(device, dtype if dtype and t.is_floating_point() else t.dtype)
+            numbers = numbers.roll(-len(made) - 1)  # other ones for the next
+            made[id(t)] = values.repeat(-(-t.numel() // max(1, len(values))))[: t.numel()].reshape(t.shape)
+    return made
+
+
+@contextmanager
+def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | None) -> Iterator[None]:
+    """Within: the module in this mode, on copies of its buffers (and on these stand-ins), for itself; afterwards as it was."""
+    modules = list(module.modules())
+    before = [(each, dict(vars(each)), [(vars(each)[kind], dict(vars(each)[kind])) for kind in ("_parameters", "_buffers", "_modules")])
+              for each in modules]  # fmt: skip
+    drawn = drawn or {}
+    devices = {t.device for t in module.parameters()} | {t.device for t in drawn.values()}
+    python, globally = random.getstate(), {kind: getattr(torch_modules, kind) for kind in _GLOBAL_HOOKS}
+    with ExitStack() as stack:
+        cuda = [each.index for each in devices if each.type == "cuda" and torch.cuda.is_available()]
+        stack.enter_context(torch.random.fork_rng(cuda, enabled=True))
+        for kind in {each.type for each in devices} & {"cpu", "cuda"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        try:
+            for kind, found in globally.items():
+                setattr(torch_modules, kind, OrderedDict() if isinstance(found, dict) else found)
+            copies = {id(t): t.clone() for each in modules for t in each._buffers.values() if t is not None and id(t) not in drawn}
+            for each in modules:
+                for key, t in each._parameters.items():
+                    if t is not None and id(t) in drawn:
+                        each._parameters[key] = nn.Parameter(drawn[id(t)], requires_grad=False)
+                for key, t in each._buffers.items():
+                    if t is not None:
+                        each._buffers[key] = drawn[id(t)].clone() if id(t) in drawn else copies[id(t)]
+                # Nobody's hooks are called, and nothing that Module.compile() made: compiling it takes longer than asking.
+                vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
+                vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})  # what is no buffer by name
+            module.train(training)
+            yield
+        finally:
+            for each, attributes, tables in before:
+                for key in vars(each).keys() - attributes.keys():
+                    del vars(each)[key]
+                vars(each).update(attributes)
+                for table, held in tables:
+                    table.clear()
+                    table.update(held)
+            for kind, found in globally.items():
+                setattr(torch_modules, kind, found)
+            random.setstate(python)
+
+
+def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> bool:
+    """Whether the layer gives the very bits of the formula; InputError where rounding does not explain what it gives instead."""
+    same = True
+    for training in (False, True):
+        ask = _ask_block if layout == IN_BLOCK else _ask_module
+        for found, expected in ask(module, layout, training, drawn):
+            mode = f"in {'training' if training else 'evaluation'} mode"
+            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+                raise InputError(f"{where} returns {what} {mode}; accepted: {expected.dtype} {list(expected.shape)}, as its formula gives")
+            if _identical(found, expected):
+                continue
+            same = False
+            off = [_off(a, b) for a, b in zip(*(t.reshape(len(SCALES), -1, t.shape[-1]) for t in (found, expected)))]
+            worst = max(range(len(SCALES)), key=off.__getitem__)
+            eps = torch.finfo(expected.dtype).eps
+            if not off[worst] <= (2 if expected.dtype.itemsize < 4 else 64) * eps:
+                hint = " (dropout inside it has to be of p=0)" if training else ""
+                product = "down(act(up(x)))" if layout[0] is None else "down(act(gate(x)) * up(x))"
+                raise InputError(f"{where} does not compute {product}: {mode} its output for inputs of scale {SCALES[worst]:g} is "
+                                 f"{_percent(off[worst])} off{hint}; accepted: layers that do, or an `only` that leaves it out")
+    return same
+
+
+def _percent(off: float) -> str:
+    return "not finite where the formula's is, or the other way round, and so" if off == float("inf") else f"{100 * off:.3g}%"
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _off(found: Tensor, expected: Tensor) -> float:
+    """The largest relative norm of a row's difference; infinite where other values overflow than in the formula."""
+    found, expected = found.double(), expected.double()
+    finite = expected.isfinite()
+    if not _identical(found.where(~finite, 0), expected.where(~finite, 0)) or not found.where(finite, 0).isfinite().all():
+        return float("inf")
+    difference, norm = ((t.where(finite, 0)).norm(dim=-1) for t in (found - expected, expected))
+    off = torch.where(difference == 0, 0.0, difference / norm)
+    return off.nan_to_num(float("inf")).max().item()
+
+
+def _ask_module(module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
+    """What a module of its own gives for the rows, and what its formula gives."""
+    x = _rows(module, layout, drawn)
+    with _untouched(module, training, drawn):
+        expected = _formula(module, layout, x)[1]
+    for flat in (False, True):  # layers of experts want [tokens, d_model], most others know a batch too
+        try:
+            with _untouched(module, training, drawn):
+                found = module(x.flatten(0, 1).clone() if flat else x.clone())
+            yield found, expected.flatten(0, 1) if flat else expected
+            return
+        except InputError:
+            raise
+        except Exception:
+            if flat:
+                raise
+
+
+def _ask_block(module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
+    """What a decoder layer gives for its up projection's input and from its down projection, beside the formula; and what it
+    returns as it is and with the formula in the activation's seat: nothing else may read what lies between.
+
+    The up projection is given rows of every scale, whatever norm comes before it.
+    """
+    _, up, down, seat = layout
+    x = _rows(module, layout, drawn)
+    heard: dict[str, list[Tensor]] = {up: [], down: []}
+
+    def rows_for(given: Tensor) -> Tensor:
+        if given.numel() != x.numel() or given.shape[-1] != x.shape[-1]:
+            raise InputError(f"{type(module).__name__} gives {up} {list(given.shape)} where it is given {list(x.shape)}; accepted: "
+                             "a layer whose feed-forward part takes each of its rows")  # fmt: skip
+        return x.reshape(given.shape)
+
+    def listen() -> None:
+        first, last = getattr(module, up), getattr(module, down)
+
+        def into(given: Tensor) -> Tensor:
+            heard[up].append(rows_for(given))
+            return linear(heard[up][-1], first.weight, first.bias)
+
+        def out(given: Tensor) -> Tensor:
+            heard[down].append(linear(given, last.weight, last.bias))
+            return heard[down][-1].clone()  # what follows may write to it
+
+        first.forward, last.forward = into, out
+
+    def replace() -> None:
+        own = nn.Module()  # with the parts' names alone, and the activation where the module itself has the stub
+        vars(own).update({each: getattr(module, each) for each in (up, down, seat)})
+        stub = nn.Identity()
+        stub.forward = lambda given: _formula(own, layout, rows_for(given))[1]
+        setattr(module, seat, stub)
+        getattr(module, up).forward = getattr(module, down).forward = HandOn(module, layout)
+
+    def run(prepare: Callable[[], None]) -> list[Tensor]:
+        wanted = list(inspect.signature(module.forward).parameters.values())[1:]
+        others = [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+        with _untouched(module, training, drawn):
+            prepare()
+            return _tensors(module(x.clone(), *others))
+
+    whole = run(listen)
+    if len(heard[up]) != 1 or len(heard[down]) != 1:
+        calls = f"{up} {len(heard[up])} times and {down} {len(heard[down])} times"
+        raise InputError(f"{type(module).__name__} calls {calls} in a forward; accepted: once each")
+    with _untouched(module, training, drawn):
+        expected = _formula(module, layout, heard[up][0])[1]
+    yield heard[down][0], expected
+    yield from zip(run(replace), whole, strict=True)
+
+
+def _tensors(returned) -> list[Tensor]:
+    """The tensors of what a decoder layer returns that have rows of a width."""
+    returned = returned if isinstance(returned, (tuple, list)) else [returned]
+    return [each for each in returned if isinstance(each, Tensor) and each.is_floating_point() and each.dim() > 1]

@@ -1,0 +1,203 @@
+"""Copies of weights in another layout, kept equal to the weights: `down` transposed, or all with the hot neurons first.
+
+What a copy was made from is kept on the copy itself: the weight's storage (a weak reference, so that another one at the same
+address is told apart), address, strides and version, and how many optimizer steps had been taken, since a fused optimizer
+raises no version. A copy that somebody else put in its place has none of it and is made anew. So is, on every call, the copy of
+a weight that can change unseen: an inference tensor, CPU memory shared with another process, a weight that FSDP gathers.
+What is left unseen are writes that go past torch's version counter: into `weight.data`, through NumPy or DLPack, or from
+another process on a GPU.
+
+Non-finite weights are an error (a NaN beside a silent neuron would make the dense layer's result NaN and be skipped here), and
+are looked for when a copy is made outside of training. On a GPU nobody waits for the answer: the call after it has arrived raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import checks
+from .errors import InputError
+
+TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(4)  # how a copy is laid out; all but the first take the neurons in `order`
+
+_library = torch.library.Library("twell_lab", "FRAGMENT")
+_library.define(
+    "refresh_copies(Tensor[] weights, Tensor(a!)[] copies, int[] how, Tensor? order, Tensor[] beside, str names, bool changing) -> ()"
+)
+
+
+def refresh(
+    weights: dict[str, Tensor],
+    copies: list[Tensor],
+    how: list[int],
+    order: Tensor | None = None,
+    beside: dict[str, Tensor] | None = None,
+) -> None:
+    """Make each copy equal its weight in its layout again, if the weight has changed since the last call.
+
+    weights: by name, one for each copy. order: int64 [d_ff], the neuron that comes first, second, ... in copies that are not just
+    TRANSPOSED. beside: other weights, by name, that the caller reads in place: looked at for non-finite values with the others.
+    While a CUDA graph is captured, a weight that is being trained is copied in any case: it may change between replays, and this
+    check will not run then. Raises InputError, naming it, for a weight with non-finite values, outside of training only.
+    """
+    beside = beside or {}
+    sources, others = [*weights.values()], [*beside.values()]
+    changing = torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
+    # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
+    watched = checks.watched(*sources, *others)
+    if watched or not _current(sources, copies, others, changing):
+        call = torch.ops.twell_lab.refresh_copies if watched else _refresh
+        sources, others = [w.detach() for w in sources], [w.detach() for w in others]
+        call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing)
+
+
+def forget(copy: Tensor | None) -> None:
+    """Have the next `refresh` make this copy anew."""
+    if copy is not None and hasattr(copy, "made"):
+        del copy.made
+
+
+def fits(copy: Tensor | None, how: int, weight: Tensor | None) -> bool:
+    """Whether `copy` is a place for `weight` in that layout: same shape, dtype and device; None for None."""
+    if copy is None or weight is None:
+        return copy is weight
+    shape = weight.shape[::-1] if how in (TRANSPOSED, ROWS_OF_TRANSPOSE) else weight.shape
+    return copy.shape == shape and copy.dtype == weight.dtype and copy.device == weight.device
+
+
+def place(how: int, weight: Tensor | None) -> Tensor | None:
+    """Memory for a copy of `weight` in that layout, not yet filled."""
+    if weight is None:
+        return None
+    with torch.inference_mode(False):  # what is made inside inference mode could not be written to outside of it
+        return weight.new_empty(weight.shape[::-1] if how in (TRANSPOSED, ROWS_OF_TRANSPOSE) else weight.shape, requires_grad=False)
+
+
+def check_finite(weights: dict[str, Tensor | None]) -> None:
+    """Raise InputError naming the first weight that has a NaN or an infinity. Waits for the device."""
+    known = {name: w.detach() for name, w in weights.items() if w is not None and w.device.type in ("cpu", "cuda") and not checks.watched(w)}
+    if known and not all_finite([*known.values()]).item():
+        _refuse(known)
+
+
+class _Made:
+    """What a copy was made from, and on which stream. Pickled or copied along with a copy it is forgotten."""
+
+    def __init__(self, weight: Tensor | None = None, finite: bool = False) -> None:
+        self.storage = None if weight is None or _changes_unseen(weight) else ref(weight.untyped_storage())
+        self.seen = None if self.storage is None else (weight.data_ptr(), weight._version, weight.stride(), _steps)
+        self.finite = finite  # whether the weights of its call were looked at
+        self.beside: list[_Made] = []
+        # On a GPU: the stream that made it, an event after that, whether all were finite (once the event has passed), and that they were not.
+        self.stream = self.event = self.answer = None
+        self.refused = False
+
+    def __reduce__(self):
+        return _Made, ()
+
+    def is_of(self, weight: Tensor) -> bool:
+        return (
+            self.storage is not None
+            and self.storage() is weight.untyped_storage()
+            and self.seen == (weight.data_ptr(), weight._version, weight.stride(), _steps)
+            and not _changes_unseen(weight)
+        )
+
+
+def _changes_unseen(weight: Tensor) -> bool:
+    return weight.is_inference() or not weight.is_cuda and weight.is_shared() or _may_be_gathered()
+
+
+def _may_be_gathered() -> bool:
+    """Whether FSDP may be about: it writes gathered weights where the last ones were, and keeps the version as it was."""
+    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+_steps = 0  # a fused optimizer changes weights without raising their version, so its steps are counted
+
+
+def _count_step(*_):
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def _current(weights, copies, beside, changing) -> bool:
+    """Whether nothing is to be done but, on another stream than the one that made the copies, wait for them there."""
+    made = [getattr(copy, "made", None) for copy in copies]
+    if not all(each is not None and each.is_of(weight) for each, weight in zip(made, weights)):
+        return False
+    first, cuda = made[0], copies[0].is_cuda
+    if cuda and changing and torch.cuda.is_current_stream_capturing():
+        return False
+    if not changing:
+        if first.refused or not (first.finite and len(first.beside) == len(beside) and all(each.is_of(w) for each, w in zip(first.beside, beside))):
+            return False
+        if (answer := first.answer) is not None and not torch.cuda.is_current_stream_capturing() and first.event.query():
+            first.answer, first.refused = None, not answer
+            if first.refused:
+                return False
+    device = copies[0].device
+    if first.event is not None and first.stream != torch._C._cuda_getCurrentRawStream(device.index):
+        if not torch.cuda.is_current_stream_capturing():  # capturing begins with a device that has done all before it
+            first.event.wait(torch.cuda.current_stream(device))
+    return True
+
+
+@torch.library.impl(_library, "refresh_copies", "CUDA")
+@torch.library.impl(_library, "refresh_copies", "CPU")
+def _refresh(weights, copies, how, order, beside, names, changing):
+    if _current(weights, copies, beside, changing):
+        return
+    first, cuda = getattr(copies[0], "made", None), copies[0].is_cuda
+    # On a GPU only once its answer was no: then they, or what they were changed to since, are looked at here and now.
+    if not changing and (not cuda or first is not None and first.refused) and not all_finite(weights + beside):
+        _refuse(dict(zip(names.split(), weights + beside)))
+    with torch.no_grad():
+        for weight, copy, kind in zip(weights, copies, how):
+            if kind == TRANSPOSED:
+                copy.copy_(weight.t())
+            else:
+                source = weight.t() if kind == ROWS_OF_TRANSPOSE else weight
+                torch.index_select(source, int(kind == COLUMNS), order, out=copy)
+    for weight, copy in zip(weights, copies):
+        copy.made = _Made(weight, finite=not changing)
+    first = copies[0].made
+    first.beside = [_Made(weight) for weight in beside]
+    if cuda and not torch.cuda.is_current_stream_capturing():
+        if not changing:
+            first.answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+            first.answer.copy_(all_finite(weights + beside), non_blocking=True)
+        stream = torch.cuda.current_stream(copies[0].device)
+        first.stream, first.event = stream.cuda_stream, stream.record_event()
+
+
+@torch.no_grad()
+def all_finite(weights: list[Tensor]) -> Tensor:
+    """Whether no weight has a NaN or an infinity: a bool scalar on the first one's device. Waits for nothing."""
+    largest = [torch.linalg.vector_norm(w, torch.inf).float() for w in weights if w.numel()]  # NaN is larger than any number here
+    if not largest:
+        return torch.ones((), dtype=torch.bool, device="cpu")
+    return torch.stack([each.to(largest[0].device, non_blocking=True) for each in largest]).isfinite().all()
+
+
+def _refuse(weights: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        wrong = (~weight.isfinite()).nonzero()
+        if len(wrong):
+            place = wrong[0].tolist()
+            value = weight[tuple(place)].item()
+            raise InputError(f"{name} has {len(wrong)} values that are not finite, the first at {place}: {value}; finite weights are accepted "
+                             "(a layer that is still being trained has diverged)")  # fmt: skip
+
+
+@torch.library.register_fake("twell_lab::refresh_copies", lib=_library)
+def _(weights, copies, how, order, beside, names, changing):
+    return None

@@ -1,0 +1,137 @@
+"""One process at a time writes into a folder: a file in it is locked, and says by whom.
+
+The system itself lets go of the lock of a process that ends, however it ends, so that one killed leaves no folder closed.
+On another machine nobody can know whether the owner lives, and some network file systems keep locks within a machine:
+what another machine's process left is refused until somebody removes it. Where there are no locks at all (Windows, some
+file systems) the owner's number and start are looked up; two processes that begin in the same instant may miss each other there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from .errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+NAME = ".twell-lab.lock"
+
+
+class Lock:
+    """A folder's lock. `take` it, `release` it; both may be called again. what: who has it, in the message of a refusal."""
+
+    def __init__(self, folder: str | os.PathLike, what: str) -> None:
+        self.path, self.what = Path(folder) / NAME, what
+        self.handle: int | None = None
+
+    def take(self) -> None:
+        """Have the folder, which must be there. InputError names the owner where there is one, and says why where the file can't be
+        written."""
+        try:
+            while self.handle is None:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    locked, owner = _lock(handle), _read(handle)
+                    if locked is False or _elsewhere(owner) or locked is None and _runs(owner):
+                        raise InputError(self._refusal(owner, locked))
+                    if self._is(handle):  # or its owner removed it just before it was locked here
+                        self.handle = handle
+                finally:
+                    if self.handle is None:
+                        os.close(handle)
+            _write(self.handle)
+        except OSError as error:
+            self.release()
+            raise InputError(f"cannot save in {str(self.path.parent)!r}: {error}") from None
+
+    def release(self) -> None:
+        if self.handle is None:
+            return
+        handle, self.handle = self.handle, None
+        with suppress(OSError):  # the folder may be gone
+            if fcntl is None:  # no open file can be removed
+                os.close(handle)
+                self.path.unlink()
+                return
+            if self._is(handle):
+                self.path.unlink()
+        os.close(handle)
+
+    def _is(self, handle: int) -> bool:
+        """Whether the open file is the one of this name."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(handle), os.stat(self.path))
+        return False
+
+    def _refusal(self, owner: dict, locked: bool | None) -> str:
+        who = f", process {owner['pid']} on {owner['host']!r}, since {owner['since']}" if owner else ""
+        remove = "" if locked is False else f"; if it was killed, remove {str(self.path)!r} and try again"
+        return (f"{str(self.path.parent)!r} is in use by another {self.what}{who}; accepted: another folder, or this one once that has "
+                f"ended{remove}")
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether the file could be locked; None where nothing can."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _write(handle: int) -> None:
+    owner = {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname(),
+             "since": datetime.now().isoformat(" ", "seconds")}
+    os.ftruncate(handle, 0)
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.write(handle, json.dumps(owner).encode())
+
+
+def _read(handle: int) -> dict:
+    """Who wrote the file; {} where nobody did, or it can't be read."""
+    os.lseek(handle, 0, os.SEEK_SET)
+    content = os.read(handle, 4096)
+    with suppress(ValueError, RecursionError):
+        owner = json.loads(content)
+        if isinstance(owner, dict) and [type(owner.get(name)) for name in ("pid", "host", "since")] == [int, str, str]:
+            return owner
+    return {}
+
+
+def _elsewhere(owner: dict) -> bool:
+    return bool(owner) and owner["host"] != socket.gethostname()
+
+
+def _runs(owner: dict) -> bool:
+    """Whether that process of this machine is there yet, and not another one that got its number since."""
+    if not owner:
+        return False
+    if os.name == "nt":  # there is no asking without a signal
+        return True
+    try:
+        os.kill(owner["pid"], 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # somebody else's
+        pass
+    return owner.get("started") in (None, _started(owner["pid"]))
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks; None where it doesn't tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,63 @@
+"""Digests of what is kept on disk: a file whose bits changed since it was written is refused, not read.
+
+A JSON file is sealed by a SHA-256 of its own content, and names those of the files beside it. Files from before there were
+seals are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+SEAL = "own_sha256"
+
+
+def seal(fields: dict) -> bytes:
+    """`fields` as JSON, with the SHA-256 of it as one field more. ValueError for a number that is not finite."""
+    return _json({**fields, SEAL: _own(fields)})
+
+
+def unseal(content: bytes) -> dict:
+    """The fields that `seal` wrote, or those of a file that has no seal. ValueError says what is wrong with it."""
+    try:
+        fields = json.loads(content)
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds a {type(fields).__name__}; accepted: an object")
+        held = fields.pop(SEAL, None)
+        own = _own(fields)  # also where there is no seal: what could not have been written is refused
+    except RecursionError:
+        raise ValueError("it is nested too deeply; accepted: what was written there") from None
+    if held is not None and held != own:
+        raise ValueError(f"it was altered after it was written: its SHA-256 is {own}, and {held} is noted in it")
+    return fields
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlast a power cut."""
+    if not path.is_dir():
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        return
+    with suppress(OSError):  # some systems open no folders, some file systems cannot wait for one
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _own(fields: dict) -> str:
+    return hashlib.sha256(_json(fields)).hexdigest()
+
+
+def _json(value: dict) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

@@ -1,0 +1,230 @@
+// A kernel that crashes, or runs on and on, ends its launch and not the process.
+//
+// While launches run, the process has handlers for the signals of a crash. A worker's thread that receives one while it
+// runs a kernel goes on where it left for the kernel: in run_block, on its own stack, with a note of what happened.
+// A timer's signal, some times a second, does the same to a kernel that has used up its time. Every other signal goes to
+// whom it would have gone to. The handlers are one library's, common to all of the process.
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "runtime.h"
+
+#if !defined(sigev_notify_thread_id)
+#define sigev_notify_thread_id _sigev_un._tid
+#endif
+
+extern "C" void sim_resume();  // fibers.cpp: the second half of a switch
+// Where the kernels' code ends; the linker puts the runtime's behind it. Only a library that toolchain.py builds has it.
+extern "C" __attribute__((weak, visibility("hidden"))) void sim_kernels_end();
+
+constexpr int TICK = SIGURG;  // ignored by who does not know it, and hardly ever used
+constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}, GUARDED = 6;
+constexpr double TICKS_APART = 0.05, LATE_TICKS_APART = 0.001;  // seconds
+
+struct Guard { pthread_key_t key; };
+
+static Guard guard;
+static std::mutex guard_lock;
+static int guard_count = 0;
+static bool guard_has_key = false;
+static struct sigaction previous[NSIG];
+static volatile bool passed_on[NSIG];
+
+#if defined(__x86_64__)
+static uint64_t counter_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RIP]; }
+static uint64_t stack_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RSP]; }
+static uint64_t frame_of(const ucontext_t& c) { return (uint64_t)c.uc_mcontext.gregs[REG_RBP]; }
+static int how_of(const ucontext_t& c) { return c.uc_mcontext.gregs[REG_ERR] & 2 ? WRITE : READ; }
+static void continue_at(ucontext_t& c, void* sp) {
+    c.uc_mcontext.gregs[REG_RIP] = (greg_t)&sim_resume;
+    c.uc_mcontext.gregs[REG_RSP] = (greg_t)sp;
+    c.uc_mcontext.gregs[REG_EFL] &= ~0x400;  // copies go upwards, as every function expects
+}
+#else
+static uint64_t counter_of(const ucontext_t& c) { return c.uc_mcontext.pc; }
+static uint64_t stack_of(const ucontext_t& c) { return c.uc_mcontext.sp; }
+static uint64_t frame_of(const ucontext_t& c) { return c.uc_mcontext.regs[29]; }
+static int how_of(const ucontext_t&) { return -1; }
+static void continue_at(ucontext_t& c, void* sp) {
+    c.uc_mcontext.pc = (uint64_t)&sim_resume;
+    c.uc_mcontext.sp = (uint64_t)sp;
+}
+#endif
+
+static void tick_every(Guarded& g, double seconds) {
+    const timespec apart = {0, (long)(1e9 * seconds)};
+    const struct itimerspec when = {apart, apart};
+    syscall(SYS_timer_settime, g.timer, 0, &when, nullptr);
+}
+
+// What would have happened without these handlers.
+static void pass_on(int number, siginfo_t* info, void* context) {
+    const struct sigaction& to = previous[number];
+    if (number == TICK) {
+        if (to.sa_flags & SA_SIGINFO) to.sa_sigaction(number, info, context);
+        else if (to.sa_handler != SIG_DFL && to.sa_handler != SIG_IGN) to.sa_handler(number);
+        return;
+    }
+    // The instruction is tried again, with the other's handler in place. Twice means that the other one gave it back.
+    struct sigaction next = to;
+    if (passed_on[number] || (!(to.sa_flags & SA_SIGINFO) && to.sa_handler == SIG_IGN)) {
+        memset(&next, 0, sizeof next);
+        next.sa_handler = SIG_DFL;
+    }
+    passed_on[number] = true;
+    sigaction(number, &next, nullptr);
+    if (info->si_code <= 0) raise(number);  // sent by somebody: no instruction does it again
+}
+
+static void on_signal(int number, siginfo_t* info, void* context) {
+    const int error = errno;
+    Guarded* g = (Guarded*)pthread_getspecific(guard.key);
+    ucontext_t& c = *(ucontext_t*)context;
+    const bool tick = number == TICK && info->si_code == SI_TIMER && g && info->si_value.sival_ptr == g;
+    if (tick ? g->running != nullptr : g && g->running && info->si_code > 0 && number != TICK) {
+        const uint64_t pc = counter_of(c);
+        bool leaves = !tick;
+        if (tick && (*g->cancel || now() > g->deadline)) {
+            leaves = pc >= g->begin && pc < g->end;  // else it may hold a lock, of malloc's for example
+            if (!leaves && !g->late) g->late = true, tick_every(*g, LATE_TICKS_APART);
+        }
+        if (leaves) {
+            g->crash = {number, info->si_code, tick ? -1 : how_of(c), (uint64_t)info->si_addr, pc, stack_of(c), frame_of(c)};
+            continue_at(c, *g->main_sp);
+        }
+    } else if (!tick) {
+        pass_on(number, info, context);
+    }
+    errno = error;
+}
+
+static bool is_ours(const struct sigaction& a) { return a.sa_flags & SA_SIGINFO && a.sa_sigaction == on_signal; }
+
+// The handlers stand from the first sim_guard_begin to the last sim_guard_end; what is returned goes into SimLaunch.
+extern "C" const void* sim_guard_begin() {
+    std::lock_guard<std::mutex> hold(guard_lock);
+    if (!guard_has_key && pthread_key_create(&guard.key, nullptr)) return nullptr;
+    guard_has_key = true;
+    if (guard_count++) return &guard;
+    for (int i = 0; i < GUARDED; ++i) {
+        const int number = i ? CRASHES[i - 1] : TICK;
+        struct sigaction ours = {}, now_there;
+        ours.sa_sigaction = on_signal;
+        ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+        sigaction(number, nullptr, &now_there);
+        passed_on[number] = false;
+        if (is_ours(now_there)) continue;  // put back by somebody who had found it there
+        previous[number] = now_there;
+        sigaction(number, &ours, nullptr);
+    }
+    return &guard;
+}
+
+extern "C" void sim_guard_end() {
+    std::lock_guard<std::mutex> hold(guard_lock);
+    if (--guard_count) return;
+    for (int i = 0; i < GUARDED; ++i) {
+        const int number = i ? CRASHES[i - 1] : TICK;
+        struct sigaction now_there;
+        sigaction(number, nullptr, &now_there);
+        if (is_ours(now_there)) sigaction(number, &previous[number], nullptr);
+    }
+}
+
+// ---- a worker's thread ----
+
+constexpr size_t SIGNAL_STACK = 64 << 10;
+
+static sigset_t guarded_signals() {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, TICK);
+    for (int number : CRASHES) sigaddset(&set, number);
+    return set;
+}
+
+GuardedThread::GuardedThread(Worker& w) : worker(w) {
+    Guarded& g = w.guarded;
+    const SimLaunch& l = *w.launch;
+    g.main_sp = &w.main_sp, g.running = nullptr, g.crash.signal = 0, g.late = false;
+    if (!l.guard) return;
+    g.cancel = &l.cancel, g.deadline = w.deadline;
+    const uint64_t end = (uint64_t)&sim_kernels_end, call = (uint64_t)l.call;
+    const bool in_order = call >= sim_module_base && call < end && (uint64_t)&sim_resume >= end;
+    g.begin = in_order ? sim_module_base : 0, g.end = in_order ? end : 0;
+
+    w.signal_stack.resize(SIGNAL_STACK);
+    stack_t stack = {};
+    stack.ss_sp = w.signal_stack.data(), stack.ss_size = w.signal_stack.size();
+    sigaltstack(&stack, &old_stack);
+    const sigset_t set = guarded_signals();
+    pthread_sigmask(SIG_UNBLOCK, &set, &old_mask);
+    pthread_setspecific(((const Guard*)l.guard)->key, &g);
+
+    struct sigevent event = {};
+    event.sigev_notify = SIGEV_THREAD_ID, event.sigev_signo = TICK, event.sigev_value.sival_ptr = &g;
+    event.sigev_notify_thread_id = (pid_t)syscall(SYS_gettid);
+    g.timer = -1;
+    if (g.end && syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &g.timer) == 0)
+        tick_every(g, std::min(TICKS_APART, std::max(l.seconds, LATE_TICKS_APART)));
+}
+
+GuardedThread::~GuardedThread() {
+    const SimLaunch& l = *worker.launch;
+    if (!l.guard) return;
+    if (worker.guarded.timer >= 0) syscall(SYS_timer_delete, worker.guarded.timer);
+    pthread_setspecific(((const Guard*)l.guard)->key, nullptr);
+    pthread_sigmask(SIG_SETMASK, &old_mask, nullptr);
+    sigaltstack(&old_stack, nullptr);
+}
+
+// ---- what happened ----
+
+// The place in the kernel's code: where it was, or, outside of it, the call that led there. Places are return addresses.
+static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint64_t top) {
+    const Guarded& g = me.worker->guarded;
+    const uint64_t begin = g.end ? g.begin : sim_module_base, end = g.end ? g.end : sim_module_end;
+    auto word = [&](uint64_t at) { return at >= lowest && at <= top - 8 && at % 8 == 0 ? *(const uint64_t*)at : 0; };
+    if (c.pc < begin || c.pc >= end) {
+        for (uint64_t at = (c.sp + 7) & ~7ull; at >= lowest && at < top; at += 8)
+            if (word(at) > begin && word(at) < end) return word(at);
+        return 0;
+    }
+    uint64_t place = c.pc + 1, frame = c.fp;
+    // Out of the header's functions that the tree of calls leaves out, to the one that it has come to.
+    for (int i = 0; me.in_kernel && i < 8 && frame != (uint64_t)me.frames[me.depth]; ++i, frame = word(frame)) {
+        const uint64_t back = word(frame + 8);
+        if (back <= begin || back >= end) break;
+        place = back;
+    }
+    return place;
+}
+
+SimFault fault_of_crash(Thread& me) {
+    Worker& w = *me.worker;
+    const Crash c = w.guarded.crash;
+    w.guarded.crash.signal = 0;
+    const uint64_t bottom = (uint64_t)(w.stacks + me.number * SIM_STACK), lowest = bottom + SIM_CLOSED;
+    const bool memory = c.signal == SIGSEGV || c.signal == SIGBUS;
+    const bool overflow = memory && (c.sp < lowest || c.sp >= bottom + SIM_STACK || (c.address >= bottom && c.address < lowest));
+    const int kind = c.signal == TICK ? TOO_LONG : c.signal == SIGFPE ? DIVISION : !memory ? ASSERTION
+                     : overflow ? STACK_OVERFLOW : OUT_OF_BOUNDS;
+    SimFault f = fault_of(me, kind, overflow ? c.pc + 1 : place_of(me, c, lowest, bottom + SIM_STACK));
+    if (kind == ASSERTION) f.text = "a trap instruction: __builtin_trap(), or code that cannot be reached";
+    if (kind == OUT_OF_BOUNDS) {
+        // An address that no memory can have is not told.
+        f.address = c.code == SI_KERNEL ? ~0ull : c.address, f.is_write = c.how, f.size = 0;
+        const uint64_t in_shared = f.address - (uint64_t)w.shared_begin;
+        f.shared_offset = in_shared < w.launch->thread_local_bytes ? (int64_t)in_shared : -1;
+    }
+    if (overflow) release_stack((char*)bottom);
+    return f;
+}
