@@ -93,6 +93,13 @@ def _few(r: Random) -> str:
     return number
 
 
+def _soon(r: Random) -> str:
+    """Seconds that are none, or few."""
+    while (number := _number(r)) in ("1_000", "7", "3"):
+        pass
+    return number
+
+
 def _word(r: Random) -> str:
     return r.choice(WORDS)
 
@@ -118,7 +125,7 @@ def _given(command: str) -> tuple[list[str], dict]:
                  {"": _paths, "--text": _paths, "--windows": _number, "--tokens": _number, "--device": _word, "--dtype": _word, "--out": _new}),
         "bench": (["--tokens", "2", "--d-model", "8", "--d-ff", "16", "--nnz", "2", "--seconds", "0.01", "--device", "cpu"],
                   {"--tokens": _number, "--d-model": _number, "--d-ff": _number, "--nnz": _number, "--dtype": _word, "--device": _word,
-                   "--workload": _word, "--seconds": _number, "--out": _new}),
+                   "--workload": _word, "--seconds": _soon, "--out": _new}),
         "record": ([], {"": _word, "--out": _new}),
         "records": (["--folder", str(home / "records")], {"--folder": _files}),
         "compile": ([str(home / "hollow" / "cubins"), "--arch", "x"], {"": _new, "--arch": _word, "--dtype": _word, "--d-model": _number}),
