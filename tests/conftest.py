@@ -31,7 +31,7 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 def pytest_addoption(parser):
     """How long the fuzzers of tests/attack go on, and which of their cases run."""
     group = parser.getgroup("attack", "the fuzzers of tests/attack")
-    group.addoption("--long", action="store_true", help="many more cases, as `make test-long` runs them: an hour or so")
+    group.addoption("--long", action="store_true", help="many more cases, as `make test-long` runs them: half an hour or so")
     group.addoption("--attack-cases", type=int, metavar="N", help="so many cases of each fuzzer instead")
     group.addoption("--attack-seed", type=int, default=0, metavar="N", help="other cases [0]")
     group.addoption("--attack-case", type=int, metavar="N", help="one case alone, as a failure names it")

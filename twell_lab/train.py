@@ -98,7 +98,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text, training.size)
-    goes_on = home is not None and (out is None or Path(out).resolve() == home.resolve())  # in the folder it began in
+    goes_on = home is not None and (out is None or os.path.realpath(out) == os.path.realpath(home))  # in the folder it began in
     out = home if goes_on else out
 
     def claim() -> None:

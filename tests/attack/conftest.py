@@ -1,10 +1,13 @@
 """How much of an attack a test runs, and where its counts go."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.attack.harness import PLACE
 
 _REPORT = pytest.StashKey[list]()
 
@@ -16,6 +19,14 @@ def pytest_configure(config):
 def pytest_sessionfinish(session):
     if path := session.config.getoption("--attack-report"):
         Path(path).write_text(json.dumps(session.config.stash[_REPORT], indent=1) + "\n")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def place(tmp_path_factory):
+    """Where the attacks write, also in the processes that they start."""
+    os.environ[PLACE] = str(tmp_path_factory.mktemp("attack"))
+    yield
+    del os.environ[PLACE]
 
 
 @pytest.fixture(autouse=True, scope="module")

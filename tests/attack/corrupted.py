@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 
 from tests.attack import kills
-from tests.attack.harness import damaged
+from tests.attack.harness import PLACE, damaged
 from twell_lab import checkpoint, jit, prepared, records, simulator, text, tokenizer
 from twell_lab.errors import TwellError
 from twell_lab.model import LanguageModel, ModelConfig
@@ -32,7 +33,7 @@ GUARDED = ("checkpoint", "cubin", "simulator")
 
 @cache
 def _home() -> Path:
-    return Path(tempfile.mkdtemp(prefix="attack-"))
+    return Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
 
 
 @cache
@@ -99,7 +100,7 @@ def _read_tokenizer(folder: Path):
 
 def _make_record(folder: Path) -> None:
     rows = [{"kind": "ffn_forward", "device": "cpu", "path": "twell", "ms": 0.5, "tokens": 4, "nnz": 2.5, "dense_ms": 1.0, "x_dense": 2.0,
-             "spread": [0.4, 0.6]}, {"suite": "free in form", "passed": 3}]  # fmt: skip
+             "spread": 0.05}, {"suite": "free in form", "passed": 3}]  # fmt: skip
     records.Record(name="attacked", purpose="a test's own", rows=rows, date="2026-01-02T03:04:05Z", commit=None, dirty=None,
                    kernel_hash="0" * 64, machine={"os": "x"}, notes={"gpu_tests": {"passed": 1, "failed": 0}}).save(folder)  # fmt: skip
     (folder / records.UNVERIFIED).write_text(json.dumps({"kernel_hash": "0" * 64, "why": "not yet", "date": "2026-01-02"}))

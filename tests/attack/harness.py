@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 
 MOST_FAILURES = 10
+PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for what the attacks write
 PRELOADED = ["torch", "twell_lab.cli", "twell_lab.train", "twell_lab.planner", "twell_lab.prepared", "twell_lab.simulator"]
 
 

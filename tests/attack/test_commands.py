@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds processe
 
 
 def test_hostile_arguments(extent, report):
-    counts = isolated("commands", "tests.attack.commands:check", **extent(120, 3000))
+    counts = isolated("commands", "tests.attack.commands:check", **extent(100, 3000))
     report("hostile command lines", {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}})
 
 

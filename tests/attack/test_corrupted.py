@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds processe
 
 
 def test_damaged_files(extent, report):
-    counts = isolated("damaged files", "tests.attack.corrupted:check", **extent(250, 4000))
+    counts = isolated("damaged files", "tests.attack.corrupted:check", **extent(200, 4000))
     report("damaged files", {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}})
 
 

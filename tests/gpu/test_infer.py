@@ -211,3 +211,17 @@ def test_biases_and_transposes_that_lie_anywhere(tokens, path, hot):
     odd = torch.cat([made[6][:1], made[6]])[1:]
     down_t = torch.empty(made[3].numel() + 1, dtype=made[3].dtype, device="cuda")[1:].view(made[3].t().shape).copy_(made[3].t())
     assert torch.equal(ops.infer(*made[:4], *strided, odd, down_t=down_t, path=path, hot=hot), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [3, 300, 600])
+@pytest.mark.parametrize("cold_fires", [1, 256])
+def test_hot_and_cold_parts_that_cancel_are_rounded_together(cold_fires, tokens, dtype):
+    """Each part alone is past the end of float16, and a rounded one would leave its rounding."""
+    up, down = torch.zeros(512, 64), torch.zeros(64, 512)
+    up[0, 0], down[:, 0] = 256.0, -512.0
+    up[256 : 256 + cold_fires, 0], down[:, 256 : 256 + cold_fires] = 256.0, 512.0 / cold_fires
+    x, bias = torch.ones(tokens, 64), torch.full((64,), 0.3125)
+    made = [None if t is None else t.to("cuda", dtype) for t in (x, None, up, down, None, None, bias)]
+    y = ops.infer(*made, path="hot_cold", hot=256)
+    assert torch.equal(y, torch.full_like(y, 0.3125))

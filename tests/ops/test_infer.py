@@ -111,3 +111,16 @@ def test_refusals():
         ops.infer(*tensors)
     with torch.no_grad():
         ops.infer(*tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cold_fires", [1, 256])
+def test_hot_and_cold_parts_that_cancel_are_rounded_together(dtype, cold_fires):
+    """Each part alone is past the end of float16, and a rounded one would leave its rounding."""
+    up, down = torch.zeros(512, 1), torch.zeros(1, 512)
+    up[0], down[0, 0] = 256.0, -512.0
+    up[256 : 256 + cold_fires], down[0, 256 : 256 + cold_fires] = 256.0, 512.0 / cold_fires
+    x, bias = torch.ones(3, 1), torch.tensor([0.3125])
+    made = [None if t is None else t.to(dtype) for t in (x, None, up, down, None, None, bias)]
+    y = ops.infer(*made, path="hot_cold", hot=256)
+    assert torch.equal(y, torch.full_like(y, 0.3125))

@@ -351,3 +351,32 @@ def test_pack_is_the_format(draw, dtype):
         for field in ("packed", "tail_pointer", "tail_column", "tail_value"):
             assert torch.equal(getattr(packed, field), getattr(expected, field))
         assert (packed.shape, packed.dtype, packed.tile) == (expected.shape, expected.dtype, expected.tile)
+
+
+# ---- as torch's dense layer gives it, where that is what runs ----
+
+
+@pytest.mark.parametrize("how", ["transposed", "every other"])
+def test_strided_tensors_are_summed_in_the_order_of_the_dense_layer(how, dtype, gated, draw, forced):
+    for seed in range(4):
+        layer = draw(14, 129, 300, gated=gated, dtype=dtype, biases="d", seed=seed)
+
+        def view(t):
+            if t is None or t.dim() < 2:
+                return t
+            return t.t().contiguous().t() if how == "transposed" else torch.stack([t, t], 2).view(t.shape[0], -1)[:, ::2]
+
+        layer = layer.replace(**{name: view(t) for name, t in vars(layer).items()})
+        with forced("dense"):
+            assert same_bits(layer.sparse(), layer.dense())
+
+
+def test_a_float32_gate_of_which_rounding_leaves_nothing_is_summed_again(draw, forced):
+    """Terms of 1e8 that cancel but for a few units: torch's float32 gate is wrong in its first digit."""
+    x = torch.tensor([[1e4, 1e4, 1.0]])
+    gate = torch.tensor([[1e4, -1e4, 3.3], [1e4 + 2.0**-10, -1e4, 1e-3]])
+    up, down = torch.ones(2, 3), torch.eye(3)[:, :2].contiguous()
+    with forced("entries"):
+        y = ops.gated_ffn(x, gate, up, down)
+    exact = reference.gated_ffn(x.double(), gate.double(), up.double(), down.double())
+    assert torch.equal(y, exact.float())

@@ -360,3 +360,14 @@ def test_a_device_without_numbers_is_refused(tiny):
         train(tiny(device="meta"), progress=False)
 
 
+
+
+def test_an_out_that_is_a_loop_of_links_is_refused(tiny, some_text, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.py").write_bytes(some_text.data.numpy().tobytes())
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(InputError, match="cannot save in .*loop"):
+        train(tiny(text=tmp_path / "text"), out=tmp_path / "loop", progress=False)
+    broken_off(tiny(checkpoint_every=2), tmp_path / "first", 4)
+    with pytest.raises(InputError, match="cannot save in .*loop"):
+        train(tiny(), resume=tmp_path / "first", out=tmp_path / "loop", progress=False)

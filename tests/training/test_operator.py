@@ -132,3 +132,13 @@ def test_wrong_arguments_are_named():
         training.train_ffn(x, gate, up, down[:, 1:])
     with pytest.raises(InputError, match="one dtype"):
         training.train_ffn(x, gate.bfloat16(), up, down)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_gives_what_the_dense_layer_gives(value):
+    g = torch.Generator().manual_seed(0)
+    x, gate, up, down = (torch.randn(*shape, generator=g) for shape in ((4, 8), (30, 8), (30, 8), (8, 30)))
+    x[1, 3] = value
+    for path in training.PATHS:
+        y, l1, _ = training.train_ffn(x, gate, up, down, path=path)
+        assert y[1].isnan().all() and l1[1].isnan() and y[[0, 2, 3]].isfinite().all() and l1[[0, 2, 3]].isfinite().all()
