@@ -155,7 +155,7 @@ def arguments(r: Random) -> list[str]:
     if r.random() < 0.2:
         line.append("--json")
     if r.random() < 0.05:
-        line = line[: r.randint(len(SMALL) if command == "train" else 0, len(line))]  # a training of the usual size takes long
+        line = line[: r.randint({"train": len(SMALL), "bench": len(usual)}.get(command, 0), len(line))]  # the usual sizes take long
     if r.random() < 0.04:
         line.insert(r.randint(0, len(line)), r.choice(("--nothing", "--help", "-h", "--", "--out=", "--json=1", "x")))
     if command == "tour" and not any(each.startswith("--render") for each in line):

@@ -323,6 +323,7 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
             "shared": [asdict(variable) for variable in shared],
             "dynamic": dynamic,
         }
+        about["own_sha256"] = _own_digest(about)
         (inside / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
         kept.move(inside, folder, f"{name}.so", f"{name}.json")
     return kernels, shared, dynamic
@@ -375,11 +376,17 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
     return digest.hexdigest()[:20]
 
 
+def _own_digest(about: dict) -> str:
+    """Of what the file beside a library says, but for this digest itself."""
+    said = {key: value for key, value in about.items() if key != "own_sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 def _read_cached(folder: Path, name: str) -> tuple | None:
     """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
     try:
         about = json.loads(kept.text(folder / f"{name}.json"))
-        if not kept.is_whole(folder / f"{name}.so", about["sha256"]):
+        if about["own_sha256"] != _own_digest(about) or not kept.is_whole(folder / f"{name}.so", about["sha256"]):
             return None
         signatures = [Signature(k["name"], tuple(Parameter(**p) for p in k["parameters"])) for k in about["kernels"]]
         shared = tuple(SharedVariable(**{**s, "shape": tuple(s["shape"])}) for s in about["shared"])
