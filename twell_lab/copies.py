@@ -1,11 +1,15 @@
 """Copies of weights in another layout, kept equal to the weights: `down` transposed, or all with the hot neurons first.
 
 What a copy was made from is kept on the copy itself: the weight's storage (a weak reference, so that another one at the same
-address is told apart), address, strides and version, and how many optimizer steps had been taken, since a fused optimizer
-raises no version. A copy that somebody else put in its place has none of it and is made anew. So is, on every call, the copy of
-a weight that can change unseen: an inference tensor, CPU memory shared with another process, a weight that FSDP gathers.
-What is left unseen are writes that go past torch's version counter: into `weight.data`, through NumPy or DLPack, or from
-another process on a GPU.
+address is told apart), address, strides and version, and how many steps optimizers had taken that raise no version, as torch's
+fused ones. A copy that somebody else put in its place has none of it and is made anew. So is, on every call, the copy of
+a weight that can change unseen: an inference tensor, CPU memory shared with another process, a weight that FSDP gathers, and a
+copy that a captured CUDA graph writes to.
+
+What is left unseen are writes that go past torch's version counter (into `weight.data` or its storage, through NumPy or DLPack, or
+from another process on a GPU), and what a CUDA graph does not hold: one captured while the copy was up to date reads it as it is, and
+follows a changed weight once a call outside of the graph has refreshed it. On several streams, whoever changes a weight waits for
+the forwards that still read it, as for any tensor that is written to.
 
 Non-finite weights are an error (a NaN beside a silent neuron would make the dense layer's result NaN and be skipped here), and
 are looked for when a copy is made outside of training. On a GPU nobody waits for the answer: the call after it has arrived raises.
@@ -18,7 +22,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from . import checks
 from .errors import InputError
@@ -48,9 +53,12 @@ def refresh(
     beside = beside or {}
     sources, others = [*weights.values()], [*beside.values()]
     changing = torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
+    if not all(isinstance(w, Parameter) for w in sources):  # FSDP's first version gathers into plain tensors
+        for copy in copies:
+            forget(copy)
     # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
     watched = checks.watched(*sources, *others)
-    if watched or not _current(sources, copies, others, changing):
+    if watched or not _done(sources, copies, order, others, changing):
         call = torch.ops.twell_lab.refresh_copies if watched else _refresh
         sources, others = [w.detach() for w in sources], [w.detach() for w in others]
         call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing)
@@ -58,8 +66,8 @@ def refresh(
 
 def forget(copy: Tensor | None) -> None:
     """Have the next `refresh` make this copy anew."""
-    if copy is not None and hasattr(copy, "made"):
-        del copy.made
+    if copy is not None:
+        vars(copy).pop("made", None)
 
 
 def fits(copy: Tensor | None, how: int, weight: Tensor | None) -> bool:
@@ -86,64 +94,84 @@ def check_finite(weights: dict[str, Tensor | None]) -> None:
 
 
 class _Made:
-    """What a copy was made from, and on which stream. Pickled or copied along with a copy it is forgotten."""
+    """What a copy was made from. Pickled or copied along with a copy it is forgotten.
 
-    def __init__(self, weight: Tensor | None = None, finite: bool = False) -> None:
+    Of the first copy of a call also: what the weights beside it were when all were found finite or are being looked at (None: they
+    were not), and on a GPU the stream that made the copies, an event after that, and where the answer will be.
+    """
+
+    def __init__(self, weight: Tensor | None = None, order: Tensor | None = None) -> None:
+        self.order = order
         self.storage = None if weight is None or _changes_unseen(weight) else ref(weight.untyped_storage())
         self.seen = None if self.storage is None else (weight.data_ptr(), weight._version, weight.stride(), _steps)
-        self.finite = finite  # whether the weights of its call were looked at
-        self.beside: list[_Made] = []
-        # On a GPU: the stream that made it, an event after that, whether all were finite (once the event has passed), and that they were not.
+        self.beside: list[_Made] | None = None
         self.stream = self.event = self.answer = None
-        self.refused = False
 
     def __reduce__(self):
         return _Made, ()
 
-    def is_of(self, weight: Tensor) -> bool:
+    def is_of(self, weight: Tensor, order: Tensor | None) -> bool:
         return (
             self.storage is not None
             and self.storage() is weight.untyped_storage()
+            and self.order is order
             and self.seen == (weight.data_ptr(), weight._version, weight.stride(), _steps)
             and not _changes_unseen(weight)
         )
 
 
 def _changes_unseen(weight: Tensor) -> bool:
-    return weight.is_inference() or not weight.is_cuda and weight.is_shared() or _may_be_gathered()
+    return weight.is_inference() or (not weight.is_cuda and weight.untyped_storage().is_shared()) or _sharding()
 
 
-def _may_be_gathered() -> bool:
-    """Whether FSDP may be about: it writes gathered weights where the last ones were, and keeps the version as it was."""
-    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
+def _sharding() -> bool:
+    """Whether FSDP2 manages a module: it writes gathered weights where the last ones were, and keeps their version as it was."""
+    states = sys.modules.get("torch.distributed._composable_state")  # where torch keeps whom it manages, once there was one
+    return states is not None and bool(getattr(states, "_module_state_mapping", True))
 
 
-_steps = 0  # a fused optimizer changes weights without raising their version, so its steps are counted
+_steps = 0  # of optimizers that may change weights without raising their version
 
 
-def _count_step(*_):
+def _count_step(optimizer: Optimizer | None = None, *_) -> None:
     global _steps
-    _steps += 1
+    tells = optimizer is not None and type(optimizer).__module__.startswith("torch.optim.")
+    if not tells or any(group.get("fused") for group in optimizer.param_groups):
+        _steps += 1
 
 
 register_optimizer_step_post_hook(_count_step)
 
 
-def _current(weights, copies, beside, changing) -> bool:
+def _made_of(copies: list[Tensor]) -> list[_Made | None]:
+    return [getattr(copy, "made", None) for copy in copies]
+
+
+def _up_to_date(made: list[_Made | None], weights, copies, order, changing) -> bool:
+    """Whether every copy equals its weight; a graph that is captured in training holds the copying in any case."""
+    if not all(each is not None and each.is_of(weight, order) for each, weight in zip(made, weights)):
+        return False
+    return not (copies[0].is_cuda and (hasattr(copies[0], "in_graph") or changing and torch.cuda.is_current_stream_capturing()))
+
+
+def _looked_at(first: _Made, beside) -> bool:
+    """Whether the weights, which the first copy is of, were found finite, or are being looked at."""
+    return first.beside is not None and len(first.beside) == len(beside) and all(
+        each.is_of(weight, None) for each, weight in zip(first.beside, beside))  # fmt: skip
+
+
+def _done(weights, copies, order, beside, changing) -> bool:
     """Whether nothing is to be done but, on another stream than the one that made the copies, wait for them there."""
-    made = [getattr(copy, "made", None) for copy in copies]
-    if not all(each is not None and each.is_of(weight) for each, weight in zip(made, weights)):
-        return False
-    first, cuda = made[0], copies[0].is_cuda
-    if cuda and changing and torch.cuda.is_current_stream_capturing():
-        return False
-    if not changing:
-        if first.refused or not (first.finite and len(first.beside) == len(beside) and all(each.is_of(w) for each, w in zip(first.beside, beside))):
+    made = _made_of(copies)
+    first = made[0]
+    if first is not None and (answer := first.answer) is not None and not torch.cuda.is_current_stream_capturing() and first.event.query():
+        first.answer = None
+        if not answer:
+            first.beside = None
+            copies[0].refused = True
             return False
-        if (answer := first.answer) is not None and not torch.cuda.is_current_stream_capturing() and first.event.query():
-            first.answer, first.refused = None, not answer
-            if first.refused:
-                return False
+    if not _up_to_date(made, weights, copies, order, changing) or not (changing or _looked_at(first, beside)):
+        return False
     device = copies[0].device
     if first.event is not None and first.stream != torch._C._cuda_getCurrentRawStream(device.index):
         if not torch.cuda.is_current_stream_capturing():  # capturing begins with a device that has done all before it
@@ -151,32 +179,55 @@ def _current(weights, copies, beside, changing) -> bool:
     return True
 
 
-@torch.library.impl(_library, "refresh_copies", "CUDA")
-@torch.library.impl(_library, "refresh_copies", "CPU")
 def _refresh(weights, copies, how, order, beside, names, changing):
-    if _current(weights, copies, beside, changing):
+    if _done(weights, copies, order, beside, changing):
         return
-    first, cuda = getattr(copies[0], "made", None), copies[0].is_cuda
+    cuda = copies[0].is_cuda
+    capturing = cuda and torch.cuda.is_current_stream_capturing()
     # On a GPU only once its answer was no: then they, or what they were changed to since, are looked at here and now.
-    if not changing and (not cuda or first is not None and first.refused) and not all_finite(weights + beside):
-        _refuse(dict(zip(names.split(), weights + beside)))
-    with torch.no_grad():
-        for weight, copy, kind in zip(weights, copies, how):
-            if kind == TRANSPOSED:
-                copy.copy_(weight.t())
-            else:
-                source = weight.t() if kind == ROWS_OF_TRANSPOSE else weight
-                torch.index_select(source, int(kind == COLUMNS), order, out=copy)
-    for weight, copy in zip(weights, copies):
-        copy.made = _Made(weight, finite=not changing)
-    first = copies[0].made
-    first.beside = [_Made(weight) for weight in beside]
-    if cuda and not torch.cuda.is_current_stream_capturing():
+    if not changing and not capturing and (not cuda or hasattr(copies[0], "refused")):
+        if not all_finite(weights + beside):
+            _refuse(dict(zip(names.split(), weights + beside)))
+        vars(copies[0]).pop("refused", None)
+    made = _made_of(copies)
+    if not _up_to_date(made, weights, copies, order, changing):
+        for copy in copies:
+            forget(copy)  # should anything go wrong midway, it is known for half made
+        with torch.no_grad():
+            for weight, copy, kind in zip(weights, copies, how):
+                if kind == TRANSPOSED:
+                    copy.copy_(weight.t())
+                else:
+                    source = weight.t() if kind == ROWS_OF_TRANSPOSE else weight
+                    torch.index_select(source, int(kind == COLUMNS), order, out=copy)
+        if capturing:  # nothing was copied yet, and every replay will, from where the weight lay then
+            for copy in copies:
+                copy.in_graph = True
+            return
+        made = [_Made(weight, order) for weight in weights]
+    elif capturing:
+        return
+    first = made[0]
+    if not changing:
+        first.beside = [_Made(weight) for weight in beside]
+    if cuda:
         if not changing:
-            first.answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            first.answer.copy_(all_finite(weights + beside), non_blocking=True)
+            answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+            answer.copy_(all_finite(weights + beside), non_blocking=True)
         stream = torch.cuda.current_stream(copies[0].device)
         first.stream, first.event = stream.cuda_stream, stream.record_event()
+        first.answer = None if changing else answer
+    for copy, each in reversed([*zip(copies, made)]):  # last of all the first one: another thread may be looking
+        copy.made = each
+
+
+@torch.library.impl(_library, "refresh_copies", "CUDA")
+@torch.library.impl(_library, "refresh_copies", "CPU")
+def _refresh_within(weights, copies, how, order, beside, names, changing):
+    if not hasattr(copies[0], "made"):
+        # A compiler that works on clones writes them back into copies that would still be taken for what they were made from.
+        _count_step()
+    _refresh(weights, copies, how, order, beside, names, changing)
 
 
 @torch.no_grad()

@@ -236,7 +236,7 @@ class Guard:
             self.fail(int(failed[0]), *failed[1:])
         if self.run.world.any(not finite):
             broken = [name for name, weight in self.run.parameters.items() if not all_finite([distributed.local(weight)])]
-            raise Diverged(self.run.config, self.run.step + 1, broken=broken or ["a weight in another process"])
+            raise Diverged(self.run.config, self.run.step + 1, broken=tuple(broken) or ("a weight in another process",))
         self.before.clear()
 
     def fail(self, step: int, loss: float, norm: float) -> None:
@@ -247,7 +247,7 @@ class Guard:
 class Diverged(InputError):
     """The loss or its gradient is no finite number, and the run is as the step before left it; or weights are none (broken: their names)."""
 
-    def __init__(self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: list[str] = []) -> None:
+    def __init__(self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: tuple[str, ...] = ()) -> None:
         what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
         what = f"values that are not finite in {', '.join(broken)}" if broken else what
         self.broken = broken

@@ -315,7 +315,8 @@ def _gradients(operator, ctx, dy, dl1, saved_for: slice):
     everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
-    if torch.is_grad_enabled():  # create_graph: these gradients are to be differentiated themselves
+    # create_graph: these gradients are to be differentiated themselves; or they are asked for many dy at once.
+    if torch.is_grad_enabled() or any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in (dy, dl1)):
         return _differentiable_gradients(dy, dl1, inputs)
     made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
     return tuple(None if t is None else d for t, d in zip(inputs, made))
@@ -323,11 +324,14 @@ def _gradients(operator, ctx, dy, dl1, saved_for: slice):
 
 def _differentiable_gradients(dy, dl1, inputs):
     """The same gradients by torch's operations, all neurons computed, so that autograd can go on through them."""
-    with torch.autocast(dy.device.type, enabled=False):
+    again = torch.is_grad_enabled()
+    with torch.autocast(dy.device.type, enabled=False), torch.enable_grad():
+        # Views, so that an input which depends on another one, or is the same, is not followed back to it.
+        inputs = [None if t is None else t.view_as(t) for t in inputs]
         y, l1, _ = _by_torch(*inputs)
         wanted = [t for t in inputs if t is not None and t.requires_grad]
         results, upstream = ([y], [dy]) if dl1 is None else ([y, l1], [dy, dl1])
-        found = iter(torch.autograd.grad(results, wanted, upstream, create_graph=True))
+        found = iter(torch.autograd.grad(results, wanted, upstream, create_graph=again))
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 

@@ -4,16 +4,19 @@ import copy
 import pickle
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.distributed import _composable_state
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.dlpack import from_dlpack
 
+from twell_lab import copies
 from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, densify, feed_forwards, sparsify
 from twell_lab.model import GatedFeedForward, PlainFeedForward
@@ -429,12 +432,71 @@ def test_gathered_weights_are_copied_each_time(dense, x, monkeypatch):
     """FSDP writes into a gathered weight and keeps its version."""
     sparse = SparseFFN.from_module(dense.requires_grad_(False))
     sparse(x)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", torch.distributed)
+    somebody = nn.Linear(1, 1)
+    monkeypatch.setitem(_composable_state._module_state_mapping, somebody, weakref.ref(somebody))
     for _ in range(2):
         with torch.autograd._unsafe_preserve_version_counter(dense.down_proj.weight):
             dense.down_proj.weight.mul_(2)
         assert_follows(sparse, dense, x)
+
+
+@pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
+def test_compiled_and_eager_calls_in_turn(choice, x):
+    """aot_eager works on clones of the copies, and writes them back."""
+    torch._dynamo.reset()
+    dense = GatedFeedForward(D_MODEL, 300).requires_grad_(False)
+    sparse = SparseFFN.from_module(dense, plan=choice)
+    run, weights = torch.compile(sparse, backend="aot_eager", fullgraph=True), [p.data for p in dense.parameters()]
+    for factor in (1.0, -0.5, 1.0, 2.0):
+        for p, data in zip(dense.parameters(), weights):
+            p.data = data if factor == 1.0 else data * factor
+        assert_follows(run if factor in (-0.5, 2.0) else sparse, dense, x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
+def test_a_refresh_that_is_interrupted_midway(choice, x, monkeypatch):
+    dense = GatedFeedForward(D_MODEL, 300).requires_grad_(False)
+    sparse = SparseFFN.from_module(dense, plan=choice)
+    assert_follows(sparse, dense, x)
+    kept = [p.data for p in dense.parameters()]
+    for p in dense.parameters():
+        p.data = p.data * -2
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(copies, "_Made", interrupt)  # once everything is written
+        sparse(x)
+    for p, data in zip(dense.parameters(), kept):
+        p.data = data
+    assert_follows(sparse, dense, x)
+
+
+def test_forgetting_while_others_look(dense):
+    sparse = SparseFFN.from_module(dense.requires_grad_(False))
+    x, errors = torch.randn(2, D_MODEL), []
+
+    def work():
+        try:
+            for _ in range(150):
+                sparse.refresh()
+                assert_follows(sparse, dense, x)
+        except Exception as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
 
 
 def test_a_pickled_and_a_copied_layer_begin_anew(dense, x):

@@ -128,6 +128,33 @@ def test_second_derivatives(terms, sparse, dense, x):
         torch.testing.assert_close(penalty(sparse, x, each), penalty(dense, x, each), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("terms", [False, True], ids=["alone", "after layer_terms"])
+def test_second_derivatives_where_weights_are_used_twice(terms, sparse, dense, x):
+    for module in (sparse, dense):
+        model = nn.ModuleList([module])
+        if terms:
+            with layer_terms(model):
+                module(x)
+    found, expected = (penalty(nn.Sequential(module, module), x, False) for module in (sparse, dense))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * max(e.abs().max().item() for e in expected))
+
+
+def test_gradients_with_a_graph_where_inputs_depend_on_each_other(x):
+    weight = torch.randn(40, D_MODEL, requires_grad=True)
+    for call, plain in ((lambda w: train_ffn(x, None, w, w.t())[0], lambda w: (x @ w.t()).relu() @ w),
+                        (lambda w: train_ffn(x, w, w, w.t())[0], lambda w: ((x @ w.t()).relu() * (x @ w.t())) @ w)):
+        for graph in (False, True):
+            found, expected = (torch.autograd.grad(f(weight).square().sum(), weight, create_graph=graph)[0] for f in (call, plain))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_many_upstream_gradients_at_once(sparse, dense, x):
+    with layer_terms(nn.ModuleList([sparse])):
+        sparse(x)
+    found, expected = (torch.autograd.functional.jacobian(m, x[0], vectorize=True) for m in (sparse, dense))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 # ---- another default device ----
 
 

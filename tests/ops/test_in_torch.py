@@ -148,8 +148,12 @@ def transposed(weight, copy, **beside):
     copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside)
 
 
+def frozen(t):
+    return nn.Parameter(t, requires_grad=False)
+
+
 def test_a_refreshed_copy_follows_version_and_place():
-    weight, down_t = torch.randn(3, 5), torch.full((5, 3), torch.nan)
+    weight, down_t = frozen(torch.randn(3, 5)), torch.full((5, 3), torch.nan)
     transposed(weight, down_t)
     assert torch.equal(down_t, weight.t())
     down_t[0, 0] = 7
@@ -158,7 +162,7 @@ def test_a_refreshed_copy_follows_version_and_place():
     weight[0, 0] = 8
     transposed(weight, down_t)
     assert torch.equal(down_t, weight.t())
-    other = weight + 1
+    other = frozen(weight + 1)
     transposed(other, down_t)
     assert torch.equal(down_t, other.t())
     copies.forget(down_t)
@@ -171,13 +175,13 @@ def test_another_weight_at_the_same_address_is_told_apart():
     buffer, down_t = bytearray(4 * 4 * 4), torch.empty(4, 4)
     for value in range(3):  # three storages over one piece of memory, each at version 0
         numpy.frombuffer(buffer, dtype=numpy.float32)[:] = value
-        weight = torch.frombuffer(buffer, dtype=torch.float32).view(4, 4)
+        weight = frozen(torch.frombuffer(buffer, dtype=torch.float32).view(4, 4))
         transposed(weight, down_t)
         assert (down_t == value).all()
 
 
 def test_other_strides_over_the_same_memory_are_told_apart():
-    weight, down_t = nn.Parameter(torch.randn(4, 4), requires_grad=False), torch.empty(4, 4)
+    weight, down_t = frozen(torch.randn(4, 4)), torch.empty(4, 4)
     for _ in range(2):
         transposed(weight, down_t)
         assert torch.equal(down_t, weight.t())
@@ -185,7 +189,7 @@ def test_other_strides_over_the_same_memory_are_told_apart():
 
 
 def test_what_is_not_finite_is_named_outside_of_training():
-    down, up, down_t = torch.ones(3, 5), torch.ones(5, 3), torch.empty(5, 3)
+    down, up, down_t = frozen(torch.ones(3, 5)), frozen(torch.ones(5, 3)), torch.empty(5, 3)
     transposed(down, down_t, up=up)
     up[4, 1] = torch.inf
     for _ in range(2):
