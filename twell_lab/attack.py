@@ -4,9 +4,8 @@ Each layer is drawn from a seed and its number alone, so that one that fails can
 divides, heavy rows, bursts that overflow tiles and the pool, rows of NaN and infinity, views with odd strides, values near the ends
 of their dtype, and integers, of which every sum is exact. Every path computes it twice, which must give the same bits, the
 second time on a GPU often on a side stream whose input comes late, while what torch allocates is full of NaN. The yardstick is
-accuracy.Exact; gradients are held to twice the dense layer's error.
-
-`twell-lab record attack` runs it for long; tests/attack runs some of it, and shows that it sees a layer that is wrong.
+accuracy.Exact; gradients are held to twice the dense layer's error. `twell-lab record attack` runs it for long; tests/attack runs
+some of it, and shows that it sees a layer that is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .errors import TwellError
 from .ffn import SparseFFN
 from .formats import TILE, WORDS
 from .plans import Choice
-from .records import Record
 
 MOST_FAILURES = 10  # after so many there is nothing more to learn from going on
 _SLEEP = 300_000  # cycles by which an input is late on a side stream: a fifth of a millisecond
@@ -450,27 +448,3 @@ def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None
     # Terms of one sign, added one after the other in float32, cost up to this many times as much as the rounding of each.
     one_by_one = 0.15 * max(*x.shape, up.shape[0]) * torch.finfo(torch.float32).eps
     return [None if t is None else (torch.finfo(tensors[0].dtype).eps + one_by_one) * t.sum().sqrt() for t in made]
-
-
-# ---- what the README says of it ----
-
-
-def table(recorded: list[Record]) -> str:
-    """The newest recorded attack on a GPU and the newest without one, as a Markdown table; recorded: oldest first."""
-    newest = {"gpus" in record.machine and bool(record.machine["gpus"]): record for record in recorded if record.name == "attack"}
-    lines = ["| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |", "|---|---|---|---|---|---|"]
-    for gpu, record in sorted(newest.items(), reverse=True):
-        where = f"{record.machine['gpus'][0]['name'] if gpu else 'a CPU'}, {record.date[:10]}"
-        for row in record.rows:
-            if "attack" in row:
-                excused = row["excused_rows"] + row["overflowed_rows"] + row["rounded_rows"] if "rows" in row else None
-                numbers = [row["cases"], row.get("rows"), excused]
-                shown = ["" if number is None else f"{number:,}" for number in numbers]
-                lines.append(f"| {row['attack']} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
-    return "\n".join(lines if newest else [*lines, "| nothing is recorded yet | | | | | |"])
-
-
-if __name__ == "__main__":  # what belongs into the README
-    from .records import load_all
-
-    print(table(load_all()))

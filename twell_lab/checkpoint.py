@@ -200,7 +200,9 @@ def newest(folder: str | os.PathLike) -> Path:
     """The newest checkpoint's own folder; InputError where there is none."""
     found = checkpoints(folder)
     if not found:
-        raise InputError(f"there is no checkpoint in {str(folder)!r}; accepted: the folder that training saved in, or one "
+        beside = checkpoints(Path(folder).parent) if Path(folder).name.startswith("checkpoint-") else []
+        hint = f"; the newest beside it is {beside[-1].name!r}" if beside else ""
+        raise InputError(f"there is no checkpoint in {str(folder)!r}{hint}; accepted: the folder that training saved in, or one "
                          "of its checkpoints")
     return found[-1]
 

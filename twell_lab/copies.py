@@ -42,17 +42,19 @@ def refresh(
     how: list[int],
     order: Tensor | None = None,
     beside: dict[str, Tensor] | None = None,
+    training: bool = True,
 ) -> None:
     """Make each copy equal its weight in its layout again, if the weight has changed since the last call.
 
     weights: by name, one for each copy. order: int64 [d_ff], the neuron that comes first, second, ... in copies that are not just
     TRANSPOSED. beside: other weights, by name, that the caller reads in place: looked at for non-finite values with the others.
+    training: whether weights with gradients are being trained now.
     While a CUDA graph is captured, a weight that is being trained is copied in any case: it may change between replays, and this
     check will not run then. Raises InputError, naming it, for a weight with non-finite values, outside of training only.
     """
     beside = beside or {}
     sources, others = [*weights.values()], [*beside.values()]
-    changing = torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
+    changing = training and torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
     if not all(isinstance(w, Parameter) for w in sources):  # FSDP's first version gathers into plain tensors
         for copy in copies:
             forget(copy)

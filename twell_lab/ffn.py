@@ -62,7 +62,9 @@ class SparseFFN(Guarded, Learner, HotFirst):
     the number of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons as they
     lie. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers
     outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost).
-    Where a gradient is needed (twell_lab.training), `learn` says whether all neurons are computed or those that fire.
+    A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it (0 * NaN),
+    and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it either: ask
+    `LayerTerms.finite` (twell_lab.penalty) now and then, as twell_lab.train does. Where a gradient is needed (twell_lab.training), `learn` says whether all neurons are computed or those that fire.
 
     The source is run on a few rows beside the formula before it is taken (anatomy.check), and refused with an InputError where
     it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or replaced forwards
@@ -176,7 +178,9 @@ class SparseFFN(Guarded, Learner, HotFirst):
         """Have the next forward copy the weights anew.
 
         For what torch itself does not notice, since it raises no version: a change in place of `down.weight.data` (as
-        `p.data += delta`), through a NumPy array or DLPack, or, on a GPU, by another process. What is followed without it:
+        `p.data += delta`) or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. A CUDA graph that was
+        captured while the copies were up to date reads them as they are: after a change, call the layer once outside of it. What is
+        followed without it:
         optimizers, `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared
         with other processes.
         """
@@ -301,7 +305,7 @@ class SparseFFN(Guarded, Learner, HotFirst):
         if not copies.fits(copy, copies.TRANSPOSED, weight):
             copy = copies.place(copies.TRANSPOSED, weight)
             self._hold("down_t", copy)
-        copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside)
+        copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside, training=self.training)
         return copy
 
     def _renew_stats(self, choices: list) -> Tensor | None:

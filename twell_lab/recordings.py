@@ -252,6 +252,21 @@ def _need_gpu() -> None:
         raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
 
 
+def attack_table(recorded: list[Record]) -> str:
+    """The newest recorded attack on a GPU and the newest without one, as a Markdown table; recorded: oldest first."""
+    newest = {"gpus" in record.machine and bool(record.machine["gpus"]): record for record in recorded if record.name == "attack"}
+    lines = ["| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |", "|---|---|---|---|---|---|"]
+    for gpu, record in sorted(newest.items(), reverse=True):
+        where = f"{record.machine['gpus'][0]['name'] if gpu else 'a CPU'}, {record.date[:10]}"
+        for row in record.rows:
+            if "attack" in row:
+                excused = row["excused_rows"] + row["overflowed_rows"] + row["rounded_rows"] if "rows" in row else None
+                numbers = [row["cases"], row.get("rows"), excused]
+                shown = ["" if number is None else f"{number:,}" for number in numbers]
+                lines.append(f"| {row['attack']} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
+    return "\n".join(lines if newest else [*lines, "| nothing is recorded yet | | | | | |"])
+
+
 RECORDINGS = {
     "portable": portable, "inference": inference, "training": training, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
     "two-gpus": two_gpus, "sweep": sweep, "attack": attack, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,

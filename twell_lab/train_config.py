@@ -139,7 +139,7 @@ class TrainConfig:
         value = getattr(self, name)
         endless = isinstance(value, int) and abs(value) >= 2**63  # no counter of torch's goes that far, and some no float holds
         if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
-            raise InputError(f"{name} is {value!r}; accepted: {accepted}")
+            raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
 
     def model(self, vocabulary: int = 256) -> ModelConfig:
         """The sizes of the model to train; `vocabulary` is the text's, 256 for bytes."""

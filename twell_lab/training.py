@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn.functional import linear
 
 from . import checks, launch_train, launch_train_dense, reference
@@ -316,7 +317,7 @@ def _gradients(operator, ctx, dy, dl1, saved_for: slice):
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
     # create_graph: these gradients are to be differentiated themselves; or they are asked for many dy at once.
-    if torch.is_grad_enabled() or any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in (dy, dl1)):
+    if torch.is_grad_enabled() or any(t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)):
         return _differentiable_gradients(dy, dl1, inputs)
     made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
     return tuple(None if t is None else d for t, d in zip(inputs, made))

@@ -530,6 +530,10 @@ def test_weights_that_are_not_finite_are_refused(choice, where, value, x):
                 sparse(x)
     with pytest.raises(InputError, match="not finite"):
         SparseFFN.from_module(dense, plan=choice)
+    if choice is None:  # with gradients on, but not in training
+        with pytest.raises(InputError, match="not finite"):
+            sparse.requires_grad_(True).eval()(x)
+        sparse.requires_grad_(False)
     dense.get_parameter(where).copy_(before)
     assert_follows(sparse, dense, x)
 

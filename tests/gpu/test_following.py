@@ -1,6 +1,7 @@
 """Copies of weights on a GPU: what they follow, on which stream, and what is said of weights that are not finite, without waiting."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -182,3 +183,68 @@ def test_a_cpu_layer_under_a_default_device(gpu):
         y = sparse(x)
     assert y.device.type == "cpu"
     torch.testing.assert_close(y, dense(x), rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_that_hold_a_copy_and_eager_calls_around_them(layers, gpu):
+    """A graph captured while a copy was out of date writes to it at each replay, from where the weight lay then."""
+    dense, sparse = layers
+    x = x_of(100, gpu)
+    sparse(x)
+    torch.cuda.synchronize()
+    first = [p.data for p in dense.parameters()]
+    for p in dense.parameters():
+        p.data = p.data * 1.25
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse(x)
+    captured = dense(x)
+    close(sparse(x), captured)  # before any replay
+    graph.replay()
+    close(y, captured)
+    for p, data in zip(dense.parameters(), first):
+        p.data = data
+    graph.replay()
+    close(sparse(x), dense(x))
+    graph.replay()
+    close(sparse(x), dense(x))
+
+
+def test_many_threads_on_streams_of_their_own(layers, gpu):
+    dense, sparse = layers
+    inputs = [x_of(80, gpu) for _ in range(4)]
+    for turn in range(10):
+        with torch.no_grad():
+            for p in dense.parameters():
+                p.mul_(-1.0 if turn % 2 else 0.9)
+        expected = [dense(x) for x in inputs]
+        torch.cuda.synchronize()
+        found, barrier = [None] * 4, threading.Barrier(4)
+
+        def work(i):
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                barrier.wait()
+                found[i] = sparse(inputs[i])
+                torch.cuda.current_stream().synchronize()
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for y, wanted in zip(found, expected):
+            close(y, wanted)
+
+
+@pytest.mark.parametrize("kind", [GatedFeedForward, PlainFeedForward])
+def test_gradients_of_gradients_where_weights_are_used_twice(kind, gpu):
+    torch.manual_seed(3)
+    dense = kind(256, 1024).to(gpu, torch.bfloat16)
+    sparse = SparseFFN.from_module(copy.deepcopy(dense))
+    x = x_of(200, gpu)
+
+    def gradients(module, create_graph):
+        return torch.autograd.grad(module(module(x)).float().square().sum(), [*module.parameters()], create_graph=create_graph)
+
+    once, graph, expected = gradients(sparse, False), gradients(sparse, True), gradients(dense, False)
+    for a, b, e in zip(once, graph, expected):
+        assert (a - e).float().norm() < 0.1 * e.float().norm() and (b - e).float().norm() < 0.1 * e.float().norm()

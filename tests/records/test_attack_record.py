@@ -89,7 +89,7 @@ def test_the_table_of_the_readme():
               "worst_ratio": 0.91}
     made = [record("2026-01-01T00:00:00Z", False, [{"attack": "old", "cases": 1}]), record("2026-01-02T00:00:00Z", True, [layers]),
             record("2026-01-03T00:00:00Z", False, [{"attack": "formats", "cases": 100000}, {"suite": "attack", "passed": 3}])]
-    lines = attack.table(made).splitlines()
+    lines = recordings.attack_table(made).splitlines()
     assert lines[2:] == ["| layers on a GPU | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-02 |",
                          "| formats | 100,000 |  |  |  | a CPU, 2026-01-03 |"]
-    assert "nothing is recorded yet" in attack.table([])
+    assert "nothing is recorded yet" in recordings.attack_table([])

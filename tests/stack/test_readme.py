@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab import attack, cli, records
+from twell_lab import cli, recordings, records
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,5 +47,5 @@ def test_targets_extras_and_files_exist():
 
 
 def test_the_counts_of_what_is_attacked_are_those_of_the_newest_records():
-    after = README.partition("<!-- python -m twell_lab.attack prints this table -->\n")[2]
-    assert after.partition("\n\n")[0] == attack.table(records.load_all())
+    after = README.partition('<!-- python -c "from twell_lab import recordings, records; print(recordings.attack_table(records.load_all()))" prints this table -->\n')[2]
+    assert after.partition("\n\n")[0] == recordings.attack_table(records.load_all())
