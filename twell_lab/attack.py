@@ -176,9 +176,13 @@ def _strided(t: Tensor, r: random.Random) -> Tensor:
 # ---- the paths ----
 
 
+def _first(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
+    return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+
+
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
     """Torch's dense layer in the tensors' own dtype."""
-    hidden = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
+    hidden = torch.relu(_first(x, gate, up, down, gate_bias, up_bias, down_bias))
     return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
 
 
@@ -196,9 +200,8 @@ def _infer(path: str, hot: int = 0) -> Callable[[Layer, Tensor], Tensor]:
 
 
 def _packed(layer: Layer, x: Tensor) -> Tensor:
-    _, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-    first = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-    packed = ops.pack(first, layer.tile, layer.words)
+    _, gate, up, down, _, up_bias, down_bias = layer.tensors
+    packed = ops.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
     return ops.packed_down(packed, down, down_bias) if gate is None else ops.packed_gated(x, packed, up, down, up_bias, down_bias)
 
 
@@ -290,10 +293,10 @@ def layers(seed: int = 0, *, cases: int | None = None, seconds: float | None = N
 def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
     """What is wrong with this layer's results."""
     with torch.no_grad():
-        exact, beside = accuracy.Exact(*layer.tensors), dense(*layer.tensors)
-        x, gate, up, _, gate_bias, up_bias, _ = layer.tensors
-        first = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-        from_gate = accuracy.Exact(*layer.tensors, first=first)
+        # On a GPU every path lays strided tensors out anew first: torch's dense layer on those is what it stands beside.
+        laid = [t if t is None or not t.is_cuda else t.contiguous() for t in layer.tensors]
+        exact, beside, first = accuracy.Exact(*layer.tensors), dense(*laid), _first(*laid)
+        from_gate = accuracy.Exact(*laid, first=first)
     wrong = []
     for name, run in paths_of(layer).items():
         poisoned = r.random() < 0.5
@@ -397,7 +400,7 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
 
 def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     x, gate, up, down, gate_bias, up_bias, down_bias = tensors
-    first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
+    first = torch.relu(_first(*tensors))
     h = first if gate is None else first * linear(x, up, up_bias)
     return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
 
