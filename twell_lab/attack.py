@@ -180,10 +180,9 @@ def _first(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
     return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
 
 
-def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
+def dense(*tensors: Tensor | None) -> Tensor:
     """Torch's dense layer in the tensors' own dtype."""
-    hidden = torch.relu(_first(x, gate, up, down, gate_bias, up_bias, down_bias))
-    return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
+    return _dense_step(*tensors)[0]
 
 
 def _operator(layer: Layer, x: Tensor) -> Tensor:
