@@ -276,9 +276,8 @@ def layers(seed: int = 0, *, cases: int | None = None, seconds: float | None = N
     """
     counts, failures, begin = Counts(), [], time.monotonic()
     for each in itertools.count() if number is None else (number,):
-        if cases is not None and each >= cases or seconds is not None and time.monotonic() - begin > seconds:
-            break
-        if len(failures) >= MOST_FAILURES or number is None and cases is None and seconds is None:
+        enough = cases is not None and each >= cases or seconds is not None and time.monotonic() - begin > seconds
+        if enough or len(failures) >= MOST_FAILURES or number is None and cases is None and seconds is None:
             break
         layer = draw(seed, each, device)
         for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):
@@ -295,8 +294,7 @@ def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
         # On a GPU every path lays strided tensors out anew first: torch's dense layer on those is what it stands beside.
         laid = [t if t is None or not t.is_cuda else t.contiguous() for t in layer.tensors]
         exact, beside, first = accuracy.Exact(*layer.tensors), dense(*laid), _first(*laid)
-        from_gate = accuracy.Exact(*laid, first=first)
-    wrong = []
+        from_gate, wrong = accuracy.Exact(*laid, first=first), []
     for name, run in paths_of(layer).items():
         poisoned = r.random() < 0.5
         # The late input is a copy, and torch's own GEMM sums otherwise where x does not start on 16 bytes.
