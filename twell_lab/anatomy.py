@@ -6,7 +6,7 @@ Recognised by the names of their parts (more families are added to LAYOUTS):
   fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
 
 A name is a hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is run on a few rows
-beside the formula before it is swapped: `check`.
+beside the formula before it is swapped, without gradients and with them: `check`, which also says what this cannot see.
 """
 
 from __future__ import annotations
@@ -162,9 +162,11 @@ def check(name: str, module: nn.Module) -> None:
 
     Then with gradients, for rows of scale 1, drawn weights and one gradient of the output: the output and the gradients of x and of
     the projections' weights and biases (frozen ones too) are the formula's very bits, or within 64 eps of float32 by their
-    norm (in 16 bits: asked in float64). No .grad is written. A layer that raises with gradients has none to compare.
+    norm; where they are not, or in 16 bits, it is asked in float64 once more. No .grad is written. A layer that raises with
+    gradients (it cannot be trained, or not by torch.autograd.grad) has none to compare, and is taken for its values.
 
-    A module of its own is refused as well if it writes to its input or sets an attribute on itself or on a part: it would be missing.
+    A module of its own is refused as well if it writes to its input, or sets on itself or on a part a new attribute, one that was
+    None, or a tensor: after a swap it would be missing, or old.
 
     What this cannot see: anything but the rows asked with, which are len(SCALES) * ROWS random ones [3, 4, d_model] or [12,
     d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does something else
@@ -340,7 +342,7 @@ def _percent(off: float) -> str:
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _off(found: Tensor, expected: Tensor) -> float:
@@ -498,22 +500,26 @@ def _compare_gradients(where: str, module: nn.Module, layout: tuple) -> None:
     """
     for dtype in (None, torch.float64):
         drawn, worst = _drawn(module, dtype), None
+        if _readable(module):  # not every number is one that a parametrization can make a weight of: orthogonal rounds some to zero
+            made_of = [p for name, p in module.named_parameters() if "parametrizations." in name]
+            drawn.update({id(p): p.detach().to(dtype or p.dtype, copy=True) for p in made_of})
         for training in (False, True):
-            def beside(x: Tensor) -> list[tuple]:
-                expected = _trained(module, layout, training, drawn, x, True)
-                return [(name, found, expected[name]) for name, found in _trained(module, layout, training, drawn, x, False).items()]
+            def trained(x: Tensor) -> tuple:
+                return x, _trained(module, layout, training, drawn, x, formula=False)
 
             x = _rows(module, layout, drawn)
             x = x / torch.tensor(SCALES, dtype=x.dtype, device=x.device)[:, None, None]
             try:
-                answers = _first_taken(beside, (x,) if layout == IN_BLOCK else (x, x.flatten(0, 1)))
+                x, answers = _first_taken(trained, (x,) if layout == IN_BLOCK else (x, x.flatten(0, 1)))
             except torch.OutOfMemoryError:
                 raise
             except Exception:
                 if dtype is None:  # it has no gradients that could be others; its sparse twin may have
                     continue
                 raise
-            for name, found, expected in answers:
+            wanted = _trained(module, layout, training, drawn, x, formula=True)
+            for name, found in answers.items():
+                expected = wanted[name]
                 _check_kind(where, found, expected, training)
                 off = 0.0 if _identical(found, expected) else _off(found.reshape(1, -1), expected.reshape(1, -1))
                 if worst is None or off > worst[0]:
@@ -541,7 +547,7 @@ def _trained(module: nn.Module, layout: tuple, training: bool, drawn, x: Tensor,
             outputs = [_formula(module, layout, given)[1] if formula else module(given)]
         generator = torch.Generator("cpu").manual_seed(3)
         following = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-        upstream = [torch.randn(each.shape, generator=generator).to(each) for each in following]
+        upstream = [torch.randn(each.shape, generator=generator, dtype=torch.float32, device="cpu").to(each) for each in following]
         gradients = [None] * len(leaves)
         if following:
             gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)

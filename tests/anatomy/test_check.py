@@ -448,6 +448,8 @@ def test_gradients_are_compared_wherever_the_layer_is(rule):
         anatomy.check("", right)
         with pytest.raises(InputError, match="the gradient of"):
             anatomy.check("", wrong)
+    with torch.device("meta"), pytest.raises(InputError, match="the gradient of"):
+        anatomy.check("", wrong)
     for good, bad in ((right, wrong), inference, (copy.deepcopy(right).to("meta"), copy.deepcopy(wrong).to("meta"))):
         anatomy.check("", good)
         with pytest.raises(InputError, match="the gradient of"):
