@@ -6,7 +6,7 @@ Recognised by the names of their parts (more families are added to LAYOUTS):
   fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
 
 A name is a hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is run on a few rows
-beside the formula before it is swapped: `check`.
+beside the formula before it is swapped, without gradients and with them: `check`, which also says what this cannot see.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -37,6 +39,7 @@ ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or f
 
 Only = Callable[[str, nn.Module], bool]
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
+OF_SCALES = [f"inputs of scale {each:g}" for each in SCALES]
 ROWS = 4
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
@@ -156,6 +159,19 @@ def check(name: str, module: nn.Module) -> None:
     with its own weights, unless those are on meta, and with drawn ones: its own may be zero, not finite, or fire too few
     neurons to show a difference. Outputs may differ as rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in
     others; a layer in 16 bits that does not give the very bits of the formula is asked in float32 once more.
+
+    Then with gradients, for rows of scale 1, drawn weights and one gradient of the output: the output and the gradients of x and of
+    the projections' weights and biases (frozen ones too) are the formula's very bits, or within 64 eps of float32 by their
+    norm; where they are not, or in 16 bits, it is asked in float64 once more. No .grad is written. A layer that raises with
+    gradients (it cannot be trained, or not by torch.autograd.grad) has none to compare, and is taken for its values.
+
+    A module of its own is refused as well if it writes to its input, or sets on itself or on a part a new attribute, one that was
+    None, or a tensor: after a swap it would be missing, or old.
+
+    What this cannot see: anything but the rows asked with, which are len(SCALES) * ROWS random ones [3, 4, d_model] or [12,
+    d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does something else
+    for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A list or dictionary that a
+    forward writes to keeps what these runs wrote, and gets nothing from a sparse layer.
     """
     layout = layout_of(module)
     where = title(name, module)
@@ -170,6 +186,8 @@ def check(name: str, module: nn.Module) -> None:
                 same = _compare(where, module, layout, None if own else _drawn(module, None))
                 if not same and next(module.parameters()).dtype.itemsize < 4:
                     _compare(where, module, layout, _drawn(module, torch.float32, own=own))
+            with torch.inference_mode(False), torch.enable_grad():
+                _compare_gradients(where, module, layout)
     except InputError:
         raise
     except Exception as error:
@@ -226,7 +244,10 @@ def _drawn(module: nn.Module, dtype: torch.dtype | None, own: bool = False) -> d
     for t in (*module.parameters(), *module.buffers()):
         if own:
             made[id(t)] = t.to(dtype) if t.is_floating_point() else t.clone()
-        elif id(t) in parameters or t.is_meta or hasattr(t, "fake_mode"):
+        elif id(t) not in parameters and not t.is_meta and not hasattr(t, "fake_mode"):
+            if dtype and t.is_floating_point():
+                made[id(t)] = t.to(dtype)
+        else:
             device = "cpu" if t.is_meta or t.device.type == "cuda" and not torch.cuda.is_available() else t.device
             values = numbers * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
             values = values.to(device, dtype if dtype and t.is_floating_point() else t.dtype)
@@ -243,7 +264,8 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
               for each in modules]  # fmt: skip
     drawn = drawn or {}
     devices = {t.device for t in module.parameters()} | {t.device for t in drawn.values()}
-    python, globally = random.getstate(), {kind: getattr(torch_modules, kind) for kind in _GLOBAL_HOOKS}
+    python, numpys = random.getstate(), numpy.random.get_state()
+    globally = {kind: getattr(torch_modules, kind) for kind in _GLOBAL_HOOKS}
     with ExitStack() as stack:
         cuda = [each.index for each in devices if each.type == "cuda" and torch.cuda.is_available()]
         stack.enter_context(torch.random.fork_rng(cuda, enabled=True))
@@ -276,6 +298,7 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
             for kind, found in globally.items():
                 setattr(torch_modules, kind, found)
             random.setstate(python)
+            numpy.random.set_state(numpys)
 
 
 def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> bool:
@@ -283,23 +306,35 @@ def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tens
     same = True
     for training in (False, True):
         ask = _ask_block if layout == IN_BLOCK else _ask_module
-        for found, expected in ask(module, layout, training, drawn):
-            mode = f"in {'training' if training else 'evaluation'} mode"
-            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
-                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-                raise InputError(f"{where} returns {what} {mode}; accepted: {expected.dtype} {list(expected.shape)}, as its formula gives")
+        for found, expected, names in ask(where, module, layout, training, drawn):
+            _check_kind(where, found, expected, training)
             if _identical(found, expected):
                 continue
             same = False
-            off = [_off(a, b) for a, b in zip(*(t.reshape(len(SCALES), -1, t.shape[-1]) for t in (found, expected)))]
-            worst = max(range(len(SCALES)), key=off.__getitem__)
+            off = [_off(a, b) for a, b in zip(*(t.reshape(len(names), -1, t.shape[-1]) for t in (found, expected)))]
+            worst = max(range(len(names)), key=off.__getitem__)
             eps = torch.finfo(expected.dtype).eps
             if not off[worst] <= (2 if expected.dtype.itemsize < 4 else 64) * eps:
-                hint = " (dropout inside it has to be of p=0)" if training else ""
-                product = "down(act(up(x)))" if layout[0] is None else "down(act(gate(x)) * up(x))"
-                raise InputError(f"{where} does not compute {product}: {mode} its output for inputs of scale {SCALES[worst]:g} is "
-                                 f"{_percent(off[worst])} off{hint}; accepted: layers that do, or an `only` that leaves it out")
+                raise _other(where, layout, training, f"its output for {names[worst]}", off[worst])
     return same
+
+
+def _check_kind(where: str, found, expected: Tensor, training: bool) -> None:
+    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise InputError(f"{where} returns {what} in {_mode(training)} mode; accepted: {expected.dtype} {list(expected.shape)}, "
+                         "as its formula gives")  # fmt: skip
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def _other(where: str, layout: tuple, training: bool, what: str, off: float) -> InputError:
+    hint = " (dropout inside it has to be of p=0)" if training else ""
+    product = "down(act(up(x)))" if layout[0] is None else "down(act(gate(x)) * up(x))"
+    return InputError(f"{where} does not compute {product}: in {_mode(training)} mode {what} is {_percent(off)} off{hint}; accepted: "
+                      "layers that do, or an `only` that leaves it out")  # fmt: skip
 
 
 def _percent(off: float) -> str:
@@ -307,7 +342,7 @@ def _percent(off: float) -> str:
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _off(found: Tensor, expected: Tensor) -> float:
@@ -321,25 +356,73 @@ def _off(found: Tensor, expected: Tensor) -> float:
     return off.nan_to_num(float("inf")).max().item()
 
 
-def _ask_module(module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
-    """What a module of its own gives for the rows, and what its formula gives."""
+def _ask_module(where: str, module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
+    """What a module of its own gives for the rows, what its formula gives, and what to call each part of them."""
     x = _rows(module, layout, drawn)
-    with _untouched(module, training, drawn):
-        expected = _formula(module, layout, x)[1]
-    for flat in (False, True):  # layers of experts want [tokens, d_model], most others know a batch too
+    one = x[1:2, :1]
+
+    def beside(given: Tensor) -> tuple:
+        found = _run(where, module, layout, training, drawn, given)
+        with _untouched(module, training, drawn):
+            return found, _formula(module, layout, given)[1], OF_SCALES if len(given) > 1 else ["one row alone"]
+
+    yield _first_taken(beside, (x, x.flatten(0, 1)))
+    for given in (one, one.flatten(0, 1)) if drawn else ():  # with one set of weights: it is the number of rows that is tried here
         try:
-            with _untouched(module, training, drawn):
-                found = module(x.flatten(0, 1).clone() if flat else x.clone())
-            yield found, expected.flatten(0, 1) if flat else expected
-            return
+            answer = beside(given)
+        except InputError:
+            raise
+        except Exception:  # wants a batch, or none
+            continue
+        yield answer
+
+
+def _first_taken(ask: Callable, inputs: Iterable[Tensor]):
+    """The answer to the first input that raises nothing: layers of experts want [tokens, d_model], most others know a batch too."""
+    *others, last = inputs
+    for x in others:
+        try:
+            return ask(x)
         except InputError:
             raise
         except Exception:
-            if flat:
-                raise
+            continue
+    return ask(last)
 
 
-def _ask_block(module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
+def _run(where: str, module: nn.Module, layout: tuple, training: bool, drawn, x: Tensor):
+    """What a module of its own returns; InputError if it leaves something behind, on its input or on itself."""
+    given = x.clone()
+    with _untouched(module, training, drawn):
+        parts = _parts(module, layout)
+        before = _attributes(parts)
+        found = module(given)
+        after = _attributes(parts)
+    kept = [name for name, value in after.items()
+            if name not in before or value is not before[name] and (before[name] is None or isinstance(value, Tensor))]  # fmt: skip
+    if kept:
+        raise InputError(f"{where} sets {', '.join(kept[:5])} in its forward, which a sparse layer does not; accepted: a forward that "
+                         "keeps nothing on the module")  # fmt: skip
+    if not _identical(given, x):
+        raise InputError(f"{where} writes to its input, which a sparse layer does not; accepted: a forward that leaves it as it was")
+    return found
+
+
+def _parts(module: nn.Module, layout: tuple) -> list[tuple[str, nn.Module]]:
+    """The module and those in it by name, without what lies within projections: those are carried whole."""
+    projections = [getattr(module, seat) for seat in layout[:3] if seat]
+    carried = {id(each) for projection in projections for each in projection.modules()} - {id(each) for each in projections}
+    return [(name, each) for name, each in module.named_modules() if id(each) not in carried]
+
+
+def _attributes(parts: list[tuple[str, nn.Module]]) -> dict[str, object]:
+    """What is set on them, by name; what a cached_property keeps is nobody's loss."""
+    return {f"{at}.{key}" if at else key: value for at, each in parts
+            for table in (vars(each), each._parameters, each._buffers, each._modules) for key, value in table.items()
+            if not isinstance(getattr(type(each), key, None), cached_property)}  # fmt: skip
+
+
+def _ask_block(where: str, module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
     """What a decoder layer gives for its up projection's input and from its down projection, beside the formula; and what it
     returns as it is and with the formula in the activation's seat: nothing else may read what lies between.
 
@@ -351,7 +434,7 @@ def _ask_block(module: nn.Module, layout: tuple, training: bool, drawn) -> Itera
 
     def rows_for(given: Tensor) -> Tensor:
         if given.numel() != x.numel() or given.shape[-1] != x.shape[-1]:
-            raise InputError(f"{type(module).__name__} gives {up} {list(given.shape)} where it is given {list(x.shape)}; accepted: "
+            raise InputError(f"{where} gives {up} {list(given.shape)} where it is given {list(x.shape)}; accepted: "
                              "a layer whose feed-forward part takes each of its rows")  # fmt: skip
         return x.reshape(given.shape)
 
@@ -368,32 +451,107 @@ def _ask_block(module: nn.Module, layout: tuple, training: bool, drawn) -> Itera
 
         first.forward, last.forward = into, out
 
-    def replace() -> None:
-        own = nn.Module()  # with the parts' names alone, and the activation where the module itself has the stub
-        vars(own).update({each: getattr(module, each) for each in (up, down, seat)})
-        stub = nn.Identity()
-        stub.forward = lambda given: _formula(own, layout, rows_for(given))[1]
-        setattr(module, seat, stub)
-        getattr(module, up).forward = getattr(module, down).forward = HandOn(module, layout)
-
     def run(prepare: Callable[[], None]) -> list[Tensor]:
-        wanted = list(inspect.signature(module.forward).parameters.values())[1:]
-        others = [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
         with _untouched(module, training, drawn):
             prepare()
-            return _tensors(module(x.clone(), *others))
+            return _tensors(module(x.clone(), *_others(module)))
 
     whole = run(listen)
     if len(heard[up]) != 1 or len(heard[down]) != 1:
         calls = f"{up} {len(heard[up])} times and {down} {len(heard[down])} times"
-        raise InputError(f"{type(module).__name__} calls {calls} in a forward; accepted: once each")
+        raise InputError(f"{where} calls {calls} in a forward; accepted: once each")
     with _untouched(module, training, drawn):
         expected = _formula(module, layout, heard[up][0])[1]
-    yield heard[down][0], expected
-    yield from zip(run(replace), whole, strict=True)
+    yield heard[down][0], expected, OF_SCALES
+    for pair in zip(run(lambda: _put_formula(module, layout, rows_for)), whole, strict=True):
+        yield *pair, OF_SCALES
+
+
+def _put_formula(module: nn.Module, layout: tuple, rows_for: Callable[[Tensor], Tensor]) -> None:
+    """Put the formula, for these rows in the place of those given, in the activation's seat of a decoder layer."""
+    own = nn.Module()  # with the parts' names alone, and the activation where the module itself has the stub
+    _, up, down, seat = layout
+    vars(own).update({each: getattr(module, each) for each in (up, down, seat)})
+    stub = nn.Identity()
+    stub.forward = lambda given: _formula(own, layout, rows_for(given))[1]
+    setattr(module, seat, stub)
+    getattr(module, up).forward = getattr(module, down).forward = HandOn(module, layout)
+
+
+def _others(module: nn.Module) -> list[None]:
+    """For what a decoder layer's forward asks besides its input."""
+    wanted = list(inspect.signature(module.forward).parameters.values())[1:]
+    return [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
 def _tensors(returned) -> list[Tensor]:
     """The tensors of what a decoder layer returns that have rows of a width."""
     returned = returned if isinstance(returned, (tuple, list)) else [returned]
     return [each for each in returned if isinstance(each, Tensor) and each.is_floating_point() and each.dim() > 1]
+
+
+# ---- what its gradients are ----
+
+
+def _compare_gradients(where: str, module: nn.Module, layout: tuple) -> None:
+    """InputError unless the layer's output and gradients are the formula's, in evaluation and in training mode.
+
+    In its own dtype, and where that is not conclusive in float64: what is near zero there fires in both or in none.
+    """
+    for dtype in (None, torch.float64):
+        drawn, worst = _drawn(module, dtype), None
+        if _readable(module):  # not every number is one that a parametrization can make a weight of: orthogonal rounds some to zero
+            made_of = [p for name, p in module.named_parameters() if "parametrizations." in name]
+            drawn.update({id(p): p.detach().to(dtype or p.dtype, copy=True) for p in made_of})
+        for training in (False, True):
+            def trained(x: Tensor) -> tuple:
+                return x, _trained(module, layout, training, drawn, x, formula=False)
+
+            x = _rows(module, layout, drawn)
+            x = x / torch.tensor(SCALES, dtype=x.dtype, device=x.device)[:, None, None]
+            try:
+                x, answers = _first_taken(trained, (x,) if layout == IN_BLOCK else (x, x.flatten(0, 1)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                if dtype is None:  # it has no gradients that could be others; its sparse twin may have
+                    continue
+                raise
+            wanted = _trained(module, layout, training, drawn, x, formula=True)
+            for name, found in answers.items():
+                expected = wanted[name]
+                _check_kind(where, found, expected, training)
+                off = 0.0 if _identical(found, expected) else _off(found.reshape(1, -1), expected.reshape(1, -1))
+                if worst is None or off > worst[0]:
+                    worst = off, training, name
+        fits = 64 * torch.finfo(torch.float32).eps
+        if worst is None or worst[0] == 0 or worst[0] <= fits and (dtype or _up(module, layout).weight.dtype).itemsize >= 4:
+            return
+    off, training, name = worst
+    raise _other(where, layout, training, f"{name} with gradients" if name == "its output" else name, off)
+
+
+def _trained(module: nn.Module, layout: tuple, training: bool, drawn, x: Tensor, formula: bool) -> dict[str, Tensor]:
+    """The output for x and, by their names, its gradients, for one gradient of the output: the layer's own or its formula's."""
+    with _untouched(module, training, drawn):  # whose stand-ins are the leaves: nothing of the user's gets a .grad
+        leaves = {f"{seat}.{name}": p for seat in layout[:3] if seat for name, p in getattr(module, seat).named_parameters()}
+        leaves = {"x": x.detach(), **leaves}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        given = leaves["x"].clone()  # no leaf: a decoder layer may write to its input
+        if layout == IN_BLOCK:
+            if formula:
+                _put_formula(module, layout, lambda rows: rows)
+            outputs = _tensors(module.forward(given, *_others(module)))  # not by a __call__ that checkpoints
+        else:
+            outputs = [_formula(module, layout, given)[1] if formula else module(given)]
+        generator = torch.Generator("cpu").manual_seed(3)
+        following = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+        upstream = [torch.randn(each.shape, generator=generator, dtype=torch.float32, device="cpu").to(each) for each in following]
+        gradients = [None] * len(leaves)
+        if following:
+            gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
+        named = {f"the gradient of {name}": torch.zeros_like(leaf) if gradient is None else gradient.detach()
+                 for (name, leaf), gradient in zip(leaves.items(), gradients)}  # fmt: skip
+        outputs = [each.detach() if isinstance(each, Tensor) else each for each in outputs]
+        return {f"its output{f' {at}' if at else ''}": each for at, each in enumerate(outputs)} | named

@@ -69,7 +69,8 @@ class SparseFFN(Guarded, Learner, HotFirst):
     The source is run on a few rows beside the formula before it is taken (anatomy.check), and refused with an InputError where
     it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or replaced forwards
     on it or on a part of it. What is put on a projection later, or in its place, is an InputError of the next forward. Hooks
-    belong on the SparseFFN itself, and go with `densify` to the dense layer.
+    belong on the SparseFFN itself, and go with `densify` to the dense layer. Hooks for every module (register_module_forward_hook) see
+    the SparseFFN but not its projections, and attributes changed on the dense module or its activation later are not looked at.
     """
 
     def __init__(
@@ -359,7 +360,8 @@ def sparsify(
     the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be swapped: each layer is run
     on a few rows beside the formula first (anatomy.check), and looked over for hooks and adapters; the message names those that
     differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers. Each layer is
-    asked once: what is changed on a decoder layer later, such as the p of a dropout between its parts, is not noticed.
+    asked once, on random rows, for its output and its gradients; anatomy.check says what that cannot show. What is changed later on
+    a decoder layer, such as the p of a dropout between its parts, or on a dense module that was set aside, is not noticed.
     """
     if plan is not None and plan != "auto" and not isinstance(plan, Plan):
         raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")

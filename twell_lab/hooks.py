@@ -1,5 +1,8 @@
 """What others put on a feed-forward layer: hooks, adapters, forwards of their own. A sparse layer calls none of its parts, so nothing
 that is on a part would act: it is refused before a swap, and noticed after one.
+
+Not noticed: hooks for every module (torch.nn.modules.module.register_module_forward_hook and the like), which see a SparseFFN but
+not its projections; and attributes changed after the swap on the dense module, which is set aside, or on its activation.
 """
 
 from __future__ import annotations

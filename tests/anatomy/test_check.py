@@ -1,8 +1,10 @@
 """A layer is swapped only if it computes what its parts say: what is refused, what is taken, and that being asked changes nothing."""
 
 import copy
+import functools
 import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -390,3 +392,171 @@ def test_each_layer_is_asked_for_itself_and_nothing_is_changed_before_all_are():
     assert sparse == ["layers.0.mlp", "layers.2.mlp"]
     with pytest.raises(InputError, match="`only` leaves none of the 4"):
         sparsify(model, only=lambda name, module: False)
+
+
+# ---- gradients ----
+
+
+class Tenfold(torch.autograd.Function):
+    """What it is given, with ten times the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 10 * g
+
+
+GRADIENTS = {
+    "a gate without a gradient": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).detach() * layer.up_proj(x)),
+    "another gradient of x": lambda layer, x: layer.down_proj(hidden(layer, Tenfold.apply(x))),
+    "another gradient of the output": lambda layer, x: Tenfold.apply(layer.down_proj(hidden(layer, x))),
+    "another output with gradients": lambda layer, x: layer.down_proj(hidden(layer, x)) * (3 if torch.is_grad_enabled() else 1),
+    "in training mode alone": lambda layer, x: layer.down_proj(hidden(layer, Tenfold.apply(x) if layer.training else x)),
+    "in evaluation mode alone": lambda layer, x: layer.down_proj(hidden(layer, x if layer.training else x.detach())),
+    "no gradient at all": torch.no_grad()(lambda layer, x: layer.down_proj(hidden(layer, x))),
+    "a bias without a gradient": lambda layer, x: F.linear(hidden(layer, x), layer.down_proj.weight, layer.down_proj.bias.detach()),
+}
+
+
+def biased(layer):
+    layer.down_proj.bias = nn.Parameter(torch.randn(D_MODEL))
+    return layer
+
+
+@pytest.mark.parametrize("rule", GRADIENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_gradients_are_refused_and_nothing_of_them_stays(rule, dtype):
+    torch.manual_seed(0)
+    layer = biased(Gated(GRADIENTS[rule])).to(dtype)
+    before = [(p, p._version, p.requires_grad) for p in layer.parameters()]
+    with pytest.raises(InputError, match=r"odd \(Gated\) does not compute .*(the gradient of|its output with gradients).* off"):
+        sparsify(nn.ModuleDict({"odd": layer}))
+    assert [(p, p._version, p.requires_grad) for p in layer.parameters()] == before
+    assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("rule", ["a gate without a gradient", "another gradient of x"])
+def test_gradients_are_compared_wherever_the_layer_is(rule):
+    right, wrong = (biased(Gated(each)) for each in (SAME["products the other way round"], GRADIENTS[rule]))
+    for layer in (right, wrong):
+        layer.requires_grad_(False)
+    with torch.inference_mode():
+        inference = [biased(Gated(each)) for each in (right.rule, wrong.rule)]
+        anatomy.check("", right)
+        with pytest.raises(InputError, match="the gradient of"):
+            anatomy.check("", wrong)
+    with torch.device("meta"), pytest.raises(InputError, match="the gradient of"):
+        anatomy.check("", wrong)
+    for good, bad in ((right, wrong), inference, (copy.deepcopy(right).to("meta"), copy.deepcopy(wrong).to("meta"))):
+        anatomy.check("", good)
+        with pytest.raises(InputError, match="the gradient of"):
+            anatomy.check("", bad)
+    assert not any(p.requires_grad for p in right.parameters())
+
+
+def test_a_layer_that_cannot_be_trained_has_no_gradients_to_differ():
+    """relu keeps its output for its gradient, which is written over."""
+    layer = Gated(lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).mul_(layer.up_proj(x))))
+    with pytest.raises(RuntimeError, match="inplace"):
+        layer(torch.randn(3, D_MODEL)).sum().backward()
+    assert isinstance(SparseFFN.from_module(layer), SparseFFN)
+
+
+@pytest.mark.parametrize("parametrized", [parametrizations.weight_norm, parametrizations.orthogonal], ids=lambda f: f.__name__)
+def test_gradients_of_what_a_weight_is_made_of(parametrized):
+    for rule, fits in ((SAME["products the other way round"], True), (GRADIENTS["a gate without a gradient"], False)):
+        layer = Gated(rule)
+        parametrized(layer.gate_proj)
+        if fits:
+            anatomy.check("", layer)
+        else:
+            with pytest.raises(InputError, match=r"the gradient of gate_proj\.parametrizations"):
+                anatomy.check("", layer)
+
+
+def test_gradients_inside_a_decoder_layer():
+    class Cut(Busy):
+        def forward(self, x, mask):
+            return x + self.fc2(self.activation_fn(self.fc1(F.layer_norm(x, (D_MODEL,)))).detach())
+
+    for layer in (Cut(), Cut().requires_grad_(False)):
+        with pytest.raises(InputError, match=r"Cut does not compute .* the gradient of fc[12]\.weight"):
+            sparsify(layer)
+    sparsify(Busy())
+
+
+# ---- what a forward leaves behind, and single rows ----
+
+
+@pytest.mark.parametrize("rule", [None, "in place"])
+def test_numpys_random_state_stays(rule):
+    def draws(layer, x):
+        numpy.random.rand()
+        return OTHERS[rule](layer, x) if rule else layer.down_proj(hidden(layer, x))
+
+    numpy.random.seed(3)
+    expected = numpy.random.rand(2).tolist()
+    numpy.random.seed(3)
+    try:
+        anatomy.check("", Gated(draws))
+    except InputError:
+        assert rule
+    assert numpy.random.rand(2).tolist() == expected
+
+
+def stored(on, name, value):
+    def rule(layer, x):
+        setattr(layer.get_submodule(on), name, value(x))
+        return layer.down_proj(hidden(layer, x))
+
+    return rule
+
+
+@pytest.mark.parametrize("on, name, value", [
+    ("", "last_hidden", lambda x: x), ("", "kept", lambda x: x), ("", "rows", len), ("up_proj", "given", lambda x: x),
+    ("act_fn", "seen", lambda x: None), ("", "weights", lambda x: nn.Parameter(x.detach())), ("", "part", lambda x: nn.Identity())])
+def test_a_forward_that_keeps_something_on_the_module_is_refused_by_its_name(on, name, value):
+    layer = Gated(stored(on, name, value))
+    layer.kept = None
+    before = {at: set(vars(each)) for at, each in layer.named_modules()}
+    with pytest.raises(InputError, match=rf"odd \(Gated\) sets {on}\.?{name} in its forward"):
+        sparsify(nn.ModuleDict({"odd": layer}))
+    assert {at: set(vars(each)) for at, each in layer.named_modules()} == before and layer.kept is None
+
+
+def test_what_is_only_remembered_is_no_loss():
+    class Remembers(Gated):
+        @functools.cached_property
+        def width(self):
+            return self.up_proj.in_features
+
+    layer = Remembers(lambda layer, x: layer.down_proj(hidden(layer, x.reshape(*x.shape[:-1], layer.width))))
+    assert isinstance(SparseFFN.from_module(layer), SparseFFN) and "width" not in vars(layer)
+
+
+def test_a_forward_that_writes_to_its_input_is_refused():
+    def rule(layer, x):
+        y = layer.down_proj(hidden(layer, x))
+        x.add_(1)
+        return y
+
+    with pytest.raises(InputError, match=r"odd \(Gated\) writes to its input"):
+        sparsify(nn.ModuleDict({"odd": Gated(rule)}))
+
+
+@pytest.mark.parametrize("single", [lambda x: x.shape[0] == 1, lambda x: x.shape[:-1].numel() == 1, lambda x: x.shape == (1, D_MODEL)])
+def test_another_way_for_one_row_is_refused(single):
+    with pytest.raises(InputError, match="for one row alone is 100% off"):
+        SparseFFN.from_module(Gated(lambda layer, x: layer.down_proj(hidden(layer, x)) * (2 if single(x) else 1)))
+
+
+def test_a_layer_that_raises_for_one_row_is_taken():
+    def rule(layer, x):
+        if x.shape[:-1].numel() == 1:
+            raise ValueError("a batch of one")
+        return layer.down_proj(hidden(layer, x))
+
+    assert isinstance(SparseFFN.from_module(Gated(rule)), SparseFFN)

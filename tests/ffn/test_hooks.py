@@ -319,6 +319,14 @@ def test_global_hooks_see_the_sparse_layer(model):
     assert seen == [mlp]
 
 
+def test_what_is_set_on_the_layer_that_was_set_aside_waits_for_densify(model):
+    tokens, dense = torch.randint(50, (2, 9)), model.layers[0].mlp
+    expected = sparsify(model)(tokens)
+    dense.act_fn = nn.GELU()
+    assert torch.equal(model(tokens), expected)
+    assert not torch.equal(densify(model)(tokens), expected) and isinstance(model.layers[0].mlp.act_fn, nn.GELU)
+
+
 def test_the_librarys_own_hooks_are_no_strangers(model):
     tokens = torch.randint(50, (2, 9))
     for net in (model, sparsify(copy.deepcopy(model)), sparsify(copy.deepcopy(model), "auto")):
