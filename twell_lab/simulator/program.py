@@ -222,6 +222,7 @@ class _Call:
             names = ", ".join(p.name for p in signature.parameters)
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({names}); {len(arguments)} were given")
         self.arrays: list[args.Array] = []
+        self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
         self.copy: np.ndarray | None = None
         self.groups: list[tuple[int, int, int]] = []  # address, bytes and the copy's offset of memory that is copied as one
@@ -334,7 +335,7 @@ class _Call:
         arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.arrays]
         shared = [(name, s.offset, s.size, s.size // max(1, math.prod(_shared_shape(s))) or 1, f"shared {s.type} {list(_shared_shape(s))}")
                   for name, s in self._shared()]
-        return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared)
+        return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared, self.nulls)
 
 
 def _shared_dtype(s) -> np.dtype:
