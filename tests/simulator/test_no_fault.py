@@ -8,6 +8,8 @@ from twell_lab import simulator
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
 CORRECT = r"""
+#include <stdlib.h>
+#include <new>
 #define KERNEL extern "C" __global__ void
 #define T threadIdx.x
 
@@ -104,13 +106,14 @@ KERNEL takes_and_gives_back(float* out, const float* in, int n) {
     for (int i = 0; i < n; ++i) {
         void* volatile all[] = {malloc(16 * i), calloc(i, 40), new float[i + 1], new (std::nothrow) double, aligned_alloc(64, 64), nullptr};
         all[1] = realloc(all[1], 100000 * (i % 3 + 1));
-        bool there = strdup("") != nullptr;
+        char* text = strdup("the C library's");
+        bool there = text != nullptr;
+        free(text);
         for (int k = 0; k < 5; ++k) there = there && all[k] && (size_t)all[k] % 16 == 0;
         free(all[0]), free(all[1]), delete[] (float*)all[2], delete (double*)all[3], free(all[4]), free(all[5]);
         out[T] = there ? i : -2;
     }
 }
-#if !defined(SIM_WATCHED)  // what malloc gives is no array
 KERNEL uses_what_it_took(float* out, const float* in, int n) {
     int* own = (int*)calloc(n, 4);
     for (int i = 0; i < n; ++i) out[T] = own[i] == 0 ? out[T] : -2, own[i] = T + i;
@@ -120,7 +123,6 @@ KERNEL uses_what_it_took(float* out, const float* in, int n) {
     for (int i = 0; i < n; ++i) out[T] += own[i];
     free(own);
 }
-#endif
 """
 
 
