@@ -154,7 +154,7 @@ def above(tmp_path_factory, monkeypatch) -> Path:
     folder = tmp_path_factory.mktemp("above")
     (folder / "sub").mkdir(mode=0o700)
     users = {USER: ("somebody", GROUP)}
-    monkeypatch.setattr(paths.pwd, "getpwuid", lambda user: SimpleNamespace(pw_name=users[user][0], pw_gid=users[user][1]))
+    monkeypatch.setattr("pwd.getpwuid", lambda user: SimpleNamespace(pw_name=users[user][0], pw_gid=users[user][1]))
     monkeypatch.setattr(os, "geteuid", lambda: USER)
     monkeypatch.setattr(os, "getegid", lambda: OTHERS)  # as newgrp makes it
     os.chown(folder / "sub", USER, GROUP)
@@ -162,7 +162,7 @@ def above(tmp_path_factory, monkeypatch) -> Path:
 
 
 def members(monkeypatch, known: dict[int, list[str]]) -> None:
-    monkeypatch.setattr(paths.grp, "getgrgid", lambda group: SimpleNamespace(gr_mem=known[group]))
+    monkeypatch.setattr("grp.getgrgid", lambda group: SimpleNamespace(gr_mem=known[group]))
 
 
 @as_root
@@ -207,8 +207,8 @@ def test_without_an_entry_the_effective_group_is_ones_own(above, monkeypatch):
     def unknown(number):
         raise KeyError(number)
 
-    monkeypatch.setattr(paths.pwd, "getpwuid", unknown)
-    monkeypatch.setattr(paths.grp, "getgrgid", unknown)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("grp.getgrgid", unknown)
     os.chown(above, USER, OTHERS)
     above.chmod(0o775)
     assert paths.refusal(above / "sub") is None

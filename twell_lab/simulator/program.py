@@ -87,7 +87,8 @@ class Program:
 
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
         watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a division
-        by zero, no memory left for a thread's own arrays, an address that is no memory); an access out of bounds may damage
+        by zero, no memory left for a thread's own arrays, an address that is no memory, memory given back that malloc did not
+        give, a call that would end the process); an access out of bounds may damage
         this process, as it may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were;
         "counts" also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
         which ends them at an access out of bounds.
