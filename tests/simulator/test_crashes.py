@@ -204,7 +204,8 @@ def test_who_else_aborts_ends_the_process(file):
     start = "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, daemon=True).start()\ntime.sleep(0.5)\n"
     for text in ("ctypes.CDLL(None).abort()\n", "import os, signal\nos.kill(os.getpid(), signal.SIGABRT)\ntime.sleep(5)\n"):
         assert in_a_process(file, start + text).returncode == -signal.SIGABRT
-    ignored = "import os, signal\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\n" + start + "os.kill(os.getpid(), signal.SIGABRT)\nprint('on')\n"
+    ignored = "import os, signal\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\n" + start
+    ignored += "os.kill(os.getpid(), signal.SIGABRT)\nprint('on')\n"
     assert in_a_process(file, ignored).stdout == "on\n"
 
 

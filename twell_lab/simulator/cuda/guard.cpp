@@ -102,7 +102,8 @@ static void on_signal(int number, siginfo_t* info, void* context) {
             if (!leaves && !g->late) g->late = true, tick_every(*g, LATE_TICKS_APART);
         }
         if (leaves) {
-            g->crash = {number, info->si_code, tick || number == SIGABRT ? -1 : how_of(c), (uint64_t)info->si_addr, pc, stack_of(c), frame_of(c)};
+            const int how = tick || number == SIGABRT ? -1 : how_of(c);
+            g->crash = {number, info->si_code, how, (uint64_t)info->si_addr, pc, stack_of(c), frame_of(c)};
             continue_at(c, *g->main_sp);
         }
     } else if (!tick) {

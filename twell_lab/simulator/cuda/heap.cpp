@@ -82,7 +82,8 @@ static bool give_back(void* p, uint64_t place) {
             if (bytes >= LARGE) madvise((void*)first, last - first, MADV_DONTNEED);
             return true;
         }
-        why = found != h->blocks.end() ? "it gives back a second time what it has given back" : "it gives back an address inside of what they gave";
+        why = found != h->blocks.end() ? "it gives back a second time what it has given back"
+                                       : "it gives back an address inside of what they gave";
     } else if (me && is_the_launchs(*me->worker, at, in_array)) {
         why = "it gives back what they did not give";
     }
