@@ -15,6 +15,12 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+try:
+    import grp
+    import pwd
+except ImportError:  # Windows
+    pass
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -123,8 +129,8 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
     """Why others could have put files into this folder, or could put another one in its place; None if nobody can.
 
     It must belong to this user (`roots_too`: or to root), and neither group nor others may write there. The folders
-    above it may not be writable by all, unless they are sticky as the system's temporary folder is; links must be this
-    user's or root's.
+    above it may not be writable by all or by a group that others are in, unless they are sticky as the system's temporary
+    folder is; links must be this user's or root's.
     Raises OSError for a folder that is not there.
     """
     user = _user()
@@ -148,6 +154,8 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
                 return f"{at} belongs to {_name(facts.st_uid)}"
             if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
                 return f"{at} can be written by all users (chmod o-w, or +t)"
+            if facts.st_mode & stat.S_IWGRP and not facts.st_mode & stat.S_ISVTX and not _is_own_group(facts.st_gid, user):
+                return f"{at} can be written by group {facts.st_gid} (chmod g-w, or +t)"
             name = left.pop(0)
             at = at.parent if name == ".." else at / name
     return f"{folder} leads in a circle"
@@ -171,6 +179,20 @@ def _not_ours(path: Path, facts: os.stat_result, owners: tuple[int, ...]) -> str
 
 def _name(user: int) -> str:
     return "root" if user == 0 else f"user {user}"
+
+
+def _is_own_group(group: int, user: int) -> bool:
+    """Whether nobody but root and this user is known to be in the group: root's own, or the one that many systems make for each
+    user, who then often lets it write everywhere (umask 002)."""
+    try:
+        name, own = (entry := pwd.getpwuid(user)).pw_name, entry.pw_gid
+    except KeyError:  # as in a container
+        name, own = None, os.getegid()
+    try:
+        members = set(grp.getgrgid(group).gr_mem)
+    except KeyError:
+        members = set()
+    return group in (0, own) and members <= {"root", name}
 
 
 def _close(folder: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,6 +143,77 @@ def test_folders_above_that_all_can_write(system, tmp_path, monkeypatch):
         assert private(paths.cache_dir(), system)
     above.chmod(0o1777)
     assert paths.refusal(folder) is None and paths.cache_dir() == folder
+
+
+USER, GROUP, OTHERS = 23456, 23456, 12345
+
+
+@pytest.fixture
+def above(tmp_path_factory, monkeypatch) -> Path:
+    """A folder with a user's own one in it; this process is that user, whose own group is GROUP."""
+    folder = tmp_path_factory.mktemp("above")
+    (folder / "sub").mkdir(mode=0o700)
+    users = {USER: ("somebody", GROUP)}
+    monkeypatch.setattr("pwd.getpwuid", lambda user: SimpleNamespace(pw_name=users[user][0], pw_gid=users[user][1]))
+    monkeypatch.setattr(os, "geteuid", lambda: USER)
+    monkeypatch.setattr(os, "getegid", lambda: OTHERS)  # as newgrp makes it
+    os.chown(folder / "sub", USER, GROUP)
+    return folder
+
+
+def members(monkeypatch, known: dict[int, list[str]]) -> None:
+    monkeypatch.setattr("grp.getgrgid", lambda group: SimpleNamespace(gr_mem=known[group]))
+
+
+@as_root
+@pytest.mark.parametrize("owner", [0, USER])
+def test_folders_above_that_another_group_can_write(above, owner, system, monkeypatch):
+    """Its members could put another folder in the place of the user's own."""
+    members(monkeypatch, {OTHERS: []})
+    os.chown(above, owner, OTHERS)
+    above.chmod(0o775)
+    assert paths.refusal(above / "sub") == f"{above} can be written by group {OTHERS} (chmod g-w, or +t)"
+    monkeypatch.setenv("TWELL_LAB_CACHE", str(above / "sub"))
+    with pytest.warns(UserWarning, match=f"written by group {OTHERS}"):
+        assert paths.cache_dir() != above / "sub"
+    for bits in (0o755, 0o1775):
+        above.chmod(bits)
+        assert paths.refusal(above / "sub") is None and paths.cache_dir() == above / "sub"
+
+
+@as_root
+@pytest.mark.parametrize("owner,group", [(USER, GROUP), (USER, 0), (0, 0), (0, GROUP)])
+@pytest.mark.parametrize("known", [{}, {GROUP: [], 0: []}, {GROUP: ["somebody"], 0: ["root", "somebody"]}])
+def test_folders_above_that_the_users_own_group_can_write(above, owner, group, known, monkeypatch):
+    """As a home is where each user has a group of his own and umask is 002."""
+    members(monkeypatch, known)
+    os.chown(above, owner, group)
+    above.chmod(0o775)
+    assert paths.refusal(above / "sub") is None
+
+
+@as_root
+def test_a_group_of_ones_own_that_others_are_in_is_none(above, monkeypatch):
+    members(monkeypatch, {GROUP: ["somebody", "colleague"]})
+    os.chown(above, USER, GROUP)
+    above.chmod(0o770)
+    assert f"written by group {GROUP}" in paths.refusal(above / "sub")
+
+
+@as_root
+def test_without_an_entry_the_effective_group_is_ones_own(above, monkeypatch):
+    """As in a container that knows no such user."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("grp.getgrgid", unknown)
+    os.chown(above, USER, OTHERS)
+    above.chmod(0o775)
+    assert paths.refusal(above / "sub") is None
+    os.chown(above, USER, GROUP)
+    assert f"written by group {GROUP}" in paths.refusal(above / "sub")
 
 
 def test_no_private_folder_where_all_can_write(system, tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ int main() {
     report = sim_launch(&l);
     printf("fault %d of thread %d\n", report->fault.kind, report->fault.thread);
     // What ends a program otherwise.
-    for (int which = 0; which < 4; ++which) {
+    for (int which = 0; which < 5; ++which) {
         void* number[] = {&which};
         l.call = sim_call_crashes, l.arguments = number, l.watch = 0, l.trace_block = -1, l.n_buffers = 0, l.seconds = 0.3;
         l.guard = sim_guard_begin();

@@ -29,12 +29,14 @@ def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[
     return done.stdout
 
 
-CRASHES = """static void large_array(int i) { volatile char mine[100 << 20]; mine[i] = 1; }
+CRASHES = """#include <signal.h>
+static void large_array(int i) { volatile char mine[100 << 20]; mine[i] = 1; }
 extern "C" __global__ void crashes(int which) {
     if (which == 0) *(volatile int*)0x123456789000ull = 1;
     if (which == 1) large_array(which);
     if (which == 2) __builtin_trap();
     if (which == 3) for (;;) {}
+    if (which == 4) raise(SIGABRT);
 }
 """
 EXPECTED = (
@@ -44,6 +46,7 @@ EXPECTED = (
     "crash 1: fault 12 of thread 0, a path of 1\n"  # no stack left
     "crash 2: fault 9 of thread 0, a path of 1\n"  # a trap
     "crash 3: fault 10 of thread 0, a path of 1\n"  # too long
+    "crash 4: fault 14 of thread 0, a path of 1\n"  # abort()
 )
 
 

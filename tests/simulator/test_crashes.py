@@ -21,6 +21,11 @@ pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ c
 
 ROOT = Path(__file__).parents[2]
 SOURCE = r"""
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+#include <exception>
 #define KERNEL(NAME) extern "C" __global__ void NAME(int* out, const int* in, int n)
 KERNEL(adds) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -51,6 +56,58 @@ KERNEL(set_wild) {
 KERNEL(trap) {
     if (threadIdx.x == 37) __builtin_trap();  // trap
 }
+KERNEL(deletes_an_array) {
+    if (threadIdx.x == 37) delete[] out;  // deletes_an_array
+}
+KERNEL(frees_an_own_array) {
+    int own[4], *volatile first = own;
+    free(first);  // frees_an_own_array
+}
+KERNEL(frees_twice) {
+    void* volatile p = malloc(16);
+    free(p);
+    free(p);  // frees_twice
+}
+KERNEL(frees_twice_large) {
+    void* volatile p = malloc(5000);
+    free(p);
+    free(p);  // frees_twice_large
+}
+KERNEL(frees_inside) {
+    char* volatile p = new char[5000];
+    delete[] (p + 16);  // frees_inside
+}
+KERNEL(resizes_an_array) {
+    out = (int*)realloc(out, 100);  // resizes_an_array
+}
+KERNEL(found_broken) {
+    char* volatile p = (char*)aligned_alloc(64, 4096);
+    free(p + 8);  // found_broken
+}
+KERNEL(calls_exit) {
+    exit(3);  // calls_exit
+}
+KERNEL(calls_quick_exit) {
+    if (threadIdx.x == 37) std::quick_exit(4);  // calls_quick_exit
+}
+KERNEL(calls__exit) {
+    _exit(5);  // calls__exit
+}
+KERNEL(calls__Exit) {
+    _Exit(5);  // calls__Exit
+}
+KERNEL(calls_abort) {
+    abort();  // calls_abort
+}
+KERNEL(calls_pthread_exit) {
+    pthread_exit(nullptr);  // calls_pthread_exit
+}
+KERNEL(calls_terminate) {
+    std::terminate();  // calls_terminate
+}
+KERNEL(raises) {
+    raise(SIGABRT);  // raises
+}
 KERNEL(endless) {
     for (;;) {}  // endless
 }
@@ -73,6 +130,23 @@ CRASHES = {
     "no_address": (faults.OutOfBounds, "at an address that no memory has", 37),
     "set_wild": (faults.OutOfBounds, "at an address in no array (0x123456789000", 0),
     "trap": (faults.AssertionFault, "a trap instruction", 37),
+}
+WOULD_END = {
+    "deletes_an_array": (faults.BrokenHeap, "it gives back what they did not give: out[0], int32 [4096]", 37),
+    "frees_an_own_array": (faults.BrokenHeap, "it gives back what they did not give", 0),
+    "frees_twice": (faults.BrokenHeap, "it gives back a second time what it has given back", 0),
+    "frees_twice_large": (faults.BrokenHeap, "it gives back a second time what it has given back", 0),
+    "frees_inside": (faults.BrokenHeap, "it gives back an address inside of what they gave", 0),
+    "resizes_an_array": (faults.BrokenHeap, "it gives back what they did not give: out[0]", 0),
+    "found_broken": (faults.BrokenHeap, "the C library found it broken", 0),
+    "calls_exit": (faults.ProcessEnd, "would end this process with exit()", 0),
+    "calls_quick_exit": (faults.ProcessEnd, "would end this process with quick_exit()", 37),
+    "calls__exit": (faults.ProcessEnd, "would end this process with _exit()", 0),
+    "calls__Exit": (faults.ProcessEnd, "would end this process with _Exit()", 0),
+    "calls_abort": (faults.ProcessEnd, "would end this process with abort()", 0),
+    "calls_pthread_exit": (faults.ProcessEnd, "would end this process with pthread_exit()", 0),
+    "calls_terminate": (faults.ProcessEnd, "would end this process with std::terminate()", 0),
+    "raises": (faults.ProcessEnd, "would end this process with abort()", 0),
 }
 if platform.machine().lower() not in ("x86_64", "amd64"):  # other processors divide it, and tell addresses otherwise
     del CRASHES["divides"], CRASHES["no_address"]
@@ -111,6 +185,28 @@ def test_an_unwatched_crash_is_a_fault_with_its_place(kernel, program):
     assert (fault.kernel, fault.block, fault.thread) == (kernel, 0, thread)
     assert fault.line.number == line_of(kernel) and f"crashes.cu:{fault.line.number}" in str(fault)
     check_it_still_works(program)
+
+
+@pytest.mark.parametrize("watch", [None, "faults", "counts"])
+@pytest.mark.parametrize("kernel", WOULD_END)
+def test_a_call_that_would_end_the_process_is_a_fault(kernel, watch, program):
+    kind, says, thread = WOULD_END[kernel]
+    for cores in (1, 2):
+        fault = caught(program, kernel, watch=watch, cores=cores)
+        assert type(fault) is kind and says in str(fault)
+        assert (fault.kernel, fault.block, fault.thread) == (kernel, 0, thread)
+        assert kernel == "raises" or fault.line.number == line_of(kernel)
+    check_it_still_works(program, watch)
+
+
+def test_who_else_aborts_ends_the_process(file):
+    """Neither is it a kernel's, nor is the signal that somebody sends."""
+    start = "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, daemon=True).start()\ntime.sleep(0.5)\n"
+    for text in ("ctypes.CDLL(None).abort()\n", "import os, signal\nos.kill(os.getpid(), signal.SIGABRT)\ntime.sleep(5)\n"):
+        assert in_a_process(file, start + text).returncode == -signal.SIGABRT
+    ignored = "import os, signal\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\n" + start
+    ignored += "os.kill(os.getpid(), signal.SIGABRT)\nprint('on')\n"
+    assert in_a_process(file, ignored).stdout == "on\n"
 
 
 @pytest.mark.parametrize("kernel", ENDLESS)

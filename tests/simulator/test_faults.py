@@ -262,6 +262,26 @@ KERNEL no_way_on(float* out, const float* in) {
     if (T == 7) __builtin_trap();  // no_way_on
     out[T] = in[T];
 }
+KERNEL deletes_an_array(float* out, const float* in) {
+    if (T == 7) delete[] in;  // deletes_an_array
+    out[T] = in[T];
+}
+KERNEL exits(float* out, const float* in) {
+    if (T == 7) exit(3);  // exits
+    out[T] = in[T];
+}
+KERNEL sets_too_much(float* out, const float* in) {
+    memset(out, 0, (size_t)-1);  // sets_too_much
+}
+KERNEL moves_too_much(float* out, const float* in) {
+    memmove(out, in, (size_t)-4);  // moves_too_much
+}
+KERNEL near_zero(float* out, const float* in) {
+    out[T] = strlen((const char*)1 + T);  // near_zero
+}
+KERNEL jumps_near_zero(float* out, const float* in) {
+    ((void (*)())(0x10 + (size_t)in[0]))();  // jumps_near_zero
+}
 KERNEL endless_and_empty(float* out, const float* in) {
     for (;;) {}  // endless_and_empty
 }
@@ -292,7 +312,13 @@ KINDS = {
     "write_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "out", 40, 20),
     "across_the_end": Planted(faults.OutOfBounds, 11, "reads 16 bytes out of bounds", "in", 40, 10),
     "in_no_array": Planted(faults.OutOfBounds, 1, "at an address in no array", thread=0),
-    "null_pointer": Planted(faults.OutOfBounds, 8, "null pointer", thread=0),
+    "null_pointer": Planted(faults.OutOfBounds, 8, "at an address near zero (0x0), as of a null pointer; given as None: bias\n", thread=0),
+    "near_zero": Planted(faults.OutOfBounds, 8, "reads memory out of bounds: at an address near zero (0x1)\n", thread=0),
+    "jumps_near_zero": Planted(faults.OutOfBounds, 8, "out of bounds: at an address near zero (0x10)\n", thread=0),
+    "sets_too_much": Planted(faults.OutOfBounds, 8, "writes 18,446,744,073,709,551,615 bytes out of bounds", "out", 0, 0),
+    "moves_too_much": Planted(faults.OutOfBounds, 8, "reads 18,446,744,073,709,551,612 bytes out of bounds", "in", 0, 0),
+    "deletes_an_array": Planted(faults.BrokenHeap, 40, "it gives back what they did not give: in[0], float32 [40]", "in", 0, 7),
+    "exits": Planted(faults.ProcessEnd, 40, "would end this process with exit()", thread=7),
     "in_a_function": Planted(faults.OutOfBounds, 40, "just past the end of in", "in", 40, 35),
     "shared_past_the_end": Planted(faults.OutOfBounds, 40, "index 4 of square, float[4][8]", "square", None, 32),
     "past_one_row": Planted(faults.OutOfBounds, 20, "index 16 of only, float[16]", "only", 16, 16),

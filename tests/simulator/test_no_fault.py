@@ -8,6 +8,8 @@ from twell_lab import simulator
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
 CORRECT = r"""
+#include <stdlib.h>
+#include <new>
 #define KERNEL extern "C" __global__ void
 #define T threadIdx.x
 
@@ -100,6 +102,27 @@ KERNEL vote_before_exit(float* out, const float* in, int n) {
     if (T % 32 >= n % 32) return;
     out[T] = __shfl_sync(0xffffffffu, in[T], 0);  // lanes that have left need not come
 }
+KERNEL takes_and_gives_back(float* out, const float* in, int n) {
+    for (int i = 0; i < n; ++i) {
+        void* volatile all[] = {malloc(16 * i), calloc(i, 40), new float[i + 1], new (std::nothrow) double, aligned_alloc(64, 64), nullptr};
+        all[1] = realloc(all[1], 100000 * (i % 3 + 1));
+        char* text = strdup("the C library's");
+        bool there = text != nullptr;
+        free(text);
+        for (int k = 0; k < 5; ++k) there = there && all[k] && (size_t)all[k] % 16 == 0;
+        free(all[0]), free(all[1]), delete[] (float*)all[2], delete (double*)all[3], free(all[4]), free(all[5]);
+        out[T] = there ? i : -2;
+    }
+}
+KERNEL uses_what_it_took(float* out, const float* in, int n) {
+    int* own = (int*)calloc(n, 4);
+    for (int i = 0; i < n; ++i) out[T] = own[i] == 0 ? out[T] : -2, own[i] = T + i;
+    own = (int*)realloc(own, 400000);
+    __syncthreads();
+    out[T] = 0;
+    for (int i = 0; i < n; ++i) out[T] += own[i];
+    free(own);
+}
 """
 
 
@@ -129,8 +152,16 @@ RIGHT = {
     "atomics": (50, 0, lambda out: (out[:4] == 800 - 1).all() and out.view(torch.int32)[8] == 63),
     "last_block_adds_up": (30, 0, lambda out: out[1] == COUNT[:30].sum()),
     "through_global_memory": (1, 0, lambda out: torch.equal(out, COUNT.flip(0) + 1)),
+    "takes_and_gives_back": (1, 9, lambda out: (out == 8).all()),
     "vote_before_exit": (1, 40, lambda out: (out[:8] == 0).all() and (out[32:40] == 32).all() and (out[40:] == -1).all()),
 }
+
+
+def test_memory_that_an_unwatched_kernel_takes(correct):
+    for _ in range(3):
+        out = torch.full((64,), -1.0)
+        correct.launch("uses_what_it_took", 50, 64, (out, COUNT.clone(), 10), watch=None)
+        assert torch.equal(out, 10 * COUNT + 45)
 
 
 @pytest.mark.parametrize("kernel", RIGHT)

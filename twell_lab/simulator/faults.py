@@ -70,5 +70,13 @@ class StackOverflow(Fault):
     """The arrays and calls of one thread need more memory than a thread has (on a GPU at most 512 KiB)."""
 
 
+class BrokenHeap(Fault):
+    """Memory given back (free, delete) twice or that malloc and new did not give, or found broken by the C library."""
+
+
+class ProcessEnd(Fault):
+    """A call of exit(), abort() or the like, which would end this whole process; a GPU's code has none of them."""
+
+
 class TooLong(Fault):
     """The launch took longer than it was allowed; most often a loop that never ends."""

@@ -87,7 +87,8 @@ class Program:
 
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
         watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a division
-        by zero, no memory left for a thread's own arrays, an address that is no memory); an access out of bounds may damage
+        by zero, no memory left for a thread's own arrays, an address that is no memory, memory given back that malloc did not
+        give, a call that would end the process); an access out of bounds may damage
         this process, as it may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were;
         "counts" also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
         which ends them at an access out of bounds.
@@ -222,6 +223,7 @@ class _Call:
             names = ", ".join(p.name for p in signature.parameters)
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({names}); {len(arguments)} were given")
         self.arrays: list[args.Array] = []
+        self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
         self.copy: np.ndarray | None = None
         self.groups: list[tuple[int, int, int]] = []  # address, bytes and the copy's offset of memory that is copied as one
@@ -334,7 +336,7 @@ class _Call:
         arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.arrays]
         shared = [(name, s.offset, s.size, s.size // max(1, math.prod(_shared_shape(s))) or 1, f"shared {s.type} {list(_shared_shape(s))}")
                   for name, s in self._shared()]
-        return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared)
+        return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared, self.nulls)
 
 
 def _shared_dtype(s) -> np.dtype:

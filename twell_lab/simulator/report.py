@@ -46,7 +46,7 @@ class Waiting(ctypes.Structure):
 class Fault(ctypes.Structure):
     _fields_ = [
         ("kind", c_int32), ("thread", c_int32), ("other_thread", c_int32), ("is_write", c_int32), ("other_is_write", c_int32),
-        ("pad", c_int32), ("size", c_int64), ("block", c_int64), ("other_block", c_int64), ("address", c_uint64),
+        ("pad", c_int32), ("size", c_uint64), ("block", c_int64), ("other_block", c_int64), ("address", c_uint64),
         ("lane_or_mask", c_uint64), ("shared_offset", c_int64), ("text", ctypes.c_char_p), ("path", Path), ("other_path", Path),
         ("waiting", ctypes.POINTER(Waiting)), ("n_waiting", c_int64),
     ]  # fmt: skip
@@ -96,19 +96,20 @@ class Describer:
     """Puts a fault of one launch into words.
 
     lines_of: path -> list of Lines. arrays: (name, begin, bytes, bytes of an element, words for what it is) of each
-    array argument; shared: the same of each shared array, begin counted from the start of the thread-local block.
+    array argument; shared: the same of each shared array, begin counted from the start of the thread-local block. nulls: the
+    arguments that were given as None.
     """
 
-    def __init__(self, kernel, grid, block, lines_of, arrays, shared) -> None:
+    def __init__(self, kernel, grid, block, lines_of, arrays, shared, nulls=()) -> None:
         self.kernel, self.grid, self.block, self.lines_of = kernel, grid, block, lines_of
-        self.arrays, self.shared = arrays, shared
+        self.arrays, self.shared, self.nulls = arrays, shared, nulls
 
     def exception(self, fault: Fault) -> faults.Fault:
         path = self.lines_of(fault.path)
         facts = {"kernel": self.kernel, "block": fault.block, "thread": fault.thread, "path": path}
         kind = [None, self._out_of_bounds, self._misaligned, self._barrier, self._shared_race, self._global_race,
                 self._uninitialised, self._lane, self._mask, self._assertion, self._too_long, self._division,
-                self._stack_overflow][fault.kind]
+                self._stack_overflow, self._broken_heap, self._process_end][fault.kind]
         make, what, hint = kind(fault, facts)
         who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
         parts = [what, *self._calls(path), f"  by {who}"]
@@ -134,7 +135,8 @@ class Describer:
         if address == UNKNOWN_ADDRESS:
             return "at an address that no memory has", None, None
         if address < 4096:
-            return "through a null pointer (an argument that was given as None)", None, None
+            given = f", as of a null pointer; given as None: {', '.join(self.nulls)}" if self.nulls else ""
+            return f"at an address near zero ({address:#x}){given}", None, None
         if (shared := fault.kind != 5 and fault.shared_offset >= 0) and self.shared:
             address = fault.shared_offset
         for name, begin, nbytes, itemsize, words in self.shared if shared else self.arrays:
@@ -208,6 +210,16 @@ class Describer:
     def _stack_overflow(self, fault, facts):
         return faults.StackOverflow, (f"{self.kernel} needs more memory for the arrays and calls of one thread than a thread "
                                       "has; a GPU gives it at most 512 KiB"), ""
+
+    def _broken_heap(self, fault, facts):
+        what = fault.text.decode()
+        if fault.size:  # it lies in an array
+            place, facts["array"], facts["element"] = self._place(fault)
+            what += f": {place}"
+        return faults.BrokenHeap, f"{self.kernel} breaks the memory of malloc and new: {what}", ""
+
+    def _process_end(self, fault, facts):
+        return faults.ProcessEnd, f"{self.kernel} would end this process with {fault.text.decode()}; a GPU's code has no such call", ""
 
     def _barrier(self, fault, facts):
         places: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ __all__ = ["Built", "Compiler", "Line", "Listing", "Parameter", "SharedDeclarati
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
-    "fast": ["-O2", "-fsanitize=integer-divide-by-zero"],
+    "fast": ["-O2", "-fno-optimize-sibling-calls", "-fsanitize=integer-divide-by-zero"],
     "watched": ["-O0", "-fsanitize=thread", "-fsanitize=integer-divide-by-zero", "-finstrument-functions",
                 "-fsanitize-coverage=trace-pc", "-DSIM_WATCHED"],
     "address": ["-O1", "-fsanitize=address"],
@@ -313,7 +313,7 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
         flags = [*_flags(cxx, "fast", {}), *here]
         _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
-        link = ["-fsanitize=address"] if kind == "address" else ["-Wl,--no-undefined"]
+        link = ["-fsanitize=address"] if kind == "address" else ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
         link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *_runtime(cxx, folder), "-ldl"]
         _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
         shared = find_shared(_tool, inside / f"{name}.so", declared)
@@ -329,6 +329,9 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
     return kernels, shared, dynamic
 
 
+# The C library's functions that kernels must not call as they are; heap.cpp has what takes their place.
+_WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRKSt9nothrow_t _ZdlPv _ZdaPv _ZdlPvm _ZdaPvm
+    exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
 # Linked behind the kernels and before the runtime, which must not be left at any moment: it may hold a lock.
 _KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"

@@ -26,12 +26,13 @@ extern "C" void sim_resume();  // fibers.cpp: the second half of a switch
 extern "C" __attribute__((weak, visibility("hidden"))) void sim_kernels_end();
 
 constexpr int TICK = SIGURG;  // ignored by who does not know it, and hardly ever used
-constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}, GUARDED = 6;
+constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}, GUARDED = 7;
 constexpr double TICKS_APART = 0.05, LATE_TICKS_APART = 0.001;  // seconds
 
-struct Guard { pthread_key_t key; };
+struct Guard { pthread_key_t key; Heap* heap; };
 
 static Guard guard;
+static std::atomic<const Guard*> common{nullptr};  // of the library that was launched first
 static std::mutex guard_lock;
 static int guard_count = 0;
 static bool guard_has_key = false;
@@ -73,9 +74,11 @@ static void pass_on(int number, siginfo_t* info, void* context) {
         else if (to.sa_handler != SIG_DFL && to.sa_handler != SIG_IGN) to.sa_handler(number);
         return;
     }
+    const bool ignored = !(to.sa_flags & SA_SIGINFO) && to.sa_handler == SIG_IGN;
+    if (ignored && info->si_code <= 0) return;  // sent by somebody, to no effect
     // The instruction is tried again, with the other's handler in place. Twice means that the other one gave it back.
     struct sigaction next = to;
-    if (passed_on[number] || (!(to.sa_flags & SA_SIGINFO) && to.sa_handler == SIG_IGN)) {
+    if (passed_on[number] || ignored) {
         memset(&next, 0, sizeof next);
         next.sa_handler = SIG_DFL;
     }
@@ -89,7 +92,9 @@ static void on_signal(int number, siginfo_t* info, void* context) {
     Guarded* g = (Guarded*)pthread_getspecific(guard.key);
     ucontext_t& c = *(ucontext_t*)context;
     const bool tick = number == TICK && info->si_code == SI_TIMER && g && info->si_value.sival_ptr == g;
-    if (tick ? g->running != nullptr : g && g->running && info->si_code > 0 && number != TICK) {
+    // abort() sends its signal to the thread that it is called in; all others are raised by an instruction.
+    const bool own = number == SIGABRT ? info->si_code == SI_TKILL && info->si_pid == getpid() : info->si_code > 0 && number != TICK;
+    if (tick ? g->running != nullptr : g && g->running && own) {
         const uint64_t pc = counter_of(c);
         bool leaves = !tick;
         if (tick && (*g->cancel || now() > g->deadline)) {
@@ -97,7 +102,8 @@ static void on_signal(int number, siginfo_t* info, void* context) {
             if (!leaves && !g->late) g->late = true, tick_every(*g, LATE_TICKS_APART);
         }
         if (leaves) {
-            g->crash = {number, info->si_code, tick ? -1 : how_of(c), (uint64_t)info->si_addr, pc, stack_of(c), frame_of(c)};
+            const int how = tick || number == SIGABRT ? -1 : how_of(c);
+            g->crash = {number, info->si_code, how, (uint64_t)info->si_addr, pc, stack_of(c), frame_of(c)};
             continue_at(c, *g->main_sp);
         }
     } else if (!tick) {
@@ -113,6 +119,7 @@ extern "C" const void* sim_guard_begin() {
     std::lock_guard<std::mutex> hold(guard_lock);
     if (!guard_has_key && pthread_key_create(&guard.key, nullptr)) return nullptr;
     guard_has_key = true;
+    if (!guard.heap) guard.heap = make_heap();
     if (guard_count++) return &guard;
     for (int i = 0; i < GUARDED; ++i) {
         const int number = i ? CRASHES[i - 1] : TICK;
@@ -154,12 +161,13 @@ static sigset_t guarded_signals() {
 GuardedThread::GuardedThread(Worker& w) : worker(w) {
     Guarded& g = w.guarded;
     const SimLaunch& l = *w.launch;
-    g.main_sp = &w.main_sp, g.running = nullptr, g.crash.signal = 0, g.late = false;
+    g.main_sp = &w.main_sp, g.running = nullptr, g.crash.signal = 0, g.late = false, g.in_heap = 0;
     if (!l.guard) return;
+    common = (const Guard*)l.guard;
     g.cancel = &l.cancel, g.deadline = w.deadline;
     const uint64_t end = (uint64_t)&sim_kernels_end, call = (uint64_t)l.call;
     const bool in_order = call >= sim_module_base && call < end && (uint64_t)&sim_resume >= end;
-    g.begin = in_order ? sim_module_base : 0, g.end = in_order ? end : 0;
+    g.begin = in_order ? sim_code_begin : 0, g.end = in_order ? end : 0;
 
     w.signal_stack.resize(SIGNAL_STACK);
     stack_t stack = {};
@@ -186,12 +194,23 @@ GuardedThread::~GuardedThread() {
     sigaltstack(&old_stack, nullptr);
 }
 
+Thread* thread_in_kernel() {
+    const Guard* the = common;
+    const Guarded* g = the ? (const Guarded*)pthread_getspecific(the->key) : nullptr;
+    return g ? g->running : nullptr;
+}
+
+Heap* common_heap() {
+    const Guard* the = common;
+    return the ? the->heap : nullptr;
+}
+
 // ---- what happened ----
 
 // The place in the kernel's code: where it was, or, outside of it, the call that led there. Places are return addresses.
 static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint64_t top) {
     const Guarded& g = me.worker->guarded;
-    const uint64_t begin = g.end ? g.begin : sim_module_base, end = g.end ? g.end : sim_module_end;
+    const uint64_t begin = g.end ? g.begin : sim_code_begin, end = g.end ? g.end : sim_module_end;
     auto word = [&](uint64_t at) { return at >= lowest && at <= top - 8 && at % 8 == 0 ? *(const uint64_t*)at : 0; };
     if (c.pc < begin || c.pc >= end) {
         for (uint64_t at = (c.sp + 7) & ~7ull; at >= lowest && at < top; at += 8)
@@ -211,14 +230,18 @@ static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint
 SimFault fault_of_crash(Thread& me) {
     Worker& w = *me.worker;
     const Crash c = w.guarded.crash;
-    w.guarded.crash.signal = 0;
+    const uint64_t in_heap = w.guarded.in_heap;
+    w.guarded.crash.signal = 0, w.guarded.in_heap = 0;
     const uint64_t bottom = (uint64_t)(w.stacks + me.number * SIM_STACK), lowest = bottom + SIM_CLOSED;
     const bool memory = c.signal == SIGSEGV || c.signal == SIGBUS;
     const bool overflow = memory && (c.sp < lowest || c.sp >= bottom + SIM_STACK || (c.address >= bottom && c.address < lowest));
-    const int kind = c.signal == TICK ? TOO_LONG : c.signal == SIGFPE ? DIVISION : !memory ? ASSERTION
+    const int kind = c.signal == TICK ? TOO_LONG : c.signal == SIGFPE ? DIVISION
+                     : c.signal == SIGABRT ? (in_heap ? BROKEN_HEAP : PROCESS_END) : !memory ? ASSERTION
                      : overflow ? STACK_OVERFLOW : OUT_OF_BOUNDS;
-    SimFault f = fault_of(me, kind, overflow ? c.pc + 1 : place_of(me, c, lowest, bottom + SIM_STACK));
+    SimFault f = fault_of(me, kind, overflow ? c.pc + 1 : in_heap ? in_heap : place_of(me, c, lowest, bottom + SIM_STACK));
     if (kind == ASSERTION) f.text = "a trap instruction: __builtin_trap(), or code that cannot be reached";
+    if (kind == BROKEN_HEAP) f.text = "the C library found it broken";
+    if (kind == PROCESS_END) f.text = "abort(), which the C or C++ library called: for an exception that nothing caught, for example";
     if (kind == OUT_OF_BOUNDS) {
         // An address that no memory can have is not told.
         f.address = c.code == SI_KERNEL ? ~0ull : c.address, f.is_write = c.how, f.size = 0;

@@ -13,7 +13,7 @@
 #include "runtime.h"
 
 std::atomic<int> sim_running{0};
-uint64_t sim_module_base = 0, sim_module_end = 0;
+uint64_t sim_module_base = 0, sim_module_end = 0, sim_code_begin = 0;
 
 double now() {
     timespec t;
@@ -25,20 +25,20 @@ bool out_of_time(const Worker& w) { return w.launch->cancel || now() > w.deadlin
 
 // ---- this library's thread-local block: where the kernel's __shared__ arrays are ----
 
-struct Module { uint64_t base, end; size_t tls_id; };
+struct Module { uint64_t base, end, code; size_t tls_id; };
 
 static int find_module(dl_phdr_info* info, size_t, void* out) {
     const uint64_t here = (uint64_t)&find_module;
     bool ours = false;
-    uint64_t end = 0;
+    uint64_t end = 0, code = 0;
     for (int i = 0; i < info->dlpi_phnum; ++i) {
         const ElfW(Phdr)& p = info->dlpi_phdr[i];
         const uint64_t begin = info->dlpi_addr + p.p_vaddr;
         if (p.p_type != PT_LOAD) continue;
-        ours |= here >= begin && here < begin + p.p_memsz;
+        if (here >= begin && here < begin + p.p_memsz) ours = true, code = begin;
         end = std::max(end, begin + p.p_memsz);
     }
-    if (ours) *(Module*)out = {(uint64_t)info->dlpi_addr, end, info->dlpi_tls_modid};
+    if (ours) *(Module*)out = {(uint64_t)info->dlpi_addr, end, code, info->dlpi_tls_modid};
     return ours;
 }
 
@@ -48,7 +48,7 @@ extern "C" void* __tls_get_addr(TlsIndex*);
 static char* thread_local_block() {
     Module m{};
     dl_iterate_phdr(find_module, &m);
-    sim_module_base = m.base, sim_module_end = m.end;
+    sim_module_base = m.base, sim_module_end = m.end, sim_code_begin = m.code;
     if (!m.tls_id) return nullptr;
     TlsIndex index{m.tls_id, 0};
     return (char*)__tls_get_addr(&index);

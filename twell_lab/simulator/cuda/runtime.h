@@ -20,7 +20,7 @@ enum Kind { READ, WRITE, ATOMIC, BRANCH, WARP_WIDE, BARRIER, WATCH };
 enum Space { NOWHERE, GLOBAL, SHARED };
 enum FaultKind {
     NO_FAULT, OUT_OF_BOUNDS, MISALIGNED, MISMATCHED_BARRIER, SHARED_RACE, GLOBAL_RACE, UNINITIALISED, BAD_LANE, BAD_MASK,
-    ASSERTION, TOO_LONG, DIVISION, STACK_OVERFLOW
+    ASSERTION, TOO_LONG, DIVISION, STACK_OVERFLOW, BROKEN_HEAP, PROCESS_END
 };
 constexpr int MOST_FRAMES = 12, MOST_CALLS = 64, LANES_A_WARP = 32, MOST_THREADS = 1024;
 constexpr int64_t OWN_MEMORY = -2;  // as shared_offset: the address is of the thread's own variables
@@ -52,7 +52,8 @@ struct SimPath { uint64_t pc[MOST_FRAMES]; int32_t depth, pad; };  // outermost 
 struct SimWaiting { int32_t thread, kind; SimPath path; };
 struct SimFault {
     int32_t kind, thread, other_thread, is_write, other_is_write, pad;
-    int64_t size, block, other_block;
+    uint64_t size;
+    int64_t block, other_block;
     uint64_t address, lane_or_mask;
     int64_t shared_offset;  // of the address in the thread-local block, -1 or OWN_MEMORY
     const char* text;
@@ -117,6 +118,7 @@ struct GlobalShadow { GlobalByte* bytes; std::atomic<bool> written; };
 
 struct Warp;
 struct Worker;
+struct Heap;
 
 struct Thread : SimThread {
     void* sp;
@@ -155,6 +157,7 @@ struct Guarded {
     uint64_t begin, end;         // the kernels' code: where it can be left at any moment
     int timer;
     bool late;
+    volatile uint64_t in_heap;   // the call of malloc, free or the like that the C library is at work on, or 0
     Crash crash;
 };
 
@@ -208,6 +211,11 @@ struct GuardedThread {
     sigset_t old_mask;
 };
 SimFault fault_of_crash(Thread&);
+Thread* thread_in_kernel();  // the one whose code runs here, null outside of kernels
+Heap* common_heap();         // of all libraries of the process; null before the first launch
+
+// heap.cpp: the memory that kernels take
+Heap* make_heap();
 
 // block.cpp
 void run_block(Worker&, int64_t block);
@@ -217,7 +225,7 @@ void run_block(Worker&, int64_t block);
 double now();
 bool out_of_time(const Worker&);
 extern std::atomic<int> sim_running;
-extern uint64_t sim_module_base, sim_module_end;
+extern uint64_t sim_module_base, sim_module_end, sim_code_begin;
 
 // watch.cpp: hooks into watched builds, called by block.cpp
 void watch_collective(Thread&, int kind, uint64_t pc);

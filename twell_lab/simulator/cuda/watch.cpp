@@ -79,7 +79,7 @@ static bool races(const Thread& me, const Access& a) {
 static SimFault fault_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc,
                          int64_t other_block = -1, int other = -1, bool other_writes = false, uint32_t other_site = 0) {
     SimFault f = fault_of(me, kind, pc);
-    f.address = address, f.size = (int)size, f.is_write = how != READ;
+    f.address = address, f.size = size, f.is_write = how != READ;
     const uint64_t in_shared = address - (uint64_t)me.worker->shared_begin;
     f.shared_offset = in_shared < me.worker->launch->thread_local_bytes ? (int64_t)in_shared : -1;
     f.other_block = other_block, f.other_thread = other, f.other_is_write = other_writes;
@@ -232,7 +232,7 @@ static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t ro
     }
     if (fits) return;
     SimFault f = fault_at(me, OUT_OF_BOUNDS, address, 0, how, pc);
-    f.size = (int64_t)n;
+    f.size = n;
     if ((address & ~(SIM_STACK - 1)) == stack) f.shared_offset = OWN_MEMORY;
     stop(me, f);
 }
