@@ -1,6 +1,6 @@
 """SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one.
 
-Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.anatomy's.
+Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.anatomy's and twell_lab.probe's to say.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import anatomy, checks, copies, dispatch, hooks, ops
+from . import checks, copies, dispatch, hooks, ops, probe
 from .anatomy import ACCEPTED, IN_BLOCK, FeedForward, HandOn, Only, is_relu, layout_of, selected
 from .errors import InputError
 from .formats import TILE, WORDS, check_geometry
@@ -66,7 +66,7 @@ class SparseFFN(Guarded, Learner, HotFirst):
     and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it either: ask
     `LayerTerms.finite` (twell_lab.penalty) now and then, as twell_lab.train does. Where a gradient is needed (twell_lab.training), `learn` says whether all neurons are computed or those that fire.
 
-    The source is run on a few rows beside the formula before it is taken (anatomy.check), and refused with an InputError where
+    The source is run on a few rows beside the formula before it is taken (probe.check), and refused with an InputError where
     it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or replaced forwards
     on it or on a part of it. What is put on a projection later, or in its place, is an InputError of the next forward. Hooks
     belong on the SparseFFN itself, and go with `densify` to the dense layer. Hooks for every module (register_module_forward_hook) see
@@ -96,7 +96,7 @@ class SparseFFN(Guarded, Learner, HotFirst):
                 f"{type(source).__name__} uses {type(getattr(source, activation)).__name__}; a ReLU is accepted"
             )
         if _check:
-            anatomy.check("", source)
+            probe.check("", source)
         self.tile, self.words = tile, words
         self._names = names
         self._seat = activation
@@ -358,9 +358,9 @@ def sparsify(
 
     Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing changed, if
     the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be swapped: each layer is run
-    on a few rows beside the formula first (anatomy.check), and looked over for hooks and adapters; the message names those that
+    on a few rows beside the formula first (probe.check), and looked over for hooks and adapters; the message names those that
     differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers. Each layer is
-    asked once, on random rows, for its output and its gradients; anatomy.check says what that cannot show. What is changed later on
+    asked once, on random rows, for its output and its gradients; probe.check says what that cannot show. What is changed later on
     a decoder layer, such as the p of a dropout between its parts, or on a dense module that was set aside, is not noticed.
     """
     if plan is not None and plan != "auto" and not isinstance(plan, Plan):
@@ -370,7 +370,7 @@ def sparsify(
     layers = feed_forwards(model, only=only)
     if isinstance(plan, Plan):
         check_fits(layers, plan.layers, "plan")
-    anatomy.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
+    probe.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
     shared = Shared()
     for found in layers:
         source = found.module

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import anatomy, records
+from . import probe, records
 from .anatomy import Only
 from .errors import InputError, RecordError
 from .ffn import FeedForward, SparseFFN, feed_forwards
@@ -144,11 +144,11 @@ def profile(
     only: profile the layers for which only(name, module) is true.
 
     Raises InputError for a model without feed-forward layers, for dense ones that compute something else than their parts say
-    (anatomy.check: then the gate alone does not say who fires), no batches, and batches without a token.
+    (probe.check: then the gate alone does not say who fires), no batches, and batches without a token.
     """
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
-    anatomy.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
+    probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [_Counter(layer, tile, words) for layer in found]
     ran = False
     with _evaluating(model), ExitStack() as hooks:

@@ -37,7 +37,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from . import anatomy
+from . import anatomy, probe
 from .anatomy import ACCEPTED, is_relu, layout_of
 from .errors import InputError
 from .ffn import SparseFFN
@@ -76,7 +76,7 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
         kind = _name(getattr(module, at))
         if not any(part in kind.lower() for part in _LIKE_RELU):
             raise InputError(f"{name or type(module).__name__} uses {kind}; accepted: SiLU (Swish), GELU, Mish, squared ReLU")
-    anatomy.check_all((name, module) for name, module, _ in layers)
+    probe.check_all((name, module) for name, module, _ in layers)
     before = [(module, at, getattr(module, at)) for _, module, at in layers]
     for _, module, at in layers:
         setattr(module, at, nn.ReLU())

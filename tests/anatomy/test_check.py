@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from twell_lab import anatomy, cpu
+from twell_lab import cpu, probe
 from twell_lab.errors import InputError
 from twell_lab.ffn import SparseFFN, densify, feed_forwards, sparsify
 from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig, PlainFeedForward
@@ -185,17 +185,17 @@ def test_other_weights_stand_in_for_those_that_tell_nothing(prepare):
         with torch.no_grad():
             prepare(layer)
     held = [(p, p._version, p.requires_grad) for p in right.parameters()]
-    anatomy.check("", right)
+    probe.check("", right)
     assert [(p, p._version, p.requires_grad) for p in right.parameters()] == held
     with pytest.raises(InputError, match="% off"):
-        anatomy.check("", wrong)
+        probe.check("", wrong)
 
 
 def test_inside_fake_tensor_mode():
     with FakeTensorMode():
-        anatomy.check("", Gated(SAME["products the other way round"]))
+        probe.check("", Gated(SAME["products the other way round"]))
         with pytest.raises(InputError, match="200% off"):
-            anatomy.check("", Gated(OTHERS["its output scaled"]))
+            probe.check("", Gated(OTHERS["its output scaled"]))
 
 
 @pytest.mark.parametrize("parametrized", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
@@ -206,7 +206,7 @@ def test_parametrized_projections_are_carried(parametrized):
     for part in (layer.gate_proj, layer.up_proj, layer.down_proj):
         parametrized(part)
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    anatomy.check("", layer)
+    probe.check("", layer)
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in layer.named_buffers())
     x = torch.randn(3, D_MODEL)
     sparse = SparseFFN.from_module(layer)
@@ -264,7 +264,7 @@ def test_a_layer_is_left_as_it_was(rule):
     handles = [nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1)),
                nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.append(1))]
     try:
-        anatomy.check("", layer)
+        probe.check("", layer)
     except InputError as error:
         seen.append(error)
     finally:
@@ -278,15 +278,15 @@ def test_a_layer_is_left_as_it_was(rule):
 def test_inside_autocast_inference_mode_and_another_default_device():
     layer = Gated(SAME["products the other way round"])
     with torch.autocast("cpu", torch.bfloat16):
-        anatomy.check("", layer)
+        probe.check("", layer)
         with pytest.raises(InputError, match=r"0.01% off"):
-            anatomy.check("", Gated(OTHERS["a little"]))
+            probe.check("", Gated(OTHERS["a little"]))
     with torch.inference_mode():
-        anatomy.check("", Gated(SAME["products the other way round"]))
+        probe.check("", Gated(SAME["products the other way round"]))
     with torch.device("meta"):
-        anatomy.check("", layer)
+        probe.check("", layer)
         with pytest.raises(InputError, match="200% off"):
-            anatomy.check("", Gated(OTHERS["its output scaled"]))
+            probe.check("", Gated(OTHERS["its output scaled"]))
 
 
 # ---- decoder layers that hold the parts themselves ----
@@ -364,7 +364,7 @@ def test_a_sparse_layer_inside_a_decoder_layer_goes_on_following_its_weights(mon
         sparsify(layer, only=lambda name, module: name == "mlp")
         layer.mlp.down_proj.weight.mul_(2)  # what the copy inside the sparse layer has not followed yet
         expected = densify(copy.deepcopy(layer))(x, None)
-        anatomy.check("", layer)
+        probe.check("", layer)
         torch.testing.assert_close(layer(x, None), expected)
 
 
@@ -445,15 +445,15 @@ def test_gradients_are_compared_wherever_the_layer_is(rule):
         layer.requires_grad_(False)
     with torch.inference_mode():
         inference = [biased(Gated(each)) for each in (right.rule, wrong.rule)]
-        anatomy.check("", right)
+        probe.check("", right)
         with pytest.raises(InputError, match="the gradient of"):
-            anatomy.check("", wrong)
+            probe.check("", wrong)
     with torch.device("meta"), pytest.raises(InputError, match="the gradient of"):
-        anatomy.check("", wrong)
+        probe.check("", wrong)
     for good, bad in ((right, wrong), inference, (copy.deepcopy(right).to("meta"), copy.deepcopy(wrong).to("meta"))):
-        anatomy.check("", good)
+        probe.check("", good)
         with pytest.raises(InputError, match="the gradient of"):
-            anatomy.check("", bad)
+            probe.check("", bad)
     assert not any(p.requires_grad for p in right.parameters())
 
 
@@ -471,10 +471,10 @@ def test_gradients_of_what_a_weight_is_made_of(parametrized):
         layer = Gated(rule)
         parametrized(layer.gate_proj)
         if fits:
-            anatomy.check("", layer)
+            probe.check("", layer)
         else:
             with pytest.raises(InputError, match=r"the gradient of gate_proj\.parametrizations"):
-                anatomy.check("", layer)
+                probe.check("", layer)
 
 
 def test_gradients_inside_a_decoder_layer():
@@ -501,7 +501,7 @@ def test_numpys_random_state_stays(rule):
     expected = numpy.random.rand(2).tolist()
     numpy.random.seed(3)
     try:
-        anatomy.check("", Gated(draws))
+        probe.check("", Gated(draws))
     except InputError:
         assert rule
     assert numpy.random.rand(2).tolist() == expected
