@@ -101,14 +101,10 @@ def _check_widths(where: str, module: nn.Module, layout: tuple) -> None:
                          "down [d_model, d_ff]")  # fmt: skip
 
 
-def _up(module: nn.Module, layout: tuple) -> nn.Linear:
-    return getattr(module, layout[1])
-
-
 def _rows(module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> Tensor:
     """Random rows [scales, ROWS, d_model] in the layer's dtype, on its device; the same each time."""
     with _untouched(module, False, drawn):  # a parametrized weight may change its buffers whenever it is read
-        weight = _up(module, layout).weight
+        weight = getattr(module, layout[1]).weight
         shape, generator = (len(SCALES), ROWS, weight.shape[1]), torch.Generator("cpu").manual_seed(1)
         rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         return (rows * torch.tensor(SCALES, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
@@ -420,7 +416,7 @@ def _compare_gradients(where: str, module: nn.Module, layout: tuple) -> None:
                 if worst is None or off > worst[0]:
                     worst = off, training, name
         fits = 64 * torch.finfo(torch.float32).eps
-        if worst is None or worst[0] == 0 or worst[0] <= fits and (dtype or _up(module, layout).weight.dtype).itemsize >= 4:
+        if worst is None or worst[0] == 0 or worst[0] <= fits and (dtype or getattr(module, layout[1]).weight.dtype).itemsize >= 4:
             return
     off, training, name = worst
     raise _other(where, layout, training, f"{name} with gradients" if name == "its output" else name, off)
