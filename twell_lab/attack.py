@@ -223,7 +223,7 @@ class _Module(nn.Module):
 
 
 def _swapped(choice: Choice | None) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: SparseFFN.from_module(_Module(layer), plan=choice, tile=layer.tile, words=layer.words)(x)
+    return lambda layer, x: SparseFFN(_Module(layer), plan=choice, tile=layer.tile, words=layer.words, _check=False)(x)
 
 
 def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:

@@ -402,7 +402,7 @@ def _compile(options) -> int:
     from . import jit
     from .prebuild import prebuild
     if unknown := sorted(set(options.arch) - set(jit.ARCHITECTURES)):
-        raise InputError(f"--arch is {', '.join(unknown)}; accepted: {', '.join(jit.ARCHITECTURES)}")
+        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(jit.ARCHITECTURES)}")
     dtypes = [getattr(torch, name) for name in options.dtype]
     names = prebuild(options.out, options.arch, dtypes, options.d_model, _progress if sys.stderr.isatty() else None)
     if options.json:

@@ -83,7 +83,7 @@ class BPE:
         except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
             if isinstance(error, StackError) or not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise TextError(f"{name:.200} is no tokenizer that the tokenizers library takes: {str(error):.300}") from None
+            raise TextError(f"{name!r:.200} is no tokenizer that the tokenizers library takes: {str(error):.300}") from None
         self.name, self.content = name, content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
