@@ -29,7 +29,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 help:
 	@echo "make tour    set everything up, then train, pack, check and time; ends in build/tour/index.html"
 	@echo "make test    set everything up, then run the tests and the notebooks"
-	@echo "make test-long  set everything up, then attack it for half an hour or so: tests/attack with many more cases"
+	@echo "make test-long  set everything up, then attack it for a quarter of an hour or more: tests/attack with many more cases"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
 	@echo "make setup   only set up, into $(VENV); STACK=cpu, cu12 or cu13 (here: $(STACK)), PYTHON=python3.12"
 	@echo "make clean   remove $(VENV), build/ and caches"

@@ -32,7 +32,7 @@ TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(4)  # how a copy is laid ou
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
-    "refresh_copies(Tensor[] weights, Tensor(a!)[] copies, int[] how, Tensor? order, Tensor[] beside, str names, bool changing) -> ()"
+    "refresh_copies(Tensor[] weights, Tensor(a!)[] copies, int[] how, Tensor? order, Tensor[] beside, str names, bool changing, bool anew) -> ()"
 )
 
 
@@ -55,15 +55,13 @@ def refresh(
     beside = beside or {}
     sources, others = [*weights.values()], [*beside.values()]
     changing = training and torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
-    if not all(isinstance(w, Parameter) for w in sources):  # FSDP's first version gathers into plain tensors
-        for copy in copies:
-            forget(copy)
+    anew = not all(isinstance(w, Parameter) for w in sources)  # FSDP's first version gathers into plain tensors
     # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
     watched = checks.watched(*sources, *others)
-    if watched or not _done(sources, copies, order, others, changing):
+    if watched or not _done(sources, copies, order, others, changing, anew):
         call = torch.ops.twell_lab.refresh_copies if watched else _refresh
         sources, others = [w.detach() for w in sources], [w.detach() for w in others]
-        call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing)
+        call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing, anew)
 
 
 def forget(copy: Tensor | None) -> None:
@@ -149,9 +147,9 @@ def _made_of(copies: list[Tensor]) -> list[_Made | None]:
     return [getattr(copy, "made", None) for copy in copies]
 
 
-def _up_to_date(made: list[_Made | None], weights, copies, order, changing) -> bool:
+def _up_to_date(made: list[_Made | None], weights, copies, order, changing, anew) -> bool:
     """Whether every copy equals its weight; a graph that is captured in training holds the copying in any case."""
-    if not all(each is not None and each.is_of(weight, order) for each, weight in zip(made, weights)):
+    if anew or not all(each is not None and each.is_of(weight, order) for each, weight in zip(made, weights)):
         return False
     return not (copies[0].is_cuda and (hasattr(copies[0], "in_graph") or changing and torch.cuda.is_current_stream_capturing()))
 
@@ -162,7 +160,7 @@ def _looked_at(first: _Made, beside) -> bool:
         each.is_of(weight, None) for each, weight in zip(first.beside, beside))  # fmt: skip
 
 
-def _done(weights, copies, order, beside, changing) -> bool:
+def _done(weights, copies, order, beside, changing, anew) -> bool:
     """Whether nothing is to be done but, on another stream than the one that made the copies, wait for them there."""
     made = _made_of(copies)
     first = made[0]
@@ -172,7 +170,7 @@ def _done(weights, copies, order, beside, changing) -> bool:
             first.beside = None
             copies[0].refused = True
             return False
-    if not _up_to_date(made, weights, copies, order, changing) or not (changing or _looked_at(first, beside)):
+    if not _up_to_date(made, weights, copies, order, changing, anew) or not (changing or _looked_at(first, beside)):
         return False
     device = copies[0].device
     if first.event is not None and first.stream != torch._C._cuda_getCurrentRawStream(device.index):
@@ -181,8 +179,8 @@ def _done(weights, copies, order, beside, changing) -> bool:
     return True
 
 
-def _refresh(weights, copies, how, order, beside, names, changing):
-    if _done(weights, copies, order, beside, changing):
+def _refresh(weights, copies, how, order, beside, names, changing, anew):
+    if _done(weights, copies, order, beside, changing, anew):
         return
     cuda = copies[0].is_cuda
     capturing = cuda and torch.cuda.is_current_stream_capturing()
@@ -192,7 +190,7 @@ def _refresh(weights, copies, how, order, beside, names, changing):
             _refuse(dict(zip(names.split(), weights + beside)))
         vars(copies[0]).pop("refused", None)
     made = _made_of(copies)
-    if not _up_to_date(made, weights, copies, order, changing):
+    if not _up_to_date(made, weights, copies, order, changing, anew):
         for copy in copies:
             forget(copy)  # should anything go wrong midway, it is known for half made
         with torch.no_grad():
@@ -225,11 +223,11 @@ def _refresh(weights, copies, how, order, beside, names, changing):
 
 @torch.library.impl(_library, "refresh_copies", "CUDA")
 @torch.library.impl(_library, "refresh_copies", "CPU")
-def _refresh_within(weights, copies, how, order, beside, names, changing):
+def _refresh_within(weights, copies, how, order, beside, names, changing, anew):
     if not hasattr(copies[0], "made"):
         # A compiler that works on clones writes them back into copies that would still be taken for what they were made from.
         _count_step()
-    _refresh(weights, copies, how, order, beside, names, changing)
+    _refresh(weights, copies, how, order, beside, names, changing, anew)
 
 
 @torch.no_grad()
@@ -252,5 +250,5 @@ def _refuse(weights: dict[str, Tensor]) -> None:
 
 
 @torch.library.register_fake("twell_lab::refresh_copies", lib=_library)
-def _(weights, copies, how, order, beside, names, changing):
+def _(weights, copies, how, order, beside, names, changing, anew):
     return None

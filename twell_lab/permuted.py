@@ -63,7 +63,7 @@ class HotFirst(nn.Module):
         return placed and order is not None and order.device == sources[1].device
 
     def _renew_order(self, sources: list, anew: bool = False) -> tuple[Tensor, list[Tensor | None]]:
-        """Have the next refresh make all copies again, whatever they were made from before; anew: in other memory."""
+        """Memory for all copies, for the next refresh to fill: what is there if it fits and not `anew` is asked for."""
         up = sources[1]
         if up.shape[0] != len(self._neurons):
             raise InputError(f"up has {up.shape[0]} neurons, but the layer's plan is for {len(self._neurons)}; as many are accepted")
@@ -74,8 +74,6 @@ class HotFirst(nn.Module):
             held = [copies.place(how, source) for how, source in zip(_HOW, _doubled(sources))]
             for name, t in zip(BUFFERS, (order, *held)):
                 self._hold(name, t)
-        for copy in held:
-            copies.forget(copy)
         return order, held
 
 

@@ -455,6 +455,22 @@ def test_compiled_and_eager_calls_in_turn(choice, x):
 
 
 @pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_layer_with_parametrized_weights(choice, backend, x):
+    torch._dynamo.reset()
+    dense = GatedFeedForward(D_MODEL, 300)
+    for projection in (dense.up_proj, dense.down_proj):
+        parametrizations.weight_norm(projection)
+    sparse = SparseFFN.from_module(dense.requires_grad_(False), plan=choice)
+    run = torch.compile(sparse, backend=backend, fullgraph=True)
+    for _ in range(3):
+        assert_follows(run, dense, x)
+        for p in dense.parameters():
+            p.data = p.data * 0.9
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
 def test_a_refresh_that_is_interrupted_midway(choice, x, monkeypatch):
     dense = GatedFeedForward(D_MODEL, 300).requires_grad_(False)
     sparse = SparseFFN.from_module(dense, plan=choice)

@@ -141,7 +141,7 @@ def test_opcheck_of_the_packing(dtype, tokens, draw):
 @pytest.mark.parametrize("changing", [False, True])
 def test_opcheck_of_the_refreshed_copies(how, changing):
     weight, order = torch.randn(5, 5), torch.tensor([2, 0, 1, 4, 3])
-    opcheck(torch.ops.twell_lab.refresh_copies.default, ([weight], [torch.randn(5, 5)], [how], order, [torch.randn(3)], "w beside", changing))
+    opcheck(torch.ops.twell_lab.refresh_copies.default, ([weight], [torch.randn(5, 5)], [how], order, [torch.randn(3)], "w beside", changing, False))
 
 
 def transposed(weight, copy, **beside):
