@@ -113,6 +113,14 @@ def _startup() -> dict:
     return found
 
 
+def host_time() -> Record:
+    """What a plain call costs the host, forward and training, on each path at 1 to 16,384 tokens (twell_lab.bench_host)."""
+    _need_gpu()
+    from . import bench_host
+
+    return Record.new("host-time", "host and wall time of plain calls of one layer", bench_host.rows())
+
+
 def cpu() -> Record:
     """The CPU path, float32 and bfloat16, d_model 2048, d_ff 5632, 99.5% zeros, at 1, 8 and 64 tokens."""
     rows = []
@@ -268,6 +276,6 @@ def attack_table(recorded: list[Record]) -> str:
 
 
 RECORDINGS = {
-    "portable": portable, "inference": inference, "training": training, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
+    "portable": portable, "inference": inference, "training": training, "host-time": host_time, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
     "two-gpus": two_gpus, "sweep": sweep, "attack": attack, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
 }  # fmt: skip
