@@ -418,14 +418,14 @@ def _progress(done: int, of: int, name: str) -> None:
 
 
 def _records(options) -> int:
-    from . import records
+    from . import provenance, records
     if options.verify:
         try:
             sentence, holds = records.verify(options.folder), True
         except RecordError as error:
             sentence, holds = str(error), False
         if options.json:
-            _print_json({"holds": holds, "kernel_hash": records.kernel_hash(), "why": sentence})
+            _print_json({"holds": holds, "kernels": provenance.kernel_hashes(), "why": sentence})
         else:
             print(f"records: {sentence}")
         return 0 if holds else 1

@@ -202,7 +202,8 @@ def counters_record() -> Record:
     """What the profiler (ncu) says of each launch of `counted()` and `large()` on this GPU. Raises StackError without ncu."""
     _need_gpu()
     rows = _profiled("counted", COUNTERS, int) + _profiled("large", UTILISATION, float)
-    return Record.new("gpu-counters", "memory accesses of the portable kernels as the hardware counts them", rows)
+    return Record.new("gpu-counters", "memory accesses of the portable kernels as the hardware counts them", rows,
+                      kernels=("smxx_pack", "smxx_down", "smxx_gated"))
 
 
 def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:

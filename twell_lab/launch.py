@@ -51,6 +51,11 @@ def _kernel(file: str, name: str, defines: tuple, device: torch.device, shared: 
     return _loaded[key]
 
 
+def loaded_kernels() -> set[str]:
+    """The names of the kernels' sources of which this process has launched something on a GPU, without their ending."""
+    return {file.removesuffix(".cu") for file, *_ in _loaded}
+
+
 def _load(file: str, name: str, defines: tuple, device: torch.device, shared: int) -> int:
     from .machine import check_stack
 

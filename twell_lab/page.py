@@ -338,7 +338,7 @@ def _machine_table(record: records.Record, tour: dict) -> str:
     changed = {True: ", with changes", False: "", None: ""}[record.dirty]
     lines = [["text", f"{text['name']}, {text['size']:,} bytes, sha256 {text['sha256']}"],
              ["code", f"commit {record.commit}{changed}" if record.commit else "no commit known"],
-             ["kernel hash", record.kernel_hash]]
+             ["kernels", ", ".join(f"{name} {value[:12]}" for name, value in (record.kernels or {}).items()) or "none ran on a GPU"]]
     lines += [[key, value if isinstance(value, str) else json.dumps(value)]
               for key, value in record.machine.items() if value not in (None, [], {})]
     body = "".join(f"<tr><td>{html.escape(name)}</td><td style='text-align:left;white-space:normal'><code>"

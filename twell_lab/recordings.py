@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from . import bench, evidence, paths
+from . import bench, evidence, paths, provenance
 from .errors import DeviceError, InputError, StackError, TwellError
 from .records import Record
 
@@ -168,7 +168,7 @@ def gpu_tests() -> Record:
         suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
-    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes)
+    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=provenance.LAUNCHED_BY)
 
 
 def _gpu_tests_folder() -> Path:
@@ -213,7 +213,9 @@ def two_gpus() -> Record:
     suites = [_suite("two GPUs", [str(folder), "-k", "two_gpus or second_gpu"], dict(os.environ))]
     if suites[0]["skipped"]:
         raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
-    return Record.new("two-gpus", "trainings on two GPUs, replicated and sharded over NCCL, beside one", [*suites, *bench_runs.rows()])
+    rows = [*suites, *bench_runs.rows()]
+    purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
+    return Record.new("two-gpus", purpose, rows, kernels=provenance.LAUNCHED_BY)
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:

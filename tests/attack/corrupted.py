@@ -102,12 +102,12 @@ def _make_record(folder: Path) -> None:
     rows = [{"kind": "ffn_forward", "device": "cpu", "path": "twell", "ms": 0.5, "tokens": 4, "nnz": 2.5, "dense_ms": 1.0, "x_dense": 2.0,
              "spread": 0.05}, {"suite": "free in form", "passed": 3}]  # fmt: skip
     records.Record(name="attacked", purpose="a test's own", rows=rows, date="2026-01-02T03:04:05Z", commit=None, dirty=None,
-                   kernel_hash="0" * 64, machine={"os": "x"}, notes={"gpu_tests": {"passed": 1, "failed": 0}}).save(folder)  # fmt: skip
-    (folder / records.UNVERIFIED).write_text(json.dumps({"kernel_hash": "0" * 64, "why": "not yet", "date": "2026-01-02"}))
+                   kernels={}, machine={"os": "x"}, notes={"gpu_tests": {"passed": 1, "failed": 0}}).save(folder)  # fmt: skip
+    (folder / records.UNVERIFIED).write_text(json.dumps({"kernels": {"smxx_pack": "0" * 64}, "why": "not yet", "date": "2026-01-02"}))
 
 
 def _read_record(folder: Path):
-    with mock.patch.object(records, "kernel_hash", lambda tree=None: "0" * 64):
+    with mock.patch.object(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64}):
         rows = records.flat_rows(records.load_all(folder))
         records.table(rows, dict.fromkeys(records.FLAT_KEYS, "x"))
         json.dumps(rows, allow_nan=False)

@@ -190,7 +190,7 @@ def _given(seed: int):
     """What the writers write; different for every seed."""
     g = torch.Generator().manual_seed(seed)
     record = records.Record(name="attacked", purpose=f"number {seed}", rows=[{"value": seed}] * (seed % 50 + 1), date="2026-01-02T03:04:05Z",
-                            commit=None, dirty=None, kernel_hash="0" * 64, machine={"seed": seed})  # fmt: skip
+                            commit=None, dirty=None, kernels={}, machine={"seed": seed})  # fmt: skip
     return g, record
 
 

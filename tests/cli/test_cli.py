@@ -29,7 +29,7 @@ def text(tmp_path) -> str:
 def folder(tmp_path) -> Path:
     """A folder with one synthetic record."""
     record = records.Record(name="example", purpose="a test's own", rows=[ROW], date="2026-01-02T03:04:05Z",
-                            commit=None, dirty=None, kernel_hash="0" * 64, machine={})
+                            commit=None, dirty=None, kernels={"gone": "0" * 64}, machine={})
     record.save(tmp_path / "records")
     return tmp_path / "records"
 
@@ -160,8 +160,8 @@ def test_what_does_not_fit_into_memory_is_one_line(capsys):
 
 def test_verify_answers_by_its_status(capsys, folder):
     answer = json.loads(ask(capsys, "records", "--verify", "--json", "--folder", str(folder), status=1))
-    assert answer["holds"] is False and answer["kernel_hash"] == records.kernel_hash()
-    entry = {"kernel_hash": records.kernel_hash(), "why": "a test", "date": "2026-01-02"}
+    assert answer["holds"] is False and answer["kernels"] == records.provenance.kernel_hashes()
+    entry = {"kernels": records.provenance.kernel_hashes(), "why": "a test", "date": "2026-01-02"}
     (folder / records.UNVERIFIED).write_text(json.dumps(entry))
     assert "a test" in ask(capsys, "records", "--verify", "--folder", str(folder))
 

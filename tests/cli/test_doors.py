@@ -177,7 +177,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tried, tmp_pat
 def folder(tmp_path):
     """A folder with one record of a device of a name that some terminals cannot show."""
     record = records.Record(name="example", purpose="a test's own", rows=[{**ROW, "device": "žluť \x1b[31m"}],
-                            date="2026-01-02T03:04:05Z", commit=None, dirty=None, kernel_hash="0" * 64, machine={})
+                            date="2026-01-02T03:04:05Z", commit=None, dirty=None, kernels={}, machine={})
     record.save(tmp_path / "žluť")
     return tmp_path / "žluť"
 

@@ -65,7 +65,7 @@ def everything():
 
 
 def record(name, date, rows):
-    return Record(name=name, purpose="a test", rows=rows, date=date, commit=None, dirty=None, kernel_hash="0" * 64, machine={})
+    return Record(name=name, purpose="a test", rows=rows, date=date, commit=None, dirty=None, kernels={"gone": "0" * 64}, machine={})
 
 
 def test_the_newest_of_each_measurement_is_read(monkeypatch):

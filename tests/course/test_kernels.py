@@ -142,7 +142,7 @@ def test_a_fault_is_given_back_and_other_errors_are_not_swallowed(tmp_path):
 def record(device: str, ms: float, date: str) -> Record:
     row = {"kind": "kernel", "device": device, "tokens": 64, "path": "pack_v1", "ms": ms}
     return Record(name="portable", purpose="a test", rows=[row, {**row, "tokens": 1}, {"test": "no measurement"}],
-                  date=date, commit=None, dirty=None, kernel_hash="0" * 64, machine={})
+                  date=date, commit=None, dirty=None, kernels={"gone": "0" * 64}, machine={})
 
 
 def test_recorded_times_are_the_newest_of_the_wanted_gpu(monkeypatch):
@@ -211,7 +211,7 @@ def test_a_limit_that_was_beaten_is_said_with_how_that_can_be():
 def test_the_counters_of_the_gpu_stand_with_its_times(monkeypatch):
     rows = [{"case": f"{tokens} tokens, bf16", "kernel": "pack_v1", "l1_hits_percent": 10.0 * tokens} for tokens in (6, 64)]
     counters = Record(name="gpu-counters", purpose="a test", rows=rows, date="2026-01-02T00:00:00Z", commit=None, dirty=None,
-                      kernel_hash="0" * 64, machine={"gpus": [{"name": "NVIDIA H100"}]})
+                      kernels={"gone": "0" * 64}, machine={"gpus": [{"name": "NVIDIA H100"}]})
     rows[1]["l1_hits_percent"] = 25.0
     monkeypatch.setattr(kernels.records, "load_all", lambda: [record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters])
     assert kernels.recorded(64)["pack_v1"]["l1_hits"] == 0.25 and kernels.recorded(1)["pack_v1"]["l1_hits"] is None
@@ -238,7 +238,7 @@ def test_counts_stand_beside_those_of_the_hardware(monkeypatch):
     rows = [{"case": case.name, "kernel": f"pack_v{version}", "global_read_sectors": 1000, "global_write_sectors": 10**6}
             for case in kernels.evidence.counted() if case.kernel == "pack" for version in case.versions]
     found = Record(name="gpu-counters", purpose="a test", rows=rows, date="2026-01-02T00:00:00Z", commit=None, dirty=None,
-                   kernel_hash="0" * 64, machine={"gpus": [{"name": "NVIDIA H100"}]})
+                   kernels={"gone": "0" * 64}, machine={"gpus": [{"name": "NVIDIA H100"}]})
     monkeypatch.setattr(kernels.records, "load_all", lambda: [found])
     *table, last = kernels.beside_hardware("pack").splitlines()
     assert len(table) == 9 and table[1].split()[:6] == ["pack_v1", "64", "tokens", "65,536", "1,000", "3,479"]

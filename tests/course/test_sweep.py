@@ -27,7 +27,7 @@ ROWS = [fake("lr 1", 2.0, 20.0, dead=(1, 0)), fake("lr 2", 2.2, 10.0, lr=2.0), f
 
 
 def record(rows=ROWS, **changes):
-    fields = dict(name="sweep", purpose="a test", rows=rows, date="2026-11-21T09:04:00Z", commit=None, dirty=None, kernel_hash="0" * 64,
+    fields = dict(name="sweep", purpose="a test", rows=rows, date="2026-11-21T09:04:00Z", commit=None, dirty=None, kernels={"gone": "0" * 64},
                   machine={"gpus": [{"name": "a GPU"}], "cpu": "a CPU"},
                   notes={"text": {"name": "novels"}, "training_size": 1000, "compressors": {"xz": 2.2}})
     return records.Record(**fields | changes)

@@ -28,7 +28,7 @@ def checkout(tmp_path, monkeypatch):
         "    for name in ('cases', 'seed'):\n        parser.addoption(f'--attack-{name}', type=int)\n    parser.addoption('--attack-report')\n")
     (tmp_path / "tests" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
-        patch.setattr(records, "kernel_hash", lambda tree=None: "0" * 64)
+        patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
         patch.setattr(paths, "kernels_dir", lambda: tmp_path / "kernels")
         yield tmp_path
 
@@ -82,7 +82,7 @@ def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):
 
 def test_the_table_of_the_readme():
     def record(date, gpu, rows):
-        return records.Record(name="attack", purpose="a test's own", rows=rows, date=date, commit=None, dirty=None, kernel_hash="0" * 64,
+        return records.Record(name="attack", purpose="a test's own", rows=rows, date=date, commit=None, dirty=None, kernels={},
                               machine={"gpus": [{"name": "NVIDIA H100"}]} if gpu else {"gpus": []})
 
     layers = {"attack": "layers on a GPU", "cases": 20000, "rows": 3000000, "excused_rows": 2, "overflowed_rows": 1, "rounded_rows": 0,

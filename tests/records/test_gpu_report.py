@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def plain_record(monkeypatch):
     """No hash of kernels that are not there."""
-    monkeypatch.setattr(recordings.Record, "new", classmethod(lambda cls, name, purpose, rows, notes: (name, rows, notes)))
+    monkeypatch.setattr(recordings.Record, "new", classmethod(lambda cls, name, purpose, rows, notes, kernels: (name, rows, notes)))
 
 
 def test_all_files_are_run_and_counted(folder):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab import paths, records
+from twell_lab import paths, provenance, records
 from twell_lab.errors import RecordError
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16", "tokens": 4, "d_model": 8,
@@ -20,7 +20,7 @@ ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16", "
 
 def make(**changes) -> records.Record:
     values = {"name": "example", "purpose": "a test's own", "rows": [dict(ROW)],
-              "date": "2026-01-02T03:04:05Z", "commit": "c" * 40, "dirty": False, "kernel_hash": "0" * 64,
+              "date": "2026-01-02T03:04:05Z", "commit": "c" * 40, "dirty": False, "kernels": {},
               "machine": {"os": "Linux"}, "notes": {"why": "none"}}
     return records.Record(**{**values, **changes})
 
@@ -43,7 +43,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path_factory, notes, rows):
 
 def test_new_fills_in_where_it_comes_from():
     record = records.Record.new("example", "a test's own", [ROW])
-    assert record.kernel_hash == records.kernel_hash() and not records.stale(record)
+    assert record.kernels == {} and not records.stale(record)
     assert record.machine["python"] and record.machine["torch"]
     assert str(Path.home()) not in record.to_json()
 
@@ -78,16 +78,18 @@ def test_flat_rows_have_exactly_the_listed_keys():
 
 def test_only_gpu_rows_of_other_kernels_are_stale():
     rows = [ROW, {**ROW, "device": "cpu"}]
-    assert [row["stale"] for row in records.flat_rows([make(rows=rows)])] == [True, False]
-    present = make(rows=rows, kernel_hash=records.kernel_hash())
+    assert [row["stale"] for row in records.flat_rows([make(rows=rows, kernels={"smxx_pack": "0" * 64})])] == [True, False]
+    present = make(rows=rows, kernels=provenance.kernel_hashes())
     assert [row["stale"] for row in records.flat_rows([present])] == [False, False]
-    without = make(rows=rows, notes={"kernels": "off: torch's dense path"})  # none of them ran
+    unknown = make(rows=rows, kernels=None, kernel_hash="0" * 64, schema=1)
+    assert [row["stale"] for row in records.flat_rows([unknown])] == [True, False]
+    without = make(rows=rows, kernels=None, kernel_hash="0" * 64, schema=1, notes={"kernels": "off: torch's dense path"})  # none of them ran
     assert [row["stale"] for row in records.flat_rows([without])] == [False, False]
 
 
 @pytest.mark.parametrize("field, value", [
-    ("schema", 2), ("name", ""), ("name", "Two Words"), ("name", "../up"), ("purpose", " "),
-    ("date", "yesterday"), ("date", None), ("commit", 7), ("dirty", "no"), ("dirty", 1), ("schema", True), ("kernel_hash", "abc"),
+    ("schema", 3), ("name", ""), ("name", "Two Words"), ("name", "../up"), ("purpose", " "),
+    ("date", "yesterday"), ("date", None), ("commit", 7), ("dirty", "no"), ("dirty", 1), ("schema", True), ("kernel_hash", "abc"), ("kernels", None), ("kernels", {"smxx_pack": "abc"}),
     ("machine", None), ("notes", []), ("rows", {}), ("rows", [1]),
 ])
 def test_a_wrong_field_is_named(tmp_path, field, value):
@@ -111,8 +113,8 @@ def test_a_wrong_row_is_named(key, value):
 def test_a_missing_or_unknown_field_is_named(tmp_path):
     path = make().save(tmp_path)
     whole = json.loads(path.read_text())
-    path.write_text(json.dumps({key: whole[key] for key in whole if key != "kernel_hash"}))
-    with pytest.raises(RecordError, match=f"{path.name}: kernel_hash is missing"):
+    path.write_text(json.dumps({key: whole[key] for key in whole if key != "kernels"}))
+    with pytest.raises(RecordError, match=f"{path.name}: kernels is missing"):
         records.load(path)
     path.write_text(json.dumps({**whole, "colour": 1}))
     with pytest.raises(RecordError, match="colour"):
@@ -159,20 +161,20 @@ def test_a_folder_that_is_a_file_is_an_error_that_names_it(tmp_path):
 
 def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):
     monkeypatch.setenv("TWELL_LAB_COMMIT", "a" * 40 + "-dirty\n")
-    assert records.source_commit() == ("a" * 40, True)
+    assert provenance.source_commit() == ("a" * 40, True)
     monkeypatch.setenv("TWELL_LAB_COMMIT", "b" * 40)
-    assert records.source_commit() == ("b" * 40, False)
+    assert provenance.source_commit() == ("b" * 40, False)
 
 
 def test_the_commit_of_a_surrounding_project_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_LAB_COMMIT", raising=False)
-    monkeypatch.setattr(records, "__file__", str(tmp_path / "venv" / "twell_lab" / "records.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "venv" / "twell_lab" / "provenance.py"))
     (tmp_path / "venv" / "twell_lab").mkdir(parents=True)
     try:
         subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=20)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no git here")
-    assert records.source_commit() == (None, None)
+    assert provenance.source_commit() == (None, None)
 
 
 def test_datasheet_figures_are_sourced_and_dated():
@@ -190,9 +192,9 @@ def test_datasheet_figures_are_sourced_and_dated():
 @pytest.mark.parametrize("tests", [{"passed": "many", "failed": 0}, {"passed": True, "failed": 0}, {"passed": 3, "failed": False}, {"passed": 3},
                                    {"passed": 3, "failed": 1}, {"passed": 0, "failed": 0}, [3, 0], "passed", None, {"passed": [1], "failed": 0.0}])
 def test_only_counts_are_evidence(tmp_path, tests):
-    make(kernel_hash=records.kernel_hash(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
+    make(kernels=provenance.kernel_hashes(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
     assert "were tested" in records.verify(tmp_path / "good")
-    make(kernel_hash=records.kernel_hash(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
+    make(kernels=provenance.kernel_hashes(), notes={"gpu_tests": tests}).save(tmp_path / "bad")
     with pytest.raises(RecordError, match="is no evidence"):
         records.verify(tmp_path / "bad")
 

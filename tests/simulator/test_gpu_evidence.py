@@ -15,7 +15,7 @@ def latest(name: str) -> records.Record:
     found = [record for record in records.load_all() if record.name == name]
     assert found, f"no record {name!r} in data/records"
     record = max(found, key=lambda record: record.date)
-    if record.kernel_hash != records.kernel_hash():
+    if records.stale(record):
         pytest.skip(records.verify())  # raises unless data/records/UNVERIFIED.json excuses these kernels
     return record
 
