@@ -43,7 +43,7 @@ LAUNCHED_BY = {
     "smxx_weight_gradients": ("launch_columns.weight_gradients",),
     "smxx_transpose": ("launch_transpose.transposed",),
 }  # fmt: skip
-_NOT_FOLLOWED = ("errors", "paths", "files", "machine", "simulator")
+_NOT_FOLLOWED = {"errors", "paths", "files", "machine", "simulator", "let_cupy_start"}
 
 
 class Sources(NamedTuple):
@@ -213,7 +213,7 @@ class _Package:
             waiting.append((dotted, name))
         while waiting:
             dotted, name = place = waiting.pop()
-            if place in found or any(part in _NOT_FOLLOWED for part in dotted.split(".")):
+            if place in found or _NOT_FOLLOWED & {*dotted.split("."), name}:
                 continue
             writer = _Writer(self, dotted)
             found[place] = name + " " + "; ".join(writer.text(node) for node in self.module(dotted).defined[name])
