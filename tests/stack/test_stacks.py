@@ -60,7 +60,7 @@ def test_nothing_that_colab_has_would_be_replaced():
 
 
 def test_the_librarys_own_dependencies_are_bounded_from_below_only():
-    assert {canonicalize_name(r.name) for r in requirements()} == {"torch", "numpy", "safetensors", "tqdm"}
+    assert {canonicalize_name(r.name) for r in requirements()} == {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
     for requirement in requirements():
         assert [bound.operator for bound in requirement.specifier] == [">="], requirement
 
