@@ -129,7 +129,8 @@ def test_make_knows_the_stacks_and_extras_that_exist():
     assert {path.stem for path in (ROOT / "constraints").glob("*.txt")} == set(STACKS)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"filter cpu cu12 cu13,\$\(STACK\)", makefile)
-    assert re.search(r"'\.\[course,test,\$\(EXTRA\)\]'", makefile)
+    assert re.search(r"^EXTRAS_whole := course,test,\$\(EXTRA\)$", makefile, re.MULTILINE)
+    assert re.search(r"^EXTRAS_tour := tour", makefile, re.MULTILINE) and "tour" in EXTRAS
 
 
 def test_version_and_command_are_what_pyproject_names():
