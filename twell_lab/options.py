@@ -77,7 +77,7 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
     in; its type is the annotation's. A field called text takes a path.
     """
     kinds, groups, texts, group = get_type_hints(config), {}, {}, parser
-    for found in _ENTRY.finditer(inspect.getdoc(config)):
+    for found in _ENTRY.finditer(inspect.getdoc(config) or ""):  # none under -OO
         if found["title"]:
             group = parser.add_argument_group(found["title"][0].lower() + found["title"][1:])
         else:

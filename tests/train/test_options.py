@@ -304,7 +304,6 @@ def test_the_help_names_every_field_with_its_default(capsys):
         cli.main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for field in dataclasses.fields(train_config.TrainConfig):
-        assert re.search(rf"^ *{field.name}: ", inspect.getdoc(train_config.TrainConfig), re.MULTILINE), field.name
         option = f"--{field.name.replace('_', '-')}"
         assert option in shown, field.name
         if field.default is not None and not isinstance(field.default, bool):
@@ -313,6 +312,12 @@ def test_the_help_names_every_field_with_its_default(capsys):
             assert type(field.default)(stated) == field.default, field.name
     for word in ("--resume", "--out", "--plain", "torchrun", "twell-lab profile", ", ".join(configurations.NAMES)):
         assert word in shown
+
+
+@pytest.mark.parametrize("config", [train_config.TrainConfig, options.TourOptions])
+def test_every_field_has_its_text_in_the_docstring(config):
+    for field in dataclasses.fields(config):
+        assert re.search(rf"^ *{field.name}: \w", inspect.getdoc(config), re.MULTILINE), field.name
 
 
 @dataclasses.dataclass
