@@ -1,19 +1,22 @@
-# Two commands: `make tour` and `make test`. Both set everything up first; the second one reuses it.
+# Two commands: `make tour` and `make test`. Both first set up what they need; the second one reuses it.
 # Needs GNU make and Python 3.11 or newer with venv. `make help` lists the rest.
 
 VENV := .venv
 BIN := $(VENV)/bin
+COMMA := ,
 READY := $(VENV)/ready
 
-# READY is written last and says what was installed: stack, interpreter, folder. A .venv whose Python
-# no longer starts counts as none; one made elsewhere (a moved checkout) no longer matches.
+# READY is written last and says what was installed: stack, interpreter, how much of the stack (what a tour needs, or
+# the whole), folder. A .venv whose Python no longer starts counts as none; one made elsewhere (a moved checkout) no
+# longer matches.
 MEMORY := $(strip $(shell $(BIN)/python -c pass 2>/dev/null && cat $(READY) 2>/dev/null))
 
 # What was chosen once stays chosen until another is asked for.
 STACK ?= $(or $(word 1,$(MEMORY)),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cu12 || echo cpu))
 STACK := $(STACK)
 PYTHON ?= $(or $(word 2,$(MEMORY)),python3)
-WANTED := $(strip $(STACK) $(PYTHON) $(CURDIR))
+PART := $(if $(filter setup test test-long lab,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
+WANTED := $(strip $(STACK) $(PYTHON) $(PART) $(CURDIR))
 
 ifeq ($(filter cpu cu12 cu13,$(STACK)),)
 $(error STACK is '$(STACK)'; it can be cpu, cu12 or cu13)
@@ -21,13 +24,15 @@ endif
 
 # A CPU machine compiles the kernels without running them; the CUDA stacks bring their own compiler.
 EXTRA := $(if $(filter cpu,$(STACK)),compile,$(STACK))
+EXTRAS_whole := course,test,$(EXTRA)
+EXTRAS_tour := tour$(if $(filter cpu,$(STACK)),,$(COMMA)$(STACK))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help setup tour test test-long lab clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make tour    set everything up, then train, pack, check and time; ends in build/tour/index.html"
+	@echo "make tour    set up what it needs, then train, pack, check and time; ends in build/tour/index.html"
 	@echo "make test    set everything up, then run the tests and the notebooks"
 	@echo "make test-long  set everything up, then attack it for a quarter of an hour or more: tests/attack with many more cases"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
@@ -55,12 +60,12 @@ $(READY): pyproject.toml constraints/$(STACK).txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "setup: $(PYTHON) has no venv; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@rm -f $(READY); mkdir -p build
-	@if [ "$(MEMORY)" != "$(WANTED)" ]; then \
-	  echo "setup: making $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@case "$(MEMORY)" in "$(STACK) $(PYTHON) tour $(CURDIR)"|"$(STACK) $(PYTHON) whole $(CURDIR)") ;; *) \
+	  echo "setup: making $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv --clear $(VENV) ;; esac
 	@echo "setup: installing the $(STACK) stack; this can take minutes (log: build/setup.log)"
 	@rm -f build/setup.log build/setup.done; start=$$(date +%s); \
 	{ $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
-	    --log build/setup.log -c constraints/$(STACK).txt -e '.[course,test,$(EXTRA)]' 2>&1 \
+	    --log build/setup.log -c constraints/$(STACK).txt -e '.[$(EXTRAS_$(PART))]' 2>&1 \
 	  && touch build/setup.done; } | while IFS= read -r line; do case "$$line" in \
 	    *Downloading*[0-9][0-9].[0-9]\ MB*|ERROR:*) echo "setup: $$line" ;; \
 	    Installing\ collected*) echo "setup:   installing what was collected" ;; esac; done; \

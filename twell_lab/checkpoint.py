@@ -24,12 +24,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from .errors import InputError
 from .model import FORMAT as MODEL_FORMAT
-from .model import ModelConfig, _safetensors, fingerprint
+from .model import ModelConfig, fingerprint
 from .prepared import PreparedText
 from .seal import seal, sha256, to_disk, unseal
 from .text import Text
@@ -106,7 +107,6 @@ def text_of(folder: str | os.PathLike) -> dict:
 def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
     """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are removed,
     unless keep_older. InputError where it can't be written; nothing of it is left behind then."""
-    safetensors = _safetensors()
     from safetensors import SafetensorError
 
     folder = Path(folder)
@@ -124,7 +124,7 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         about = {"sha256": fingerprint(state.weights, model_config)}
         for name, tensors, about in (("model", state.weights, about), ("optimizer", extra, None)):
             whole = {key: value.contiguous() for key, value in tensors.items()}
-            safetensors.save_file(whole, part / f"{name}.safetensors", metadata=about)
+            safetensors.torch.save_file(whole, part / f"{name}.safetensors", metadata=about)
         (part / "config.json").write_bytes(_json(model_config))
         if (folder / TOKENIZER).is_file():  # so that a checkpoint taken elsewhere still reads its text as it was trained
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
@@ -162,7 +162,6 @@ def _remove(path: Path) -> None:
 def load(folder: str | os.PathLike) -> State:
     """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format; a checkpoint from
     before there were digests is taken as it is, if its types and shapes are those of one."""
-    safetensors = _safetensors()
     path = newest(folder)
     fields = _fields(path)
     tensors = {}
@@ -179,7 +178,7 @@ def load(folder: str | os.PathLike) -> State:
                              f"{fields['files'][name]} is noted in state.json; accepted: a whole checkpoint")
         if name.endswith(".safetensors"):
             try:
-                tensors[name] = safetensors.load(content)
+                tensors[name] = safetensors.torch.load(content)
             except Exception as error:  # the library raises its own kinds
                 raise InputError(f"{name} in the checkpoint {str(path)!r} is damaged: {error}") from None
     optimizer = tensors["optimizer.safetensors"]

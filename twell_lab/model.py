@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import machine
-from .errors import InputError, StackError, TwellError
+from .errors import InputError, TwellError
 from .files import read, read_json, write_atomically
 
 if TYPE_CHECKING:
@@ -200,9 +201,8 @@ class LanguageModel(nn.Module):
     def save(self, folder: str | os.PathLike) -> Path:
         """Write model.safetensors and config.json into `folder` (made if need be), each whole or not at all.
 
-        Raises StackError without the safetensors package, InputError where the folder can't be written.
+        Raises InputError where the folder can't be written.
         """
-        safetensors = _safetensors()
         folder = Path(folder)
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
         fields = asdict(self.config)
@@ -210,7 +210,7 @@ class LanguageModel(nn.Module):
             del fields["activation"]
         described = {"format": FORMAT, **fields}
         try:
-            write_atomically(folder / "model.safetensors", safetensors.save(weights, {"sha256": fingerprint(weights, described)}))
+            write_atomically(folder / "model.safetensors", safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}))
             write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
         except TwellError as error:
             raise InputError(f"cannot save the model in {str(folder)!r}: {error}") from None
@@ -223,7 +223,6 @@ class LanguageModel(nn.Module):
         Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that changed
         since they were written.
         """
-        safetensors = _safetensors()
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
@@ -233,7 +232,7 @@ class LanguageModel(nn.Module):
         try:
             said = read_json(folder / "config.json", "model")
             content = read(folder / "model.safetensors")
-            weights = safetensors.load(content)
+            weights = safetensors.torch.load(content)
             header = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
@@ -297,12 +296,3 @@ def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) 
         if tuple(found[name].shape) != tuple(shape):
             raise InputError(f"{name} has shape {list(found[name].shape)} in {what}, and {list(shape)} in this model; accepted: "
                              "weights of this model")
-
-
-def _safetensors():
-    """safetensors.torch, imported late: training alone does not need it."""
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise StackError("saving and loading models needs safetensors: pip install safetensors") from None
-    return safetensors.torch

@@ -1,14 +1,17 @@
 """The tour's page: one HTML file that opens without a network, drawn from a tour's record alone.
 
 Every sentence with a figure in it is put together from the record's numbers; nothing here knows how a tour
-ought to come out. Needs plotly (whose script is written into the page, once) but not torch.
+ought to come out. What stands around them is in page.html.jinja. Needs plotly (whose script is written into the
+page, once) but not torch.
 """
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
 
 from . import plots, records
 from .errors import RecordError
@@ -17,31 +20,9 @@ from .plain import layer_names, layer_rows, picked, share
 
 FORMAT = 1  # of notes["tour"] that this page reads
 
-_STYLE = """
-:root { color-scheme: light; }
-body { margin: 0; background: #fbfbfa; color: #222; font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 900px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .3rem; }
-h2 { font-size: 1.2rem; margin: 2.6rem 0 .5rem; }
-p { margin: .5rem 0; max-width: 46rem; }
-.facts { color: #555; font-size: .9rem; }
-.warning { background: #fff4d6; border-left: 4px solid #b97a00; padding: .6rem 1rem; }
-figure { margin: 1rem 0; background: #fff; border: 1px solid #e3e3e0; border-radius: 6px;
-         padding: 6px 6px 10px; }
-figcaption { padding: 0 1rem; font-size: .95rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; margin: .8rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e0; white-space: nowrap; }
-th { font-weight: 600; background: #f1f1ee; }
-th:first-child, td:first-child { text-align: left; }
-code { font-size: .88em; overflow-wrap: anywhere; }
-"""
-_INTRODUCTION = (
-    "A feed-forward layer with a ReLU multiplies by many zeros. Here a small model is trained so that there "
-    "are more of them, what is left is packed, and a layer that skips the zeros is timed beside torch's own.")
-_LAYER_COLUMNS = {"layer": "", "before": "fires without L1", "after": "fires with L1",
-                  "dead_before": "dead without L1", "dead_after": "dead with L1", "used": "slots used",
-                  "overflow": "rows overflowing"}
+_PAGES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+                            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+_PAGES.filters.update(number=format, share=share, json=json.dumps)
 
 
 def render(record: records.Record, recorded: list[dict] | None = None) -> str:
@@ -57,37 +38,39 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
                           f"notes.tour.format {FORMAT}; twell-lab tour makes such a record")
     try:
         return _page(record, tour, recorded or [])
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, jinja2.TemplateError) as error:
         raise RecordError(f"record {record.name!r}: notes.tour or a row is not as a tour writes it "
                           f"({type(error).__name__}: {error})") from error
 
 
 def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
+    from plotly.offline import get_plotlyjs  # not above: `plots` is to say what is missing
     own, large = split_rows(record.rows)
     beside = comparable(recorded, large)
-    layers = tour["profile"]["layers"]
-    runs = tour["runs"]
-    without, sparse = runs["without L1"], runs["with L1"]
+    layers, packing, tile = tour["profile"]["layers"], tour["packing"], tour["tile"]
+    without, sparse = (tour["runs"][label] for label in ("without L1", "with L1"))
     busiest = max(range(len(layers)), key=lambda i: layers[i]["density"])
-    parts = [
-        f"<h1>From L1 training to a sparse layer, measured</h1>{_provenance(record, tour)}",
-        _paragraph(_INTRODUCTION),
-        "<h2>1. Training: the same model twice</h2>", _paragraph(about_training(tour)), _runs_table(runs),
-        _figure("training", plots.training_curves(runs), see_training(without, sparse)),
-        "<h2>2. Who fires</h2>", _paragraph(about_firing(tour)),
-        _figure("firing", plots.firing_by_layer(layers, without["density"]), see_firing(layers)),
-        _figure("frequency", plots.neuron_frequency(layers, busiest), see_frequency(layers, busiest)),
-        "<h2>3. Packed into TwELL</h2>", _paragraph(about_packing(tour["packing"])),
-        _figure("tile", plots.packed_tile(tour["tile"]), see_tile(tour["tile"])),
-        _figure("bytes", plots.formats_bytes(tour["packing"]["layers"]), see_bytes(tour["packing"])),
-        _layers_table(tour),
-        "<h2>4. Sparse against dense, by the clock</h2>", _paragraph(about_timing(record)),
-        _figure("own", _titled(plots.speedups(own, mine="this tour"), "The trained model's own layers"),
-                see_speed(own) + see_size(own)),
-        _figure("large", _titled(plots.speedups(large, beside, mine="this tour"), _large_title(large)),
-                see_speed(large) + " " + see_recorded(beside)),
-        _times_table(large), "<h2>Where these figures come from</h2>", _machine_table(record, tour)]
-    return _document("".join(parts), f"twell-lab tour, {record.date[:10]}")
+    sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
+    title = "; ".join(f"A feed-forward layer with d_model {d_model}, d_ff {d_ff}" for d_model, d_ff in sizes)
+    of_own, of_large = plots.speedups(own, mine="this tour"), plots.speedups(large, beside, mine="this tour")
+    figures = {
+        "training": (plots.training_curves(tour["runs"]), see_training(without, sparse)),
+        "firing": (plots.firing_by_layer(layers, without["density"]), see_firing(layers)),
+        "frequency": (plots.neuron_frequency(layers, busiest), see_frequency(layers, busiest)),
+        "tile": (plots.packed_tile(tile), see_tile(tile)),
+        "bytes": (plots.formats_bytes(packing["layers"]), see_bytes(packing)),
+        "own": (of_own.update_layout(title_text="The trained model's own layers"), see_speed(own) + see_size(own)),
+        "large": (of_large.update_layout(title_text=title), see_speed(large) + " " + see_recorded(beside))}
+    return _PAGES.get_template("page.html.jinja").render(
+        record=record, tour=tour, layers=layer_rows(tour), times=large, plotly=Markup(get_plotlyjs()),
+        about={"training": about_training(tour), "firing": about_firing(tour), "packing": about_packing(packing),
+               "timing": about_timing(record)},
+        figures={name: (_drawn(name, figure), caption) for name, (figure, caption) in figures.items()})
+
+
+def _drawn(name: str, figure) -> Markup:
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False,
+                                 div_id=f"figure-{name}", config={"displayModeBar": False, "responsive": True}))
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
@@ -268,90 +251,3 @@ def _at(row: dict) -> str:
     what = f"{row['label']}, " if row.get("label") else ""
     graph = ", in a CUDA graph" if row["path"].endswith("(graph)") else ""
     return f"{what}{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}{graph}"
-
-
-# ---- pieces of HTML --------------------------------------------------------------------------------------
-
-
-def _provenance(record: records.Record, tour: dict) -> str:
-    machine = record.machine
-    gpus = ", ".join(gpu["name"] for gpu in machine.get("gpus") or []) or "no GPU"
-    total = sum(tour["seconds"].values())
-    facts = (f"twell-lab tour of {record.date[:10]} {record.date[11:16]} UTC, {total:.0f} s on "
-             f"{machine.get('cpu') or 'an unnamed CPU'} ({machine.get('cores')} cores; {gpus}), "
-             f"Python {machine.get('python')}, torch {machine.get('torch')}.")
-    warning = ("<p class='warning'>This was a quick run, made to see that everything works. It trained for a "
-               "few steps and timed small layers for a moment: its figures say nothing.</p>")
-    return f"<p class='facts'>{html.escape(facts)}</p>{warning if tour['quick'] else ''}"
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
-
-
-def _figure(name: str, figure, caption: str) -> str:
-    drawn = figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False,
-                           div_id=f"figure-{name}", config={"displayModeBar": False, "responsive": True})
-    return f"<figure>{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>"
-
-
-def _titled(figure, title: str):
-    return figure.update_layout(title_text=title)
-
-
-def _large_title(rows: list[dict]) -> str:
-    sizes = sorted({(row["d_model"], row["d_ff"]) for row in rows})
-    return "; ".join(f"A feed-forward layer with d_model {d_model}, d_ff {d_ff}" for d_model, d_ff in sizes)
-
-
-def _table(headings: list[str], lines: list[list[str]]) -> str:
-    """The first column is text, the others are figures."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
-                   for line in lines)
-    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _runs_table(runs: dict[str, dict]) -> str:
-    lines = []
-    for label, run in runs.items():
-        neurons = run["config"]["d_ff"] * len(run["density"])
-        lines.append([label, f"{run['validation_bits_per_byte']:.3f}", f"{run['mean_nnz']:.1f}",
-                      share(run["mean_nnz"] / run["config"]["d_ff"]), f"{sum(run['dead'])} of {neurons}",
-                      f"{run['seconds']:.0f} s"])
-    return _table(["", "validation bits per byte", "mean nnz", "density", "dead neurons", "training"], lines)
-
-
-def _layers_table(tour: dict) -> str:
-    return _table(list(_LAYER_COLUMNS.values()),
-                  [[str(row[key]) for key in _LAYER_COLUMNS] for row in layer_rows(tour)])
-
-
-def _times_table(rows: list[dict]) -> str:
-    lines = [[f"{row['path']}, {row['dtype']}", f"{row['tokens']:,}", f"{row['nnz']:.1f}", f"{row['ms']:.3g}",
-              f"{row['spread']:.2g}", f"{row['x_dense']:.2f}" if row["x_dense"] else ""] for row in rows]
-    return _table(["path", "tokens", "mean nnz", "median ms", "spread ms", "times as fast"], lines)
-
-
-def _machine_table(record: records.Record, tour: dict) -> str:
-    text = tour["text"]
-    changed = {True: ", with changes", False: "", None: ""}[record.dirty]
-    lines = [["text", f"{text['name']}, {text['size']:,} bytes, sha256 {text['sha256']}"],
-             ["code", f"commit {record.commit}{changed}" if record.commit else "no commit known"],
-             ["kernels", ", ".join(f"{name} {value[:12]}" for name, value in (record.kernels or {}).items()) or "none ran on a GPU"]]
-    lines += [[key, value if isinstance(value, str) else json.dumps(value)]
-              for key, value in record.machine.items() if value not in (None, [], {})]
-    body = "".join(f"<tr><td>{html.escape(name)}</td><td style='text-align:left;white-space:normal'><code>"
-                   f"{html.escape(value)}</code></td></tr>" for name, value in lines)
-    return ("<p>Everything on this page is in <code>tour.json</code> beside it, raw samples included.</p>"
-            f"<table>{body}</table>")
-
-
-def _document(body: str, title: str) -> str:
-    from plotly.offline import get_plotlyjs
-    # The policy makes the promise checkable: a browser refuses whatever is not in this file.
-    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-    return (f"<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
-            f"<meta http-equiv='Content-Security-Policy' content=\"{policy}\">"
-            f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{_STYLE}</style>"
-            f"<script>{get_plotlyjs()}</script></head><body><main>{body}</main></body></html>\n")

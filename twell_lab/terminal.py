@@ -1,4 +1,5 @@
-"""What a command writes to: a terminal without the characters it needs, a full disk, a reader who left, nothing at all."""
+"""What a command says, and what it writes to: a terminal without the characters it needs, a full disk, a reader who
+left, nothing at all."""
 
 from __future__ import annotations
 
@@ -6,8 +7,23 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from .errors import InputError
+from .files import strict_json
+
+
+class Answer(NamedTuple):
+    """What a command found: `value` for --json (text is JSON already), `text` for people; and the exit status."""
+
+    value: object
+    text: str
+    status: int = 0
+
+    def say(self, json: bool) -> None:
+        """Print the one or the other, each line ended."""
+        said = (self.value if isinstance(self.value, str) else strict_json(self.value, indent=1)) if json else self.text
+        print(said, end="" if said.endswith("\n") else "\n")
 
 
 class Stream:

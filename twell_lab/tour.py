@@ -11,17 +11,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from . import bench, formats, ops, records, reference
 from .errors import RecordError, TwellError
 from .ffn import feed_forwards
 from .files import check_target, write_atomically
+from .options import TourOptions
 from .plain import layer_names, layer_rows, picked, tile_of
 from .profile import FiringProfile, activations, profile
 from .text import Text, load, spread_windows
@@ -33,20 +35,7 @@ _PAGE_BYTES = 8 * 2**20
 _PACKED_TOKENS = 8192  # enough for shares to three digits, and seconds on a CPU
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a tour may be told. text: file or folder to train on instead of the standard library's source.
-    out: folder of the page and the record. record_only: no page. quick: a few steps and small layers, to see
-    that everything works; its figures say nothing. progress: show bars on stderr."""
-
-    text: str | None = None
-    out: Path = Path("build/tour")
-    record_only: bool = False
-    quick: bool = False
-    progress: bool = True
-
-
-def run(options: Options) -> tuple[records.Record, Path, Path | None]:
+def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     """Take the tour. Returns the record, the path of tour.json, and that of index.html (None if record_only).
 
     Nothing is written before the last step, and each file appears whole or not at all. Raises TextError for
@@ -190,7 +179,7 @@ def check_packing(name: str, gate: Tensor, packed: formats.TwELL) -> None:
                          "went in; none may differ")
 
 
-def time_layers(sparse: TrainResult, windows: Tensor, options: Options) -> list[dict]:
+def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> list[dict]:
     """Rows of the trained model's own layers on their own inputs: fp32 on a CPU, bf16 on a GPU."""
     found = feed_forwards(sparse.model)
     on_gpu = found[0].up.weight.is_cuda
@@ -201,7 +190,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: Options) -> list[
     drawn = torch.randperm(few.numel(), generator=torch.Generator().manual_seed(0))
     rows = []
     names = layer_names([layer.name for layer in found])
-    for layer, name in _bar(list(zip(found, names, strict=True)), "the model's own layers", options.progress):
+    for layer, name in _bar(list(zip(found, names, strict=True)), "the model's own layers", options):
         inputs, _ = activations(sparse.model, few, layer.name)
         module = copy.deepcopy(layer.module).to(dtype).requires_grad_(False)
         for tokens in sizes:
@@ -211,7 +200,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: Options) -> list[
     return rows
 
 
-def time_llm_layer(sparse: TrainResult, options: Options) -> list[dict]:
+def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
     """Rows of a layer of LLM size with 99.5% zeros (and, on a GPU, with mean nnz 8)."""
     device = next(sparse.model.parameters()).device.type
     size = {"d_model": 128, "d_ff": 512} if options.quick else {"d_model": 2048, "d_ff": 5632}
@@ -220,12 +209,12 @@ def time_llm_layer(sparse: TrainResult, options: Options) -> list[dict]:
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
     rows = []
-    for tokens, dtype, nnz in _bar(cases, "a layer of LLM size", options.progress):
+    for tokens, dtype, nnz in _bar(cases, "a layer of LLM size", options):
         rows += bench.ffn(tokens, nnz=nnz, dtype=dtype, device=device, seconds=_seconds(options), **size).rows
     return rows
 
 
-def _seconds(options: Options) -> float:
+def _seconds(options: TourOptions) -> float:
     """How long each timing may take."""
     return 0.02 if options.quick else 1.0
 
@@ -252,9 +241,5 @@ class _Steps:
         return dict(zip(("train", "profile", "pack", "time"), spans, strict=True))
 
 
-def _bar(items: list, what: str, shown: bool) -> Iterable:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, disable=not shown)
+def _bar(items: list, what: str, options: TourOptions) -> Iterable:
+    return tqdm(items, desc=what, disable=not options.progress or None)

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm  # not tqdm.auto: its notebook form stores widget state
 
 from . import checkpoint, distributed
 from .distributed import World
@@ -69,7 +70,7 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
         training at a time has the folder.
     resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
         the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
-    progress: show a bar on stderr, where tqdm is installed.
+    progress: show a bar on stderr, where that is a terminal.
     on_step: called with each row of the history as it is made.
 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
@@ -141,7 +142,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     lap, lap_step = time.perf_counter(), run.step
     due = lap + SAVE_EVERY
     try:
-        with _bar(config, progress, run.step) as bar, Stop(out is not None, world.size > 1) as stop:
+        with (tqdm(total=config.steps, initial=run.step, desc=f"training, l1 {config.l1:g}", unit="step",
+                   disable=not progress or None) as bar,
+              Stop(out is not None, world.size > 1) as stop):
             for step in range(run.step + 1, config.steps + 1):
                 last = step == config.steps
                 validate = last or step % config.eval_every == 0
@@ -318,52 +321,6 @@ class _Metrics:
         if self.file is not None:
             self.file.close()
             self.file = None
-
-
-class _NoBar:
-    """Stands in where no progress is wanted, or tqdm is not installed."""
-
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def __exit__(self, *raised) -> None:
-        pass
-
-    def update(self) -> None:
-        pass
-
-    def set_postfix(self, **values) -> None:
-        pass
-
-
-def _bar(config: TrainConfig, progress: bool, done: int):
-    try:
-        from tqdm import tqdm  # not tqdm.auto: its notebook form stores widget state
-    except ImportError:
-        progress = False
-    return _Bar(tqdm(total=config.steps, initial=done, desc=f"training, l1 {config.l1:g}", unit="step")) if progress else _NoBar()
-
-
-class _Bar:
-    """A bar that goes away when its reader does: Ctrl-C also ends the `tee` of `2>&1 | tee log`, and the run is to be saved yet."""
-
-    def __init__(self, bar) -> None:
-        self.bar = bar
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *raised) -> None:
-        with suppress(OSError):
-            self.bar.close()
-
-    def update(self) -> None:
-        with suppress(OSError):
-            self.bar.update()
-
-    def set_postfix(self, **shown) -> None:
-        with suppress(OSError):
-            self.bar.set_postfix(**shown)
 
 
 # What the tour trains: once like this, once with l1=0. Measured on 2026-11-21 on an AMD EPYC (Zen 5), torch

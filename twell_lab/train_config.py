@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -15,48 +16,66 @@ from .model import LanguageModel, ModelConfig
 from .prepared import PreparedText
 from .text import Text
 
-ACTIVATIONS = ("relu", "relu2")
-DTYPES = ("float32", "bfloat16")
-KERNELS = ("off", "auto", "sparse")
-PARALLEL = ("ddp", "fsdp")
-
 
 @dataclass(frozen=True)
 class TrainConfig:
     """What to train, on what, and how long. A wrong value raises InputError that names the field.
 
-    l1: coefficient of the penalty (see twell_lab.train); 0 trains without.
-    steps, batch, context: optimizer steps; windows a step; tokens a window (bytes, unless the text has a
-        tokenizer of its own).
-    d_model, layers, heads, d_ff, gated, activation: the model (see ModelConfig); plain feed-forward layers if
-        not gated; activation "relu", or "relu2" for its square.
-    lr, warmup, weight_decay: AdamW's peak learning rate, reached linearly over `warmup` steps, then falling
-        along a cosine to a tenth; weight decay applies to matrices alone.
-    clip: the largest norm of the gradient.
-    seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives
-        the same curve bit for bit.
-    device: "cpu", "cuda", "cuda:1"; None picks a GPU where there is one.
-    text: a file or folder, "hf:owner/name" for a Hugging Face dataset, a folder made by twell_lab.prepared, a Text, or None for
-        the source of Python's standard library (text.load_any).
-    tokenizer: what the model reads the text as: None (bytes, or a Text's own), "bpe:4096", a tokenizer's file.
-    log_every, eval_every: steps between two rows of the history, between two validations.
-    eval_windows: how many windows of the held-out text a validation and the profile read, at most.
-    dtype: "float32", or "bfloat16": torch's autocast, the weights stay float32.
-    compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With kernels
-        "auto" layer by layer first, since each change of a path is another graph (twell_lab.compiling).
-    accumulate: the windows of a step are read in this many parts, one after the other, to need less memory.
-    l1_delay, l1_warmup: steps without the penalty, then steps over which its coefficient grows linearly to l1.
-    dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
-    reinit, reinit_sigma, dead_every: every `dead_every` steps the gate rows of dead neurons are mixed with
-        fresh normal numbers of deviation reinit_sigma, which get the share `reinit`; 0 leaves them dead.
-        See twell_lab.dead. Needs a dead_window.
-    checkpoint_every: steps between two checkpoints, where train has a folder for them; None writes one about every five minutes,
-        0 only one at the end.
-    kernels: "off" trains the dense layers; "sparse" trains through this package's kernels (SparseFFN); "auto"
-        lets each layer go over to them when it fires little enough; never without a GPU and 16 bits, where they do not run.
-    parallel: under torchrun, "ddp" keeps the whole model on each process, "fsdp" a share of it.
+    The fields below are also the options of `twell-lab train`, whose help is read from here. The defaults are the
+    tour's; what they were chosen from stands beside TOUR, at the end of twell_lab.train.
 
-    The defaults are the tour's; what they were chosen from stands beside TOUR, at the end of twell_lab.train.
+    text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless ?bytes=500e6
+        follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a PreparedText);
+        unless named, the source of Python's standard library.
+
+    The model:
+        d_model: model width.
+        layers: number of layers.
+        heads: attention heads.
+        d_ff: feed-forward width.
+        gated: gated feed-forward layers; if not, plain ones.
+        activation: relu, or relu2 for its square.
+        tokenizer: what the model reads the text as: bytes, bpe:4096 (a BPE of that size, trained on the text), or a
+            tokenizer's file; unless named, what the text comes with, or bytes.
+
+    Sparsity:
+        l1: coefficient of the penalty (see twell_lab.train); 0 trains without.
+        l1_delay: steps without the penalty.
+        l1_warmup: steps over which its coefficient then grows linearly to l1.
+        dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
+        reinit: every dead_every steps the gate rows of dead neurons are mixed with fresh normal numbers, which get this
+            share (the paper's is 0.1; see twell_lab.dead); 0 leaves them dead. Needs a dead_window.
+        reinit_sigma: deviation of the fresh numbers.
+        dead_every: steps between two re-initialisations.
+
+    The steps:
+        steps: optimizer steps.
+        batch: windows a step.
+        context: tokens a window (bytes, unless the text has a tokenizer of its own).
+        accumulate: the windows of a step are read in this many parts, one after the other, to need less memory.
+        lr: AdamW's peak learning rate, which then falls along a cosine to a tenth.
+        warmup: steps over which it is reached linearly.
+        weight_decay: AdamW's, of matrices alone.
+        clip: the largest norm of the gradient.
+        seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives the
+            same curve bit for bit.
+
+    The machine:
+        device: cpu, cuda, cuda:1; unless named, a GPU where there is one.
+        dtype: float32, or bfloat16: torch's autocast, the weights stay float32.
+        kernels: off trains the dense layers; sparse trains through this package's kernels (SparseFFN); auto lets each
+            layer go over to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations
+            elsewhere.
+        parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
+        compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
+            kernels auto layer by layer first, since each change of a path is another graph (twell_lab.compiling).
+
+    Reports:
+        log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
+        eval_every: steps between two validations.
+        eval_windows: how many windows of the held-out text a validation and the profile read, at most.
+        checkpoint_every: steps between two checkpoints, where there is a folder for them; 0 writes only one at the end;
+            unless given, one about every five minutes.
     """
 
     l1: float = 0.0
@@ -79,8 +98,8 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 150
     eval_windows: int = 256
-    activation: str = "relu"
-    dtype: str = "float32"
+    activation: Literal["relu", "relu2"] = "relu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
     accumulate: int = 1
     l1_delay: int = 0
@@ -90,8 +109,8 @@ class TrainConfig:
     reinit: float = 0.0
     reinit_sigma: float = 0.02
     checkpoint_every: int | None = None
-    kernels: str = "off"
-    parallel: str = "ddp"
+    kernels: Literal["off", "auto", "sparse"] = "off"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"):
@@ -110,9 +129,9 @@ class TrainConfig:
         for name in ("lr", "clip"):
             self._check(name, (int, float), lambda value: 0 < value < math.inf, "a finite number above 0")
         self._check("reinit", (int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1")
-        for name, accepted in (("activation", ACTIVATIONS), ("dtype", DTYPES), ("kernels", KERNELS),
-                               ("parallel", PARALLEL)):
-            self._check(name, str, lambda value: value in accepted, " or ".join(map(repr, accepted)))
+        for name, kind in get_type_hints(TrainConfig).items():
+            if get_origin(kind) is Literal:
+                self._check(name, str, lambda value: value in get_args(kind), " or ".join(map(repr, get_args(kind))))
         if self.kernels != "off" and self.activation != "relu":
             raise InputError(f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
                              "activation 'relu', which the sparse layers compute")

@@ -12,7 +12,7 @@ import pytest
 from twell_lab import bench, cli, records
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["doctor", "tour", "train", "profile", "plan", "bench", "record", "compile", "records"]
+COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "records"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = ["--steps", "2", "--batch", "2", "--context", "16", "--d-model", "16", "--heads", "2",
          "--layers", "1", "--d-ff", "32", "--device", "cpu"]
@@ -39,12 +39,14 @@ def ask(capsys, *arguments: str, status: int = 0) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(capsys, command):
+@pytest.mark.parametrize("command", [*COMMANDS, None])
+def test_every_command_has_help_that_fits_a_terminal(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
-        cli.main([command, "--help"])
+        cli.main([command, "--help"] if command else ["--help"])
     out = capsys.readouterr().out
-    assert stopped.value.code == 0 and "--json" in out and f"twell-lab {command}" in out
+    assert stopped.value.code == 0 and max(map(len, out.splitlines())) <= 80
+    assert all(each in out for each in (["--json", f"twell-lab {command}"] if command else COMMANDS))
 
 
 def test_help_and_version_load_neither_torch_nor_plotly():
@@ -167,7 +169,6 @@ def test_verify_answers_by_its_status(capsys, folder):
 
 
 def test_train_then_plan(capsys, tmp_path, text):
-    pytest.importorskip("safetensors")
     model, saved = str(tmp_path / "model"), tmp_path / "plan.json"
     ask(capsys, "train", "--text", text, "--out", model, "--json", *SMALL)
     given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4", "64"]
@@ -180,7 +181,6 @@ def test_train_then_plan(capsys, tmp_path, text):
 
 
 def test_train_then_profile(capsys, tmp_path, text):
-    pytest.importorskip("safetensors")
     model, counts = str(tmp_path / "model"), str(tmp_path / "counts.json")
     asked = ["train", "--text", text, *SMALL, "--l1", "0.001", "--out", model]
     summary = json.loads(ask(capsys, *asked, "--json"))
@@ -199,7 +199,6 @@ def test_plain_layers_can_be_trained(capsys, text):
 
 
 def test_a_text_too_short_for_the_model_is_refused(capsys, tmp_path, text):
-    pytest.importorskip("safetensors")
     ask(capsys, "train", "--text", text, *SMALL, "--out", str(tmp_path / "model"), "--json")
     (tmp_path / "short.txt").write_text("too short")
     assert cli.main(["profile", str(tmp_path / "model"), "--text", str(tmp_path / "short.txt")]) == 2

@@ -26,7 +26,6 @@ BENCH = ["bench", "--tokens", "1", "--d-model", "8", "--d-ff", "8", "--nnz", "1"
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """A folder with a text, a model, and things that are no files."""
-    pytest.importorskip("safetensors")
     folder = tmp_path_factory.mktemp("here")
     (folder / "text.txt").write_text("a small text that is long enough for a few windows\n" * 200)
     LanguageModel(ModelConfig(d_model=16, layers=1, heads=2, d_ff=32, context=16)).save(folder / "model")

@@ -60,7 +60,7 @@ def test_nothing_that_colab_has_would_be_replaced():
 
 
 def test_the_librarys_own_dependencies_are_bounded_from_below_only():
-    assert {canonicalize_name(r.name) for r in requirements()} == {"torch", "numpy", "safetensors", "tqdm"}
+    assert {canonicalize_name(r.name) for r in requirements()} == {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
     for requirement in requirements():
         assert [bound.operator for bound in requirement.specifier] == [">="], requirement
 
@@ -129,7 +129,8 @@ def test_make_knows_the_stacks_and_extras_that_exist():
     assert {path.stem for path in (ROOT / "constraints").glob("*.txt")} == set(STACKS)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"filter cpu cu12 cu13,\$\(STACK\)", makefile)
-    assert re.search(r"'\.\[course,test,\$\(EXTRA\)\]'", makefile)
+    assert re.search(r"^EXTRAS_whole := course,test,\$\(EXTRA\)$", makefile, re.MULTILINE)
+    assert re.search(r"^EXTRAS_tour := tour", makefile, re.MULTILINE) and "tour" in EXTRAS
 
 
 def test_version_and_command_are_what_pyproject_names():

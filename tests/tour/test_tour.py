@@ -38,7 +38,7 @@ def taken(tmp_path_factory):
         patch.setattr(tour, "train", remembered)
         torch.set_num_threads(1)
         try:
-            record, _, _ = tour.run(tour.Options(text=TEXT, out=folder, quick=True, progress=False))
+            record, _, _ = tour.run(tour.TourOptions(text=TEXT, out=folder, quick=True, progress=False))
         finally:
             torch.set_num_threads(threads)
     return record, folder, results
@@ -147,7 +147,8 @@ def test_the_page_needs_no_network(taken):
     text = (taken[1] / "index.html").read_text(encoding="utf-8")
     loads = Loads(text)
     assert loads.fetched == []
-    assert "url(" not in page._STYLE and "@import" not in page._STYLE
+    (style,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
+    assert "url(" not in style and "@import" not in style
     assert "default-src 'none'" in text
     assert sum(len(script) > 1_000_000 for script in loads.scripts) == 1
     assert loads.figures == FIGURES
@@ -252,16 +253,29 @@ def test_the_verdict_on_the_loss_follows_the_numbers(without, sparse, said):
 # ---- running, elsewhere and interrupted ------------------------------------------------------------------
 
 
-def run_without(modules: str, *arguments: str) -> subprocess.CompletedProcess:
+# What a tour on a CPU has no use for; so has it for any compiler, be it for CUDA or C++.
+UNUSED = "cupy cupy_backends cupyx nvidia pandas scipy transformers datasets tokenizers ipywidgets anywidget IPython"
+
+
+def run_without(modules: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The command in a process of its own in which these modules cannot be imported."""
     code = (f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r})); "
             "from twell_lab.cli import main; sys.exit(main(sys.argv[1:]))")
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True,
-                          timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+                          timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+
+
+def test_a_tour_on_a_cpu_needs_only_what_it_uses(tmp_path):
+    done = run_without(UNUSED, "tour", "--quick", "--text", TEXT, "--out", str(tmp_path), PATH="",
+                       CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path) == {"tour.json", "index.html"} and "done in" in done.stdout
+    assert "[5/5]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
 
 
 def test_a_record_is_made_without_plotly_and_drawn_without_torch(tmp_path):
-    made = run_without("plotly tqdm", "tour", "--quick", "--record-only", "--text", TEXT,
+    made = run_without("plotly", "tour", "--quick", "--record-only", "--text", TEXT,
                        "--out", str(tmp_path))
     assert made.returncode == 0, made.stderr
     assert files(tmp_path) == {"tour.json"} and "bits per byte" in made.stdout
@@ -320,7 +334,7 @@ def test_a_full_disk_is_refused_before_the_work_starts(tmp_path, monkeypatch):
 
 def test_a_text_that_is_not_there_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(TextError, match="missing.txt"):
-        tour.run(tour.Options(text=str(tmp_path / "missing.txt"), out=tmp_path / "out", progress=False))
+        tour.run(tour.TourOptions(text=str(tmp_path / "missing.txt"), out=tmp_path / "out", progress=False))
     assert files(tmp_path / "out") == set()
 
 

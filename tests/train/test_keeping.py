@@ -82,7 +82,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_no_half_of_the_new_one(stat
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint._safetensors(), "save_file", full)
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", full)
     with pytest.raises(InputError, match="cannot save a checkpoint in .*No space left"):
         checkpoint.save(tmp_path, dataclasses.replace(state, step=5))
     assert names(tmp_path) == ["checkpoint-000002"] and checkpoint.load(tmp_path).step == 2

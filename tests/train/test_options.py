@@ -1,16 +1,20 @@
 """The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels, tokenizers."""
 
+import argparse
 import dataclasses
 import functools
+import inspect
 import json
 import math
+import re
 import warnings
+from typing import Literal
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from twell_lab import checkpoint, cli, compiling, configurations, running, switching, train_command, train_config, training
+from twell_lab import checkpoint, cli, compiling, configurations, options, running, switching, train_config, training
 from twell_lab.errors import InputError
 from twell_lab.model import LanguageModel
 from twell_lab.objective import Objective, layer_l1, layer_nnz
@@ -296,23 +300,64 @@ def test_a_wrong_value_is_refused_by_name(tiny, name, value):
 
 
 def test_the_help_names_every_field_with_its_default(capsys):
-    import dataclasses
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for field in dataclasses.fields(train_config.TrainConfig):
-        option = "--plain" if field.name == "gated" else f"--{field.name.replace('_', '-')}"
+        option = f"--{field.name.replace('_', '-')}"
         assert option in shown, field.name
-        if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
-            after = shown[shown.rindex(f"{option} {'N' if isinstance(field.default, int) else 'X'} "):]
-            stated = after[after.index("[") + 1:after.index("]")]
-            assert float(stated) == field.default, field.name
-    for word in ("--resume", "--out", "torchrun", "twell-lab profile"):
+        if field.default is not None and not isinstance(field.default, bool):
+            told = shown[shown.index("the model:"):]
+            stated = re.search(rf"{option} (?:[NX]|WORD|{{[a-z0-9,]+}}) [^\[]*\[([^]]*)\]", told)[1]
+            assert type(field.default)(stated) == field.default, field.name
+    for word in ("--resume", "--out", "--plain", "torchrun", "twell-lab profile", ", ".join(configurations.NAMES)):
         assert word in shown
 
 
+@pytest.mark.parametrize("config", [train_config.TrainConfig, options.TourOptions])
+def test_every_field_has_its_text_in_the_docstring(config):
+    for field in dataclasses.fields(config):
+        assert re.search(rf"^ *{field.name}: \w", inspect.getdoc(config), re.MULTILINE), field.name
+
+
+@dataclasses.dataclass
+class Settings:
+    """What a test of its own is told: 100% its own.
+
+    text: a file.
+
+    The sizes:
+        d_model: how wide
+            it is.
+        size_of_all: all of them, with d_model.
+    """
+
+    text: str | None = None
+    d_model: int = 3
+    size_of_all: float = 2e-3
+    kind: Literal["one", "two"] = "one"
+    fast: bool = False
+    loud: bool = True
+    every: int | None = None
+
+
+def test_any_field_of_a_dataclass_is_an_option(capsys):
+    parser = argparse.ArgumentParser(prog="settings")
+    options.add_fields(parser, Settings)
+    assert options.given(parser.parse_args([]), Settings) == {}
+    asked = "--text a --d-model 4 --size-of-all 1e-4 --kind two --fast --no-loud --every 5"
+    assert options.given(parser.parse_args(asked.split()), Settings) == {
+        "text": "a", "d_model": 4, "size_of_all": 1e-4, "kind": "two", "fast": True, "loud": False, "every": 5}
+    first, sizes = " ".join(parser.format_help().split()).split(" the sizes: ")
+    assert "--every N" in first and "--kind {one,two} [one]" in first and "--no-loud [--loud]" in first
+    assert sizes == "--d-model N how wide it is [3] --size-of-all X all of them, with --d-model [0.002]"
+    for mistake in ("--d-model x", "--size-of-all x", "--text ", "--unknown"):
+        with pytest.raises(SystemExit) as stopped:
+            parser.parse_args(mistake.split(" "))
+        assert stopped.value.code == 2
+
+
 def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
-    assert train_command.CONFIGURATIONS.split(", ") == list(configurations.NAMES)
     assert cli.main(["train", "--config", "list"]) == 0
     assert capsys.readouterr().out == configurations.table() + "\n"
     asked = ["train", "--config", "1M", "--steps", "1", "--batch", "1", "--layers", "1", "--eval-windows", "1", "--device", "cpu"]
