@@ -305,7 +305,8 @@ def _windows(given: str | None, model: Path, count: int, config):
     or as bytes. config: the model's."""
     from .checkpoint import text_of
     from .prepared import PreparedText
-    from .text import load_any, spread_windows
+    from .text import spread_windows
+    from .texts import load_any
     own = model / "tokenizer.json"
     text = load_any(given, tokenizer=own if own.is_file() else None)
     if text.vocabulary != config.vocabulary:

@@ -37,7 +37,7 @@ class TrainConfig:
         the same curve bit for bit.
     device: "cpu", "cuda", "cuda:1"; None picks a GPU where there is one.
     text: a file or folder, "hf:owner/name" for a Hugging Face dataset, a folder made by twell_lab.prepared, a Text, or None for
-        the source of Python's standard library (text.load_any).
+        the source of Python's standard library (texts.load_any).
     tokenizer: what the model reads the text as: None (bytes, or a Text's own), "bpe:4096", a tokenizer's file.
     log_every, eval_every: steps between two rows of the history, between two validations.
     eval_windows: how many windows of the held-out text a validation and the profile read, at most.
