@@ -3,10 +3,11 @@
     twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
     twell-lab train --config 0.5B --text texts/edu --out build/edu
 
-A Text is held in memory as a whole. Here documents are read one after the other, long files in pieces, encoded and written, so
-that the disk alone sets a limit, and every process of a run maps the same file. In the folder: `tokens.bin`, the numbers one
-after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest, written last: without it, the folder
-is no text. It holds the SHA-256 of both files and of itself. A preparation that was killed is cleared away by the next one.
+A Text is held in memory as a whole. Here documents are read one after the other, long files in pieces, encoded and
+written, so that the disk alone sets a limit, and every process of a run maps the same file. In the folder:
+`tokens.bin`, the numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest,
+written last: without it, the folder is no text. It holds the SHA-256 of both files and of itself. A preparation that
+was killed is cleared away by the next one.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Part:
 class PreparedText(Readable):
     """A folder that `prepare` made, for everything that takes a Text to train on or to profile with.
 
-    name, sha256, size, source: of the text's bytes, as Text has them. cut: bytes and tokens of the training part, which comes
-    first. asked: the tokenizer as it was asked for, "bytes", "bpe:4096" or None. folder: where the tokens are; never in a record.
-    files: the SHA-256 of each file, None in a text from before they were noted.
+    name, sha256, size, source: of the text's bytes, as Text has them. cut: bytes and tokens of the training part, which
+    comes first. asked: the tokenizer as it was asked for, "bytes", "bpe:4096" or None. folder: where the tokens are;
+    never in a record. files: the SHA-256 of each file, None in a text from before they were noted.
     """
 
     folder: Path
@@ -100,8 +101,9 @@ class PreparedText(Readable):
         """Itself, if that is the tokenizer it was prepared with, or what was asked for then; InputError otherwise."""
         wanted = BYTES if tokenizer == "bytes" else tokenizer
         if wanted not in (self.tokenizer, self.asked):
-            raise InputError(f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} was prepared with, "
-                             f"{self.asked or self.tokenizer.name!r}; accepted: that one, or a text that is not prepared")
+            raise InputError(f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} "
+                             f"was prepared with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text "
+                             "that is not prepared")
         return self
 
 
@@ -111,31 +113,29 @@ def is_prepared(path: str | os.PathLike) -> bool:
 
 
 def load(folder: str | os.PathLike) -> PreparedText:
-    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are not those of one
-    preparation, or changed since. Of tokens of more than CHECKED bytes, here, their length alone is looked at, and
-    PreparedText.check() reads them."""
+    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are not those
+    of one preparation, or changed since. Of tokens of more than CHECKED bytes, here, their length alone is looked at,
+    and PreparedText.check() reads them."""
     folder = Path(folder)
     try:
-        fields = unseal(read(folder / MANIFEST))
-        if (form := fields["format"]) != FORMAT:
-            raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
-        _check_types(folder, fields)
-        if (files := fields.get("files")) is not None:
-            _same(folder / TOKENIZER, files)
-        made = PreparedText(folder.absolute(), fields["name"], fields["sha256"], fields["size"], fields["dtype"], fields["count"],
-                            (fields["cut"]["bytes"], fields["cut"]["tokens"]), load_tokenizer(folder / TOKENIZER), fields["source"],
-                            fields["asked"], files)
-        held, wanted = (folder / TOKENS).stat().st_size, made.count * _KINDS[made.dtype].itemsize
-        same = fields["tokenizer"] == made.tokenizer.sha256
-    except TextError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
+        fields, held = unseal(read(folder / MANIFEST)), (folder / TOKENS).stat().st_size
+    except (OSError, ValueError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {type(error).__name__}: {error}") from None
-    if not same:
-        raise TextError(f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it again")
+    if (form := fields.get("format")) != FORMAT:
+        raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
+    _check_types(folder, fields)
+    if (files := fields.get("files")) is not None:
+        _same(folder / TOKENIZER, files)
+    cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
+    plain = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
+    made = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), files=files, **plain)
+    if fields["tokenizer"] != made.tokenizer.sha256:
+        raise TextError(f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it "
+                        "again")
+    wanted = made.count * _KINDS[made.dtype].itemsize
     if held != wanted or not 0 < made.cut[1] < made.count or not 0 < made.cut[0] < made.size:
-        raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at {made.cut} of {made.size} bytes "
-                        f"and {made.count} tokens: prepare the text again")
+        raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at "
+                        f"{made.cut} of {made.size} bytes and {made.count} tokens: prepare the text again")
     if held <= CHECKED:
         made.check()
     return made
@@ -143,19 +143,21 @@ def load(folder: str | os.PathLike) -> PreparedText:
 
 def _check_types(folder: Path, fields: dict) -> None:
     """TextError naming a field of the manifest that is not what `prepare` writes there."""
-    def some(value, *kinds) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, bool)
+    def some(name: str, *kinds: type, of: dict = fields) -> bool:
+        return name in of and isinstance(of[name], kinds) and not isinstance(of[name], bool)
 
-    cut, files = fields["cut"], fields.get("files")
-    fits = {"name": some(fields["name"], str), "sha256": some(fields["sha256"], str), "size": some(fields["size"], int),
-            "dtype": some(fields["dtype"], str) and fields["dtype"] in _KINDS, "count": some(fields["count"], int),
-            "cut": some(cut, dict) and some(cut.get("bytes"), int) and some(cut.get("tokens"), int),
-            "source": some(fields["source"], dict, type(None)), "asked": some(fields["asked"], str, type(None)),
-            "files": files is None or some(files, dict) and {TOKENS, TOKENIZER} <= files.keys()}
+    fits = {"name": some("name", str), "sha256": some("sha256", str), "size": some("size", int),
+            "count": some("count", int),
+            "dtype": some("dtype", str) and fields["dtype"] in _KINDS,
+            "cut": some("cut", dict) and all(some(each, int, of=fields["cut"]) for each in ("bytes", "tokens")),
+            "source": some("source", dict, type(None)), "asked": some("asked", str, type(None)),
+            "tokenizer": some("tokenizer", str, type(None)),
+            "files": (fields.get("files") is None
+                      or some("files", dict) and {TOKENS, TOKENIZER} <= fields["files"].keys())}
     for name, fit in fits.items():
         if not fit:
-            raise TextError(f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is nothing that was written "
-                            "there: prepare the text again")
+            raise TextError(f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is "
+                            "nothing that was written there: prepare the text again")
 
 
 def _same(path: Path, files: dict) -> None:
@@ -165,21 +167,23 @@ def _same(path: Path, files: dict) -> None:
     except OSError as error:
         raise TextError(f"cannot read {str(path)!r}: {error}") from None
     if found != files[path.name]:
-        raise TextError(f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and {files[path.name]} is noted in "
-                        f"{MANIFEST}: prepare the text again")
+        raise TextError(f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
+                        f"{files[path.name]} is noted in {MANIFEST}: prepare the text again")
 
 
-def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *, on_bytes: Callable[[int], None] | None = None,
-            tokenizer: str | os.PathLike | Tokenizer | None = None) -> PreparedText:
+def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *,
+            tokenizer: str | os.PathLike | Tokenizer | None = None,
+            on_bytes: Callable[[int], None] | None = None) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`.
 
-    spec: as for texts.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have any size.
-    tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a tokenizer. on_bytes:
-    called with the bytes written so far. The end of the text is the validation part: 64 MiB, a tenth of a shorter text.
+    spec: as for texts.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have any
+    size. tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a
+    tokenizer. on_bytes: called with the bytes written so far. The end of the text is the validation part: 64 MiB, a
+    tenth of a shorter text.
 
     Raises TextError for a text that can't be read, or is so short and in so few documents that none can be held out;
-    InputError for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong vocabulary;
-    StackError for a package that the extra "text" would install. What was begun is removed then.
+    InputError for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
+    vocabulary; StackError for a package that the extra "text" would install. What was begun is removed then.
     """
     out, stream, wanted = Path(out), _stream(spec), named(tokenizer)
     asked = "bytes" if tokenizer is None else tokenizer if tokenizer == "bytes" or isinstance(wanted, int) else None
@@ -209,9 +213,10 @@ def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *, on
         if not len(ends):
             raise TextError(f"{stream.name} holds no text")
         cut, (size, count), own = _cut(ends, stream.name), ends[-1].tolist(), wanted.content.encode()
-        fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size, "dtype": str(kind).removeprefix("torch."),
-                  "count": count, "pieces": len(ends), "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked,
-                  "tokenizer": wanted.sha256, "source": stream.source(len(ends)),
+        fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size,
+                  "dtype": str(kind).removeprefix("torch."), "count": count, "pieces": len(ends),
+                  "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked, "tokenizer": wanted.sha256,
+                  "source": stream.source(len(ends)),
                   "files": {TOKENS: kept.hexdigest(), TOKENIZER: hashlib.sha256(own).hexdigest()}}
         for name, content in ((TOKENIZER, own), (MANIFEST, seal(fields))):
             (out / f"{name}.part").write_bytes(content)
@@ -220,17 +225,19 @@ def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *, on
 
 @contextmanager
 def _writing(out: Path) -> Iterator[IO[bytes]]:
-    """The file of the tokens. Like the others, which are written meanwhile, it has another name until all is well; one process alone
-    can have it. Nothing is left behind where something fails, nor of a preparation that was killed here."""
+    """The file of the tokens. Like the others, which are written meanwhile, it has another name until all is well; one
+    process alone can have it. Nothing is left behind where something fails, nor of a preparation that was killed
+    here."""
     lock, parts = Lock(out, "preparation"), [out / f"{name}.part" for name in _FILES]
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.take()
         found = {path.name for path in out.iterdir()} - {LOCK}
-        if found & {part.name for part in parts} and MANIFEST not in found and found <= {*_NAMES}:  # one that was killed
+        if MANIFEST not in found and found <= {*_NAMES} and found & {path.name for path in parts}:  # one was killed
             _clear(out)
         elif found:
-            raise InputError(f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is empty")
+            raise InputError(f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one "
+                             "once it is empty")
         file = open(parts[0], "xb")
         try:
             with file:
@@ -259,8 +266,8 @@ def _clear(out: Path) -> None:
 
 
 def _cut(ends: Tensor, name: str) -> tuple[int, int]:
-    """Bytes and tokens before the validation part: the end of a document or piece, nearest to where it should begin. ends: int64
-    [documents, 2], bytes and tokens up to the end of each."""
+    """Bytes and tokens before the validation part: the end of a document or piece, nearest to where it should begin.
+    ends: int64 [documents, 2], bytes and tokens up to the end of each."""
     size = int(ends[-1, 0])
     share = min(HELD_OUT, size // 10)
     if len(ends) > 1:
@@ -268,8 +275,8 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
         if share / 2 <= size - cut[0] <= 2 * share:
             return tuple(cut)
     itself = ", or the text itself, which memory can hold" if size <= LARGEST else ""
-    raise TextError(f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about {share} bytes are "
-                    f"held out; accepted: more and shorter documents{itself}")
+    raise TextError(f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about "
+                    f"{share} bytes are held out; accepted: more and shorter documents{itself}")
 
 
 def _sample(documents: list[bytes], name: str) -> Text:
@@ -281,29 +288,32 @@ def _sample(documents: list[bytes], name: str) -> Text:
     return of_pieces(f"the beginning of {name}", some)
 
 
-# ---- where documents come from: something to iterate over, with a name, a source for the record and, if local, a folder ----
+# ---- where documents come from: something to iterate over, with a name, a source and, if local, a folder ----
 
 
 def _stream(spec) -> _Files | Documents:
     if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
-        raise InputError(f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was made from")
+        raise InputError(f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was "
+                         "made from")
     if isinstance(spec, str) and spec.startswith("hf:"):
         return Documents(**parse(spec))
     if isinstance(spec, (str, os.PathLike)):
         paths, name = files_of(Path(spec))
-        return _Files(name, (_blocks(path) for path in paths if not any(b"\0" in block for block in _blocks(path))), spec)
+        files = (_blocks(path) for path in paths if not any(b"\0" in block for block in _blocks(path)))
+        return _Files(name, files, folder=spec)
     text = spec if isinstance(spec, Text) else load_text(spec)
-    ends = (*text.starts[1:], text.size)
-    return _Files(text.name, ([text.data[a:b].numpy().tobytes()] for a, b in zip(text.starts, ends, strict=True)), None, text.source)
+    files = ([file.numpy().tobytes()] for file in text.data.tensor_split(text.starts[1:]))
+    return _Files(text.name, files, of=text.source)
 
 
 @dataclass
 class _Files:
-    """What text.read joins, one file after the other and long ones in pieces: none is held in memory. files: the blocks of each."""
+    """What text.read joins, one file after the other and long ones in pieces: none is held in memory. files: the blocks
+    of each."""
 
     name: str
     files: Iterator[Iterable[bytes]]
-    folder: str | os.PathLike | None
+    folder: str | os.PathLike | None = None
     of: dict | None = None
 
     def __iter__(self) -> Iterator[bytes]:

@@ -33,16 +33,15 @@ from .files import write_atomically
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes; a text is held in memory as a whole, so a home folder given by mistake is refused
-
-
 FORMAT = "twell-lab bytes"  # of the file that stands for the byte vocabulary; a BPE's is the tokenizers library's own
 
 
 class Tokenizer:
-    """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.tokenizer). Equal where their files are.
+    """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.tokenizer). Equal where their
+    files are.
 
-    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: its file,
-    JSON. sha256: hexadecimal digest of the content; None for bytes, which need none.
+    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: its
+    file, JSON. sha256: hexadecimal digest of the content; None for bytes, which need none.
     """
 
     name: str
@@ -50,6 +49,20 @@ class Tokenizer:
     content: str
     sha256: str | None = None
     unit = "tokens"
+
+    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
+        """The tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token crosses
+        that."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Tensor) -> bytes:
+        """The bytes that integer `tokens` (any shape, read in order) stand for."""
+        raise NotImplementedError
+
+    @property
+    def lengths(self) -> Tensor:
+        """Bytes that each token stands for: int32 [vocabulary], on the CPU."""
+        raise NotImplementedError
 
     def describe(self) -> dict:
         """What a record keeps: name, SHA-256 (but of bytes), size of the vocabulary."""
@@ -83,12 +96,10 @@ class Bytes(Tokenizer):
         return data
 
     def decode(self, tokens: Tensor) -> bytes:
-        """The bytes that integer `tokens` (any shape, read in order) are."""
         return tokens.to(torch.uint8).cpu().numpy().tobytes()
 
     @property
     def lengths(self) -> Tensor:
-        """Bytes that each token stands for: int32 [256], all 1."""
         return torch.ones(256, dtype=torch.int32)
 
 
@@ -96,7 +107,13 @@ BYTES = Bytes()
 
 
 class Readable:
-    """What has a name, a SHA-256, a size in bytes, a tokenizer and a source: a Text, and one that was prepared."""
+    """What a model can be trained on: a Text, and one that was prepared (twell_lab.prepared)."""
+
+    name: str
+    sha256: str
+    size: int
+    tokenizer: Tokenizer
+    source: dict | None
 
     @property
     def vocabulary(self) -> int:
@@ -229,15 +246,16 @@ def read(path: str | os.PathLike) -> Text:
     files, name = files_of(path)
     text = _join(name, files)
     if not text.size:
-        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden" if path.is_dir() else
+        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden"
+                        if path.is_dir() else
                         f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text")
     return text
 
 
 def files_of(path: Path) -> tuple[list[Path], str]:
-    """The files that make up the text at a path, in their order, and what to call it: the last part of the path as records,
-    pages and one-line messages can show it, UTF-8 whatever this system's encoding is, and what is neither that nor printable
-    as escapes. TextError where it can't be read."""
+    """The files that make up the text at a path, in their order, and what to call it: the last part of the path as
+    records, pages and one-line messages can show it, UTF-8 whatever this system's encoding is, and what is neither that
+    nor printable as escapes. TextError where it can't be read."""
     try:
         name = os.fsencode(os.path.basename(os.path.abspath(path))).decode("utf-8", "backslashreplace") or "text"
         files = _files(path, skip=frozenset()) if stat.S_ISDIR(path.stat().st_mode) else [path]
@@ -252,16 +270,17 @@ def load(path: str | os.PathLike | None) -> Text:
 
 
 def check_apart(folder: str | os.PathLike, text) -> None:
-    """InputError where what is saved in `folder` would be part of the text, a folder too, which would be another one by then.
+    """InputError where what is saved in `folder` would be part of the text, a folder too, which would be another one by
+    then.
 
     text: what names it, as in a config; all but a path of a folder is apart from any.
     """
     if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
         return
-    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # which takes a loop of links, as resolve() does not
+    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() takes no loop of links
     if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
-        raise InputError(f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change; "
-                         "accepted: a folder outside of it, or one whose name begins with a dot")
+        raise InputError(f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change"
+                         "; accepted: a folder outside of it, or one whose name begins with a dot")
 
 
 def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:

@@ -1,4 +1,5 @@
-"""One `load_any` above all kinds of text: a file or folder, a Hugging Face dataset, a prepared text, and what each is read as.
+"""One `load_any` above all kinds of text: a file or folder, a Hugging Face dataset, a prepared text, and what each is
+read as.
 
 twell_lab.text holds texts, twell_lab.datasets reads named datasets, twell_lab.prepared what was prepared on disk, and
 twell_lab.tokenizer turns bytes into tokens; none of them knows this file.
@@ -23,8 +24,8 @@ def load_any(spec: str | os.PathLike | Text | PreparedText | None, *,
     tokenizer: None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
         of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
 
-    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size, or
-    another tokenizer than a text was prepared with, StackError for a package that the extra "text" would install.
+    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size,
+    or another tokenizer than a text was prepared with, StackError for a package that the extra "text" would install.
     """
     if isinstance(spec, (Text, PreparedText)):
         text = spec

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import InputError, StackError, TextError
+from .errors import InputError, TextError
 from .files import parse_json, read
 from .text import BYTES, FORMAT, Text, Tokenizer, extra
 from .text import Bytes as Bytes  # both kinds of tokenizer are found here
@@ -36,12 +36,14 @@ class BPE(Tokenizer):
     """
 
     def __init__(self, content: str, name: str = "BPE") -> None:
+        library = _library()
         try:
-            self._tokenizer = _library().Tokenizer.from_str(content)
+            self._tokenizer = library.Tokenizer.from_str(content)
         except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
-            if isinstance(error, StackError) or not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise TextError(f"{name!r:.200} is no tokenizer that the tokenizers library takes: {str(error):.300}") from None
+            raise TextError(f"{name!r:.200} is no tokenizer that the tokenizers library takes: "
+                            f"{str(error):.300}") from None
         self.name, self.content = name, content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -68,17 +70,15 @@ class BPE(Tokenizer):
         tokens = torch.from_numpy(np.concatenate(found))
         stands_for = self.lengths[tokens.long()].sum().item()
         if stands_for != len(raw):
-            raise TextError(f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; accepted: "
-                            f"a byte-level tokenizer without normalisation, which loses nothing")
+            raise TextError(f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; "
+                            f"accepted: a byte-level tokenizer without normalisation, which loses nothing")
         return tokens
 
     def decode(self, tokens: Tensor) -> bytes:
-        """The bytes that integer `tokens` (any shape, read in order) stand for."""
         return b"".join([self._bytes[token] for token in tokens.flatten().tolist()])
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Bytes that each token stands for: int32 [vocabulary]."""
         return torch.tensor([len(piece) for piece in self._bytes], dtype=torch.int32)
 
     @cached_property
@@ -148,10 +148,11 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """What a command line or a config means: the tokenizer, or of one that is yet to be trained the size of its vocabulary.
+    """What a command line or a config means: the tokenizer, or of one that is yet to be trained the size of its
+    vocabulary.
 
-    tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises InputError
-    where no number follows on "bpe:", and as `load`.
+    tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises
+    InputError where no number follows on "bpe:", and as `load`.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -166,15 +167,15 @@ def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
 
 
 def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """A file that comes in blocks of any size, in the pieces that are encoded apart: CHUNK bytes and the rest of that line, if
-    it is no longer than CHUNK again."""
+    """A file that comes in blocks of any size, in the pieces that are encoded apart: CHUNK bytes and the rest of that
+    line, if it is no longer than CHUNK again."""
     blocks, held, more = iter(blocks), b"", True
     while more or held:
         while more and len(held) < 4 * CHUNK:
             block = next(blocks, b"")
             held, more = held + block, bool(block)
         begin = 0
-        while begin < len(held) and (not more or len(held) - begin > 2 * CHUNK + 4):  # else the piece may go on in the next block
+        while begin < len(held) and (not more or len(held) - begin > 2 * CHUNK + 4):  # else its piece may go on
             cut = _cut_after(held, begin)
             yield held[begin:cut]
             begin = cut

@@ -232,3 +232,36 @@ def test_a_file_on_which_the_library_panics_is_refused(trained):
     fields["model"]["continuing_subword_prefix"] = "9" * 50
     with pytest.raises(TextError, match="no tokenizer"):
         BPE(json.dumps(fields))
+
+
+def test_a_save_that_cannot_be_leaves_what_was_there(trained, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    (tmp_path / "link").symlink_to(path)
+    assert trained.save(path) == path and BYTES.save(tmp_path / "link") == tmp_path / "link"
+    assert tokenizer.load(path) == BYTES and (tmp_path / "link").is_symlink()
+    with pytest.raises(InputError, match="is a folder, not a file"):
+        trained.save(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "tokenizer.json"]
+
+
+def test_a_file_that_two_readers_would_take_differently_is_refused(trained, tmp_path):
+    (tmp_path / "t.json").write_text(trained.content.replace('{', '{"version": "0",', 1))
+    with pytest.raises(TextError, match="t.json.*'version' comes twice"):
+        tokenizer.load(tmp_path / "t.json")
+
+
+def test_the_files_saved_by_earlier_versions_are_read(tmp_path):
+    """Bytes as they were written at first; and GPT-2's way to write bytes, whoever made the file."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "bytes.json").write_text('{"format": "twell-lab bytes"}\n')
+    assert tokenizer.load(tmp_path / "bytes.json") == BYTES
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    characters = [*map(chr, printable), *(chr(0x100 + at) for at in range(256 - len(printable)))]
+    vocabulary = {character: number for number, character in enumerate([*characters, "\u0120t"])}
+    plain = {"version": "1.0", "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+             "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u0120", "t"]]}}
+    (tmp_path / "gpt.json").write_text(json.dumps(plain))
+    read = tokenizer.load(tmp_path / "gpt.json")
+    order = [*printable, *(byte for byte in range(256) if byte not in printable)]
+    assert read.decode(torch.arange(257)) == bytes(order) + b" t"
+    assert read.encode(of(b"a t\n\xff").data).tolist() == [order.index(ord("a")), 256, order.index(10), order.index(255)]
