@@ -46,8 +46,7 @@ def from_hub(name: str | os.PathLike, *, subset: str | None = None, split: str =
 
 
 class Documents:
-    """The documents of a dataset as it is read, in their order: iterating gives bytes, an empty line at the end of
-    each.
+    """The documents of a dataset as it is read, in their order: iterating gives bytes, an empty line after each.
 
     The arguments and errors are those of `from_hub`, but that most_bytes has no limit. name: dataset, subset and split;
     folder: where it lies, if it is one.
@@ -97,8 +96,7 @@ class Documents:
             raise TextError(f"{self.tried} holds no text: every document in {column!r} is empty")
 
     def source(self, documents: int) -> dict:
-        """Where it comes from, for a record: dataset, subset, split, column, documents, of the Hub commit and
-        licence."""
+        """Where it comes from, for a record: dataset, subset, split, column, documents; of the Hub commit, licence."""
         about = {} if self.folder else _about(self.dataset, self.said["revision"])
         said = {key: self.said[key] for key in ("subset", "split", "column")}
         return {"dataset": self.shown, **said, "documents": documents, **about}
@@ -111,8 +109,7 @@ def from_spec(spec: str) -> Text:
 
 
 def parse(spec: str) -> dict:
-    """The arguments of Documents in
-    "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=100e6&revision=main".
+    """The arguments of Documents in "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
 
     All after the name may be left out, and is then left out here. InputError for a part of another name, or bytes that
     are no whole number from 1 up.

@@ -37,8 +37,9 @@ FORMAT = "twell-lab bytes"  # of the file that stands for the byte vocabulary; a
 
 
 class Tokenizer:
-    """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.tokenizer). Equal where their
-    files are.
+    """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.tokenizer).
+
+    Two are equal where their files are.
 
     name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: its
     file, JSON. sha256: hexadecimal digest of the content; None for bytes, which need none.
@@ -107,7 +108,7 @@ BYTES = Bytes()
 
 
 class Readable:
-    """What a model can be trained on: a Text, and one that was prepared (twell_lab.prepared)."""
+    """What a model can be trained on: a Text, and one that was prepared (twell_lab.prepared). `size` is in bytes."""
 
     name: str
     sha256: str
@@ -270,8 +271,7 @@ def load(path: str | os.PathLike | None) -> Text:
 
 
 def check_apart(folder: str | os.PathLike, text) -> None:
-    """InputError where what is saved in `folder` would be part of the text, a folder too, which would be another one by
-    then.
+    """InputError where what is saved in `folder` would be part of the text, a folder too, which would change by that.
 
     text: what names it, as in a config; all but a path of a folder is apart from any.
     """

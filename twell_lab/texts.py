@@ -1,5 +1,4 @@
-"""One `load_any` above all kinds of text: a file or folder, a Hugging Face dataset, a prepared text, and what each is
-read as.
+"""One `load_any` above all kinds of text: a file or folder, a dataset, a prepared text, and what each is read as.
 
 twell_lab.text holds texts, twell_lab.datasets reads named datasets, twell_lab.prepared what was prepared on disk, and
 twell_lab.tokenizer turns bytes into tokens; none of them knows this file.

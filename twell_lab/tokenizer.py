@@ -148,8 +148,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """What a command line or a config means: the tokenizer, or of one that is yet to be trained the size of its
-    vocabulary.
+    """The tokenizer that a command line or a config means, or the vocabulary of one that is yet to be trained.
 
     tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises
     InputError where no number follows on "bpe:", and as `load`.
