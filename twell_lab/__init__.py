@@ -48,6 +48,7 @@ _FACE = {
     "simulator": "simulator:",
     "switching": "switching:",
     "text": "text:",
+    "texts": "texts:",
     "tokenizer": "tokenizer:",
     "TwellError": "errors:TwellError",
     "InputError": "errors:InputError",

@@ -272,17 +272,6 @@ def tidy(folder: str | os.PathLike) -> None:
             (Path(folder) / f"{name}.part").unlink()
 
 
-def check_apart(folder: str | os.PathLike, text) -> None:
-    """InputError where what is saved in `folder` would be part of the text, a folder too: it could not be resumed, as its
-    text would be another one by then. text: the config's."""
-    if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
-        return
-    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # which takes a loop of links, as resolve() does not
-    if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
-        raise InputError(f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change; "
-                         "accepted: a folder outside of it, or one whose name begins with a dot")
-
-
 def writable(folder: str | os.PathLike) -> Path:
     """The folder, made if need be. InputError where no file can be made in it."""
     folder = Path(folder)

@@ -263,7 +263,8 @@ def _windows(options, count: int, config):
     model's folder, or as bytes. config: the model's."""
     from .checkpoint import text_of
     from .prepared import PreparedText
-    from .text import load_any, spread_windows
+    from .text import spread_windows
+    from .texts import load_any
     own = options.model / "tokenizer.json"
     text = load_any(options.text, tokenizer=own if own.is_file() else None)
     if text.vocabulary != config.vocabulary:

@@ -43,19 +43,27 @@ def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
 
 
 def read_json(path: str | os.PathLike, what: str):
-    """What a JSON file holds. RecordError, naming `what` it was to be and the path, where it cannot be read, or is no JSON
-    that every reader would understand alike: NaN, infinite and endless numbers, names that come twice, no UTF-8, or lists
-    and objects more than DEEPEST deep."""
+    """What a JSON file holds, by `parse_json`. RecordError, naming `what` it was to be and the path, where it cannot be read or
+    parsed."""
     where = f"{what} {os.fspath(path)!r}"
     try:
         content = read(path, LARGEST)
     except OSError as error:
         raise RecordError(f"{where} cannot be read: {error.strerror or error}") from None
     try:
-        value = json.loads(content.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
-        _check_depth(value)
-    except (ValueError, RecursionError) as error:
+        return parse_json(content)
+    except ValueError as error:
         raise RecordError(f"{where} cannot be read as JSON: {error}") from None
+
+
+def parse_json(content: bytes):
+    """What JSON text holds. ValueError for what is no JSON that every reader would understand alike: NaN, infinite and endless
+    numbers, names that come twice, no UTF-8, or lists and objects more than DEEPEST deep."""
+    try:
+        value = json.loads(content.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    _check_depth(value)
     return value
 
 

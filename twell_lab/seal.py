@@ -12,6 +12,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from .files import parse_json
+
 SEAL = "own_sha256"
 
 
@@ -22,14 +24,11 @@ def seal(fields: dict) -> bytes:
 
 def unseal(content: bytes) -> dict:
     """The fields that `seal` wrote, or those of a file that has no seal. ValueError says what is wrong with it."""
-    try:
-        fields = json.loads(content)
-        if not isinstance(fields, dict):
-            raise ValueError(f"it holds a {type(fields).__name__}; accepted: an object")
-        held = fields.pop(SEAL, None)
-        own = _own(fields)  # also where there is no seal: what could not have been written is refused
-    except RecursionError:
-        raise ValueError("it is nested too deeply; accepted: what was written there") from None
+    fields = parse_json(content)
+    if not isinstance(fields, dict):
+        raise ValueError(f"it holds a {type(fields).__name__}; accepted: an object")
+    held = fields.pop(SEAL, None)
+    own = _own(fields)
     if held is not None and held != own:
         raise ValueError(f"it was altered after it was written: its SHA-256 is {own}, and {held} is noted in it")
     return fields

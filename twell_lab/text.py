@@ -2,14 +2,16 @@
 
 Unless it is given a tokenizer (twell_lab.tokenizer), its tokens are its bytes, so there is nothing to train, ship or
 trust. The default text is the source of Python's own standard library (PSF licence), which is on every machine that
-runs this; it differs by Python version, so its SHA-256 goes into every record. `load_any` reads what a command line
-names: a file, a folder, a Hugging Face dataset.
+runs this; it differs by Python version, so its SHA-256 goes into every record. What a command line may name beside a
+file and a folder (a dataset, a prepared text) is for twell_lab.texts, which stands above this file.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
+import json
 import os
 import platform
 import stat
@@ -18,27 +20,118 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from .errors import InputError, TextError
-from .tokenizer import BPE, BYTES, Bytes
-from .tokenizer import load as load_tokenizer
-from .tokenizer import train as train_tokenizer
-
-if TYPE_CHECKING:
-    from .prepared import PreparedText
+from .errors import InputError, RecordError, StackError, TextError
+from .files import write_atomically
 
 # Not the library itself: what others installed into it, and its own tests (some broken on purpose).
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes; a text is held in memory as a whole, so a home folder given by mistake is refused
+FORMAT = "twell-lab bytes"  # of the file that stands for the byte vocabulary; a BPE's is the tokenizers library's own
+
+
+class Tokenizer:
+    """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.tokenizer).
+
+    Two are equal where their files are.
+
+    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: its
+    file, JSON. sha256: hexadecimal digest of the content; None for bytes, which need none.
+    """
+
+    name: str
+    vocabulary: int
+    content: str
+    sha256: str | None = None
+    unit = "tokens"
+
+    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
+        """The tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token crosses
+        that."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Tensor) -> bytes:
+        """The bytes that integer `tokens` (any shape, read in order) stand for."""
+        raise NotImplementedError
+
+    @property
+    def lengths(self) -> Tensor:
+        """Bytes that each token stands for: int32 [vocabulary], on the CPU."""
+        raise NotImplementedError
+
+    def describe(self) -> dict:
+        """What a record keeps: name, SHA-256 (but of bytes), size of the vocabulary."""
+        fields = {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write its file, whole or not at all: tokenizer.load reads it. InputError where it can't be written."""
+        try:
+            write_atomically(path, self.content, make_folder=False)
+        except RecordError as error:
+            raise InputError(str(error)) from None
+        return Path(path)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Tokenizer) and other.content == self.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+
+class Bytes(Tokenizer):
+    """The 256 byte values: token number = byte value. It needs no training and no package."""
+
+    name = unit = "bytes"
+    vocabulary = 256
+    content = json.dumps({"format": FORMAT}) + "\n"
+
+    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
+        """The uint8 tensor itself, not a copy."""
+        return data
+
+    def decode(self, tokens: Tensor) -> bytes:
+        return tokens.to(torch.uint8).cpu().numpy().tobytes()
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.ones(256, dtype=torch.int32)
+
+
+BYTES = Bytes()
+
+
+class Readable:
+    """What a model can be trained on: a Text, and one that was prepared (twell_lab.prepared). `size` is in bytes."""
+
+    name: str
+    sha256: str
+    size: int
+    tokenizer: Tokenizer
+    source: dict | None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token numbers there are: the model's vocabulary."""
+        return self.tokenizer.vocabulary
+
+    def describe(self) -> dict:
+        """What a record keeps of a text: its name, SHA-256 and size in bytes, of a tokenizer its name, SHA-256 and
+        vocabulary, of a dataset its source."""
+        fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
+        if self.tokenizer != BYTES:
+            fields["tokenizer"] = self.tokenizer.describe()
+        return fields if self.source is None else {**fields, "source": self.source}
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class Text(Readable):
     """A text as bytes, with where its files begin.
 
     name: what to call it in a record; never a path of this machine.
@@ -51,9 +144,9 @@ class Text:
 
     name: str
     sha256: str
-    data: torch.Tensor
+    data: Tensor
     starts: tuple[int, ...] = (0,)
-    tokenizer: Bytes | BPE = BYTES
+    tokenizer: Tokenizer = BYTES
     source: dict | None = None
 
     @property
@@ -62,7 +155,7 @@ class Text:
         return self.data.numel()
 
     @cached_property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Tensor:
         """The text as token numbers, encoded when first asked for and kept: uint8, int16 or int32, on the CPU.
 
         [size] and `data` itself for bytes. random_windows and spread_windows take it.
@@ -70,23 +163,13 @@ class Text:
         return self.tokenizer.encode(self.data, self.starts)
 
     @property
-    def vocabulary(self) -> int:
-        """How many token numbers there are: the model's vocabulary."""
-        return self.tokenizer.vocabulary
-
-    @property
     def bytes_per_token(self) -> float:
         """Bytes that a token of this text stands for, on average: bits a token / bytes_per_token = bits a byte."""
         return self.size / max(len(self.tokens), 1)
 
-    def read_as(self, tokenizer: Bytes | BPE) -> Text:
+    def read_as(self, tokenizer: Tokenizer) -> Text:
         """The same text, read through another tokenizer; its `split` parts are encoded apart."""
         return replace(self, tokenizer=tokenizer)
-
-    def describe(self) -> dict:
-        """What a record keeps of a text: its name, SHA-256 and size in bytes, of a tokenizer its name, SHA-256 and
-        vocabulary, of a dataset its source."""
-        return described(self)
 
     def split(self, fraction: float = 0.9) -> tuple[Text, Text]:
         """Cut into a training text (about the first `fraction` of the bytes) and the rest, for validation.
@@ -125,12 +208,11 @@ class Text:
         return replace(self, name=f"{self.name}, {which}", sha256=digest(data), data=data, starts=(0, *inside))
 
 
-def described(text) -> dict:
-    """Text.describe, for whatever has a name, a SHA-256, a size, a tokenizer and a source."""
-    fields = {"name": text.name, "sha256": text.sha256, "size": text.size}
-    if text.tokenizer != BYTES:
-        fields["tokenizer"] = text.tokenizer.describe()
-    return fields if text.source is None else {**fields, "source": text.source}
+def of_pieces(name: str, pieces: list[bytes], source: dict | None = None) -> Text:
+    """The Text that begins a file with each of these pieces, of which none is empty."""
+    content = bytearray().join(pieces)
+    data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return Text(name, digest(data), data, tuple(accumulate(map(len, pieces[:-1]), initial=0)), source=source)
 
 
 def standard_library() -> Text:
@@ -165,32 +247,22 @@ def read(path: str | os.PathLike) -> Text:
     files, name = files_of(path)
     text = _join(name, files)
     if not text.size:
-        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden" if path.is_dir() else
+        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden"
+                        if path.is_dir() else
                         f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text")
     return text
 
 
 def files_of(path: Path) -> tuple[list[Path], str]:
-    """The files that make up the text at a path, in their order, and what to call it. TextError where it can't be read."""
-    name = _readable(path)
-    try:
-        is_folder = stat.S_ISDIR(path.stat().st_mode)
-    except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
-        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-    try:
-        return (_files(path, skip=frozenset()) if is_folder else [path]), name
-    except OSError as error:
-        raise TextError(f"cannot read the folder {str(path)!r}: {error}") from None
-
-
-def _readable(path: Path) -> str:
-    """The last part of a path as records, pages and one-line messages can show it: UTF-8 whatever this system's encoding is, and
-    what is neither that nor printable as escapes."""
+    """The files that make up the text at a path, in their order, and what to call it: the last part of the path as
+    records, pages and one-line messages can show it, UTF-8 whatever this system's encoding is, and what is neither that
+    nor printable as escapes. TextError where it can't be read."""
     try:
         name = os.fsencode(os.path.basename(os.path.abspath(path))).decode("utf-8", "backslashreplace") or "text"
-    except ValueError as error:  # a character that no name has
+        files = _files(path, skip=frozenset()) if stat.S_ISDIR(path.stat().st_mode) else [path]
+    except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
-    return name if name.isprintable() else repr(name)[1:-1]
+    return files, name if name.isprintable() else repr(name)[1:-1]
 
 
 def load(path: str | os.PathLike | None) -> Text:
@@ -198,51 +270,17 @@ def load(path: str | os.PathLike | None) -> Text:
     return standard_library() if path is None else read(path)
 
 
-def load_any(spec: str | os.PathLike | Text | PreparedText | None, *,
-             tokenizer: str | os.PathLike | Bytes | BPE | None = None) -> Text | PreparedText:
-    """The text that a command line or a config names, with the tokenizer to read it through.
+def check_apart(folder: str | os.PathLike, text) -> None:
+    """InputError where what is saved in `folder` would be part of the text, a folder too, which would change by that.
 
-    spec: None (Python's standard library), a path of a file or folder, or of one that twell_lab.prepared made,
-        "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see twell_lab.datasets), or a text.
-    tokenizer: None (that of the Text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
-        of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
-
-    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size, or
-    another tokenizer than a text was prepared with, StackError for a package that the extra "text" would install.
+    text: what names it, as in a config; all but a path of a folder is apart from any.
     """
-    from . import prepared
-
-    if isinstance(spec, prepared.PreparedText) or isinstance(spec, (str, os.PathLike)) and prepared.is_prepared(spec):
-        text = spec if isinstance(spec, prepared.PreparedText) else prepared.load(spec)
-        if tokenizer is None:
-            return text
-        named = isinstance(tokenizer, (Bytes, BPE)) or tokenizer == "bytes" or isinstance(tokenizer, str) and tokenizer.startswith("bpe:")
-        return text.read_as(tokenizer if named else load_tokenizer(tokenizer))
-    if isinstance(spec, Text):
-        text = spec
-    elif isinstance(spec, str) and spec.startswith("hf:"):
-        from .datasets import from_spec
-
-        text = from_spec(spec)
-    else:
-        text = load(spec)
-    if tokenizer is None:
-        return text
-    if isinstance(tokenizer, (Bytes, BPE)):
-        return text.read_as(tokenizer)
-    if tokenizer == "bytes":
-        return text.read_as(BYTES)
-    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
-        return text.read_as(train_tokenizer(text.split()[0], vocabulary_of(tokenizer)))
-    return text.read_as(load_tokenizer(tokenizer))
-
-
-def vocabulary_of(tokenizer: str) -> int:
-    """4096 of "bpe:4096". InputError where no number follows."""
-    size = tokenizer.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit() and len(size) < 20):
-        raise InputError(f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
-    return int(size)
+    if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
+        return
+    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() takes no loop of links
+    if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
+        raise InputError(f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change"
+                         "; accepted: a folder outside of it, or one whose name begins with a dot")
 
 
 def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
@@ -259,7 +297,7 @@ def check_enough(training: Text, validation: Text, batch: int, context: int) -> 
                             f"{needed}: give a longer text, or lower batch or context")
 
 
-def random_windows(data: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
+def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
     """`count` windows that begin anywhere in `data`: int64 [count, context + 1] on the device of `data`.
 
     data: bytes or tokens, any integer dtype [n].
@@ -270,7 +308,7 @@ def random_windows(data: torch.Tensor, count: int, context: int, generator: torc
     return _windows(data, starts, context)
 
 
-def spread_windows(data: torch.Tensor, count: int, context: int) -> torch.Tensor:
+def spread_windows(data: Tensor, count: int, context: int) -> Tensor:
     """At most `count` windows, evenly spread over `data`, no token predicted twice: int64 [n, context + 1]."""
     whole = (data.numel() - 1) // context
     count = min(count, whole)
@@ -278,7 +316,7 @@ def spread_windows(data: torch.Tensor, count: int, context: int) -> torch.Tensor
     return _windows(data, picked * context, context)
 
 
-def _windows(data: torch.Tensor, starts: torch.Tensor, context: int) -> torch.Tensor:
+def _windows(data: Tensor, starts: Tensor, context: int) -> Tensor:
     positions = starts + torch.arange(context + 1)
     return data[positions.to(data.device)].long()
 
@@ -314,9 +352,7 @@ def _files(folder: Path, skip: Iterable[str]) -> list[Path]:
 
 def _join(name: str, paths: Iterable[Path]) -> Text:
     """The contents of the files that are text, joined. TextError names one that can't be read."""
-    pieces: list[bytes] = []
-    starts: list[int] = []
-    size = 0
+    pieces, size = [], 0
     for path in paths:
         try:
             if not stat.S_ISREG(path.stat().st_mode):
@@ -328,14 +364,19 @@ def _join(name: str, paths: Iterable[Path]) -> Text:
         except OSError as error:
             raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
         if content and b"\0" not in content:
-            starts.append(size)
             pieces.append(content)
             size += len(content)
-    content = bytearray(b"".join(pieces))
-    data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return Text(name, digest(data), data, tuple(starts) or (0,))
+    return of_pieces(name, pieces)
 
 
-def digest(data: torch.Tensor) -> str:
+def digest(data: Tensor) -> str:
     """SHA-256 of uint8 `data` on the CPU, hexadecimal."""
     return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+
+
+def extra(package: str, what: str):
+    """A package that the extra "text" installs, imported when it is first needed. StackError says what needs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise StackError(f"{what} needs the {package} library: pip install 'twell-lab[text]'") from None

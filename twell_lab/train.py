@@ -52,8 +52,8 @@ from .objective import (  # noqa: F401  (names that others import from here)
 )
 from .profile import profile
 from .running import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
-from .text import check_enough, load_any, spread_windows
-from .tokenizer import BYTES
+from .text import BYTES, check_apart, check_enough, spread_windows
+from .texts import load_any
 from .train_config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps
@@ -104,7 +104,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
 
     def claim() -> None:
         if not goes_on:
-            checkpoint.check_apart(out, config.text)
+            check_apart(out, config.text)
         lock = Lock(checkpoint.writable(out), "training")
         ending.callback(lock.release)
         lock.take()

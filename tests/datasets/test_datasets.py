@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from twell_lab import datasets as ours
-from twell_lab import text
+from twell_lab import texts
 from twell_lab.errors import InputError, StackError, TextError
 
 DOCUMENTS = ["First, Straße.", "second\nwith two lines\n", "", "third"]
@@ -53,8 +53,8 @@ def test_no_more_is_read_than_asked_for(folder):
 
 
 def test_a_command_line_names_a_dataset(folder):
-    assert text.load_any(f"hf:{folder}").data.numpy().tobytes() == JOINED
-    read = text.load_any(f"hf:{folder}?bytes=2e1&split=train&column=text")
+    assert texts.load_any(f"hf:{folder}").data.numpy().tobytes() == JOINED
+    read = texts.load_any(f"hf:{folder}?bytes=2e1&split=train&column=text")
     assert read.data.numpy().tobytes() == JOINED[:20] and str(folder) not in json.dumps(read.describe())
 
 
@@ -101,7 +101,7 @@ def test_a_network_that_is_not_there_is_named(monkeypatch, library):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(TextError, match="HuggingFaceFW/fineweb-edu.*subset 'sample-10BT'.*needs a network"):
-        text.load_any(ours.FINEWEB_EDU)
+        texts.load_any(ours.FINEWEB_EDU)
 
 
 def test_a_connection_that_breaks_says_how_far_it_came(monkeypatch, library):

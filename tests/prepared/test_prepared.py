@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
-from twell_lab import cli, prepared, running, text
+from twell_lab import cli, prepared, running, text, texts
 from twell_lab.errors import InputError, TextError
-from twell_lab.tokenizer import BYTES
+from twell_lab.tokenizer import BPE, BYTES
 from twell_lab.train import TrainConfig, train
 
 
@@ -107,14 +107,14 @@ def test_no_more_is_held_out_than_asked_for(folder, tmp_path, monkeypatch):
 
 def test_no_more_is_kept_for_a_sample_than_it_takes():
     documents = iter([b"a" * 10] * 5)
-    assert len(list(prepared._first(documents, 25))) == 3 and len(list(documents)) == 2
+    assert len(next(prepared.batches(documents, 25))) == 3 and len(list(documents)) == 2
     assert prepared.CHUNK <= 2**25
 
 
 def test_tokens_of_32_bits_and_a_file_that_stays_as_it_is(folder, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    encode = prepared.BPE.encode
-    monkeypatch.setattr(prepared.BPE, "encode", lambda *given: encode(*given).int())
+    encode = BPE.encode
+    monkeypatch.setattr(BPE, "encode", lambda *given: encode(*given).int())
     made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     assert made.tokens.dtype == torch.int32 and bytes_of(made) == text.read(folder).data.numpy().tobytes()
     before = (tmp_path / "out" / "tokens.bin").read_bytes()
@@ -203,10 +203,10 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     pytest.importorskip("tokenizers")
     made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     for same in (None, "bpe:300", made.tokenizer, tmp_path / "out" / "tokenizer.json"):
-        assert text.load_any(tmp_path / "out", tokenizer=same).tokenizer == made.tokenizer
+        assert texts.load_any(tmp_path / "out", tokenizer=same).tokenizer == made.tokenizer
     for other in ("bytes", "bpe:301", BYTES):
         with pytest.raises(InputError, match="is not the tokenizer that the text 'poems' was prepared with, 'bpe:300'; accepted: that one, or"):
-            text.load_any(tmp_path / "out", tokenizer=other)
+            texts.load_any(tmp_path / "out", tokenizer=other)
 
 
 # What is refused
@@ -333,7 +333,7 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
                              "bytes outside": json.dumps({**fields, "cut": {"bytes": 10**12, "tokens": 5}}),
                              "a cut outside": json.dumps({**fields, "cut": {"bytes": 5, "tokens": fields["count"]}})}[damage])
     with pytest.raises(TextError, match=str(out)):
-        text.load_any(out)
+        texts.load_any(out)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])

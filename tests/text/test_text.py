@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -209,3 +211,28 @@ def test_too_little_text_names_the_sizes():
     with pytest.raises(TextError, match="10 bytes; one window of 32 needs at least 33"):
         text.check_enough(*joined([90, 10]).split(), batch=1, context=32)
     text.check_enough(*joined([300, 33]).split(), batch=4, context=32)
+
+
+# What stands on what
+
+ALONE = """
+import sys
+for package in ("datasets", "tokenizers", "pandas", "huggingface_hub", "pyarrow"):
+    sys.modules[package] = None  # which importing it finds missing
+from twell_lab import text
+above = sorted(name for name in sys.modules if name.startswith("twell_lab.") and name.rpartition(".")[2] in
+               ("texts", "datasets", "prepared", "tokenizer"))
+assert not above, f"the text alone brought {above}"
+from twell_lab import prepared, texts
+made = prepared.prepare(sys.argv[1], sys.argv[2])
+read = texts.load_any(sys.argv[2], tokenizer="bytes")
+assert read.tokens.tolist() == texts.load_any(sys.argv[1]).tokens.tolist() and read.vocabulary == 256
+"""
+
+
+def test_a_text_and_its_bytes_need_neither_what_stands_above_it_nor_an_optional_package(tmp_path):
+    for number in range(20):
+        write(tmp_path / "some", **{f"{number:02}": b"a line of text\n" * 9})
+    program = [sys.executable, "-c", ALONE, str(tmp_path / "some"), str(tmp_path / "out")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab import text, tokenizer
+from twell_lab import text, texts, tokenizer
 from twell_lab.errors import InputError, StackError, TextError
 from twell_lab.tokenizer import BPE, BYTES
 
@@ -98,10 +98,10 @@ def test_any_bytes_come_back(trained, pieces):
                                      b"\xf0\x9f\x98\x80" * 200 + b"\x80" * 200])
 def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
     monkeypatch.setattr(tokenizer, "CHUNK", 64)
-    monkeypatch.setattr(tokenizer, "_BATCH", 3)
+    monkeypatch.setattr(tokenizer, "_BATCH", 200)
     sample = of(content).read_as(trained)
     assert trained.decode(sample.tokens) == content and sample.tokens.dim() == 1
-    valid = [piece for piece in tokenizer._pieces(content, (0,)) if isinstance(piece, str)]
+    valid = [piece for piece in tokenizer._strings(content, (0,)) if isinstance(piece, str)]
     assert max(map(len, valid), default=0) <= 2 * 64 + 3
     if b"\x80" * 2 not in content and content != b"\x80":
         assert "".join(valid).encode() == content  # no cut went through a character
@@ -139,20 +139,20 @@ def test_bits_a_token_become_bits_a_byte(trained, library_text):
         math.log2(600) / library_text.read_as(trained).bytes_per_token, rel=0.15)
 
 
-# load_any
+# texts.load_any
 
 
 def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
     (tmp_path / "some.txt").write_bytes(WORDS * 50)
     path = str(tmp_path / "some.txt")
-    assert text.load_any(path).tokenizer == BYTES and text.load_any(path, tokenizer="bytes").size == len(WORDS) * 50
-    whole = text.load_any(path, tokenizer="bpe:280")
+    assert texts.load_any(path).tokenizer == BYTES and texts.load_any(path, tokenizer="bytes").size == len(WORDS) * 50
+    whole = texts.load_any(path, tokenizer="bpe:280")
     assert whole.vocabulary == 280 and whole.tokenizer == tokenizer.train(text.read(path).split()[0], 280)
     saved = trained.save(tmp_path / "tokenizer.json")
     for given_as in (saved, str(saved), trained):
-        assert text.load_any(path, tokenizer=given_as).tokenizer == trained
-    assert text.load_any(whole) is whole and text.load_any(whole, tokenizer="bytes").tokenizer == BYTES
-    assert text.load_any(None).name.endswith("standard library")
+        assert texts.load_any(path, tokenizer=given_as).tokenizer == trained
+    assert texts.load_any(whole) is whole and texts.load_any(whole, tokenizer="bytes").tokenizer == BYTES
+    assert texts.load_any(None).name.endswith("standard library")
 
 
 # What is refused
@@ -174,7 +174,7 @@ def test_a_short_text_gives_fewer_tokens_than_asked_for(trained):
     ("nowhere.json", TextError, "nowhere.json")])
 def test_wrong_tokenizers_are_refused_by_name(trained, given_as, error, words):
     with pytest.raises(error, match=words):
-        text.load_any(of(WORDS), tokenizer=given_as)
+        texts.load_any(of(WORDS), tokenizer=given_as)
 
 
 def test_files_that_hold_no_tokenizer_are_refused(trained, tmp_path):
@@ -199,7 +199,7 @@ def test_a_tokenizer_that_loses_something_is_refused(trained):
 
 def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert text.load_any(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
+    assert texts.load_any(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
     for refused in (lambda: tokenizer.train(of(WORDS), 300), lambda: BPE("{}")):
         with pytest.raises(StackError, match=r"twell-lab\[text\]"):
             refused()
@@ -232,3 +232,36 @@ def test_a_file_on_which_the_library_panics_is_refused(trained):
     fields["model"]["continuing_subword_prefix"] = "9" * 50
     with pytest.raises(TextError, match="no tokenizer"):
         BPE(json.dumps(fields))
+
+
+def test_a_save_that_cannot_be_leaves_what_was_there(trained, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    (tmp_path / "link").symlink_to(path)
+    assert trained.save(path) == path and BYTES.save(tmp_path / "link") == tmp_path / "link"
+    assert tokenizer.load(path) == BYTES and (tmp_path / "link").is_symlink()
+    with pytest.raises(InputError, match="is a folder, not a file"):
+        trained.save(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "tokenizer.json"]
+
+
+def test_a_file_that_two_readers_would_take_differently_is_refused(trained, tmp_path):
+    (tmp_path / "t.json").write_text(trained.content.replace('{', '{"version": "0",', 1))
+    with pytest.raises(TextError, match="t.json.*'version' comes twice"):
+        tokenizer.load(tmp_path / "t.json")
+
+
+def test_the_files_saved_by_earlier_versions_are_read(tmp_path):
+    """Bytes as they were written at first; and GPT-2's way to write bytes, whoever made the file."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "bytes.json").write_text('{"format": "twell-lab bytes"}\n')
+    assert tokenizer.load(tmp_path / "bytes.json") == BYTES
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    characters = [*map(chr, printable), *(chr(0x100 + at) for at in range(256 - len(printable)))]
+    vocabulary = {character: number for number, character in enumerate([*characters, "\u0120t"])}
+    plain = {"version": "1.0", "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+             "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u0120", "t"]]}}
+    (tmp_path / "gpt.json").write_text(json.dumps(plain))
+    read = tokenizer.load(tmp_path / "gpt.json")
+    order = [*printable, *(byte for byte in range(256) if byte not in printable)]
+    assert read.decode(torch.arange(257)) == bytes(order) + b" t"
+    assert read.encode(of(b"a t\n\xff").data).tolist() == [order.index(ord("a")), 256, order.index(10), order.index(255)]

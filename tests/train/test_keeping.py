@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import checkpoint, cli, distributed, objective, running, text
+from twell_lab import checkpoint, cli, distributed, objective, running, texts
 from twell_lab.errors import DeviceError, InputError
 from twell_lab.objective import cross_entropy
 from twell_lab.text import spread_windows
@@ -270,7 +270,7 @@ def test_a_tokenizer_that_a_run_left_before_it_saved_anything_is_not_read(tiny, 
 
 def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
     pytest.importorskip("tokenizers")
-    path = text.load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
+    path = texts.load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
     out = tmp_path / "out"
     broken_off(tiny(tokenizer=path, checkpoint_every=2), out, 4)
     assert train(tiny(tokenizer=path), resume=out, progress=False).history[-1]["step"] == 12
@@ -283,7 +283,7 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     """Not those of the whole held-out text: few windows may hold longer tokens, or shorter ones."""
     pytest.importorskip("tokenizers")
     config = tiny(tokenizer="bpe:600", eval_windows=3)
-    whole = text.load_any(some_text, tokenizer="bpe:600")
+    whole = texts.load_any(some_text, tokenizer="bpe:600")
     held_out, lengths = whole.split()[1], whole.tokenizer.lengths
     windows = spread_windows(held_out.tokens, 3, 16)
     model = initial_model(config, 600)
