@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .hopper_work import pool_table, waves
-from .training import firing_share
 from ..errors import CompileError, InputError, StackError
 from ..formats import CSR, TwELL
+from .training.data import firing_share
+from .work.data import pool_table, waves
 
 RIGHT = "Right"
 

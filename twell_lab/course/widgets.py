@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import plotly.graph_objects as go
 
-from . import plots_measure
 from ..errors import InputError, StackError
 from .notebook import on_colab
 
@@ -66,13 +65,3 @@ class Explorer(ipywidgets.VBox):
         with self._canvas:
             self._canvas.clear_output(wait=True)
             display(self.figure)
-
-
-def threshold_explorer(sweep: dict) -> Explorer:
-    """Move a threshold on the gate and see who still fires, the weights read and the error made.
-
-    sweep: what `measure.threshold_sweep` returned. The slider's values are its thresholds.
-    """
-    choices = [(f"{row['threshold']:.2f}", row["threshold"]) for row in sweep["rows"]]
-    return Explorer(plots_measure.threshold(sweep), lambda figure, index: plots_measure.move_threshold(figure, sweep, index),
-                    choices, "threshold on the gate")
