@@ -9,6 +9,7 @@ from tests.course.recorded_rows import RATES, compared, everything, gates, row
 from twell_lab import bench, bench_inference
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.work import data as work
+from twell_lab.errors import TwellError
 from twell_lab.planner import plan
 from twell_lab.profile import profile
 from twell_lab.records import Record
@@ -78,7 +79,7 @@ def test_what_a_gpu_refuses_is_said(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
 
     def refuse(tokens, nnz):
-        raise hopper.TwellError("too old")
+        raise TwellError("too old")
 
     monkeypatch.setattr(hopper, "_compare", refuse)
     assert hopper.yours() == [] and capsys.readouterr().out == "Nothing was timed on My GPU: too old\n"

@@ -59,7 +59,7 @@ def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) ->
 def census(values: dict[str, Tensor], fired: Tensor) -> str:
     """How many values of each matrix are not zero, where the gate fired and elsewhere, as a table. fired: bool, their shape."""
     rows = [{"name": name, "all": value.numel(), "here": int(value[fired].count_nonzero()),
-             "elsewhere": int(value[~fired].count_nonzero())} for name, value in values.items()]  # fmt: skip
+             "elsewhere": int(value[~fired].count_nonzero())} for name, value in values.items()]
     return records.table(rows, {"name": "", "all": "values", "here": "not 0 where it fired", "elsewhere": "not 0 elsewhere"})
 
 
@@ -145,7 +145,7 @@ def capacity_sweep(case: Case, coefficient: float, capacities: list[int]) -> lis
         got, lost = hybrid(case, coefficient, capacity)
         stored, dense = rows_read(counts, lost, len(case.gate))
         found.append({"capacity": capacity, "bytes": 8 * capacity, "lost": lost, "stored_rows": stored, "lost_rows": dense,
-                      "error": worst(got, want), "counts": counts})  # fmt: skip
+                      "error": worst(got, want), "counts": counts})
     return found
 
 
@@ -186,7 +186,7 @@ def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> di
     """
     entries = launch_train.capacity_for(tokens, d_ff)
     return {"x": value * tokens * d_model, "down_t": value * d_ff * d_model, "words": 4 * entries, "ups": 4 * entries,
-            "spans": 8 * tokens, "kept": 4 * tokens, "lost": 4 * (1 + tokens)}  # fmt: skip
+            "spans": 8 * tokens, "kept": 4 * tokens, "lost": 4 * (1 + tokens)}
 
 
 @contextmanager
@@ -245,11 +245,11 @@ def parts(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float
     """
     x, weights, row, kept = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model, tokens * nnz
     found = [{"part": "gate, packed", "direction": "forward", "operations": 2 * tokens * d_model * d_ff, "l2": 0,
-              "memory": x + weights, "reads": ""}]  # fmt: skip
+              "memory": x + weights, "reads": ""}]
     for part, direction, rows in READS:
         found.append({"part": part, "direction": direction, "operations": 0, "l2": len(rows) * kept * row,
                       "memory": x * (part != "survivors: u") + 3 * weights * (part == "weight gradients"),
-                      "reads": ", ".join(f"{name}[{'token' if name in ('x', 'dy') else 'neuron'}]" for name in rows)})  # fmt: skip
+                      "reads": ", ".join(f"{name}[{'token' if name in ('x', 'dy') else 'neuron'}]" for name in rows)})
     return found
 
 
@@ -258,7 +258,7 @@ def floors(found: list[dict], reached: Rates) -> list[dict]:
     timed = []
     for part in found:
         times = {"tensor cores": part["operations"] / reached.tensor, "L2 cache": part["l2"] / reached.l2,
-                 "memory": part["memory"] / reached.memory}  # fmt: skip
+                 "memory": part["memory"] / reached.memory}
         limit = max(times, key=times.__getitem__)
         timed.append({**part, "ms": 1e3 * times[limit], "limit": limit})
     return timed

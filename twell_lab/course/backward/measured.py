@@ -13,8 +13,7 @@ from itertools import pairwise
 import torch
 
 from ... import bench, launch_train, records
-from ...errors import TwellError
-from ..work.data import LOGNORMAL
+from ..recorded import LOGNORMAL, newest, rows_of, same, timed_here
 
 NAME, KIND = "training", "training"
 COMMAND = "twell-lab record training"
@@ -32,19 +31,7 @@ LEAST = 0.97  # times as fast as dense; below it, a row counts as a loss
 
 def recorded(device: str = "H100") -> list[dict]:
     """Every training step recorded on a GPU with this in its name; of a size and workload that several records hold, the newest."""
-    found: list[dict] = []
-    taken: set[tuple] = set()
-    for record in reversed(records.load_all()):
-        rows = [row for row in record.rows if record.name.startswith(NAME) and row.get("kind") == KIND and device in row["device"]]
-        rows = [row for row in rows if row.get("nnz") is not None and _what(row) not in taken]
-        old = "; stale: code has changed since" * bool(rows and records.stale(record))
-        found += [{**row, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"} for row in rows]
-        taken |= {_what(row) for row in rows}
-    return found
-
-
-def _what(row: dict) -> tuple:
-    return (*(row.get(key) for key in ("workload", "tokens", "d_model", "d_ff", "gated", "layer", "l1")), f"{row['nnz']:.2g}")
+    return newest(NAME, device, lambda row: row.get("kind") == KIND and row.get("nnz") is not None)
 
 
 def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
@@ -57,10 +44,10 @@ def _lines(rows: list[dict]) -> list[dict]:
     """Rows of one workload and nnz side by side: workload, nnz, choice, and for each path its ms, x and MiB."""
     lines: dict[tuple, dict] = {}
     for row in rows:
-        line = lines.setdefault((_what(row), row["where"]), {key: row.get(key) for key in ("workload", "nnz", "choice")})
+        line = lines.setdefault((same(row), row["where"]), {key: row.get(key) for key in ("workload", "nnz", "choice")})
         peak = row.get("peak_bytes")
         line |= {row["path"]: row["ms"], f"{row['path']} x": row.get(OURS.get(row["path"], "x_dense")),
-                 f"{row['path']} mib": peak and peak / 2**20, "choice": row.get("choice") or line["choice"]}  # fmt: skip
+                 f"{row['path']} mib": peak and peak / 2**20, "choice": row.get("choice") or line["choice"]}
     return list(lines.values())
 
 
@@ -69,7 +56,7 @@ def table(rows: list[dict]) -> str:
     lines = _lines(steps(rows))
     columns = {"nnz": "mean nnz", "dense eager": "dense ms", SPARSE: "sparse ms", f"{SPARSE} x": "x dense", "choice": "planned",
                "planned": "planned ms", "planned x": "x dense", "dense compiled": "compiled: dense ms", "planned compiled": "planned ms",
-               "planned compiled x": "x dense", "dense eager mib": "MiB: dense", f"{SPARSE} mib": "sparse"}  # fmt: skip
+               "planned compiled x": "x dense", "dense eager mib": "MiB: dense", f"{SPARSE} mib": "sparse"}
     return records.table(lines, columns) if lines else MISSING
 
 
@@ -77,7 +64,7 @@ def others_table(rows: list[dict]) -> str:
     """The other workloads: uniform firing, plain layers, rows that overflow, trained layers."""
     lines = [line for line in _lines(rows) if line["workload"] != LOGNORMAL and not line["workload"].startswith(WHOLE)]
     columns = {"workload": "", "nnz": "mean nnz", "dense eager": "dense ms", SPARSE: "sparse ms", f"{SPARSE} x": "x dense", "choice": "planned",
-               "planned x": "x dense", "planned compiled x": "compiled: x dense"}  # fmt: skip
+               "planned x": "x dense", "planned compiled x": "compiled: x dense"}
     return records.table(lines, columns) if lines else "No other workload is recorded."
 
 
@@ -92,7 +79,7 @@ def whole_step(rows: list[dict]) -> str:
         shown = [{"how": how, "dense": line[dense], "ours": line[ours], "x": line[f"{ours} x"], "dense mib": line[f"{dense} mib"],
                   "mib": line[f"{ours} mib"]} for how, dense, ours in (
                       ("planned", "dense eager", "planned"), ("planned, compiled", "dense compiled", "planned compiled"),
-                      (BY_LAYER, "dense compiled", BY_LAYER), ("sparse, compiled", "dense compiled", f"{SPARSE} compiled")) if ours in line]  # fmt: skip
+                      (BY_LAYER, "dense compiled", BY_LAYER), ("sparse, compiled", "dense compiled", f"{SPARSE} compiled")) if ours in line]
         said.append(records.table(shown, {"how": "", "dense": "dense ms", "ours": "ours ms", "x": "x dense", "dense mib": "MiB: dense", "mib": "ours"}))
         if (row["d_model"], row["d_ff"]) != (D_MODEL, D_FF):
             continue
@@ -100,7 +87,7 @@ def whole_step(rows: list[dict]) -> str:
         if {"dense compiled", "planned compiled"} <= set(alone):
             saved = alone["dense compiled"] - alone["planned compiled"]
             said.append(f"Compiled, the step saves {line['dense compiled'] - line['planned compiled']:.1f} ms; {row['layers']} single layers at "
-                        f"nnz {alone['nnz']:.0f} save {row['layers']} x {saved:.2f} = {row['layers'] * saved:.1f}.")  # fmt: skip
+                        f"nnz {alone['nnz']:.0f} save {row['layers']} x {saved:.2f} = {row['layers'] * saved:.1f}.")
     return "\n".join(said) or "No whole step is recorded."
 
 
@@ -108,7 +95,7 @@ def series(rows: list[dict]) -> dict[str, list[dict]]:
     """One layer of the size that the course speaks of, by kind of workload (KINDS' names), lowest nnz first."""
     here = [row for row in rows if (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF) and row.get("gated", True)]
     found = {name: sorted((row for row in here if row["workload"] == kind or row["workload"].split(":")[0].split(",")[0] == kind),
-                          key=lambda row: row["nnz"]) for kind, name in KINDS.items()}  # fmt: skip
+                          key=lambda row: row["nnz"]) for kind, name in KINDS.items()}
     return {name: each for name, each in found.items() if each}
 
 
@@ -148,7 +135,7 @@ def lost_cost(rows: list[dict]) -> str:
     without = before + (after - before) * (line["nnz"] - low) / (high - low)
     lost = 0.01 * TOKENS
     return (f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), so a lost row costs about "
-            f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}.")  # fmt: skip
+            f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}.")
 
 
 def no_room(rows: list[dict]) -> str:
@@ -158,7 +145,7 @@ def no_room(rows: list[dict]) -> str:
         room, entries = launch_train.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
         if entries > room and SPARSE in line:
             lines.append(f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of them are in lost rows. "
-                         f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) {line['planned']:.1f}.")  # fmt: skip
+                         f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) {line['planned']:.1f}.")
     return "\n".join(lines) or "In no recorded layer do more neurons fire than the lists have room for."
 
 
@@ -178,7 +165,7 @@ def summary(rows: list[dict]) -> str:
     at = lambda row: f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"  # noqa: E731
     below = sum(row["x"] < LEAST for row in shown)
     return (f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} ({at(high)}), "
-            f"below {LEAST} in {below} of {len(shown)} rows.")  # fmt: skip
+            f"below {LEAST} in {below} of {len(shown)} rows.")
 
 
 def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
@@ -189,7 +176,7 @@ def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
             floor = sum(part["ms"] for part in floors[row["column"]])
             below = row["ms"] < 0.995 * floor
             lines.append(f"nnz {row['column']}: counted {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} times that"
-                         + ": the caches delivered rows faster than the rate used here" * below)  # fmt: skip
+                         + ": the caches delivered rows faster than the rate used here" * below)
     return "\n".join(dict.fromkeys(lines)) or "No recorded step to set beside them yet."
 
 
@@ -214,13 +201,7 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
 
     Empty where there is no GPU, or none that can do it (which is said).
     """
-    if not torch.cuda.is_available():
-        return []
-    try:
-        return [row for nnz in nnzs for row in _measured(tokens, nnz)]
-    except (TwellError, torch.OutOfMemoryError, RuntimeError) as error:
-        print(f"Nothing was timed on {torch.cuda.get_device_name()}: {error}")
-        return []
+    return timed_here(lambda: [row for nnz in nnzs for row in _measured(tokens, nnz)])
 
 
 def _measured(tokens: int, nnz: float) -> list[dict]:
@@ -239,12 +220,5 @@ def _measured(tokens: int, nnz: float) -> list[dict]:
         if not off < 0.05:
             raise bench.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
     peaks = {path: bench.peak_bytes(call) for path, call in calls.items()}
-    samples = bench.time_cuda(calls)
-    device, dense = torch.cuda.get_device_name(), bench.quartiles(samples["dense eager"])[0]
-    shared = {"kind": KIND, "device": device, "where": f"yours, now, on {device}", "tokens": tokens, "d_model": D_MODEL, "d_ff": D_FF,
-              "gated": True, "nnz": nnz, "workload": LOGNORMAL, "dtype": "bfloat16", "dense_ms": dense}  # fmt: skip
-    rows = []
-    for path, values in samples.items():
-        ms, spread = bench.quartiles(values)
-        rows.append({**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms, "peak_bytes": peaks[path]})
-    return rows
+    rows = rows_of(bench.time_cuda(calls), KIND, tokens, D_MODEL, D_FF, nnz)
+    return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]

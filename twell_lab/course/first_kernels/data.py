@@ -19,6 +19,7 @@ from ...evidence import noise
 from ...formats import TILE, WORDS, TwELL
 from ...simulator import H100, Counts, Fault, Gpu, available, predicted_time, watching
 from ...simulator.counts import SECTOR, LineCounts
+from ..recorded import device_and_day
 
 NO_TAIL = (None, None, None)
 NEAR = 1.25  # a time up to this many times its bound is explained by it
@@ -195,7 +196,7 @@ def beside_hardware(kernel: str) -> str:
                 off = max(off, abs(here[name] - there[name]) / there[name])
     columns = {"kernel": "", "size": "", "read": "sectors read: here", "read_there": "hardware", "write": "written: here",
                "write_there": "hardware"}
-    where = f"{record.machine['gpus'][0]['name']}, {record.date[:10]}" + "; stale: code has changed since" * records.stale(record)
+    where = device_and_day(record.machine["gpus"][0]["name"], record.date, records.stale(record))
     return f"{records.table(rows, columns)}\nHardware: {where}. The largest difference is {off:.1%}."
 
 
@@ -223,7 +224,7 @@ def recorded(tokens: int, device: str = "H100") -> Times:
                 if row.get("kind") == "kernel" and row["tokens"] == tokens and device in row["device"]]
         if rows:
             old = records.stale(record)
-            where = f"recorded on {rows[0]['device']}, {record.date[:10]}" + "; stale: code has changed since" * old
+            where = f"recorded on {device_and_day(rows[0]['device'], record.date, old)}"
             return {row["path"]: {"ms": row["ms"], "device": row["device"], "date": record.date[:10], "stale": old,
                                   "where": where, "l1_hits": hits.get(row["path"])} for row in rows}
     return {}

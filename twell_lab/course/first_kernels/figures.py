@@ -20,6 +20,7 @@ from ...errors import InputError
 from ...plain import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace
+from ..drawing import flat
 
 ACROSS = 32  # cells on a line: the lanes of a warp
 ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
@@ -279,13 +280,11 @@ def _stacked(panels: list[_Panel]) -> go.Figure:
     for row, panel in enumerate(panels, 1):
         colours = list(dict.fromkeys(colour for line in panel.colours for colour in line if colour))
         number = {colour: i for i, colour in enumerate(colours)}
-        scale = [step for i, colour in enumerate(colours)
-                 for step in ([i / len(colours), colour], [(i + 1) / len(colours), colour])]
         frame = [[1 if framed else None for framed in line] for line in panel.framed]
         figure.add_heatmap(z=frame, colorscale=[[0, plots.INK], [1, plots.INK]], showscale=False, hoverinfo="skip",
                            hoverongaps=False, xgap=1, ygap=1, row=row, col=1)
         figure.add_heatmap(z=[[number.get(colour) for colour in line] for line in panel.colours], text=panel.texts,
-                           customdata=panel.hover, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=scale,
+                           customdata=panel.hover, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=flat(colours),
                            showscale=False, xgap=5, ygap=5, hoverongaps=False, texttemplate="%{text}",
                            textfont={"size": panel.font}, hovertemplate="%{customdata}<extra></extra>", row=row, col=1)
         figure.update_xaxes(visible=False, range=[-0.5, panel.width - 0.5], row=row, col=1)

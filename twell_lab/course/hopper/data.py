@@ -10,11 +10,9 @@ import copy
 import math
 from collections.abc import Iterable
 
-import torch
-
 from ... import bench, records
-from ...errors import TwellError
-from ..work.data import GRAPH, LOGNORMAL, Rates, floors, select, work
+from ..recorded import GRAPH, LOGNORMAL, device_and_day, newest, rows_of, same, select, timed_here
+from ..work.data import Rates, floors, work
 
 UNIFORM = "independent, uniform"
 NAME = "inference"  # of the records; what a section adds to the name is its own
@@ -31,20 +29,9 @@ LEAST = 0.97  # times as fast as dense; a cell below it counts as a loss, above 
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Every measurement of the "inference" records made on a GPU with this in its name, newest first where two agree.
-
-    Two rows of different records are the same measurement when kind, workload, sizes and (to two digits) nnz agree.
-    """
-    found: list[dict] = []
-    taken: set[tuple] = set()
-    for record in reversed(records.load_all()):
-        if not record.name.startswith(NAME):
-            continue
-        rows = [row for row in record.rows if "kind" in row and device in row["device"] and _what(row) not in taken]
-        old = "; stale: code has changed since" * bool(rows and records.stale(record))
-        found += [{**row, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"} for row in rows]
-        taken |= {_what(row) for row in rows}
-    return found + _portable(device, taken)
+    """Every measurement of the "inference" records made on a GPU with this in its name; where two agree, the newest."""
+    found = newest(NAME, device, lambda row: "kind" in row)
+    return found + _portable(device, set(map(same, found)))
 
 
 def _portable(device: str, taken: set[tuple]) -> list[dict]:
@@ -57,13 +44,13 @@ def _portable(device: str, taken: set[tuple]) -> list[dict]:
         how, graph = row.get("path", "").removesuffix(GRAPH), row.get("path", "").endswith(GRAPH)
         if row.get("kind") != "ffn_forward" or how not in (*SAME, "portable", "mma.sync", "part: gate GEMM"):
             continue
-        old = "; stale: code has changed since" * records.stale(record)
+        where = f"recorded on {device_and_day(row['device'], record.date, records.stale(record))}"
         named = {**row, "kind": "inference", "gated": True, "path": SAME.get(how, f"forced {how}") + GRAPH * graph}
         if how == "part: gate GEMM":
             tflops = 2e-9 * row["tokens"] * row["d_model"] * row["d_ff"] / row["ms"]
             named |= {"kind": "gate", "path": "gate GEMM (torch)", "tflops": round(tflops, 1)}
-        if how in ("portable", "mma.sync") or _what(named) not in taken:
-            found.append({**named, "where": f"recorded on {row['device']}, {record.date[:10]}{old}"})
+        if how in ("portable", "mma.sync") or same(named) not in taken:
+            found.append({**named, "where": where})
     return found
 
 
@@ -85,11 +72,6 @@ def ways(rows: list[dict], tokens: int = 16384) -> str:
     return records.table(shown, columns) if shown else MISSING
 
 
-def _what(row: dict) -> tuple:
-    nnz = row.get("nnz")
-    return (*(row.get(key) for key in ("kind", "workload", "tokens", "d_model", "d_ff", "gated")), nnz and f"{nnz:.2g}")
-
-
 def about(rows: list[dict]) -> str:
     """Where rows come from, in a sentence; if there are none, which command makes them."""
     if not rows:
@@ -103,13 +85,7 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dic
 
     Empty where there is no GPU, or none that can do it (which is said). Checks before it times.
     """
-    if not torch.cuda.is_available():
-        return []
-    try:
-        return [row for nnz in nnzs for row in _compare(tokens, nnz)]
-    except (TwellError, torch.OutOfMemoryError, RuntimeError) as error:
-        print(f"Nothing was timed on {torch.cuda.get_device_name()}: {error}")
-        return []
+    return timed_here(lambda: [row for nnz in nnzs for row in _compare(tokens, nnz)])
 
 
 def _compare(tokens: int, nnz: float) -> list[dict]:
@@ -129,27 +105,8 @@ def _compare(tokens: int, nnz: float) -> list[dict]:
         if name != "dense eager":
             inference.check(layer, call, inputs)
     samples = bench.time_cuda({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
-    dense, _ = bench.quartiles(samples["dense eager"])
-    device = torch.cuda.get_device_name()
-    shared = {
-        "kind": "inference",
-        "device": device,
-        "where": f"yours, now, on {device}",
-        "tokens": tokens,
-        "d_model": inference.D_MODEL,
-        "d_ff": inference.D_FF,
-        "gated": True,
-        "nnz": nnz,
-        "workload": LOGNORMAL,
-        "dtype": "bfloat16",
-    }
-    rows = []
-    for path, values in samples.items():
-        ms, spread = bench.quartiles(values)
-        rows.append({**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense, "x_dense": dense / ms})
-        if path == "planned":
-            rows[-1]["choice"] = str(choice)
-    return rows
+    rows = rows_of(samples, "inference", tokens, inference.D_MODEL, inference.D_FF, nnz)
+    return [row | {"choice": str(choice)} if row["path"] == "planned" else row for row in rows]
 
 
 # ---- the result: times as fast as dense ----
@@ -177,7 +134,7 @@ def estimates(rows: list[dict], reached: Rates, nnzs: Iterable[float] = (8, 29, 
         line = {"nnz": nnz, "gate": gate, "sparse": sparse, "twell": gate + sparse, "dense": dense, "x": dense / (gate + sparse)}
         shown.append({**line, "twell_ms": here.get("forced twell"), "dense_ms": here.get("dense eager")})
     columns = {"nnz": "nnz", "gate": "gate", "sparse": "+ rest", "twell": "= TwELL, ms", "twell_ms": "recorded",
-               "dense": "dense, ms", "dense_ms": "recorded", "x": "dense / TwELL, estimated"}  # fmt: skip
+               "dense": "dense, ms", "dense_ms": "recorded", "x": "dense / TwELL, estimated"}
     return records.table(shown, columns)
 
 
@@ -218,10 +175,10 @@ def plan_sentences(found: list[dict]) -> str:
         if ratios:
             near = sum(1 / 1.25 <= ratio <= 1.25 for ratio in ratios)
             lines.append(f"{which}: {near} of {len(ratios)} within a factor of 1.25 of the prediction; measured / predicted: "
-                         f"median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}.")  # fmt: skip
+                         f"median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}.")
     layers: dict[tuple, list[dict]] = {}
     for row in found:
-        layers.setdefault((*_what(row), row["nnz"]), []).append(row)
+        layers.setdefault((*same(row), row["nnz"]), []).append(row)
     several = [group for group in layers.values() if len(group) > 1]
     first = sum(min(group, key=lambda row: row["predicted_ms"]) is min(group, key=lambda row: row["ms"]) for group in several)
     lines.append(
@@ -316,7 +273,7 @@ def trained_sentences(found: list[dict]) -> str:
         fastest = "the choice" if planned["ms"] <= 1.02 * best["ms"] else best["path"]
         lines.append({**planned, "l1": f"{l1:g}", "best": fastest, "cost": planned["ms"] / best["ms"]})
     columns = {"l1": "L1", "layer": "layer", "nnz": "mean nnz", "choice": "planned path", "x": "times dense",
-               "best": "fastest (within 2%)", "cost": "choice / fastest"}  # fmt: skip
+               "best": "fastest (within 2%)", "cost": "choice / fastest"}
     return "\n".join([*models, records.table(lines, columns)]) if lines else "No trained layer is recorded."
 
 
@@ -373,7 +330,7 @@ def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
     found = []
     for tokens in sorted({row["tokens"] for row in rows if row["kind"] == "inference" and row["tokens"] <= 64}):
         here = [row for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
-                if abs(row["nnz"] - nnz) < 0.4 * nnz]  # fmt: skip  # the count of one token varies
+                if abs(row["nnz"] - nnz) < 0.4 * nnz]  # the count of one token varies
         alone = {row["path"].removesuffix(GRAPH): row for row in here if row["path"].endswith(GRAPH)}
         stack = {row["path"].partition(STACK)[0]: 1e3 * row["ms"] for row in here if STACK in row["path"]}
         planned = alone.get("planned") or alone.get("forced twell")  # the same kernels, where no plan is recorded
@@ -403,7 +360,7 @@ def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
 def decode_table(found: list[dict]) -> str:
     """`decode` as text."""
     columns = {"tokens": "tokens", "nnz": "mean nnz", "dense": "dense us", "dense_floor": "memory alone", "planned": "sparse us",
-               "floor": "memory alone", "choice": "path", "x": "times as fast", "stack_dense": "in a stack: dense", "stack_twell": "TwELL"}  # fmt: skip
+               "floor": "memory alone", "choice": "path", "x": "times as fast", "stack_dense": "in a stack: dense", "stack_twell": "TwELL"}
     return records.table(found, columns) if found else MISSING
 
 

@@ -8,8 +8,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from .data import BELOW, IN_TAIL, IN_WORDS, SILENT
 from ...errors import InputError
+from ..drawing import flat
+from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 
 ACROSS = 32  # columns of a tile on one line
 EACH = 16  # words, or values of the tail, on one line
@@ -82,9 +83,7 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
         figure.update_xaxes(title_text="tile, columns", type="category", showgrid=False, row=1, col=column)
         figure.update_yaxes(title_text="words a tile" if column == 1 else "", type="category", showgrid=False,
                             row=1, col=column)
-    fitting = [row for row in table if row["overflow"] <= overflow]
-    if fitting:
-        best = min(fitting, key=lambda row: row["bytes"])
+    if (best := smallest(table, overflow)) is not None:
         for axis in ("", "2"):
             figure.add_scatter(
                 x=[f"{best['tile']}"], y=[f"{best['words']}"], mode="markers", showlegend=False,
@@ -230,10 +229,8 @@ def _tail(figure: go.Figure, view: dict, lines: int) -> None:
 def _cells(figure: go.Figure, cells: list, hover: list, texts: list | None, row: int) -> None:
     """A heatmap of sorts; gaps (None) are not drawn."""
     last = len(SORTS) - 1
-    steps = [step for sort, colour in SORTS.items()
-             for step in ([sort / (last + 1), colour], [(sort + 1) / (last + 1), colour])]
     extra = {} if texts is None else {"text": texts, "texttemplate": "%{text}", "textfont": {"size": 10}}
-    figure.add_heatmap(z=cells, customdata=hover, zmin=-0.5, zmax=last + 0.5, colorscale=steps,
+    figure.add_heatmap(z=cells, customdata=hover, zmin=-0.5, zmax=last + 0.5, colorscale=flat(SORTS.values()),
                        showscale=False, xgap=2, ygap=2, hoverongaps=False,
                        hovertemplate="%{customdata}<extra></extra>", row=row, col=1, **extra)
     figure.update_yaxes(autorange="reversed", row=row, col=1)

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...formats import TILE, WORDS
-from ..widgets import display, ipywidgets, live_figure
+from ..widgets import Drawn, ipywidgets
 from . import data, figures
 
 TILES = (32, 64, 128, 256, 512)
 
 
-class TileExplorer(ipywidgets.VBox):
+class TileExplorer(Drawn):
     """Sliders for row, tile, words and threshold, above the row that they draw (figures.tile_view).
 
     gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.tile`, `.words`, `.threshold`, `.row`,
@@ -40,13 +40,11 @@ class TileExplorer(ipywidgets.VBox):
         self.part = ipywidgets.IntSlider(min=0, max=len(self.view["counts"]) - 1, value=part,
                                          description="which tile", **wide)
         self._still = False
-        self.figure = live_figure(figures.tile_view(self.view))
-        self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
-        super().__init__([self.row, self.part, self.tile, self.words, self.threshold,
-                          self.figure if self._canvas is None else self._canvas])
-        for slider in (self.tile, self.words, self.threshold, self.row, self.part):
+        sliders = [self.row, self.part, self.tile, self.words, self.threshold]
+        super().__init__(sliders, figures.tile_view(self.view))
+        for slider in sliders:
             slider.observe(self._moved, names="value")
-        self._show()
+        self.redraw(lambda: None)
 
     def _moved(self, event) -> None:
         if self._still:  # a slider that is being brought along
@@ -59,15 +57,4 @@ class TileExplorer(ipywidgets.VBox):
             self._still = False
         self.view = data.view(self.gate, self.row.value, self.part.value, self.tile.value,
                               self.words.value, self.threshold.value)
-        if self._canvas is None:
-            with self.figure.batch_update():
-                figures.move_tile_view(self.figure, self.view)
-        else:
-            figures.move_tile_view(self.figure, self.view)
-            self._show()
-
-    def _show(self) -> None:
-        if self._canvas is not None:
-            with self._canvas:
-                self._canvas.clear_output(wait=True)
-                display(self.figure)
+        self.redraw(lambda: figures.move_tile_view(self.figure, self.view))

@@ -12,6 +12,7 @@ from ...model import LanguageModel
 from ...profile import activations
 from ...reference import fires
 from ...sweep import best_sparse, cost, pressed, seed_spread, settled, twin
+from ..recorded import device_and_day
 
 ZEROS, MORE = 0.97, 0.02  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
 
@@ -27,7 +28,8 @@ def recorded(folder=None) -> records.Record:
 def where(record: records.Record) -> str:
     """On what and when: "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"."""
     gpus = record.machine.get("gpus")
-    return f"recorded on {gpus[0]['name'] if gpus else record.machine.get('cpu') or 'an unnamed machine'}, {record.date[:10]}"
+    device = gpus[0]["name"] if gpus else record.machine.get("cpu") or "an unnamed machine"
+    return f"recorded on {device_and_day(device, record.date)}"
 
 
 def table(rows: list[dict]) -> str:

@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...errors import InputError
 from ...sweep import cost, pressed, seed_spread, twin
+from ..drawing import at
 from . import data
 
 LIGHT = "#C8C8C8"
@@ -89,7 +90,7 @@ def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
 def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `picked` made (a FigureWidget of it too)."""
     runs = pressed(rows)
-    row = _at(runs, index)
+    row = at(runs, index)
     points = figure.data[0].marker
     points.color = [plots.BLUE if number == index else LIGHT for number in range(len(runs))]
     points.size = [14 if number == index else 8 for number in range(len(runs))]
@@ -143,7 +144,7 @@ def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Fig
 
 def pick_layers(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `layer_over_time` made."""
-    row = _at(pressed(rows), index)
+    row = at(pressed(rows), index)
     for layer, trace in enumerate(figure.data):
         trace.x = row["history"]["step"]
         trace.y = [each[layer] or None for each in row["history"]["nnz_layers"]]  # 0 has no place on a log axis
@@ -174,7 +175,7 @@ def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figu
 
 def pick_where(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `where_it_fires` made."""
-    row = _at(pressed(rows), index)
+    row = at(pressed(rows), index)
     seen = row["positions"]
     for layer, nnz in enumerate(seen["nnz"]):
         figure.data[layer].x = [start + 1 for start in seen["start"]]
@@ -220,12 +221,6 @@ def _hover(some: list[dict], rows: list[dict]) -> dict:
     return {"customdata": [[data.name(row, rows), row["zeros"], cost(row, rows)] for row in some],
             "hovertemplate": "%{customdata[0]}: %{x:.3g} fire, %{customdata[1]:.2%} zeros, %{y:.4f} bits per byte, "
                              "%{customdata[2]:+.2%} against the twin" + beside + "<extra></extra>"}
-
-
-def _at(runs: list[dict], index: int) -> dict:
-    if not 0 <= index < len(runs):
-        raise InputError(f"index is {index!r}; there are runs 0 to {len(runs) - 1}")
-    return runs[index]
 
 
 def _shade(share: float) -> str:

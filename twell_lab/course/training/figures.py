@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...errors import InputError
+from ..drawing import at
 
 
 def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
@@ -99,9 +100,7 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
 
 def pick_run(figure: go.Figure, runs: dict[str, object], index: int) -> None:
     """Pick another run in a figure that `picked_run` made (a FigureWidget of it too)."""
-    if not 0 <= index < len(runs):
-        raise InputError(f"index is {index!r}; there are runs 0 to {len(runs) - 1}")
-    label, run = list(runs.items())[index]
+    label, run = at(list(runs.items()), index)
     for number in range(len(runs)):
         line = figure.data[number].line
         line.color, line.width = (plots.BLUE, 3) if number == index else ("#C8C8C8", 1)

@@ -16,22 +16,10 @@ from torch import Tensor
 from ... import paths, records
 from ...formats import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from ...simulator import H100
+from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
 
-LOGNORMAL = "independent, lognormal"
-GRAPH = " (graph)"
 SLOTS = WORDS - 1
 VALUE = 2  # bytes of a 16-bit value
-
-
-def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, **equal) -> list[dict]:
-    """The rows of this kind whose fields equal those given; nnz within 8%, since a drawn workload meets it only roughly."""
-    return [
-        row
-        for row in rows
-        if row["kind"] == kind
-        and all(row.get(key) == value for key, value in equal.items())
-        and (nnz is None or abs(row["nnz"] - nnz) <= 0.08 * nnz)
-    ]
 
 
 # ---- the work, and the least time for it ----
@@ -51,7 +39,7 @@ def rates(rows: list[dict]) -> Rates:
     """Rates that were reached: by torch's gate GEMM in the record (or that of the portable kernels), a copy, and L2 reads."""
     gemms = [row for row in rows if row["kind"] == "gate" and row["path"] == "gate GEMM (torch)" and row["tokens"] == 16384]
     gemms = gemms or [
-        {**row, "where": f"recorded on {row['device']}, {row['date'][:10]}"}
+        {**row, "where": f"recorded on {device_and_day(row['device'], row['date'])}"}
         for row in records.flat_rows(records.load_all())
         if row["path"] == "part: gate GEMM" and row["tokens"] == 16384 and "H100" in row["device"]
     ]
@@ -199,7 +187,7 @@ def story(file: str) -> str:
 def other_tokens(rows: list[dict]) -> str:
     """How long a path of a trained layer took in the planner's trials, on other tokens, beside the time recorded for it."""
     timed = {(row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
-             for row in rows if "l1" in row and row["path"].startswith("forced ")}  # fmt: skip
+             for row in rows if "l1" in row and row["path"].startswith("forced ")}
     ratios = []
     for row in rows:
         which = (row.get("l1"), row.get("layer"), row["path"].removeprefix("plan: "))

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...errors import InputError
-from ..drawing import nothing
+from ..drawing import at, flat, nothing
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
@@ -107,7 +107,7 @@ def lanes(holders: dict[str, list[int]]) -> go.Figure:
             showscale=False,
             xgap=1,
             ygap=2,
-            colorscale=[[i / 4 + edge / 4, colour] for i, colour in enumerate(LANES) for edge in (0, 1)],
+            colorscale=flat(LANES),
             y=["0", "64", "128", "192"],
             hovertemplate="column %{y} + %{x}: lane %{z}<extra></extra>",
         )
@@ -181,13 +181,12 @@ def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
         for at in range(row["start"], min(row["end"], words)):
             owner[at], hover[at] = row["row"], f"row {row['row']}" + ", lost: never read" * bool(row["lost"])
     scale = [row["row"] for row in over] or [0]
-    steps = [[(i + edge) / len(scale), colour.get(row, plots.FAINT)] for i, row in enumerate(scale) for edge in (0, 1)]
     figure.add_heatmap(
         z=[[None if who is None else scale.index(who) + 0.5 for who in owner]],
         x=list(range(words)),
         zmin=0,
         zmax=len(scale),
-        colorscale=steps,
+        colorscale=flat(colour.get(row, plots.FAINT) for row in scale),
         showscale=False,
         xgap=1,
         customdata=[hover],
@@ -279,7 +278,7 @@ def splits(each: dict[str, list[dict]]) -> go.Figure:
 
 
 PARTS = {"gate": ("the gate", plots.GREY), "dense": ("the hot, densely", plots.ORANGE), "sparse": ("rows for the cold", plots.BLUE),
-         "start": ("their sums, joined", plots.PURPLE)}  # fmt: skip
+         "start": ("their sums, joined", plots.PURPLE)}
 
 
 def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
@@ -326,9 +325,7 @@ def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
 
 def move_cut(figure: go.Figure, rows: list[dict], index: int) -> None:
     """Move the cut in a figure that `cut` made."""
-    if not 0 <= index < len(rows):
-        raise InputError(f"index is {index!r}; there are cuts 0 to {len(rows) - 1}")
-    row, ordered = rows[index], figure.layout.meta
+    row, ordered = at(rows, index, "cuts"), figure.layout.meta
     every = max(1, len(ordered) // 700)  # points enough for a line
     hot = range(0, row["hot"], every)
     cold = range(row["hot"], len(ordered), every)
