@@ -157,22 +157,24 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
 
 def traffic(counts: Mapping[str, Counts]) -> str:
     """What each kernel asked for and the sectors it touched, as a table. counts: kernel -> Counts."""
-    columns = {"kernel": "", "loads": "load instructions", "asked": "bytes asked for", "sectors": "sectors", "moved": "bytes in them",
-               "lines": "128-byte lines", "stored": "sectors written"}
-    rows = [{"kernel": name, "loads": each.global_reads.requests, "asked": each.global_reads.bytes,
-             "sectors": each.global_reads.sectors, "moved": SECTOR * each.global_reads.sectors,
-             "lines": each.global_reads.lines, "stored": each.global_writes.sectors} for name, each in counts.items()]
-    return records.table(rows, columns)
+    return records.table(_counted(counts), {
+        "kernel": "", "loads": "load instructions", "asked": "bytes asked for", "sectors": "sectors", "moved": "bytes in them",
+        "lines": "128-byte lines", "stored": "sectors written"})
 
 
 def fused_traffic(counts: Mapping[str, Counts]) -> str:
     """The same for kernels that use shared memory too, with the warps that come to barriers."""
-    columns = {"kernel": "", "loads": "load instructions", "sectors": "sectors", "moved": "bytes in them", "shared_read": "shared: read",
-               "shared_written": "written (bytes)", "barriers": "warps at barriers"}
-    rows = [{"kernel": name, "loads": each.global_reads.requests, "sectors": each.global_reads.sectors,
-             "moved": SECTOR * each.global_reads.sectors, "shared_read": each.shared_reads.bytes,
-             "shared_written": each.shared_writes.bytes, "barriers": each.barriers} for name, each in counts.items()]
-    return records.table(rows, columns)
+    return records.table(_counted(counts), {
+        "kernel": "", "loads": "load instructions", "sectors": "sectors", "moved": "bytes in them",
+        "shared_read": "shared: read", "shared_written": "written (bytes)", "barriers": "warps at barriers"})
+
+
+def _counted(counts: Mapping[str, Counts]) -> list[dict]:
+    return [{"kernel": name, "loads": each.global_reads.requests, "asked": each.global_reads.bytes,
+             "sectors": each.global_reads.sectors, "moved": SECTOR * each.global_reads.sectors,
+             "lines": each.global_reads.lines, "stored": each.global_writes.sectors,
+             "shared_read": each.shared_reads.bytes, "shared_written": each.shared_writes.bytes,
+             "barriers": each.barriers} for name, each in counts.items()]
 
 
 def beside_hardware(kernel: str) -> str:

@@ -221,7 +221,7 @@ class _Panel:
     def of_lanes(cls, trace: Trace, index: int, text: Mapping[str, Callable]) -> _Panel:
         step = trace[index]
         watched = trace.at(index).watched
-        names = [*dict.fromkeys(watch.name for watch in trace._watches)]
+        names = [*dict.fromkeys(watch.name for watch in trace.watches)]
         value_row = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}.get(step.kind, "")
         panel = cls(f"the lanes of warp {step.warp}; filled: take part in this step", 2 + len(names), ACROSS, 28 if text else 22, 9 if text else 10)
         panel.labels = ["lane", value_row, *map(_escaped, names)]
@@ -333,7 +333,7 @@ def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[
 
     The number is the same for every step, so that nothing jumps when a slider moves.
     """
-    places, _, steps, _ = trace._touches[name]
+    places, _, steps, _ = trace.touches[name]
     size = max(across, size - size % across)
     start = int(places.min()) - int(places.min()) % across
     if places.min() // size == places.max() // size:

@@ -15,8 +15,8 @@ from ..drawing import at
 def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
     """How many neurons fire in each layer, one line a run. runs: label -> TrainResult, or its summary()."""
     figure = go.Figure()
-    for colour, (label, run) in zip(plots.COLOURS, _some(runs).items(), strict=False):
-        width, density = _width(run), plots._get(run, "density")
+    for colour, (label, run) in zip(plots.COLOURS, _summaries(runs).items(), strict=False):
+        width, density = _width(run), run["density"]
         figure.add_scatter(x=[f"layer {number}" for number in range(len(density))],
                            y=[share * width for share in density], name=label, mode="lines+markers",
                            marker={"size": 9}, line={"color": colour},
@@ -32,10 +32,11 @@ def density_against_loss(runs: dict[str, object], again: str | None = None) -> g
     runs: label -> TrainResult, or its summary(); the first is the one to compare with. again: the label of
     the run that differs from the first in its seed alone.
     """
-    names = list(_some(runs))
-    shares = [100 * plots._get(run, "mean_nnz") / _width(run) for run in runs.values()]
+    runs = _summaries(runs)
+    names = list(runs)
+    shares = [100 * run["mean_nnz"] / _width(run) for run in runs.values()]
     shares = [max(share, 1e-3) for share in shares]  # where nothing fires, there is still a place on the axis
-    losses = [plots._get(run, "validation_bits_per_byte") for run in runs.values()]
+    losses = [run["validation_bits_per_byte"] for run in runs.values()]
     figure = go.Figure(go.Scatter(
         x=shares, y=losses, mode="markers+text", text=[f" {name}" for name in names],
         textposition="middle right", cliponaxis=False, showlegend=False,
@@ -79,15 +80,16 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
     """
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.14, column_widths=[0.58, 0.42],
                            subplot_titles=["neurons firing, while training", "and at the end, by layer"])
-    for label, run in _some(runs).items():
-        history = plots._get(run, "history")
+    each = _summaries(runs)
+    for label, run in each.items():
+        history = run["history"]
         figure.add_scatter(x=[row["step"] for row in history], y=[row["nnz"] for row in history],
                            mode="lines", name=label, showlegend=False, row=1, col=1,
                            hovertemplate=f"{label}, step %{{x}}: %{{y:.1f}}")
     figure.add_bar(x=[], y=[], showlegend=False, marker_color=plots.BLUE, row=1, col=2,
                    textposition="outside", cliponaxis=False,
                    hovertemplate="%{x}: %{y:.1f} neurons<extra></extra>")
-    most = max(share * _width(run) for run in runs.values() for share in plots._get(run, "density"))
+    most = max(share * _width(run) for run in each.values() for share in run["density"])
     figure.update_xaxes(title_text="step", row=1, col=1)
     figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero",
                         row=1, col=1)
@@ -100,17 +102,17 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
 
 def pick_run(figure: go.Figure, runs: dict[str, object], index: int) -> None:
     """Pick another run in a figure that `picked_run` made (a FigureWidget of it too)."""
-    label, run = at(list(runs.items()), index)
+    label, run = at(list(_summaries(runs).items()), index)
     for number in range(len(runs)):
         line = figure.data[number].line
         line.color, line.width = (plots.BLUE, 3) if number == index else ("#C8C8C8", 1)
-    density, width = plots._get(run, "density"), _width(run)
+    density, width = run["density"], _width(run)
     bars = figure.data[len(runs)]
     bars.x = [f"layer {number}" for number in range(len(density))]
     bars.y = [share * width for share in density]
     bars.text = [f"{share * width:.1f}" for share in density]
-    figure.layout.title.text = (f"{label}: {plots._get(run, 'mean_nnz'):.1f} of {width} neurons fire, "
-                                f"{plots._get(run, 'validation_bits_per_byte'):.3f} bits per byte")
+    figure.layout.title.text = (f"{label}: {run['mean_nnz']:.1f} of {width} neurons fire, "
+                                f"{run['validation_bits_per_byte']:.3f} bits per byte")
 
 
 def _some(items: dict) -> dict:
@@ -119,8 +121,12 @@ def _some(items: dict) -> dict:
     return items
 
 
-def _width(run) -> int:
-    return plots._get(plots._get(run, "config"), "d_ff")
+def _summaries(runs: dict[str, object]) -> dict[str, dict]:
+    return {label: run if isinstance(run, dict) else run.summary() for label, run in _some(runs).items()}
+
+
+def _width(run: dict) -> int:
+    return run["config"]["d_ff"]
 
 
 def _counts(figure: go.Figure, title: str) -> dict:
