@@ -1,4 +1,4 @@
-"""Which part of the course may use which: a widget its figures, figures their data, and nobody the course but notebooks."""
+"""Who may use what: a widget its figures, figures their data, and the course nobody but notebooks."""
 
 import ast
 from pathlib import Path
@@ -49,7 +49,8 @@ def test_widgets_use_figures_and_figures_use_data_never_the_other_way():
 
 @pytest.mark.parametrize("file, line", [
     ("packing/data.py", "from . import figures"), ("packing/data.py", "import plotly.graph_objects as go"),
-    ("packing/data.py", "def f():\n    from ..sweep.figures import picked"), ("packing/data.py", "from ..drawing import nothing"),
+    ("packing/data.py", "def f():\n    from ..sweep.figures import picked"),
+    ("packing/data.py", "from ..drawing import nothing"),
     ("packing/figures.py", "from . import widget"), ("packing/__init__.py", "from .widget import TileExplorer"),
     ("work/figures.py", "import ipywidgets"),
 ])

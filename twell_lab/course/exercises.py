@@ -219,7 +219,7 @@ def _neuron_lists(answer) -> str:
         fired = torch.rand(tokens, d_ff) < share
         rows = [row.nonzero()[:, 0].tolist() for row in fired]
         want = [column.nonzero()[:, 0].tolist() for column in fired.T]
-        _same_list(answer(rows, d_ff), want, f"neuron_lists({rows}, {d_ff})", lambda got: [list(each) for each in got])
+        _same_list(answer(rows, d_ff), want, f"neuron_lists({rows}, {d_ff})", lambda got: list(map(list, got)))
     return "every token in the list of each of its neurons, ascending, and an empty list for who never fired."
 
 

@@ -1,4 +1,4 @@
-"""Times as several notebooks read them: rows as the records have them, or measured now, each with `where` they are from."""
+"""Times as several notebooks read them: rows of the records, or measured now, each with `where` they are from."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def same(row: dict) -> tuple:
 def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]:
     """The wanted rows of records whose name begins with this, made on a GPU with `device` in its name.
 
-    Each has `where`: "recorded on <device>, <day>". Of rows of different records that measure the same thing (see `same`)
-    only those of the newest record are there.
+    Each has `where`: "recorded on <device>, <day>". Of rows of different records that measure the same thing
+    (see `same`), only those of the newest record are there.
     """
     found: list[dict] = []
     taken: set[tuple] = set()
@@ -44,7 +44,7 @@ def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]
 
 
 def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, **equal) -> list[dict]:
-    """The rows of this kind whose fields equal those given; nnz within 8%, since a drawn workload meets it only roughly."""
+    """The rows of this kind whose fields equal those given; nnz within 8%, as a drawn workload meets it only roughly."""
     return [
         row
         for row in rows
@@ -66,7 +66,7 @@ def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
 
 
 def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: int, d_ff: int, nnz: float) -> list[dict]:
-    """Milliseconds of calls on this machine's GPU as a record's rows, a row a path. One of the paths is "dense eager"."""
+    """Milliseconds of calls on this machine's GPU as rows of a record, a row a path; "dense eager" is one of them."""
     device, (dense, _) = torch.cuda.get_device_name(), bench.quartiles(samples["dense eager"])
     shared = {"kind": kind, "device": device, "where": f"yours, now, on {device}", "tokens": tokens, "d_model": d_model,
               "d_ff": d_ff, "gated": True, "nnz": nnz, "workload": LOGNORMAL, "dtype": "bfloat16", "dense_ms": dense}

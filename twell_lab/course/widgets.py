@@ -39,7 +39,7 @@ class Drawn(ipywidgets.VBox):
         super().__init__([*controls, self.figure if self._canvas is None else self._canvas])
 
     def redraw(self, change: Callable[[], None]) -> None:
-        """Call `change`, which updates the figure, and show it: in place where the notebook can, otherwise drawn anew."""
+        """Call `change`, which updates the figure, and show it: in place where that works, otherwise drawn anew."""
         if self._canvas is None:
             with self.figure.batch_update():
                 change()

@@ -9,7 +9,6 @@ from tests.course.recorded_rows import RATES, compared, everything, gates, row
 from twell_lab import bench, bench_inference
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.work import data as work
-from twell_lab.errors import TwellError
 from twell_lab.planner import plan
 from twell_lab.profile import profile
 from twell_lab.records import Record
@@ -72,17 +71,6 @@ def test_what_a_gpu_measures_has_the_form_of_the_record(monkeypatch):
     assert [each["x_dense"] for each in rows] == [1, 2, 2] and rows[1]["choice"] in ("dense", "twell") or "hot_cold" in rows[1]["choice"]
     assert {cell["path"] for cell in hopper.cells(rows)} == set()  # few tokens count as graph replays
     assert rows[0]["where"] == "yours, now, on My GPU"
-
-
-def test_what_a_gpu_refuses_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-
-    def refuse(tokens, nnz):
-        raise TwellError("too old")
-
-    monkeypatch.setattr(hopper, "_compare", refuse)
-    assert hopper.yours() == [] and capsys.readouterr().out == "Nothing was timed on My GPU: too old\n"
 
 
 def test_the_headline_sets_eager_beside_eager_and_compiled_beside_compiled():
