@@ -2,6 +2,7 @@
 
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.work import data as work
+from twell_lab.records import Record
 
 RATES = work.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on Some GPU, 2026-01-02"
@@ -48,3 +49,9 @@ def everything():
         rows += compared(60, twell=slow, workload=f"overflow: {label}")
     rows += [each | {"d_model": 1024, "d_ff": 4096, "gated": False} for tokens in (1, 2048) for each in compared(21, tokens=tokens)]
     return rows
+
+
+def record(name, date, rows):
+    """A record of other kernels than the present ones: stale."""
+    return Record(name=name, purpose="a test", rows=rows, date=date, commit=None, dirty=None, kernel_hash="0" * 64,
+                  machine={})

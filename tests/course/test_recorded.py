@@ -3,15 +3,9 @@
 import pytest
 import torch
 
-from tests.course.recorded_rows import row
+from tests.course.recorded_rows import record, row
 from twell_lab.course import recorded
 from twell_lab.errors import TwellError
-from twell_lab.records import Record
-
-
-def record(name, day, rows):
-    return Record(name=name, purpose="a test", rows=rows, date=f"2026-01-{day:02}T00:00:00Z", commit=None, dirty=None,
-                  kernel_hash="0" * 64, machine={})
 
 
 @pytest.mark.parametrize("other, alike", [
@@ -22,8 +16,9 @@ def test_what_counts_as_the_same_measurement(other, alike):
 
 
 def test_of_the_same_measurement_the_newest_is_read(monkeypatch):
-    kept = [record("a", 1, [row(ms=3.0), row(ms=4.0, nnz=8.0)]), record("b", 3, [row(ms=5.0)]),
-            record("a-again", 2, [row(ms=1.0), row(ms=2.0, device="Another GPU"), row(ms=6.0, kind="plan")])]
+    kept = [record("a", "2026-01-01T00:00:00Z", [row(ms=3.0), row(ms=4.0, nnz=8.0)]),
+            record("b", "2026-01-03T00:00:00Z", [row(ms=5.0)]),
+            record("a-again", "2026-01-02T00:00:00Z", [row(ms=1.0), row(ms=2.0, device="Another GPU"), row(ms=6.0, kind="plan")])]
     monkeypatch.setattr(recorded.records, "load_all", lambda: kept)
     monkeypatch.setattr(recorded.records, "stale", lambda record: record.name == "a")
     found = recorded.newest("a", "H100", lambda each: each["kind"] == "inference")

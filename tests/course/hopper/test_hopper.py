@@ -5,17 +5,12 @@ import inspect
 import pytest
 import torch
 
-from tests.course.recorded_rows import RATES, compared, everything, gates, row
+from tests.course.recorded_rows import RATES, compared, everything, gates, record, row
 from twell_lab import bench, bench_inference
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.work import data as work
 from twell_lab.planner import plan
 from twell_lab.profile import profile
-from twell_lab.records import Record
-
-
-def record(name, date, rows):
-    return Record(name=name, purpose="a test", rows=rows, date=date, commit=None, dirty=None, kernel_hash="0" * 64, machine={})
 
 
 def test_the_newest_of_each_measurement_is_read(monkeypatch):
