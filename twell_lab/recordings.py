@@ -132,7 +132,7 @@ def cpu() -> Record:
 
 def matmul_density() -> Record:
     """Dense, COO, CSR and ELL products against density, and dense on zeros: what notebook 01 sets beside its own."""
-    from .course.measure import density_record
+    from .bench_density import density_record
 
     return density_record()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from twell_lab.course import kernels
+from twell_lab.course.notebook import NEEDS
 
 nbclient = pytest.importorskip("nbclient")
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -33,7 +33,7 @@ def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
     assert "apt install g++" in printed(code[0])
     assert "packed by the reference\nthe same words as the reference: True" in printed(code[1])
     for cell in code:
-        left_out = kernels.NEEDS in cell.source.splitlines()
+        left_out = NEEDS in cell.source.splitlines()
         assert (printed(cell) == "Not run: this cell needs a C++ compiler.\n") == left_out, cell.source[:80]
     assert "apt install g++" in printed(next(cell for cell in code if '"tile_counts"' in cell.source))
 
@@ -41,5 +41,5 @@ def test_every_cell_runs_and_says_what_it_leaves_out(tmp_path, monkeypatch):
 def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monkeypatch):
     code = run("05-hopper-kernels.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])
-    left_out = [cell for cell in code if kernels.NEEDS in cell.source.splitlines()]
+    left_out = [cell for cell in code if NEEDS in cell.source.splitlines()]
     assert left_out == [cell for cell in code if printed(cell) == "Not run: this cell needs a C++ compiler.\n"] and len(left_out) == 1

@@ -17,8 +17,7 @@ MOST_LINES = 450
 MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]))\b/?")
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
 OUTER_ROOMS = {"__init__", "__main__", "plots", "page", "tour", "cli"}
-OUTER_ROOMS |= {"widgets", "notebook", *(f"{kind}_{part}" for kind in ("plots", "widgets")
-                                         for part in ("measure", "packing", "simulator", "training", "hopper", "hopper_work", "backward", "sweep"))}  # in course/
+OUTER_ROOMS |= {"widgets", "widget", "figures", "drawing", "notebook"}  # in course/
 OUTER_MODULES = {f"twell_lab.{place}{room}" for room in OUTER_ROOMS - {"__init__", "__main__"}
                  for place in ("", "course.")}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}

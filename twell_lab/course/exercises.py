@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .hopper_work import pool_table, waves
-from .training import firing_share
 from ..errors import CompileError, InputError, StackError
 from ..formats import CSR, TwELL
+from .training.data import firing_share
+from .work.data import pool_table, waves
 
 RIGHT = "Right"
 
@@ -40,17 +40,25 @@ def check(name: str, answer: Callable | str) -> None:
         print(f"Not yet: your function raised {type(error).__name__}: {error}")
 
 
-def _same(got, want, asked: str) -> None:
+def _written(got):
+    """What the reader's function gave back, unless that is nothing."""
     if got is None:
         raise NotYet("the function gives None back; write its body first.")
-    if got != want:
+    return got
+
+
+def _same(got, want, asked: str) -> None:
+    if _written(got) != want:
         raise NotYet(f"{asked} should be {want:,}; yours gave {got!r}.")
 
 
+def _same_list(got, want: list, asked: str, read: Callable = list) -> None:
+    if read(_written(got)) != want:
+        raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
+
+
 def _close(got, exact: Tensor, asked: str, tolerance: float = 1e-4) -> None:
-    if got is None:
-        raise NotYet("the function gives None back; write its body first.")
-    if not isinstance(got, Tensor) or got.shape != exact.shape:
+    if not isinstance(_written(got), Tensor) or got.shape != exact.shape:
         shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
     if got.isnan().any():
@@ -115,7 +123,7 @@ def _firing_share(answer) -> str:
     for counts, share in cases:
         asked = f"firing_share({counts.tolist()}, {share})"
         got = answer(counts, share)
-        _close(None if got is None else torch.as_tensor(got).double(),
+        _close(torch.as_tensor(_written(got)).double(),
                torch.tensor(firing_share(counts, share)).double(), asked)
     return "the busiest first, added up, until the share is reached."
 
@@ -129,12 +137,8 @@ def _pack_tile(answer) -> str:
             gate[0] = torch.nan
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
-        got = answer(gate, words)
-        asked = f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})"
-        if got is None:
-            raise NotYet("the function gives None back; write its body first.")
-        if list(got) != want:
-            raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
+        _same_list(answer(gate, words), want,
+                   f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
 
 
@@ -206,11 +210,7 @@ def _pool_starts(answer) -> str:
     cases += [torch.randint(0, 60, (16,)).tolist() for _ in range(3)]
     for counts in cases:
         want = [None if row["lost"] else row["start"] for row in pool_table(counts)]
-        got = answer(counts)
-        if got is None:
-            raise NotYet("the function gives None back; write its body first.")
-        if list(got) != want:
-            raise NotYet(f"pool_starts({counts}) should be {want}; yours gave {got!r}.")
+        _same_list(answer(counts), want, f"pool_starts({counts})")
     return "each row after the earlier ones, and those that do not fit are lost, though their place stays taken."
 
 
@@ -219,11 +219,7 @@ def _neuron_lists(answer) -> str:
         fired = torch.rand(tokens, d_ff) < share
         rows = [row.nonzero()[:, 0].tolist() for row in fired]
         want = [column.nonzero()[:, 0].tolist() for column in fired.T]
-        got = answer(rows, d_ff)
-        if got is None:
-            raise NotYet("the function gives None back; write its body first.")
-        if [list(each) for each in got] != want:
-            raise NotYet(f"neuron_lists({rows}, {d_ff}) should be {want}; yours gave {got!r}.")
+        _same_list(answer(rows, d_ff), want, f"neuron_lists({rows}, {d_ff})", lambda got: list(map(list, got)))
     return "every token in the list of each of its neurons, ascending, and an empty list for who never fired."
 
 
@@ -239,9 +235,7 @@ def _plain_backward(answer) -> str:
         fired = (leaves[0] @ leaves[1].T > 0).detach()
         silent = ~fired.any(0)
         up[silent], down[:, silent] = torch.nan, torch.nan
-        got = answer(x, up, down, dy, fired)
-        if got is None:
-            raise NotYet("the function gives None back; write its body first.")
+        got = _written(answer(x, up, down, dy, fired))
         for name, mine, each in zip(("dx", "dup", "ddown"), got, exact, strict=True):
             _close(mine, each, f"{name} for {tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent")
     return "all three gradients, and no weight of a neuron that never fired was read."

@@ -1,7 +1,4 @@
-"""What the first cell of every notebook does: name the machine, choose how figures are drawn, keep quiet.
-
-The library never imports this module.
-"""
+"""What the first cell of every notebook does: name the machine, look for a compiler, choose how figures are drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +12,10 @@ from importlib import metadata
 import torch
 
 from .. import machine
+from ..errors import StackError
 
+NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
+_LEFT_OUT = "Not run: this cell needs a C++ compiler."
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
 
 
@@ -41,6 +41,35 @@ def provenance() -> str:
     what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores{used}, {gpu or 'no GPU'}"
     packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := _version(name)))
     return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
+
+
+def ready() -> bool:
+    """Whether kernels can run in the simulator here, said in one line; if not, cells marked NEEDS are left out."""
+    from ..simulator import compiler  # most notebooks run no kernel
+
+    shell = _shell()
+    if shell is not None:  # from a first run of the set-up cell, when there may have been no compiler
+        shell.input_transformers_cleanup[:] = [t for t in shell.input_transformers_cleanup if t is not _left_out]
+    try:
+        found = compiler()
+    except StackError as missing:
+        print(f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
+              f"and cells that say '{NEEDS.strip('# ')}' are left out.")
+        if shell is not None:
+            shell.input_transformers_cleanup.append(_left_out)
+        return False
+    print(f"Kernels run in the simulator, compiled by {found.name} ({found.version}).")
+    return True
+
+
+def _left_out(lines: list[str]) -> list[str]:
+    """A cell as IPython hands it to its transformers, or in its place one that says why it does not run."""
+    return [f"print({_LEFT_OUT!r})\n"] if any(line.strip() == NEEDS for line in lines) else lines
+
+
+def _shell():
+    interactive = sys.modules.get("IPython")  # loaded wherever a notebook runs
+    return interactive and interactive.get_ipython()
 
 
 def dtype_for(device: str) -> torch.dtype:

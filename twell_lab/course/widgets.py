@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import plotly.graph_objects as go
 
-from . import plots_measure
 from ..errors import InputError, StackError
 from .notebook import on_colab
 
@@ -31,7 +30,27 @@ def live_figure(figure: go.Figure) -> go.Figure:
         return figure
 
 
-class Explorer(ipywidgets.VBox):
+class Drawn(ipywidgets.VBox):
+    """Controls above a figure, which `.figure` holds."""
+
+    def __init__(self, controls: list, figure: go.Figure) -> None:
+        self.figure = live_figure(figure)
+        self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
+        super().__init__([*controls, self.figure if self._canvas is None else self._canvas])
+
+    def redraw(self, change: Callable[[], None]) -> None:
+        """Call `change`, which updates the figure, and show it: in place where that works, otherwise drawn anew."""
+        if self._canvas is None:
+            with self.figure.batch_update():
+                change()
+            return
+        change()
+        with self._canvas:
+            self._canvas.clear_output(wait=True)
+            display(self.figure)
+
+
+class Explorer(Drawn):
     """A slider above a figure. `.slider` moves it from code too, `.figure` holds what is shown, `.index` where.
 
     change(figure, index) updates the figure in place; choices are the (label, value) pairs of the slider.
@@ -40,13 +59,12 @@ class Explorer(ipywidgets.VBox):
     def __init__(self, figure: go.Figure, change: Callable[[go.Figure, int], None], choices: list, label: str) -> None:
         if not choices:
             raise InputError("choices is empty; at least one (label, value) pair is accepted")
-        self.figure, self._change = live_figure(figure), change
+        self._change = change
         self.slider = ipywidgets.SelectionSlider(
             options=choices, description=label, continuous_update=True,
             style={"description_width": "initial"}, layout={"width": "560px", "max_width": "100%"})
-        self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
-        super().__init__([self.slider, self.figure if self._canvas is None else self._canvas])
-        self.slider.observe(self._moved, names="index")
+        super().__init__([self.slider], figure)
+        self.slider.observe(lambda _: self._draw(), names="index")
         self._draw()
 
     @property
@@ -54,25 +72,5 @@ class Explorer(ipywidgets.VBox):
         """Which of the slider's choices is shown, from 0."""
         return self.slider.index
 
-    def _moved(self, event) -> None:
-        self._draw()
-
     def _draw(self) -> None:
-        if self._canvas is None:
-            with self.figure.batch_update():
-                self._change(self.figure, self.index)
-            return
-        self._change(self.figure, self.index)
-        with self._canvas:
-            self._canvas.clear_output(wait=True)
-            display(self.figure)
-
-
-def threshold_explorer(sweep: dict) -> Explorer:
-    """Move a threshold on the gate and see who still fires, the weights read and the error made.
-
-    sweep: what `measure.threshold_sweep` returned. The slider's values are its thresholds.
-    """
-    choices = [(f"{row['threshold']:.2f}", row["threshold"]) for row in sweep["rows"]]
-    return Explorer(plots_measure.threshold(sweep), lambda figure, index: plots_measure.move_threshold(figure, sweep, index),
-                    choices, "threshold on the gate")
+        self.redraw(lambda: self._change(self.figure, self.index))

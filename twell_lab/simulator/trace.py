@@ -124,7 +124,7 @@ class State(Mapping):
     def watched(self) -> dict[str, dict[int, float]]:
         """Watch name -> thread -> the value it had last."""
         found: dict[str, dict[int, float]] = {}
-        for step in self._trace._watches:
+        for step in self._trace.watches:
             if step.index <= self.step:
                 found.setdefault(step.name, {}).update(zip(step.threads, step.values, strict=True))
         return found
@@ -138,7 +138,7 @@ class State(Mapping):
         self._trace._number(array)
         size = self._trace.size(array) - first if count is None else count
         thread, at, wrote, written = np.full(size, -1), np.full(size, -1), np.zeros(size, bool), np.zeros(size, bool)
-        places, threads, steps, writes = self._trace._touches[array]
+        places, threads, steps, writes = self._trace.touches[array]
         done = np.flatnonzero((steps <= self.step) & (places >= first) & (places < first + size))
         places, writes = places[done] - first, writes[done]
         thread[places], at[places], wrote[places] = threads[done], steps[done], writes
@@ -226,11 +226,12 @@ class Trace(Sequence):
         return {element: tuple(sorted(threads)) for element, threads in sorted(found.items())}
 
     @cached_property
-    def _watches(self) -> list[Step]:
+    def watches(self) -> list[Step]:
+        """The steps that say what a watched expression is."""
         return [step for step in self.steps if step.kind == "watch"]
 
     @cached_property
-    def _touches(self) -> dict[str, tuple]:
+    def touches(self) -> dict[str, tuple]:
         """(element, thread, step, whether written) of every access to each array, in order, as flat arrays."""
         found = {}
         for name in self.arrays:

@@ -1,0 +1,128 @@
+"""What notebook 06 computes of the backward pass: every way to the same gradients, sizes and times that add up."""
+
+import pytest
+import torch
+from torch import nn
+
+from twell_lab import formats, launch_train
+from twell_lab.course.backward import data as backward
+from twell_lab.course.backward.live import small_layer
+from twell_lab.course.work.data import Rates
+from twell_lab.errors import InputError
+
+CASE = backward.drawn()
+FIRED = CASE.x @ CASE.gate.T > 0
+RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+
+
+def test_the_drawn_layer_is_sparse_uneven_and_has_neurons_that_never_fire():
+    counts = FIRED.sum(1)
+    assert 0.05 < FIRED.double().mean() < 0.25 and counts.max() > 3 * counts.double().mean()
+    assert (FIRED.sum(0) == 0).sum() >= 2
+    assert torch.equal(backward.drawn().x, CASE.x) and not torch.equal(backward.drawn(seed=1).x, CASE.x)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.05])
+def test_the_kept_places_are_enough(coefficient):
+    got = backward.kept_gradients(CASE, coefficient, FIRED)
+    assert backward.worst(got, backward.exact(CASE, coefficient)) < 1e-14
+
+
+def test_a_wrong_gradient_is_seen():
+    want = backward.exact(CASE, 0.05)
+    assert backward.worst(backward.exact(CASE, 0.0), want) > 1e-3
+    assert backward.worst(backward.kept_gradients(CASE, 0.05, FIRED & (torch.arange(24) != 3)[:, None]), want) > 1e-2
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 40, 128, 129, 10_000])
+def test_whatever_fits_the_gradients_are_the_same(capacity):
+    got, lost = backward.hybrid(CASE, 0.05, capacity)
+    assert backward.worst(got, backward.exact(CASE, 0.05)) < 1e-14
+    assert lost == list(range(len(CASE.x) - len(lost), len(CASE.x)))  # all rows behind the first that does not fit
+    assert (not lost) == (capacity >= FIRED.sum())
+
+
+def test_rooms_by_hand():
+    assert backward.rooms([2, 0, 3, 1], 5) == ([(0, 2), (2, 0), (2, 3), (-1, 0)], [3])
+    assert backward.rooms([2, 9, 1], 5) == ([(0, 2), (-1, 0), (-1, 0)], [1, 2])
+
+
+def test_rows_read_by_hand():
+    assert backward.rows_read([2, 3], [], d_ff=10) == (35, 0)
+    assert backward.rows_read([2, 3], [1], d_ff=10) == (14, 20 + 21)
+
+
+def test_the_sweep_loses_fewer_rows_with_more_room():
+    sweep = backward.capacity_sweep(CASE, 0.05, [0, 60, 140])
+    assert [len(row["lost"]) for row in sweep] == [24, 13, 0]
+    assert all(row["error"] < 1e-14 for row in sweep) and sweep[1]["bytes"] == 480
+    assert sweep[2]["stored_rows"] == 7 * int(FIRED.sum()) and sweep[2]["lost_rows"] == 0
+    with pytest.raises(InputError, match="-1"):
+        backward.capacity_sweep(CASE, 0.05, [-1])
+
+
+def test_the_census_counts_where_values_are():
+    lines = backward.census({"g": FIRED.double(), "u": torch.ones(FIRED.shape)}, FIRED).splitlines()
+    kept = int(FIRED.sum())
+    assert lines[1].split() == ["g", "960", str(kept), "0"] and lines[2].split() == ["u", "960", str(kept), str(960 - kept)]
+
+
+def test_lists_of_neurons_are_the_transpose():
+    small = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
+    assert backward.by_row(small) == [[0, 2], [2]] and backward.by_neuron(small) == [[0], [], [0, 1]]
+
+
+def test_the_order_of_a_sum_decides_over_its_last_bits():
+    numbers = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    assert backward.different_sums(numbers, 50) > 5
+    assert backward.different_sums(numbers, 50, shuffle=False) == 1
+    assert backward.different_sums(torch.ones(300), 50) == 1
+
+
+def test_what_torch_saves_of_a_dense_layer_is_what_the_formula_says():
+    layer = small_layer(16, 48)
+    with backward.saved_tensors(layer) as saved:
+        y = layer(torch.randn(10, 16))
+    assert [tensor["shape"] for tensor in saved] == [[10, 16], [10, 48], [10, 48], [10, 48]]
+    assert [tensor["bytes"] for tensor in saved] == list(backward.dense_saved(10, 16, 48, value=4).values())
+    y.sum().backward()  # the hooks hand back what they were given
+    assert layer.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_parameters_and_second_sights_are_not_counted():
+    module = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    with backward.saved_tensors(module) as saved:
+        (module(x) * x).sum()
+    assert sorted(tensor["bytes"] for tensor in saved) == [48, 48]  # x once, the product's other factor
+
+
+def test_the_sparse_sizes_are_those_of_the_lists():
+    sizes = backward.sparse_saved(16384, 2048, 5632)
+    room = launch_train.capacity_for(16384, 5632)
+    assert sizes["words"] == sizes["ups"] == 4 * room and sizes["x"] == 2**26
+    text = backward.memory_table({"a": {"x": 2**20}, "b": {"x": 2**20, "words": 2**19}})
+    assert text.splitlines()[-1].split() == ["together", "1", "1.5"]
+    assert "592 MiB (dense)" in backward.memory_sentence({"dense": backward.dense_saved(16384, 2048, 5632), "sparse": sizes})
+
+
+def test_seven_rows_for_each_kept_value():
+    parts = backward.parts(tokens=10, d_model=8, d_ff=100, nnz=3)
+    assert sum(part["l2"] for part in parts) == backward.ROWS_A_VALUE * 10 * 3 * 16
+    assert sum(part["operations"] for part in parts) == 2 * 10 * 8 * 100  # the gate alone stays a dense product
+
+
+def test_floors_add_up_and_break_even_is_where_they_meet():
+    floors = backward.floors(backward.parts(nnz=29), RATES)
+    assert floors[0]["limit"] == "tensor cores" and {part["limit"] for part in floors[1:]} == {"L2 cache"}
+    assert f"{sum(part['ms'] for part in floors):.4g}" in backward.floors_table(floors).splitlines()[-1]
+    meeting = backward.break_even(RATES)
+    at = sum(part["ms"] for part in backward.floors(backward.parts(nnz=meeting), RATES))
+    assert at == pytest.approx(backward.dense_floor(RATES))
+    assert backward.break_even(RATES, dense_ms=2 * backward.dense_floor(RATES)) > 1.9 * meeting
+    assert backward.break_even_sentences(RATES).count("\n") == 0 and "6.00 ms" in backward.break_even_sentences(RATES, 6.0)
+
+
+def test_hybrid_judges_rows_alone_and_a_common_room_does_not():
+    heavy = formats.Hybrid.from_dense(FIRED.double(), 8).heavy.tolist()
+    assert heavy and not backward.rooms(FIRED.sum(1).tolist(), 8 * len(FIRED))[1]

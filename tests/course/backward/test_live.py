@@ -1,0 +1,79 @@
+"""The run of notebook 06 that switches its layers, a few steps of it, and what is said of a run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from twell_lab import penalty, switching
+from twell_lab.course.backward import live
+from twell_lab.course import training
+from twell_lab.course.work.data import Rates
+from twell_lab.errors import InputError
+from twell_lab.ffn import SparseFFN, feed_forwards
+from twell_lab.train import cross_entropy
+
+RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+
+
+@pytest.fixture(scope="module")
+def begun():
+    config = replace(training.SMALL, text=training.some_text(60_000), d_model=16, heads=2, d_ff=32, layers=2, steps=3, batch=2, context=16)
+    return config, *live.start(config)
+
+
+def test_a_run_begins_dense_on_windows_of_the_text(begun):
+    config, model, _, windows = begun
+    layers = [layer.module for layer in feed_forwards(model)]
+    assert all(isinstance(layer, SparseFFN) and layer.learning == "dense" for layer in layers)
+    batch = next(windows)
+    assert batch.shape == (2, 17) and not torch.equal(batch, next(windows))
+
+
+def test_both_paths_have_the_same_gradients_and_leave_the_model_alone(begun):
+    config, model, _, windows = begun
+    batch = next(windows)
+    sparse, dense = (live.gradients(model, batch, path, 0.1) for path in ("twell", "dense"))
+    assert len(sparse) == len(list(model.parameters())) and live.furthest_apart(sparse, dense) < 1e-5
+    assert live.furthest_apart(live.gradients(model, batch, "twell", 0.0), dense) > 1e-3  # L1 is in them
+    assert {layer.module.learning for layer in feed_forwards(model)} == {"dense"}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_average_of_some_steps_decides(begun):
+    _, model, _, windows = begun
+    recent = []
+    for _ in range(2):
+        with penalty.layer_terms(model) as terms:
+            cross_entropy(model, next(windows))
+        recent.append(terms)
+    mean = live.averaged(recent)
+    assert [term.name for term in mean] == [term.name for term in recent[0]]
+    assert float(mean[1].nnz) == pytest.approx((float(recent[0][1].nnz) + float(recent[1][1].nnz)) / 2)
+    assert set(switching.switch(model, mean, below=1000.0).values()) == {"twell"}
+    for layer in feed_forwards(model):
+        layer.module.learn("dense")
+    with pytest.raises(InputError, match="empty"):
+        live.averaged([])
+
+
+def test_the_break_even_is_the_librarys_as_a_share():
+    share = live.break_even_share(RATES)
+    assert 0.005 < share < 0.05
+    assert live.break_even_share(Rates(RATES.tensor, RATES.memory, 2 * RATES.l2, "a test")) == pytest.approx(2 * share)
+
+
+def test_says_when_layers_changed_their_path():
+    history = [{"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": held * 2**20}
+               for step, nnz, path, held in ((10, 9.0, "dense", 8), (20, 3.0, "twell", 6), (30, 8.0, "dense", 8), (40, 2.0, "twell", 5))]  # fmt: skip
+    first, second, last = live.says(history).splitlines()
+    assert first == "layer 0: dense at first; never changed"
+    assert second == ("layer 1: dense at first; sparse from step 20 (nnz 3.0), then dense from step 30 (nnz 8.0), "
+                      "then sparse from step 40 (nnz 2.0)")  # fmt: skip
+    assert last == "kept for the backward pass: 8.0 MiB in step 10, 5.0 in step 40"
+
+
+def test_a_cpu_needs_no_autocast_and_layers_are_drawn_alike():
+    with live.sixteen_bits("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(live.small_layer(8, 16).up_proj.weight, live.small_layer(8, 16).up_proj.weight)

@@ -1,0 +1,134 @@
+"""The measurements of the first notebooks: right results whatever the clock says, verdicts from made-up numbers."""
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from twell_lab import bench_density, records
+from twell_lab.bench_density import DENSITY, scattered
+from twell_lab.course.measure import data as measure
+from twell_lab.errors import InputError
+from twell_lab.formats import CSR
+from twell_lab.model import GatedFeedForward
+
+
+def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():
+    a, b = scattered(9, 20, 6), torch.randn(20, 7)
+    ones = (a != 0).float()
+    assert torch.equal(measure.without_multiplying(CSR.from_dense(ones), torch.ones(20, 7)), ones @ torch.ones(20, 7))
+    wrong = measure.without_multiplying(CSR.from_dense(a), b)
+    assert wrong.shape == (9, 7) and measure.relative_error(wrong, a @ b) > 0.3
+    assert torch.equal(wrong, measure.without_multiplying(CSR.from_dense(a), torch.full((20, 7), torch.nan)))
+
+
+def table(**speeds) -> list[dict]:
+    densities = (0.001, 0.01, 0.1)
+    return [{"density": density, "path": path, "x_dense": speed, "ms": 1 / speed, "dense_ms": 1.0}
+            for path, each in speeds.items() for density, speed in zip(densities, each, strict=True)]
+
+
+def test_break_even_lies_between_the_points_around_it():
+    crossing = measure.break_even(table(CSR=(10.0, 2.0, 0.5)), "CSR")
+    assert math.isclose(crossing, 0.01 * math.sqrt(10))  # 2x and 1/2x: halfway on both logarithmic axes
+    assert measure.break_even(table(CSR=(0.9, 0.5, 0.1)), "CSR") is None
+    assert measure.break_even(table(CSR=(9.0, 5.0, 1.1)), "CSR") == math.inf
+
+
+@pytest.mark.parametrize(("speeds", "words"), [
+    ((10.0, 2.0, 0.5), "faster than dense below 3.2%"), ((0.9, 0.5, 0.1), "not faster than dense at 0.10% either"),
+    ((9.0, 5.0, 1.1), "faster than dense up to 10%"),
+])
+def test_the_sentence_follows_the_numbers(speeds, words):
+    assert words in measure.break_even_sentence(table(CSR=speeds), "CSR")
+
+
+def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
+    assert "no such kernel" in measure.break_even_sentence(table(CSR=(1, 1, 1)), "COO")
+
+
+@pytest.mark.parametrize(("new", "old", "words"), [
+    ([1.0, 1.1, 0.9], [4.0, 4.1, 3.9], "4.0x as fast"), ([8.0, 8.1, 7.9], [4.0, 4.1, 3.9], "2.0x as slow"),
+    ([4.0, 2.0, 7.0], [4.4, 2.2, 7.6], "no clear difference: the samples spread as on a busy machine."),
+    ([4.0] * 3, [4.1] * 3, "no clear difference."),
+])
+def test_compare_says_what_the_samples_say(new, old, words):
+    assert words in measure.compare({"a": new, "b": old}, "a", "b")
+
+
+def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_density, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
+    monkeypatch.setattr(bench_density, "DENSITIES", [0.1, 0.5])
+    monkeypatch.setattr(bench_density, "clock", lambda calls, *_: {name: [1.0, 2.0, 3.0] for name in calls})
+    record = bench_density.density_record()
+    again = records.load(record.save(tmp_path))
+    for row in again.rows:
+        row["device"] = "Some GPU"
+    older = records.Record(**{**vars(again), "date": "2020-01-01T00:00:00Z"})
+    monkeypatch.setattr(measure, "load_all", lambda: [older, again])
+    rows = measure.recorded(DENSITY)
+    assert {row["date"] for row in rows} == {again.date} and len(rows) == 10
+    sentences = measure.recorded_sentences([row for row in rows if row["path"] in ("CSR", "ELL")])
+    assert sentences.count("Recorded on Some GPU") == 2
+    assert "Recorded on Some GPU" in measure.zeros_sentence(measure.recorded("matmul_data"))
+
+
+def test_without_records_the_sentences_say_so(monkeypatch):
+    monkeypatch.setattr(measure, "load_all", lambda: [])
+    assert measure.recorded(DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
+    assert "No GPU's" in measure.recorded_sentences([]) and "No GPU's" in measure.zeros_sentence([])
+
+
+def test_prune_keeps_the_largest():
+    weight = torch.tensor([[3.0, -1.0], [0.5, -4.0]])
+    assert torch.equal(measure.prune(weight, 0.5), torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
+    assert torch.equal(measure.prune(weight, 0.0), weight)
+    with pytest.raises(InputError, match="share is 1"):
+        measure.prune(weight, 1)
+
+
+def test_pruned_weights_err_and_skipped_neurons_do_not():
+    torch.manual_seed(0)
+    hidden, down = scattered(1, 200, 4), torch.randn(30, 200)
+    rows, samples = measure.weights_or_activations(hidden, down, [0.5, 0.9], "cpu", seconds=0.0)
+    assert [row["path"] for row in rows] == list(samples)
+    dense, half, most, skipped = rows
+    assert dense["bytes"] == 4 * 30 * 200 and skipped["bytes"] == 4 * 30 * 4 and skipped["zeros"] == 0.98
+    assert dense["error"] < 1e-5 and skipped["error"] < 1e-5 < half["error"] < most["error"]
+
+
+def test_the_queue_returns_before_its_work_is_done_and_waits_when_asked():
+    queue, log = measure.Queue("cpu"), []
+    gate = threading.Event()
+    queue.launch(lambda: (gate.wait(5), log.append("done")))
+    assert log == []
+    gate.set()
+    queue.synchronize()
+    assert log == ["done"]
+
+
+def test_the_stop_watch_separates_asking_from_doing():
+    asked, done = measure.stop_watch(lambda: time.sleep(0.05), measure.Queue("cpu"))
+    assert asked < 40 < 50 <= done
+
+
+def test_an_error_in_the_queue_is_not_lost():
+    queue = measure.Queue("cpu")
+    queue.launch(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        queue.synchronize()
+
+
+def test_threshold_sweep_counts_what_it_says():
+    torch.manual_seed(1)
+    layer, x = GatedFeedForward(24, 48), torch.randn(10, 24)
+    sweep = measure.threshold_sweep(layer, x, [0.0, 0.3, 9.0])
+    with torch.no_grad():
+        gate = layer.gate_proj.double()(x.double())
+    first, second, last = sweep["rows"]
+    assert first["nnz"] == (gate > 0).sum(1).double().mean() and first["error"] == 0
+    assert second["nnz"] == (gate > 0.3).sum(1).double().mean() and 0 < second["error"] < 1
+    assert (last["nnz"], last["weights"]) == (0, 1 / 3) and math.isclose(last["error"], 1)
+    assert sum(sweep["counts"]) == (gate > 0).sum()

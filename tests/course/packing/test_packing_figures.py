@@ -1,0 +1,72 @@
+"""The figures on packing show the numbers they were given, and draw where there is little to draw."""
+
+import pytest
+import torch
+
+from twell_lab.course.packing import data as packing
+from twell_lab.course.packing import figures
+from twell_lab.errors import InputError
+
+
+def gate(columns: int = 300) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(3, columns).to(torch.bfloat16)
+
+
+def test_matrix_marks_what_is_not_zero():
+    figure = figures.matrix(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), "a title")
+    assert [list(line) for line in figure.data[0].z] == [[0, 1], [1, 0]]
+
+
+def test_bytes_are_a_row_each_and_dense_is_grey():
+    figure = figures.format_bytes({"dense": 400, "CSR": 100}, rows=4, values=10)
+    assert list(figure.data[0].y) == [100, 25] and figure.data[0].text[1].endswith("25%")
+    assert figure.layout.shapes[0].y0 == 5  # ten values of two bytes, over four rows
+    with pytest.raises(InputError, match="'dense'"):
+        figures.format_bytes({"CSR": 100}, rows=4, values=10)
+
+
+def test_geometries_are_a_grid_with_the_best_one_framed():
+    table = packing.geometries(gate(), [8, 64], [9, 33])
+    figure = figures.geometries(table, overflow=0.0)
+    cost, overflow, *frames = figure.data
+    assert list(cost.x) == ["8", "64"] and list(cost.y) == ["9", "33"]
+    assert cost.text[1][0] is None and cost.z[1][0] is None  # 33 words for a tile of 8 do not exist
+    assert overflow.text[0][0] == "0%"
+    best = packing.smallest(table, 0.0)
+    assert [(list(frame.x), list(frame.y)) for frame in frames] == 2 * [([f"{best['tile']}"], [f"{best['words']}"])]
+
+
+def test_geometries_without_a_fitting_one_have_no_frame():
+    row = {"tile": 64, "words": 2, "bytes": 8.0, "slots_used": 1.0, "overflow": 1.0, "tail": 9.0}
+    assert len(figures.geometries([row]).data) == 2
+    with pytest.raises(InputError):
+        figures.geometries([])
+
+
+def test_errors_are_sorted_and_in_percent():
+    figure = figures.error_by_row({"toy": [0.0, 0.5, 0.25]}, "a title")
+    assert list(figure.data[0].y) == [50, 25, 0]
+
+
+@pytest.mark.parametrize(("columns", "tile", "words"), [(300, 256, 32), (1, 1, 2), (40, 64, 65), (600, 8, 2)])
+def test_tile_view_draws_every_column_word_and_value(columns, tile, words):
+    view = packing.view(gate(columns), row=1, tile=tile, words=words)
+    figure = figures.tile_view(view)
+    _, _, cells, stored, tail = figure.data
+    assert sum(cell is not None for line in cells.z for cell in line) == view["width"]
+    assert sum(cell is not None for line in stored.z for cell in line) == words
+    texts = [text for line in stored.text for text in line if text]
+    assert len(texts) == len(view["stored"])  # the count, and a text for each used word
+    assert sum(bool(text) for line in tail.text for text in line) == min(64, len(view["tail"]))
+    assert len(figure.layout.annotations) == 4
+
+
+def test_moving_leaves_nothing_of_the_view_before():
+    before, after = (packing.view(gate(), row=row, tile=tile, words=words, threshold=threshold)
+                     for row, tile, words, threshold in ((0, 8, 3, 0.4), (2, 256, 40, 0.0)))
+    figure = figures.tile_view(before)
+    figures.move_tile_view(figure, after)
+    fresh = figures.tile_view(after)
+    assert [trace.to_plotly_json() for trace in figure.data] == [trace.to_plotly_json() for trace in fresh.data]
+    assert figure.layout == fresh.layout

@@ -1,0 +1,145 @@
+"""What the notebook says of the recorded sweep: from made-up rows, and that the record holds what the issue asks of one."""
+
+import copy
+
+import pytest
+import torch
+
+from twell_lab import records, sweep
+from twell_lab.course.sweep import data as course
+from twell_lab.errors import InputError, RecordError
+
+
+def fake(label, bits, nnz, l1=0.0, lr=1.0, seed=0, dead=(0, 0), first=10.0, **config):
+    return {"label": label, "validation_bits_per_byte": bits, "mean_nnz": nnz, "zeros": 1 - nnz / 100, "counted": 1000,
+            "config": {"l1": l1, "lr": lr, "seed": seed, "d_ff": 100, "layers": 2, "d_model": 8, "steps": 40, **config},
+            "parameters": 1000, "tokens": 500, "seconds": 2.0,
+            "layers": [{"nnz": nnz, "dead": each} for each in dead],
+            "history": {"step": [10, 20, 30, 40], "nnz": [50.0, 8.0, nnz, nnz], "nnz_layers": [[50.0, 50.0], [8.0, 8.0], [nnz, nnz], [nnz, 0.0]],
+                        "val_bits_per_byte": [None, 3.0, None, bits]},
+            "positions": {"start": [0, 1, 2], "nnz": [[first, 5.0, 5.0], [4.0, 5.0, 8.0]]},
+            "bytes": {"value": [10, 32, 97, 200], "count": [100, 500, 200, 100], "nnz": [[1.0, 9.0, 5.0, 7.0], [1.0, 9.0, 7.0, 7.0]]}}
+
+
+ROWS = [fake("lr 1", 2.0, 20.0, dead=(1, 0)), fake("lr 2", 2.2, 10.0, lr=2.0), fake("L1 2", 2.3, 0.5, 2.0, dead=(60, 20)),
+        fake("L1 1", 2.02, 2.0, 1.0, dead=(30, 10)), fake("seed 1", 2.01, 21.0, seed=1),
+        fake("L1 1, dead rows renewed", 2.03, 2.5, 1.0, reinit=0.1, dead=(2, 0))]
+
+
+def record(rows=ROWS, **changes):
+    fields = dict(name="sweep", purpose="a test", rows=rows, date="2026-11-21T09:04:00Z", commit=None, dirty=None, kernels={"gone": "0" * 64},
+                  machine={"gpus": [{"name": "a GPU"}], "cpu": "a CPU"},
+                  notes={"text": {"name": "novels"}, "training_size": 1000, "compressors": {"xz": 2.2}})
+    return records.Record(**fields | changes)
+
+
+def test_the_newest_record_is_read_and_none_is_an_error(tmp_path):
+    with pytest.raises(RecordError, match="twell-lab record sweep"):
+        course.recorded(tmp_path)
+    for date in ("2026-11-21T09:04:00Z", "2026-11-22T09:04:00Z", "2026-11-20T09:04:00Z"):
+        record(date=date).save(tmp_path)
+    record(name="sweep-small", date="2027-01-01T00:00:00Z").save(tmp_path)
+    assert course.recorded(tmp_path).date == "2026-11-22T09:04:00Z"
+
+
+def test_where_it_was_recorded():
+    assert course.where(record()) == "recorded on a GPU, 2026-11-21"
+    assert course.where(record(machine={"cpu": "a CPU"})) == "recorded on a CPU, 2026-11-21"
+
+
+def test_the_table_goes_from_no_l1_up():
+    lines = course.table(ROWS).splitlines()
+    assert [line[:25].strip() for line in lines[1:]] == [
+        "no L1, lr 1 (the twin)", "no L1, seed 1", "no L1, lr 2", "L1 1", "L1 1, dead rows renewed", "L1 2"]
+    assert "+1.0%" in lines[4] and "98.00%" in lines[4] and "20%" in lines[4]
+
+
+def test_the_verdict_is_computed():
+    said = " ".join(course.verdict(ROWS))
+    assert "Best sparse point, L1 1: 2.0 fire (98.0% zeros), 2.0200 bits per byte, +1.00% against the twin." in said
+    assert "Another seed alone moves the twin's loss by 0.50%" in said and said.endswith("Reached.")
+    assert course.verdict(ROWS, more=0.005)[-1].endswith("Not reached.")
+    assert course.verdict(ROWS, zeros=0.999)[-1] == "No run reached 100% zeros."
+    more = copy.deepcopy(ROWS)
+    more[2]["validation_bits_per_byte"] = 2.03
+    more.append(fake("L1 1, seed 1", 2.01 * 1.015, 2.0, 1.0, seed=1))
+    assert "L1 1, seed 1: 98.0% zeros, +1.50% against the twin of that seed." in course.verdict(more)
+    assert "Most zeros within 2%, L1 2: 0.5 fire (99.5% zeros), +1.50%." in course.verdict(more)
+
+
+def test_what_has_not_settled_is_said():
+    moving = copy.deepcopy(ROWS)
+    for row in moving:
+        row["history"] |= {"step": list(range(1, 25)), "nnz": [2.0] * 24}
+    assert course.settled_sentence(moving).endswith("5% or less in 3 of 3 runs.")
+    moving[2]["history"]["nnz"] = [2.0] * 21 + [1.0] * 3
+    assert course.settled_sentence(moving).endswith("5% or less in 2 of 3 runs; by more in L1 2 (-50% of 0.5).")
+
+
+def test_a_renewed_run_is_never_the_best_sparse_point_of_the_sweep():
+    rows = [*ROWS[:5], fake("L1 1, dead rows renewed", 1.9, 2.0, 1.0, reinit=0.1)]
+    assert "Best sparse point, L1 1: " in " ".join(course.verdict(rows))
+
+
+def test_size_tokens_and_quality_are_said():
+    said = " ".join(course.quality(record()))
+    assert "0.0 million parameters" in said and "50% of the training part of novels" in said and "xz 2.20" in said
+
+
+def test_renewed_runs_stand_beside_theirs():
+    assert [(a["label"], b["label"]) for a, b in course.renewed(ROWS)] == [("L1 1", "L1 1, dead rows renewed")]
+    (said,) = course.renewed_sentences(ROWS)
+    assert "20.0% of the neurons dead without, 1.0% with" in said and "+1.00% and +1.50%" in said
+
+
+def test_first_tokens_and_bytes():
+    assert course.first_token(ROWS[0]) == [2.0, 0.5]
+    assert "wakes 7.0 neurons a layer, one in the last half 6.5; it stands out most in layer 0, where it wakes 2.0 times as many." in course.position_sentence(ROWS[0])
+    assert course.extremes(ROWS[0], each=1) == [("line feed", 1.0), ("space", 9.0)]
+    assert [name for name, _ in course.extremes(ROWS[0])] == ["line feed", "'a'", "byte 200", "space"]
+
+
+# The record itself
+
+
+def test_the_record_is_what_was_asked_for():
+    found = course.recorded()
+    rows = found.rows
+    without = [row for row in rows if not row["config"]["l1"] and row["config"]["seed"] == sweep.twin(rows)["config"]["seed"]]
+    assert len({row["config"]["lr"] for row in without}) >= 3
+    assert min(row["config"]["lr"] for row in without) < sweep.twin(rows)["config"]["lr"] < max(row["config"]["lr"] for row in without)
+    at_rest = [row for row in sweep.pressed(rows) if abs(sweep.settled(row)) <= 0.05]
+    assert len(at_rest) >= 8 and not at_rest[0]["config"]["l1"] and course.renewed(rows)
+    for row in rows:
+        assert row["parameters"] >= 50e6 and row["tokens"] < found.notes["training_size"]
+        assert row["config"]["kernels"] == "off" and row["config"]["steps"] == rows[0]["config"]["steps"]
+        assert len(row["layers"]) == len(row["positions"]["nnz"]) == len(row["bytes"]["nnz"]) == row["config"]["layers"]
+    assert found.notes["text"]["sha256"] == sweep.NOVELS["sha256"] and found.notes["text"]["licence"]
+
+
+def test_the_best_sparse_point_is_what_it_must_be():
+    rows = course.recorded().rows
+    best = sweep.best_sparse(sweep.pressed(rows))
+    assert best["zeros"] >= 0.97 and sweep.cost(best, rows) <= 0.02
+    assert abs(sweep.settled(best)) < 0.05
+    assert course.verdict(rows)[-1].endswith("Reached.")
+
+
+# The models that are shipped
+
+
+def test_a_sentence_is_counted_byte_by_byte():
+    model = course.checkpoint("sparse")
+    counted = course.awake(model, "a caf\u00e9\n")
+    assert [letter for letter, _ in counted] == ["a", " ", "c", "a", "f", "byte 195", "byte 169", "line feed"]
+    windows = torch.tensor([[*"a caf\u00e9\n".encode(), 0]])
+    nnz = [layer["nnz"] for layer in sweep.who_fires(model, windows)["layers"]]
+    assert sum(value for _, value in counted) / 8 == pytest.approx(sum(nnz) / len(nnz), abs=1e-3)
+    for wrong in ("", "x" * 513):
+        with pytest.raises(InputError, match="1 to 512"):
+            course.awake(model, wrong)
+
+
+def test_a_checkpoint_that_is_not_there_is_told():
+    with pytest.raises(InputError, match="l1-free, sparse"):
+        course.checkpoint("dense")

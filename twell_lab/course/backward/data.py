@@ -1,0 +1,292 @@
+"""The backward pass of a sparse layer, as notebook 06 computes it: who needs which values, what is saved, who is lost,
+the lists of rows turned into lists of neurons, memory by tensor, and the least time of a training step.
+
+Data in, data out, nothing drawn. A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T, and the loss has
+`coefficient` * sum |h| beside what comes from above, which is dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ... import launch_train, records
+from ...errors import InputError
+from ..work.data import VALUE, Rates
+
+NAMES = ("dx", "dgate", "dup", "ddown")
+ROWS_A_VALUE = 7  # rows of d_model values that a kept value asks for in a training step; see `parts`
+
+
+# ---- a layer small enough to draw ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gated layer, its input, and the gradient that comes back from above: all float64.
+
+    x, dy: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff].
+    """
+
+    x: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    dy: Tensor
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.gate, self.up, self.down
+
+
+def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) -> Case:
+    """A layer drawn at random in which few neurons fire, two of them never, and every eighth token wakes many."""
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(tokens, d_model, generator=generator, dtype=torch.float64) for _ in range(2))
+    gate, up = (torch.randn(d_ff, d_model, generator=generator, dtype=torch.float64) / 4 for _ in range(2))
+    down = torch.randn(d_model, d_ff, generator=generator, dtype=torch.float64) / 6
+    x[:, 0], gate[:, 0] = 1.2, -1.0  # a dimension that silences everybody, as a bias would,
+    x[3::8, 0] = 0.2                 # less so at some tokens,
+    gate[[d_ff // 3, d_ff // 2], 0] = -9.0  # and altogether in two neurons
+    return Case(x, gate, up, down, dy)
+
+
+def census(values: dict[str, Tensor], fired: Tensor) -> str:
+    """How many values of each matrix are not zero, where the gate fired and elsewhere, as a table. fired: bool, their shape."""
+    rows = [{"name": name, "all": value.numel(), "here": int(value[fired].count_nonzero()),
+             "elsewhere": int(value[~fired].count_nonzero())} for name, value in values.items()]
+    return records.table(rows, {"name": "", "all": "values", "here": "not 0 where it fired", "elsewhere": "not 0 elsewhere"})
+
+
+def exact(case: Case, coefficient: float) -> dict[str, Tensor]:
+    """The gradients by torch's autograd through the dense layer: NAMES -> tensor."""
+    leaves = [t.clone().requires_grad_() for t in (case.x, *case.weights)]
+    x, gate, up, down = leaves
+    with torch.enable_grad():
+        h = (x @ gate.T).relu() * (x @ up.T)
+        loss = (h @ down.T * case.dy).sum() + coefficient * h.abs().sum()
+        return dict(zip(NAMES, torch.autograd.grad(loss, leaves), strict=True))
+
+
+def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """The largest |got - want| / |want| of these gradients."""
+    return max(float((got[name] - each).norm() / each.norm().clamp(min=1e-300)) for name, each in want.items())
+
+
+# ---- rows that do not fit ----
+
+
+def rooms(counts: list[int], capacity: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """(spans, lost rows): each row's (start, count) among `capacity` entries, one row after the other; (-1, 0) for a lost one.
+
+    From the first row on that would end beyond the capacity, every row is lost.
+    """
+    spans, lost, at = [], [], 0
+    for row, count in enumerate(counts):
+        at += count
+        spans.append((at - count, count) if at <= capacity else (-1, 0))
+        if at > capacity:
+            lost.append(row)
+    return spans, lost
+
+
+def hybrid(case: Case, coefficient: float, capacity: int) -> tuple[dict[str, Tensor], list[int]]:
+    """(gradients, lost rows) with room for this many kept values: what fits from the stored ones, lost rows densely."""
+    fired = case.x @ case.gate.T > 0
+    _, lost = rooms(fired.sum(1).tolist(), capacity)
+    stays = torch.ones(len(case.x), dtype=torch.bool)
+    stays[lost] = False
+    got = kept_gradients(case, coefficient, fired & stays[:, None])
+    dense = exact(Case(case.x[lost], *case.weights, case.dy[lost]), coefficient)
+    got["dx"][lost] = dense["dx"]
+    for name in NAMES[1:]:
+        got[name] += dense[name]
+    return got, lost
+
+
+def kept_gradients(case: Case, coefficient: float, kept: Tensor) -> dict[str, Tensor]:
+    """The gradients from the kept values alone. kept: bool [tokens, d_ff], whole rows of what fired."""
+    x, dy, (gate, up, down) = case.x, case.dy, case.weights
+    t, n = kept.nonzero(as_tuple=True)
+    g, u = (x[t] * gate[n]).sum(1), (x[t] * up[n]).sum(1)
+    h = g * u
+    dh = (dy[t] * down.T[n]).sum(1) + coefficient * h.sign()
+    dg, du = (dh * u)[:, None], (dh * g)[:, None]
+    return {
+        "dx": torch.zeros_like(x).index_add_(0, t, dg * gate[n] + du * up[n]),
+        "dgate": torch.zeros_like(gate).index_add_(0, n, dg * x[t]),
+        "dup": torch.zeros_like(up).index_add_(0, n, du * x[t]),
+        "ddown": torch.zeros_like(down.T).index_add_(0, n, h[:, None] * dy[t]).T.contiguous(),
+    }
+
+
+def rows_read(counts: list[int], lost: list[int], d_ff: int) -> tuple[int, int]:
+    """(for stored rows, for lost ones): rows of d_model values that a training step reads one by one.
+
+    A stored row has ROWS_A_VALUE for each kept value. A lost one also reads all of the gate, in each direction, since its
+    pattern was not kept.
+    """
+    stored = sum(ROWS_A_VALUE * count for row, count in enumerate(counts) if row not in set(lost))
+    return stored, sum(2 * d_ff + ROWS_A_VALUE * counts[row] for row in lost)
+
+
+def capacity_sweep(case: Case, coefficient: float, capacities: list[int]) -> list[dict]:
+    """What each capacity leads to: capacity, bytes, lost (rows), stored_rows and lost_rows (read), error, counts."""
+    counts = (case.x @ case.gate.T > 0).sum(1).tolist()
+    want, found = exact(case, coefficient), []
+    for capacity in capacities:
+        if capacity < 0:
+            raise InputError(f"a capacity is {capacity!r}; 0 or more is accepted")
+        got, lost = hybrid(case, coefficient, capacity)
+        stored, dense = rows_read(counts, lost, len(case.gate))
+        found.append({"capacity": capacity, "bytes": 8 * capacity, "lost": lost, "stored_rows": stored, "lost_rows": dense,
+                      "error": worst(got, want), "counts": counts})
+    return found
+
+
+# ---- lists of rows, lists of neurons ----
+
+
+def by_row(kept: Tensor) -> list[list[int]]:
+    """The neurons of each token, ascending. kept: bool [tokens, d_ff]."""
+    return [row.nonzero()[:, 0].tolist() for row in kept]
+
+
+def by_neuron(kept: Tensor) -> list[list[int]]:
+    """The tokens of each neuron, ascending."""
+    return by_row(kept.T)
+
+
+def different_sums(values: Tensor, orders: int = 200, shuffle: bool = True, seed: int = 0) -> int:
+    """How many different float32 results adding these numbers one by one gives, in so many random orders (or as they lie)."""
+    random = np.random.default_rng(seed)
+    numbers = values.numpy().astype(np.float32)
+    each = (random.permutation(numbers) if shuffle else numbers for _ in range(orders))
+    return len({np.cumsum(order, dtype=np.float32)[-1].tobytes() for order in each})
+
+
+# ---- memory by tensor ----
+
+
+def dense_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
+    """Bytes that torch's autograd keeps of a gated layer from forward to backward, weights aside. value: bytes of one."""
+    wide = value * tokens * d_ff
+    return {"x": value * tokens * d_model, "relu(gate)": wide, "up": wide, "h": wide}
+
+
+def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
+    """Bytes that the sparse path keeps from forward to backward: its lists have room for a fixed number of entries, used or not.
+
+    down_t is down transposed, so that what a neuron adds to y is a row of it.
+    """
+    entries = launch_train.capacity_for(tokens, d_ff)
+    return {"x": value * tokens * d_model, "down_t": value * d_ff * d_model, "words": 4 * entries, "ups": 4 * entries,
+            "spans": 8 * tokens, "kept": 4 * tokens, "lost": 4 * (1 + tokens)}
+
+
+@contextmanager
+def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
+    """A list of what autograd saves within this context: shape, dtype, bytes; a piece of memory counts once.
+
+    The module's parameters are left out, since they are there anyway.
+    """
+    known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    found: list[dict] = []
+    alive: list[Tensor] = []  # so that no piece of memory is handed out twice while they are counted
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and storage.nbytes():
+            known.add(storage.data_ptr())
+            alive.append(tensor)
+            found.append({"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "bytes": storage.nbytes()})
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+    alive.clear()
+
+
+def memory_table(sizes: dict[str, dict[str, int]]) -> str:
+    """MiB by tensor, a column for each way. sizes: way -> tensor -> bytes."""
+    names = dict.fromkeys(name for each in sizes.values() for name in each)
+    rows = [{"name": name, **{way: each[name] / 2**20 for way, each in sizes.items() if name in each}} for name in names]
+    rows.append({"name": "together", **{way: sum(each.values()) / 2**20 for way, each in sizes.items()}})
+    return records.table(rows, {"name": "", **{way: f"{way}, MiB" for way in sizes}})
+
+
+def memory_sentence(sizes: dict[str, dict[str, int]]) -> str:
+    """What the first way keeps and what the second one does, in a sentence. sizes: as for `memory_table`."""
+    (first, dense), (second, sparse) = ((way, sum(each.values()) / 2**20) for way, each in list(sizes.items())[:2])
+    return f"Kept from forward to backward: {dense:.0f} MiB ({first}), {sparse:.0f} MiB ({second}), {dense / sparse:.1f} times less."
+
+
+# ---- the least time of a step ----
+
+# (part, direction, which rows of d_model values each kept value reads)
+READS = (
+    ("survivors: u", "forward", ("up",)),
+    ("y", "forward", ("down",)),
+    ("dh", "backward", ("down",)),
+    ("dx", "backward", ("gate", "up")),
+    ("weight gradients", "backward", ("x", "dy")),
+)
+
+
+def parts(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
+    """The parts of a sparse training step: part, direction, operations (tensor cores), l2 and memory (bytes), reads.
+
+    Each kept value reads rows of d_model values through the L2 cache; memory counts every array once.
+    """
+    x, weights, row, kept = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model, tokens * nnz
+    found = [{"part": "gate, packed", "direction": "forward", "operations": 2 * tokens * d_model * d_ff, "l2": 0,
+              "memory": x + weights, "reads": ""}]
+    for part, direction, rows in READS:
+        found.append({"part": part, "direction": direction, "operations": 0, "l2": len(rows) * kept * row,
+                      "memory": x * (part != "survivors: u") + 3 * weights * (part == "weight gradients"),
+                      "reads": ", ".join(f"{name}[{'token' if name in ('x', 'dy') else 'neuron'}]" for name in rows)})
+    return found
+
+
+def floors(found: list[dict], reached: Rates) -> list[dict]:
+    """`parts` with the least time of each in ms at these rates, and what limits it."""
+    timed = []
+    for part in found:
+        times = {"tensor cores": part["operations"] / reached.tensor, "L2 cache": part["l2"] / reached.l2,
+                 "memory": part["memory"] / reached.memory}
+        limit = max(times, key=times.__getitem__)
+        timed.append({**part, "ms": 1e3 * times[limit], "limit": limit})
+    return timed
+
+
+def floors_table(found: list[dict]) -> str:
+    """`floors` as text, with the sum."""
+    rows = [{**part, "gb": part["l2"] / 1e9 or None} for part in found]
+    rows.append({"part": "together", "ms": sum(part["ms"] for part in found), "gb": sum(part["l2"] for part in found) / 1e9})
+    return records.table(rows, {"part": "", "direction": "", "reads": "a kept value reads", "gb": "GB through L2", "limit": "limit", "ms": "ms"})
+
+
+def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632) -> float:
+    """Least ms of the dense step: nine products, three forward and six backward, on the tensor cores."""
+    return 1e3 * 9 * 2 * tokens * d_model * d_ff / reached.tensor
+
+
+def break_even(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, dense_ms: float | None = None) -> float:
+    """The nnz at which the floor of the sparse step meets a dense one of dense_ms (None: its own floor)."""
+    dense = dense_floor(reached, tokens, d_model, d_ff) if dense_ms is None else dense_ms
+    none, one = (sum(part["ms"] for part in floors(parts(tokens, d_model, d_ff, nnz), reached)) for nnz in (1000, 1001))
+    return 1000 + (dense - none) / (one - none)  # linear from where the L2 limits every part
+
+
+def break_even_sentences(reached: Rates, recorded_ms: float | None = None) -> str:
+    """Where the floor of the sparse step meets the dense floor, and the recorded dense step where there is one."""
+    own = dense_floor(reached)
+    lines = [f"Against nine products at full rate ({own:.2f} ms), the counted sparse step is shorter below {break_even(reached):.0f} firing neurons."]
+    if recorded_ms is not None:
+        lines.append(f"Against torch's step as it was recorded ({recorded_ms:.2f} ms), below {break_even(reached, dense_ms=recorded_ms):.0f}.")
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""The training run of notebook 06 that switches its layers: what the loop in the notebook calls, and what it says of the run.
+
+Data in, data out, nothing drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ...costs import Rates as Costs
+from ...errors import InputError
+from ...ffn import feed_forwards, sparsify
+from ...model import GatedFeedForward
+from ...penalty import LayerTerm, layer_terms
+from ...switching import break_even
+from ...text import random_windows
+from ...train import cross_entropy, initial_model
+from ...train_config import TrainConfig
+from ..work.data import Rates
+
+
+def small_layer(d_model: int, d_ff: int, seed: int = 0) -> nn.Module:
+    """A gated layer of float32, its weights drawn at random."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return GatedFeedForward(d_model, d_ff)
+
+
+def start(config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
+    """(model, optimizer, windows) before the first step: every feed-forward layer a SparseFFN that computes all its neurons.
+
+    windows gives int64 [batch, context + 1] for ever, of the training part of config.text, which must be a Text.
+    """
+    model = sparsify(initial_model(config)).to(device)
+    for layer in feed_forwards(model):
+        layer.module.learn("dense")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    return model, optimizer, _windows(config, device)
+
+
+def _windows(config: TrainConfig, device: str) -> Iterator[Tensor]:
+    data, order = config.text.split()[0].data.to(device), torch.Generator().manual_seed(config.seed)
+    while True:
+        yield random_windows(data, config.batch, config.context, order)
+
+
+def sixteen_bits(device: str):
+    """torch.autocast to bfloat16 on a GPU, where the sparse kernels are; nothing on a CPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
+
+
+def break_even_share(reached: Rates, d_model: int = 2048, d_ff: int = 5632) -> float:
+    """The share of neurons below which a training step is faster on the sparse path, as `switching` computes it, at these rates."""
+    rates = Costs(device="a GPU", dtype="bfloat16", bandwidth=reached.memory, l2=reached.l2, matmul=reached.tensor, launch=0.0)
+    return break_even(rates, d_model, d_ff) / d_ff
+
+
+def averaged(recent: list[list[LayerTerm]]) -> list[LayerTerm]:
+    """The terms of several forward passes as one, each number a mean."""
+    if not recent:
+        raise InputError("recent is empty; the terms of one forward pass or more are accepted")
+    return [LayerTerm(each[0].name, *map(_mean, zip(*((term.l1.detach(), term.nnz, term.lost) for term in each), strict=True)))
+            for each in zip(*recent, strict=True)]
+
+
+def _mean(values: Iterable[Tensor | None]) -> Tensor | None:
+    known = [value for value in values if value is not None]
+    return torch.stack(known).mean() if known else None
+
+
+def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[Tensor]:
+    """The gradient of every parameter for one batch, all layers on this path. The model's own `.grad` and paths stay as they are."""
+    layers = [layer.module for layer in feed_forwards(model)]
+    before = [layer.learning for layer in layers]
+    try:
+        for layer in layers:
+            layer.learn(path)
+        with layer_terms(model) as terms:
+            loss = cross_entropy(model, windows)
+        loss = loss + l1 * sum(term.l1 for term in terms) / len(terms)
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.learn(was)
+
+
+def furthest_apart(a: list[Tensor], b: list[Tensor]) -> float:
+    """The largest |a - b| / |b| over pairs of tensors."""
+    return max(float((one.double() - two.double()).norm() / two.double().norm().clamp(min=1e-300)) for one, two in zip(a, b, strict=True))
+
+
+def says(history: list[dict]) -> str:
+    """When each layer changed its path, and what was kept for the backward pass in the first step and in the last.
+
+    history: rows {step, nnz, paths: by layer, bytes}.
+    """
+    lines = []
+    for number, path in enumerate(history[0]["paths"]):
+        changes, now = [], path
+        for row in history:
+            if row["paths"][number] != now:
+                now = row["paths"][number]
+                changes.append(f"{'sparse' if now == 'twell' else 'dense'} from step {row['step']} (nnz {row['nnz'][number]:.1f})")
+        lines.append(f"layer {number}: dense at first; {', then '.join(changes) or 'never changed'}")
+    first, last = history[0], history[-1]
+    held = [f"{row['bytes'] / 2**20:.1f}" for row in (first, last)]
+    lines.append(f"kept for the backward pass: {held[0]} MiB in step {first['step']}, {held[1]} in step {last['step']}")
+    return "\n".join(lines)

@@ -1,0 +1,433 @@
+"""Figures of what the simulator recorded, each a function of plain data; in the style of `plots`.
+
+Colour is never the only sign: threads are numbered in their cells, what was written has a frame, bars are
+hatched. So the figures keep their meaning in grey print and for every colour vision.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
+from plotly.subplots import make_subplots
+
+from ... import plots
+from ...errors import InputError
+from ...plain import decode
+from ...simulator.counts import SECTOR, Counts
+from ...simulator.trace import Step, Trace
+from ..drawing import flat
+
+ACROSS = 32  # cells on a line: the lanes of a warp
+ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
+CELLS = 256  # of one array, at most
+MOST_CODE = 100  # characters of a source line
+UNTOUCHED, PALE_READ, PALE_WRITTEN = "#F2F2F2", "#CFE4F3", "#FBE0BD"
+SHARED_BY_MANY = "#BDBDBD"
+LANE_COLOURS = sample_colorscale("Cividis", [lane / 31 for lane in range(32)])  # from dark to light in grey too
+KIND_OF = {"read": "read", "written": "write", "updated": "atomic"}
+
+
+def who_touches_what(trace: Trace, arrays: Iterable[str] | None = None, *, by: str = "thread",
+                     steps: Iterable[int] | None = None, first: Mapping[str, int] | None = None,
+                     cells: int | None = None, per_cell: Mapping[str, int] | int = 1) -> go.Figure:
+    """The elements of each array, in the colour of whoever read them; framed: of whoever wrote them.
+
+    arrays: their names (all that were touched). by: "thread" or "warp". steps: the indices of those that
+    count (all). first: array -> the first element drawn (the first touched). cells: how many of an array are
+    drawn at most (256, or 512 of several elements); per_cell: elements a cell, one number or one for each
+    array: 16 bfloat16 are a sector.
+    """
+    if by not in ("thread", "warp"):
+        raise InputError(f"by is {by!r}; 'thread' and 'warp' are accepted")
+    chosen = trace.steps if steps is None else [trace[index] for index in steps]
+    panels = []
+    for name in _names(trace, arrays):
+        size = per_cell if isinstance(per_cell, int) else per_cell.get(name, 1)
+        for way in KIND_OF:
+            if touches := _touches(chosen, name, way, by, size):
+                most = cells or (CELLS if size == 1 else 2 * CELLS)
+                panels.append(_Panel.of_touches(trace, name, way, by, touches, size, most, (first or {}).get(name)))
+    if not panels:
+        raise InputError("no array was touched in these steps; steps that read or write are accepted")
+    figure = _stacked(panels)
+    if steps is not None and len(chosen) == 1:
+        title = f"One step: {_escaped(chosen[0].describe())}"
+    else:
+        title = f"Who touches what, in a block of {math.prod(trace.block_shape)} threads"
+    return _titled(figure, f"{title}<br><sup>number: the {by}; ×n: n of them; all: the whole block; framed: written or updated</sup>")
+
+
+def step_view(trace: Trace, step: int, *, arrays: Iterable[str] | None = None, page: Mapping[str, int] | int = CELLS,
+              text: Mapping[str, Callable[[int, object], str]] | None = None) -> go.Figure:
+    """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
+
+    Blue: read, orange: written; a frame marks what has been written. arrays: their names (all that are
+    touched). page: elements drawn of an array, the page that was touched last. text: array -> (element, value)
+    -> what its cell says, such as `packed_text`. Above: each lane of the warp, whether it takes part, its
+    value and what is watched.
+    """
+    if not 0 <= step < len(trace):
+        raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
+    panels = [_Panel.of_lanes(trace, step, text or {})]
+    for name in _names(trace, arrays):
+        size = page if isinstance(page, int) else page.get(name, CELLS)
+        panels.append(_Panel.of_state(trace, step, name, size, (text or {}).get(name)))
+    return _titled(_stacked(panels), _step_title(trace, trace[step], text or {}), 102)
+
+
+def move_step_view(figure: go.Figure, trace: Trace, step: int, **options) -> None:
+    """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too)."""
+    other = step_view(trace, step, **options)
+    for shown, new in zip(figure.data, other.data, strict=True):
+        shown.update(new.to_plotly_json(), overwrite=True)
+    figure.update_layout(other.layout.to_plotly_json(), overwrite=True)
+
+
+def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], str]:
+    """For step_view: how a packed array of `words` words a tile is written into its cells."""
+
+    def shown(element: int, word) -> str:
+        if element % words == 0:
+            return f"<b>{int(word)}</b>"
+        value, column = decode(int(word) % 2 ** (64 if dtype == "float32" else 32), dtype)
+        return f"{column}<br>{_short(value)}" if word else ""
+
+    return shown
+
+
+def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
+    """Bytes that the lanes asked for, and those of the sectors that their instructions touched. counts: version -> Counts.
+
+    Not all of it is traffic of the memory: a sector touched again soon is still in the L1 cache.
+    """
+    if not counts:
+        raise InputError("there are no counts; at least one version is accepted")
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1,
+                           subplot_titles=["read from global memory", "written to global memory"])
+    for column, sort in ((1, "global_reads"), (2, "global_writes")):
+        traffic = [getattr(each, sort) for each in counts.values()]
+        asked, moved = [t.bytes for t in traffic], [SECTOR * t.sectors for t in traffic]
+        unit, per = _unit(max([*asked, *moved]))
+        for name, values, colour, pattern in (("bytes the lanes ask for", asked, plots.SKY, ""),
+                                              (f"bytes in the {SECTOR}-byte sectors touched", moved, plots.BLUE, "/")):
+            shown = [f"{value / per:.3g}" for value in values]
+            if values is moved:
+                shown = [f"{text}<br>×{m / a:.3g}" if a else text for text, m, a in zip(shown, moved, asked, strict=True)]
+            figure.add_bar(x=list(counts), y=[value / per for value in values], name=name, legendgroup=name,
+                           showlegend=column == 1, text=shown, textposition="outside", cliponaxis=False, textangle=0,
+                           marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 7}},
+                           hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}, {name}<extra></extra>", row=1, col=column)
+        figure.update_yaxes(title_text=unit, range=[0, 1.22 * max([*asked, *moved, 1]) / per], row=1, col=column)
+    figure = plots.styled(figure, "What was asked for, and the sectors touched", height=400)
+    figure.update_annotations(font_size=13)
+    return figure.update_layout(legend={"y": -0.12, "yanchor": "top"}, margin_b=70)
+
+
+BOUND_LOOKS = ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots.PURPLE, "-"))
+
+
+def predicted_against_measured(rows: list[dict]) -> go.Figure:
+    """The time each part of the GPU would need by itself, beside the time that was measured.
+
+    rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}; and the
+    reader's own, drawn as points, where there are any: yours_ms, yours (what to call them).
+    """
+    if not rows:
+        raise InputError("there are no rows; at least one version is accepted")
+    versions = [row["version"] for row in rows]
+    places = sorted({row["recorded"] for row in rows if row.get("measured_ms") is not None})
+    figure = go.Figure()
+    bounds = list(dict.fromkeys(bound for row in rows for bound in row["predicted_ms"]))
+    for (colour, pattern), bound in zip(BOUND_LOOKS, bounds, strict=False):
+        times = [row["predicted_ms"].get(bound) for row in rows]
+        limits = [max(row["predicted_ms"], key=row["predicted_ms"].get) == bound for row in rows]
+        figure.add_bar(x=versions, y=times, name=f"predicted: {bound}", textposition="outside", cliponaxis=False,
+                       textangle=0, text=[_bar_text(t, limit) for t, limit in zip(times, limits, strict=True)],
+                       marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 6}},
+                       hovertemplate=f"%{{x}}: {bound} needs at least %{{y:.4f}} ms<extra></extra>")
+    figure.add_bar(x=versions, y=[row.get("measured_ms") for row in rows], marker_color=plots.INK,
+                   name="measured" + (f" ({places[0]})" if len(places) == 1 else ""), textposition="outside",
+                   cliponaxis=False, textangle=0, text=[_bar_text(row.get("measured_ms"), True) for row in rows],
+                   customdata=[row.get("recorded", "") for row in rows],
+                   hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>")
+    if own := [row for row in rows if row.get("yours_ms") is not None]:
+        figure.add_scatter(x=[row["version"] for row in own], y=[row["yours_ms"] for row in own], name=own[0]["yours"],
+                           mode="markers", marker={"symbol": "diamond", "size": 12, "color": plots.RED},
+                           hovertemplate="%{x}: %{y:.4f} ms<extra></extra>")
+    times = [t for row in rows for t in (*row["predicted_ms"].values(), row.get("measured_ms"), row.get("yours_ms"))]
+    most = max(t for t in times if t is not None)
+    figure.update_yaxes(title_text="ms", range=[0, 1.12 * (most or 1)])
+    figure = plots.styled(figure, "Predicted from counts (bold: the limit), and measured", height=400)
+    return figure.update_layout(legend={"y": -0.1, "yanchor": "top"}, margin={"t": 60, "b": 80})
+
+
+# ---- panels of cells ----
+
+
+class _Panel:
+    """Lines of cells: a colour, a text, a hover text and perhaps a frame for each."""
+
+    def __init__(self, caption: str, lines: int, across: int, height: int, font: int = 10) -> None:
+        self.caption, self.height, self.font = caption, height, font
+        self.colours = [[None] * across for _ in range(lines)]
+        self.texts, self.hover = ([[""] * across for _ in range(lines)] for _ in range(2))
+        self.width = max(ACROSS, across)  # a line that is not full has cells of the same size
+        self.framed = [[False] * across for _ in range(lines)]
+        self.labels = [""] * lines
+
+    def put(self, place: int, colour: str | None, text: str, hover: str, framed: bool = False) -> None:
+        line, column = divmod(place, len(self.colours[0]))
+        self.colours[line][column], self.texts[line][column], self.hover[line][column] = colour, text, hover
+        self.framed[line][column] = framed
+
+    @classmethod
+    def of_touches(cls, trace: Trace, name: str, way: str, by: str, touches: dict, size: int, most: int,
+                   start: int | None) -> _Panel:
+        array = trace.arrays[name]
+        total = -(-math.prod(array.shape) // size)
+        across = _across(array) if size == 1 else ACROSS_WIDE
+        if start is not None and not 0 <= start < math.prod(array.shape):
+            raise InputError(f"first is {start} for {name}, which has {math.prod(array.shape)} elements")
+        start = min(touches) if start is None else start // size
+        start -= start % across
+        shown = min(most, total - start, max(1, -(-(max(touches) + 1 - start) // across)) * across)
+        what = f"<b>{name}</b>, {_kind(array)}: {way} by {by}"
+        if size > 1:
+            what += f"; {size} elements ({size * _bytes(array)} bytes) a cell, {len(touches)} cells touched"
+        if start + shown <= max(touches):
+            what += f"; the first {shown} of {max(touches) + 1 - start:,} cells"
+        panel = cls(what, -(-shown // across), across, 24 if size == 1 else 19)
+        panel.width = ACROSS if size == 1 else ACROSS_WIDE
+        panel.labels = [_coordinates(array, (start + line * across) * size) for line in range(len(panel.labels))]
+        everyone = math.prod(trace.block_shape) if by == "thread" else -(-math.prod(trace.block_shape) // 32)
+        for place in range(shown):
+            element = (start + place) * size
+            where = f"{name}[{_coordinates(array, element)}]" + (f" and {size - 1} more" if size > 1 else "")
+            if start + place not in touches:
+                panel.put(place, UNTOUCHED, "", f"{where}: not {way}")
+                continue
+            who, line, value = touches[start + place]
+            panel.put(place, _colour(who, by), "all" if len(who) == everyone > 1 else _numbers(who),
+                      f"{where}: {way} by {by} {_numbers(who, spelled=True)}<br>{line.file}:{line.number}: "
+                      f"{_escaped(line.text)}<br>value {value}", framed=way != "read")
+        return panel
+
+    @classmethod
+    def of_lanes(cls, trace: Trace, index: int, text: Mapping[str, Callable]) -> _Panel:
+        step = trace[index]
+        watched = trace.at(index).watched
+        names = [*dict.fromkeys(watch.name for watch in trace.watches)]
+        value_row = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}.get(step.kind, "")
+        panel = cls(f"the lanes of warp {step.warp}; filled: take part in this step", 2 + len(names), ACROSS, 28 if text else 22, 9 if text else 10)
+        panel.labels = ["lane", value_row, *map(_escaped, names)]
+        now = dict(zip(step.threads, step.values, strict=True)) if step.kind != "barrier" else dict.fromkeys(step.threads)
+        shows = dict(zip(step.threads, step.elements, strict=True)) if step.array in text and step.count == 1 else {}
+        threads = min(ACROSS, math.prod(trace.block_shape) - ACROSS * step.warp)
+        for lane in range(threads):
+            thread = ACROSS * step.warp + lane
+            part = thread in now
+            panel.put(lane, _now(step) if part else "#FFFFFF", f"{lane}", f"thread {thread}" + " takes part" * part, framed=True)
+            value = now.get(thread)
+            shown = text[step.array](shows[thread], value) if thread in shows else "" if value is None else _short(value)
+            panel.put(ACROSS + lane, UNTOUCHED, shown,
+                      f"thread {thread}: {'nothing' if value is None else _long(value)}")
+            for row, name in enumerate(names, 2):
+                last = watched.get(name, {}).get(thread)
+                panel.put(row * ACROSS + lane, UNTOUCHED, "" if last is None else _short(last),
+                          f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}")
+        return panel
+
+    @classmethod
+    def of_state(cls, trace: Trace, index: int, name: str, size: int, text: Callable | None) -> _Panel:
+        array, step, total, across = trace.arrays[name], trace[index], trace.size(name), _across(trace.arrays[name])
+        start, shown = _page(trace, index, name, size, across)
+        here = range(start, min(start + shown, total))
+        values, last = trace.at(index).part(name, start, len(here)), trace.at(index).last(name, start, len(here))
+        output = all(each.kind == "write" for each in trace.touching(name))  # its cells stay empty until then
+        caption = f"<b>{name}</b>, {_kind(array)}"
+        if shown < total:
+            caption += f": elements {here[0]:,} to {here[-1]:,} of {total:,}"
+        panel = cls(caption, -(-shown // across), across, 32 if text else 22, 9)
+        now = set(step.covered) if step.array == name else set()
+        for line in range(-(-len(here) // across)):
+            panel.labels[line] = _coordinates(array, start + line * across)
+        for place, element in enumerate(here):
+            value, known, when = values.data[place].item(), not values.mask[place], last.step[place]
+            empty = not known or (output and when < 0)
+            shows = "" if empty else text(element, value) if text else _short(value)
+            colour, past = UNTOUCHED, "not touched yet"
+            if when >= 0:
+                colour = PALE_WRITTEN if last.wrote[place] else PALE_READ
+                past = f"{'written' if last.wrote[place] else 'read'} by thread {last.thread[place]} in step {when}"
+            panel.put(place, _now(step) if element in now else colour, shows,
+                      f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}",
+                      framed=bool(last.written[place]))
+        return panel
+
+
+def _stacked(panels: list[_Panel]) -> go.Figure:
+    heights = [panel.height * len(panel.colours) for panel in panels]
+    gap = 40
+    whole = sum(heights) + gap * (len(panels) - 1)
+    figure = make_subplots(rows=len(panels), cols=1, row_heights=heights,
+                           vertical_spacing=gap / whole if len(panels) > 1 else 0,
+                           subplot_titles=[panel.caption for panel in panels])
+    for row, panel in enumerate(panels, 1):
+        colours = list(dict.fromkeys(colour for line in panel.colours for colour in line if colour))
+        number = {colour: i for i, colour in enumerate(colours)}
+        frame = [[1 if framed else None for framed in line] for line in panel.framed]
+        figure.add_heatmap(z=frame, colorscale=[[0, plots.INK], [1, plots.INK]], showscale=False, hoverinfo="skip",
+                           hoverongaps=False, xgap=1, ygap=1, row=row, col=1)
+        figure.add_heatmap(z=[[number.get(colour) for colour in line] for line in panel.colours], text=panel.texts,
+                           customdata=panel.hover, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=flat(colours),
+                           showscale=False, xgap=5, ygap=5, hoverongaps=False, texttemplate="%{text}",
+                           textfont={"size": panel.font}, hovertemplate="%{customdata}<extra></extra>", row=row, col=1)
+        figure.update_xaxes(visible=False, range=[-0.5, panel.width - 0.5], row=row, col=1)
+        figure.update_yaxes(tickvals=list(range(len(panel.labels))), ticktext=panel.labels, showgrid=False,
+                            zeroline=False, tickfont={"size": 10}, range=[len(panel.labels) - 0.5, -0.5], row=row, col=1)
+    figure.update_annotations(font_size=13, x=0, xanchor="left")
+    return plots.styled(figure, "", height=whole + 16)
+
+
+def _titled(figure: go.Figure, title: str, above: int = 84) -> go.Figure:
+    height = figure.layout.height + above
+    return figure.update_layout(height=height, margin={"t": above, "b": 16, "l": 80, "r": 16},
+                                title={"text": title, "y": 1 - 28 / height, "yref": "container", "yanchor": "top"})
+
+
+# ---- parts ----
+
+
+def _names(trace: Trace, arrays: Iterable[str] | None) -> list[str]:
+    """The arrays to draw: those named, or all that were touched, in the order of their first touch."""
+    if arrays is None:
+        return sorted((name for name in trace.arrays if trace.touching(name)),
+                      key=lambda name: trace.touching(name)[0].index)
+    return [name for name in arrays if trace.touching(name) is not None]
+
+
+def _touches(steps: Iterable[Step], name: str, way: str, by: str, size: int) -> dict[int, tuple]:
+    """Cell -> (threads or warps that touched it, the last one's line, the last value)."""
+    found: dict[int, tuple[set, object, str]] = {}
+    for step in steps:
+        if step.kind != KIND_OF[way]:
+            continue
+        for thread, element, array, value in zip(step.threads, step.elements, step.arrays, step.values, strict=True):
+            if array != name:
+                continue
+            for i in range(max(1, step.count)):
+                cell = (element + i) // size
+                who = found[cell][0] if cell in found else set()
+                who.add(thread if by == "thread" else thread // 32)
+                found[cell] = (who, step.line, _long(value[i] if isinstance(value, tuple) else value))
+    return found
+
+
+def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[int, int]:
+    """(first element, number of elements) of the page of an array that was touched last, at or before a step.
+
+    The number is the same for every step, so that nothing jumps when a slider moves.
+    """
+    places, _, steps, _ = trace.touches[name]
+    size = max(across, size - size % across)
+    start = int(places.min()) - int(places.min()) % across
+    if places.min() // size == places.max() // size:
+        return start, -(-(int(places.max()) + 1 - start) // across) * across
+    done = np.searchsorted(steps, index, side="right")
+    here = np.flatnonzero(steps == steps[max(done - 1, 0)])  # all lanes of the step that touched it last
+    return int(places[here].min()) // size * size, size
+
+
+def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
+    code = step.line.text if len(step.line.text) <= MOST_CODE else step.line.text[:MOST_CODE] + " …"
+    source = (f"<b>{step.line.file}:{step.line.number}</b>  "
+              f"<span style='font-family:monospace;font-size:{14 if len(code) < 70 else 12}px'>{_escaped(code)}</span>")
+    said = step.describe().partition(": ")[2]
+    said = said.partition(" = ")[0] if step.array in text else said  # a word says nothing as one number
+    said = f"step {step.index} of {len(trace) - 1}: warp {step.warp}, {_escaped(said)}"
+    if len(step.path) > 1:
+        said += f", called from {step.path[0].file}:{step.path[0].number}"
+    legend = "blue: read, orange: written; strong: in this step, pale: before; framed: written so far"
+    return f"{source}<br><sup>{said}<br>{legend}</sup>"
+
+
+def _now(step: Step) -> str:
+    return {"read": plots.BLUE, "write": plots.ORANGE, "atomic": plots.ORANGE}.get(step.kind, plots.GREY)
+
+
+def _colour(who: set[int], by: str) -> str:
+    least, most = min(who), max(who)
+    if len(who) > 1 and not (most - least + 1 == len(who) < 32):
+        return SHARED_BY_MANY
+    number = (least + most) // 2
+    return LANE_COLOURS[number % 32] if by == "thread" else LANE_COLOURS[number * 9 % 32]
+
+
+def _numbers(who: set[int], spelled: bool = False) -> str:
+    """{3} -> "3", {0, .., 15} -> "0–15", others "×n"; spelled: how many, and the first and the last."""
+    least, most = min(who), max(who)
+    if len(who) == 1:
+        return f"{least}"
+    run = most - least + 1 == len(who)
+    if spelled:
+        few = ", ".join(map(str, sorted(who)[:-1])) + f" and {most}"
+        return f"{least} to {most}" if run and len(who) > 2 else few if len(who) <= 4 else f"{least} to {most}, {len(who)} of them"
+    return f"{least}–{most}" if run and len(who) < 32 else f"×{len(who)}"
+
+
+def _across(array) -> int:
+    """Cells on a line: a short last dimension is kept whole, so that a line is a tile, a row, or several."""
+    last = array.shape[-1] if len(array.shape) > 1 else ACROSS
+    return ACROSS if last > ACROSS else last if last >= ACROSS // 4 else ACROSS // last * last
+
+
+def _kind(array) -> str:
+    return f"{array.space} {array.dtype} [{', '.join(map(str, array.shape))}]"
+
+
+def _bytes(array) -> int:
+    return 2 if isinstance(array.dtype, str) and array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
+
+
+def _coordinates(array, element: int) -> str:
+    return ", ".join(str(int(i)) for i in np.unravel_index(element, array.shape)) if array.shape else "0"
+
+
+def _short(value) -> str:
+    """A number in four or five characters."""
+    if isinstance(value, tuple):
+        return f"{len(value)}×"
+    if isinstance(value, float):
+        if math.isfinite(value) and value == int(value) and abs(value) < 1000:
+            return f"{int(value)}"
+        if 0.05 <= abs(value) < 1000:
+            return f"{value:.1f}" if abs(value) < 9.95 else f"{value:.0f}"
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value}" if -1000 < value < 10000 else "…"
+
+
+def _long(value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_long, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else f"{value} (0x{value % 2**64:x})" if abs(value) > 999 else f"{value}"
+
+
+def _bar_text(value: float | None, bold: bool) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.2g}" if value < 0.1 else f"{value:.3g}"
+    return f"<b>{text}</b>" if bold else text
+
+
+def _unit(most: float) -> tuple[str, float]:
+    return next(((unit, per) for unit, per in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= per), ("bytes", 1))
+
+
+def _escaped(text: str) -> str:
+    """As plotly's little HTML takes it: no tags, and blanks kept."""
+    return html.escape(text, quote=False)

@@ -1,0 +1,48 @@
+"""A block of a kernel step by step: a slider through what the simulator recorded of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...errors import InputError
+from ...simulator.trace import Trace
+from ..widgets import Explorer, ipywidgets
+from . import figures
+
+
+class StepExplorer(Explorer):
+    """A slider through the steps of a trace, above the arrays as they are then (figures.step_view).
+
+    steps: the indices of those it stops at (all), such as the steps of one warp, ascending. The other options
+    are those of step_view. `.index` is a number of the slider's stops, `.step` the trace's step that is shown;
+    `.next_barrier()` does what its button does.
+    """
+
+    def __init__(self, trace: Trace, steps: Iterable[int] | None = None, **options) -> None:
+        stops = list(range(len(trace))) if steps is None else list(steps)
+        if not stops or any(not 0 <= stop < len(trace) for stop in stops) or sorted(set(stops)) != stops:
+            raise InputError(f"steps holds {len(stops)} of this trace's {len(trace)} steps; at least one is "
+                             f"accepted, ascending, from 0 to {len(trace) - 1}")
+        self.trace, self._stops = trace, stops
+        self.button = ipywidgets.Button(description="next barrier", layout={"width": "120px"})
+        figure = figures.step_view(trace, stops[0], **options)
+        super().__init__(figure, lambda shown, index: figures.move_step_view(shown, trace, stops[index], **options),
+                         [(f"{stop} of {len(trace) - 1}", stop) for stop in stops], "step")
+        self.button.on_click(lambda _: self.next_barrier())
+        self.children = (ipywidgets.HBox([self.slider, self.button]), *self.children[1:])
+
+    @property
+    def step(self) -> int:
+        """The trace's step that is shown."""
+        return self._stops[self.index]
+
+    def next_barrier(self) -> None:
+        """Go to the first stop at or after the next meeting of the block; stay where there is none."""
+        meeting = next((barrier for barrier in self.trace.barriers if barrier > self.step), None)
+        if meeting is not None and self._stops[-1] >= meeting:
+            self.slider.index = next(i for i, stop in enumerate(self._stops) if stop >= meeting)
+
+    def _draw(self) -> None:
+        last = max((barrier for barrier in self.trace.barriers if barrier <= self._stops[-1]), default=-1)
+        self.button.disabled = last <= self.step
+        super()._draw()

@@ -1,0 +1,8 @@
+"""Notebook 05, measured: the recorded layers on Hopper GPUs, the planner's trials, and the reader's own beside them."""
+
+from . import figures
+from .data import (
+    UNIFORM, about, cells, decode, decode_table, estimates, headline, headline_table, losses, overflow_rows,
+    overflow_table, plan_points, plan_sentences, recorded, shapes, shapes_table, summary, trained, trained_sentences,
+    ways, yours,
+)

@@ -1,0 +1,270 @@
+"""Measurements that the first notebooks make, as plain functions: data in, data out, nothing drawn.
+
+Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock` result maps names to samples.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ... import bench
+from ...bench_density import Samples, clock, runs_here
+from ...errors import InputError
+from ...formats import CSR
+from ...records import flat_rows, is_cpu, load_all
+
+# ---- what a clock says ----
+
+
+def median(samples: list[float]) -> float:
+    """The middle of the samples."""
+    return bench.quartiles(samples)[0]
+
+
+def compare(samples: Samples, name: str, base: str) -> str:
+    """One sentence on whether `name` is faster than `base`, with the spread of the samples in mind."""
+    (new, new_spread), (old, old_spread) = bench.quartiles(samples[name]), bench.quartiles(samples[base])
+    sentence = f"{name}: {ms(new)} against {ms(old)} for {base}"
+    # Half a distance between quartiles either side of the median is where the middle half of the samples lies.
+    if abs(new - old) <= (new_spread + old_spread) / 2 or 0.95 <= old / new <= 1.05:
+        busy = new_spread > new / 2 or old_spread > old / 2
+        return f"{sentence}, no clear difference{': the samples spread as on a busy machine' * busy}."
+    return f"{sentence}, {old / new:.1f}x as fast." if new < old else f"{sentence}, {new / old:.1f}x as slow."
+
+
+def ms(value: float) -> str:
+    """A time as text, in the unit that suits it."""
+    if value < 0.1:
+        return f"{1000 * value:.3g} us"
+    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
+
+
+# ---- right and wrong results ----
+
+
+def relative_error(y: Tensor, exact: Tensor) -> float:
+    """|y - exact| / |exact|, as norms over everything, in float64."""
+    y, exact = y.double(), exact.double()
+    return float((y - exact).norm() / exact.norm())
+
+
+def without_multiplying(a: CSR, b: Tensor) -> Tensor:
+    """Adds each row's stored values and writes the sum across the row: the shape of a @ b, and nothing else of it.
+
+    b is asked for its width and never read. Kernels like this one are easily written by mistake, and fast.
+    """
+    rows = torch.repeat_interleave(a.pointer.diff())
+    sums = torch.zeros(a.shape[0], dtype=b.dtype, device=b.device).index_add_(0, rows, a.value)
+    return sums[:, None].expand(-1, b.shape[1]).contiguous()
+
+
+# ---- where sparse begins to win ----
+
+
+def recorded(kind: str) -> list[dict]:
+    """Rows of this kind from the newest record of each GPU in this checkout, with the record's date. May be empty.
+
+    torch's own kernels were timed, none of this project's, so no change of ours makes these rows stale.
+    """
+    newest: dict[str, list[dict]] = {}
+    for record in load_all():  # oldest first
+        here = [{**row, "date": record.date} for row in record.rows
+                if row.get("kind") == kind and not is_cpu(row["device"])]
+        newest |= {device: [row for row in here if row["device"] == device] for device in {r["device"] for r in here}}
+    return [row for rows in newest.values() for row in rows]
+
+
+def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
+    """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz. May be empty."""
+    return [row for row in flat_rows(load_all())
+            if row["kind"] == "ffn_forward" and row["path"] == "twell" and not is_cpu(row["device"])
+            and (row["d_model"], row["d_ff"]) == (d_model, d_ff) and 0.8 * nnz < row["nnz"] < 1.25 * nnz
+            and "lognormal" in (row["workload"] or "")]
+
+
+def recorded_sentences(rows: list[dict]) -> str:
+    """Where each path of recorded densities beats dense, in words, device by device."""
+    lines = [f"Recorded on {device}, {day}: {break_even_sentence(mine, path)}"
+             for device, day in dict.fromkeys((row["device"], row["date"][:10]) for row in rows)
+             for mine in [[row for row in rows if row["device"] == device]]
+             for path in dict.fromkeys(row["path"] for row in mine)]
+    return "\n".join(lines) or "No GPU's densities are recorded in this checkout, so none are shown."
+
+
+def zeros_sentence(rows: list[dict]) -> str:
+    """How much faster a recorded dense product was on zeros, in words; rows: recorded("matmul_data")."""
+    lines = []
+    for device in dict.fromkeys(row["device"] for row in rows):
+        mine = {row["workload"]: row for row in rows if row["device"] == device}
+        lines.append(f"Recorded on {device}, {mine['zeros']['date'][:10]}: "
+                     + compare({name: row["samples"] for name, row in mine.items()}, "zeros", "random"))
+    return "\n".join(lines) or "No GPU's times on zeros are recorded in this checkout."
+
+
+def break_even(table: list[dict], path: str) -> float | None:
+    """The density below which `path` is faster than dense in the rows of against_density, or None if nowhere.
+
+    The crossing is interpolated between the two measured densities around it, both axes logarithmic. inf: faster
+    at every density measured.
+    """
+    speed = {row["density"]: row["x_dense"] for row in table if row["path"] == path}
+    before = None
+    for density in sorted(speed):
+        behind = -math.log(speed[density])
+        if behind >= 0:
+            if before is None:
+                return None
+            at, ahead = before
+            return math.exp(math.log(at) + (math.log(density) - math.log(at)) * ahead / (ahead - behind))
+        before = density, behind
+    return math.inf if before else None
+
+
+def break_even_sentence(table: list[dict], path: str) -> str:
+    """Where `path` beats dense in these rows, in words."""
+    densities = [row["density"] for row in table if row["path"] == path]
+    if not densities:
+        return f"{path}: torch has no such kernel for this dtype on this device."
+    crossing = break_even(table, path)
+    if crossing is None:
+        return f"{path}: not faster than dense at {min(densities):.2%} either, the lowest density measured."
+    if math.isinf(crossing):
+        return f"{path}: faster than dense up to {max(densities):.0%}, the highest density measured."
+    return f"{path}: faster than dense below {crossing:.1%}; above it, multiplying the zeros is quicker."
+
+
+# ---- one token: whose zeros? ----
+
+
+def prune(weight: Tensor, share: float) -> Tensor:
+    """The weight with its `share` smallest magnitudes set to zero."""
+    if not 0 <= share < 1:
+        raise InputError(f"share is {share}; 0 up to, not including, 1 is accepted")
+    count = round(share * weight.numel())
+    if count == 0:
+        return weight.clone()
+    limit = weight.float().abs().flatten().kthvalue(count).values
+    return torch.where(weight.float().abs() <= limit, torch.zeros_like(weight), weight)
+
+
+def weights_or_activations(hidden: Tensor, down: Tensor, shares: list[float], device: str,
+                           seconds: float = 1.0) -> tuple[list[dict], Samples]:
+    """One token's down projection with zeros in the weights (magnitude pruning, CSR) or in the activations.
+
+    hidden: [1, d_ff], exact zeros where neurons are silent; down: [d_model, d_ff].
+    Returns rows {path, zeros (share), bytes (of weights read), error (relative, against float64), ms}, and samples.
+    """
+    down_t = down.t().contiguous()
+    exact = hidden.double() @ down_t.double()
+    firing = hidden[0].nonzero()[:, 0]
+    calls = {"dense": lambda: hidden @ down_t}
+    about = {"dense": (0.0, down.numel() * down.element_size())}
+    for share in shares:
+        pruned = prune(down, share)
+        form = CSR.from_dense(pruned)
+        stored = torch.sparse_csr_tensor(form.pointer, form.column.long(), form.value, form.shape,
+                                         check_invariants=True)
+        column = hidden.t().contiguous()
+        name = f"weights {share:.0%} zero, as CSR"
+        calls[name] = lambda stored=stored, column=column: (stored @ column).t()
+        about[name] = (share, form.nbytes)
+    name = f"silent neurons skipped ({1 - firing.numel() / hidden.shape[1]:.1%} zero)"
+    calls[name] = lambda: hidden[:, firing] @ down_t[firing]
+    about[name] = (1 - firing.numel() / hidden.shape[1], firing.numel() * down.shape[0] * down.element_size())
+    calls = {name: call for name, call in calls.items() if runs_here(call)}
+    errors = {name: relative_error(call(), exact) for name, call in calls.items()}
+    samples = clock(calls, device, seconds)
+    rows = [{"path": name, "zeros": about[name][0], "bytes": about[name][1], "error": errors[name],
+             "ms": median(values)} for name, values in samples.items()]
+    return rows, samples
+
+
+# ---- timing done wrong, and right ----
+
+
+class Queue:
+    """Work handed over and done elsewhere, later: a GPU's stream or, on a CPU, one worker thread in its place.
+
+    `launch(call)` returns at once on both; `synchronize()` waits until everything launched is done.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._worker = None if device == "cuda" else ThreadPoolExecutor(max_workers=1)
+        self._pending: list[Future] = []
+
+    def launch(self, call: Callable[[], object]) -> None:
+        if self._worker is None:
+            call()
+        else:
+            self._pending.append(self._worker.submit(call))
+
+    def synchronize(self) -> None:
+        if self._worker is None:
+            torch.cuda.synchronize()
+        while self._pending:
+            self._pending.pop().result()
+
+
+def stop_watch(call: Callable[[], object], queue: Queue) -> tuple[float, float]:
+    """Milliseconds until the launch of `call` has returned, and until its work is done."""
+    queue.synchronize()
+    start = time.perf_counter()
+    queue.launch(call)
+    returned = time.perf_counter()
+    queue.synchronize()
+    return 1e3 * (returned - start), 1e3 * (time.perf_counter() - start)
+
+
+def one_by_one(call: Callable[[], object], queue: Queue, times: int) -> list[float]:
+    """Milliseconds of each of `times` calls in a row, every one waited for; the first one is in there too."""
+    return [stop_watch(call, queue)[1] for _ in range(times)]
+
+
+def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> Samples:
+    """Times of a call right after itself ("warm"), and after other data has filled the caches ("cold")."""
+    queue = Queue(device)
+    filler = torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    call()
+    samples: Samples = {"warm": [], "cold": []}
+    for _ in range(rounds):
+        call()
+        samples["warm"].append(stop_watch(call, queue)[1])
+        filler.add_(1)
+        samples["cold"].append(stop_watch(call, queue)[1])
+    return samples
+
+
+# ---- a threshold on a layer that was not trained for one ----
+
+
+def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
+    """What a threshold on the gate does to one gated layer: only gate values above it are kept.
+
+    layer: a gated feed-forward module; x: [tokens, d_model]. Returns plain data: d_ff; edges and counts of a
+    histogram of the positive gate values; rows, one a threshold: {threshold, nnz (mean), density, error (relative,
+    against threshold 0), weights (the share of the weights one token must read: all of the gate, and for each
+    firing neuron a row of up and a column of down)}.
+    """
+    with torch.inference_mode():
+        wide = x.double()
+        gate = linear(wide, layer.gate_proj.weight.double())
+        up, down = linear(wide, layer.up_proj.weight.double()), layer.down_proj.weight.double()
+        exact = linear(gate.relu() * up, down)
+        d_ff, rows = gate.shape[1], []
+        for threshold in thresholds:
+            kept = torch.where(gate > threshold, gate, 0.0).relu()
+            nnz = float((kept > 0).sum(1).double().mean())
+            rows.append({"threshold": threshold, "nnz": nnz, "density": nnz / d_ff,
+                         "error": relative_error(linear(kept * up, down), exact),
+                         "weights": (d_ff + 2 * nnz) / (3 * d_ff)})
+        positive = gate[gate > 0].cpu()
+        counts, edges = torch.histogram(positive, bins=60, range=(0.0, float(positive.max())))
+    return {"d_ff": d_ff, "tokens": x.shape[0], "edges": edges.tolist(), "counts": counts.tolist(), "rows": rows}

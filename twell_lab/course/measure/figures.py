@@ -1,0 +1,144 @@
+"""Figures of the first notebooks, each a function of plain data; in the style of `plots`."""
+
+from __future__ import annotations
+
+import math
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ... import plots
+from ...bench import quartiles
+from ...errors import InputError
+
+LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE,
+         "ELL": plots.BLUE}
+
+
+def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -> go.Figure:
+    """Median time of each call as a bar, whiskers over the middle half of its samples.
+
+    samples: name -> milliseconds; base: the bar the others are compared with, drawn grey.
+    """
+    if not samples:
+        raise InputError("samples is empty; at least one named list of milliseconds is accepted")
+    names = list(samples)
+    middle = {name: quartiles(values)[0] for name, values in samples.items()}
+    low, high = [], []
+    for name in names:
+        values = sorted(samples[name])
+        low.append(middle[name] - values[len(values) // 4])
+        high.append(values[(3 * len(values) - 1) // 4] - middle[name])
+    # The whisker's end, not the bar's, decides where the figure beside it may stand.
+    reach = [middle[name] + more for name, more in zip(names, high, strict=True)]
+    figure = go.Figure(go.Bar(
+        y=names, x=[middle[name] for name in names], orientation="h", showlegend=False,
+        marker_color=[plots.GREY if name == base else plots.BLUE for name in names],
+        error_x={"array": high, "arrayminus": low, "color": plots.INK, "thickness": 1, "width": 4},
+        hovertemplate="%{y}: %{x:.3g} ms<extra></extra>"))
+    for name, end in zip(names, reach, strict=True):
+        times = middle[base] / middle[name] if base else 1.0
+        ratio = f"  ({times:{',.0f' if times >= 100 else '.3g'}}x)" if base and name != base else ""
+        figure.add_annotation(x=end, y=name, text=f"{_ms(middle[name])}{ratio}", showarrow=False, xanchor="left",
+                              xshift=8)
+    figure.update_xaxes(title_text="milliseconds (median; whiskers hold the middle half)", rangemode="tozero",
+                        range=[0, 1.28 * max(reach)])
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return plots.styled(figure, title, height=150 + 44 * len(names))
+
+
+def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
+    """One token's neurons as a grid of dots, the firing ones dark. fires: one truth value a neuron."""
+    down = -(-len(fires) // across)
+    cells = [[None] * across for _ in range(down)]
+    for i, on in enumerate(fires):
+        cells[i // across][i % across] = int(on)
+    figure = go.Figure(go.Heatmap(
+        z=cells, zmin=0, zmax=1, showscale=False, xgap=1, ygap=1, hoverongaps=False,
+        colorscale=[[0, "#EDEDED"], [1, plots.RED]],
+        y=[line * across for line in range(down)], hovertemplate="neuron %{y} + %{x}<extra></extra>"))
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False, autorange="reversed")
+    title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (red)"
+    return plots.styled(figure, title, height=80 + 6 * down).update_layout(margin={"t": 46, "b": 14, "l": 14})
+
+
+def against_density(table: list[dict], title: str, recorded: list[dict] | None = None) -> go.Figure:
+    """How many times as fast as dense each format is, over the density of the matrix.
+
+    table: rows of `data.against_density`; recorded: rows of `data.recorded`, drawn dotted and named by device
+    and day.
+    """
+    figure = go.Figure()
+    for own, part in ((True, table), (False, recorded or [])):
+        for where, path in dict.fromkeys((row.get("device"), row["path"]) for row in part):
+            rows = [row for row in part if (row.get("device"), row["path"]) == (where, path)]
+            rows.sort(key=lambda row: row["density"])
+            if path == "dense":
+                continue
+            name = f"{path}, yours, now" if own else f"{path}, recorded on {where}, {rows[0]['date'][:10]}"
+            figure.add_scatter(
+                x=[100 * row["density"] for row in rows], y=[row["x_dense"] for row in rows], name=name,
+                mode="lines+markers", marker={"size": 8, "symbol": "circle" if own else "diamond-open"},
+                line={"color": LINES.get(path, plots.GREEN), "dash": "solid" if own else "dot"},
+                customdata=[[row["ms"], row["dense_ms"]] for row in rows],
+                hovertemplate="%{x:.2g}% stored: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)")
+    figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
+    # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
+    figure.add_annotation(x=0, xref="paper", y=0, xanchor="left", yanchor="bottom", showarrow=False,
+                          text="the dense product", font={"size": 11})
+    shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
+    ticks = [share for i, share in enumerate(shares) if not i or share / shares[i - 1] > 1.3]
+    figure.update_xaxes(title_text="density: values that are not zero, %", type="log", tickvals=ticks,
+                        ticktext=[f"{float(f'{share:.1g}'):g}" for share in ticks])
+    marks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
+    figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
+                        ticktext=[f"{mark:g}x" for mark in marks])
+    lines = -(-len(figure.data) // 2)
+    figure = plots.styled(figure, title, height=400 + 20 * lines)
+    return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin_b=70 + 20 * lines)
+
+
+def threshold(sweep: dict, index: int = 0) -> go.Figure:
+    """What a threshold on the gate does: the gate values it keeps, and the error against the weights read.
+
+    sweep: what `data.threshold_sweep` returned; index: which of its rows to mark.
+    """
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.14,
+                           subplot_titles=["gate values above zero; the kept ones blue",
+                                           "each threshold: weights read, error made"])
+    middles = [(a + b) / 2 for a, b in zip(sweep["edges"], sweep["edges"][1:], strict=False)]
+    rows = sweep["rows"]
+    figure.add_bar(x=middles, y=sweep["counts"], showlegend=False, hovertemplate="gate %{x:.2f}: %{y}<extra></extra>",
+                   row=1, col=1)
+    figure.add_scatter(x=[100 * row["weights"] for row in rows], y=[100 * row["error"] for row in rows], mode="lines",
+                       line={"color": plots.GREY}, showlegend=False, hoverinfo="skip", row=1, col=2)
+    figure.add_scatter(x=[0], y=[0], mode="markers", marker={"size": 13, "color": plots.RED}, showlegend=False,
+                       hovertemplate="%{x:.0f}% of the weights, %{y:.1f}% error<extra></extra>", row=1, col=2)
+    figure.update_xaxes(title_text="gate value before the ReLU", row=1, col=1)
+    figure.update_yaxes(title_text=f"how many, over {sweep['tokens']} tokens", row=1, col=1)
+    figure.update_xaxes(title_text="weights read for a token, % of the layer's", row=1, col=2)
+    figure.update_yaxes(title_text="error of the output, %", rangemode="tozero", row=1, col=2)
+    figure = plots.styled(figure, "", height=400).update_layout(bargap=0.05, margin_t=90)
+    figure.update_annotations(font_size=12)
+    move_threshold(figure, sweep, index)
+    return figure
+
+
+def move_threshold(figure: go.Figure, sweep: dict, index: int) -> None:
+    """Mark another row of the sweep in a figure that `threshold` made (a FigureWidget of it too)."""
+    rows = sweep["rows"]
+    if not 0 <= index < len(rows):
+        raise InputError(f"index is {index!r}; this sweep has thresholds 0 to {len(rows) - 1}")
+    row, edges = rows[index], sweep["edges"]
+    kept = [low >= row["threshold"] for low in edges[:-1]]
+    figure.data[0].marker.color = [plots.BLUE if on else plots.FAINT for on in kept]
+    figure.data[2].x, figure.data[2].y = [100 * row["weights"]], [100 * row["error"]]
+    figure.layout.title.text = (f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} fire, "
+                                f"{row['weights']:.0%} of the weights read, error {row['error']:.1%}")
+
+
+def _ms(value: float) -> str:
+    if value <= 0 or not math.isfinite(value):
+        raise InputError(f"a median time is {value}; milliseconds above zero are accepted")
+    return f"{1000 * value:.3g} us" if value < 0.1 else f"{value:.3g} ms"

@@ -1,0 +1,6 @@
+"""Notebook 03: one matrix in five formats, and TwELL taken apart word by word."""
+
+from . import figures
+from .data import (
+    forms, geometries, geometry_sentence, one_tile, row_errors, same_bits, sizes, toy_unpack, view, warp_slots,
+)

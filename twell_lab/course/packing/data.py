@@ -1,0 +1,188 @@
+"""What the notebook on packing computes, as plain functions: data in, data out, nothing drawn.
+
+`view` describes one row under one geometry as plain data; `figures` draws it and `widget` moves it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...formats import COO, CSR, ELL, TILE, WORDS, Hybrid, TwELL, check_geometry
+from ...plain import decode, tile_of
+
+# How the sorts of columns in a tile are numbered in a view.
+SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)
+
+
+# ---- the formats, side by side ----
+
+
+def forms(x: Tensor, limit: int = 128) -> dict[str, object]:
+    """The same matrix [rows, columns] in every format of the library.
+
+    limit: entries of a light row of Hybrid.
+    """
+    return {"COO": COO.from_dense(x), "CSR": CSR.from_dense(x), "ELL": ELL.from_dense(x),
+            "Hybrid": Hybrid.from_dense(x, limit), "TwELL": TwELL.from_dense(x)}
+
+
+def sizes(x: Tensor, limit: int = 128) -> dict[str, int]:
+    """Bytes of the matrix as it is and in each format."""
+    packed = {name: form.nbytes for name, form in forms(x, limit).items()}
+    return {"dense": x.numel() * x.element_size()} | packed
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits: NaN equals itself, and -0 does not equal +0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(whole), b.contiguous().view(whole))
+
+
+def one_tile(firing: int, width: int = TILE, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """A gate [1, width] with exactly `firing` positive columns, at random places; the others are negative."""
+    if not 0 <= firing <= width:
+        raise InputError(f"firing is {firing}; 0 to {width} (the columns) are accepted")
+    generator = torch.Generator().manual_seed(seed)
+    gate = -torch.rand(1, width, generator=generator) - 0.01
+    gate[0, torch.randperm(width, generator=generator)[:firing]] *= -1
+    return gate.to(dtype)
+
+
+# ---- a packing that loses values, and two ways to look for it ----
+
+
+def toy_unpack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> Tensor:
+    """What comes back from a packing without a tail: what a tile's slots cannot hold is gone.
+
+    gate: [rows, d_ff].
+    """
+    packed = TwELL.from_gate(gate, tile, words)
+    no_tail = (torch.zeros_like(packed.tail_pointer), packed.tail_column[:0], packed.tail_value[:0])
+    return TwELL(packed.packed, *no_tail, packed.shape, packed.dtype, packed.tile).to_dense()
+
+
+def row_errors(got: Tensor, want: Tensor) -> Tensor:
+    """|got - want| / |want| of each row, float64 [rows]; 0 where both are zero."""
+    got, want = got.double(), want.double()
+    off, size = (got - want).norm(dim=1), want.norm(dim=1)
+    return torch.where(off == 0, 0.0, off / size)
+
+
+# ---- geometry: how large a tile, how many words ----
+
+
+def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
+    """What each tile and number of words takes for relu(gate). gate: [rows, d_ff].
+
+    Rows: {tile, words, bytes (a row, tail included), slots_used (share), overflow (share of rows), tail
+    (values a row)}. Pairs that TwELL does not take (more words than a tile has columns, plus one) are left
+    out.
+    """
+    table = []
+    for tile in tiles:
+        for count in words:
+            if count > tile + 1:
+                continue
+            packed = TwELL.from_gate(gate, tile, count)
+            rows = gate.shape[0]
+            table.append({"tile": tile, "words": count, "bytes": packed.nbytes / rows,
+                          "slots_used": packed.counts.clamp(max=packed.slots).sum().item()
+                          / (packed.counts.numel() * packed.slots),
+                          "overflow": len(packed.overflow_rows) / rows,
+                          "tail": packed.tail_value.numel() / rows})
+    return table
+
+
+def smallest(table: list[dict], overflow: float) -> dict | None:
+    """The row of `geometries` with the fewest bytes where at most this share of rows overflows."""
+    fitting = [row for row in table if row["overflow"] <= overflow]
+    return min(fitting, key=lambda row: row["bytes"], default=None)
+
+
+def geometry_sentence(table: list[dict], dense: int, overflow: float = 0.01, tile: int = TILE,
+                      words: int = WORDS) -> str:
+    """What one geometry does in this table, and the smallest with few overflowing rows.
+
+    dense: bytes of a dense row.
+    """
+    usual = next((row for row in table if (row["tile"], row["words"]) == (tile, words)), None)
+    if usual is None:
+        raise InputError(f"the table has no tile {tile} with {words} words; one of its own pairs is accepted")
+    best = smallest(table, overflow)
+    line = (f"{tile} x {words}: {usual['slots_used']:.0%} of the slots used, "
+            f"{usual['overflow']:.1%} of rows overflow, {usual['bytes']:,.0f} bytes a row.")
+    if best is None:
+        return f"{line} Nothing in the table stays below {overflow:.0%} of rows."
+    least = f"{best['tile']} x {best['words']}, {best['bytes']:,.0f} bytes"
+    worth = "" if best["bytes"] < dense else f": no less than dense ({dense:,})"
+    return f"{line}\n         Below {overflow:.0%} of rows: {least}{worth}."
+
+
+# ---- the packing algorithm, as a warp does it ----
+
+
+def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
+    """One step of a warp: (ballot, slot of each lane), for 32 lanes. fires: bool [32].
+
+    The ballot is a 32-bit word in which bit i says whether lane i fires: every lane gets it at once. A lane's
+    slot is the number of bits below its own, from 1 because word 0 is the count.
+    """
+    if fires.shape != (32,):
+        raise InputError(f"fires has shape {list(fires.shape)}; 32 lanes are accepted")
+    ballot = sum(1 << lane for lane in range(32) if fires[lane])
+    return ballot, [1 + (ballot & ((1 << lane) - 1)).bit_count() for lane in range(32)]
+
+
+# ---- one row, as the interactive tile shows it ----
+
+
+def view(gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int = WORDS,
+         threshold: float = 0.0) -> dict:
+    """One row of a gate under one geometry, and one of its tiles in full, as plain data. gate: [rows, d_ff].
+
+    Kept is what is `not (g <= threshold)`; packing itself has threshold 0. Returns {row, part, tile, words,
+    slots, threshold, dtype, width (columns of this tile), counts (kept values of each tile of the row),
+    columns (one {column, value, sort} for each column of the tile; sort: SILENT, BELOW the threshold but
+    positive, IN_WORDS, IN_TAIL), stored (the tile's words that are used, whole numbers, the count first),
+    entries ((value, column) of those), tail ((value, column in the matrix) of this tile), tail_row (values in
+    the row's tail), nnz (kept in the row), bytes (of the row, packed), dense_bytes, lost (what the threshold
+    took from the row's norm, a share)}.
+    """
+    check_geometry(tile, words)
+    if not 0 <= row < gate.shape[0]:
+        raise InputError(f"row is {row!r}; this gate has rows 0 to {gate.shape[0] - 1}")
+    tiles = -(-gate.shape[1] // tile)
+    if not 0 <= part < tiles:
+        raise InputError(f"part is {part!r}; a row of {gate.shape[1]} has tiles 0 to {tiles - 1} of {tile}")
+    if not threshold >= 0:
+        raise InputError(f"threshold is {threshold!r}; 0 or more is accepted")
+    line = gate[row : row + 1].detach().cpu()
+    silent = torch.zeros_like(line)  # not 0.0, which would turn whole numbers into values that can be packed
+    positive, kept = (torch.where(~(line <= limit), line, silent) for limit in (0, threshold))
+    packed = TwELL.from_dense(kept, tile, words)
+    at = tile_of(packed, 0, part)
+    first, end = part * tile, part * tile + at["width"]
+    tail = [(value, column) for value, column in zip(packed.tail_value.tolist(), packed.tail_column.tolist(),
+                                                     strict=True) if first <= column < end]
+    in_tail = {column for _, column in tail}
+    columns = []
+    for column, (value, stays) in enumerate(zip(positive[0, first:end].tolist(), kept[0, first:end].tolist(),
+                                                strict=True)):
+        if stays != 0:
+            sort = IN_TAIL if first + column in in_tail else IN_WORDS
+        else:
+            sort = BELOW if value != 0 else SILENT
+        columns.append({"column": column, "value": value, "sort": sort})
+    size, gone = positive.double().norm(), (positive.double() - kept.double()).norm()
+    entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
+    return {"row": row, "part": part, "tile": tile, "words": words, "slots": words - 1,
+            "threshold": threshold, "dtype": at["dtype"], "width": at["width"],
+            "counts": packed.counts[0].tolist(), "columns": columns, "stored": at["words"],
+            "entries": entries, "tail": tail, "tail_row": packed.tail_value.numel(), "nnz": packed.nnz,
+            "bytes": packed.nbytes, "dense_bytes": line.numel() * line.element_size(),
+            "lost": float(gone / size) if size > 0 and size.isfinite() else 0.0}
+

@@ -1,0 +1,172 @@
+"""What the notebook on L1 training reads off the recorded sweep, as plain functions: rows in, words and numbers out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ... import paths, records
+from ...errors import InputError, RecordError
+from ...ffn import feed_forwards
+from ...model import LanguageModel
+from ...profile import activations
+from ...reference import fires
+from ...sweep import best_sparse, cost, pressed, seed_spread, settled, twin
+from ..recorded import device_and_day
+
+ZEROS, MORE = 0.97, 0.02  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
+
+
+def recorded(folder=None) -> records.Record:
+    """The newest record of a sweep (twell-lab record sweep). RecordError where there is none."""
+    found = [record for record in records.load_all(folder) if record.name == "sweep"]
+    if not found:
+        raise RecordError("there is no record of a sweep here; accepted: one made by `twell-lab record sweep` on a GPU")
+    return found[-1]
+
+
+def where(record: records.Record) -> str:
+    """On what and when: "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"."""
+    gpus = record.machine.get("gpus")
+    device = gpus[0]["name"] if gpus else record.machine.get("cpu") or "an unnamed machine"
+    return f"recorded on {device_and_day(device, record.date)}"
+
+
+def table(rows: list[dict]) -> str:
+    """One line a run: its loss, beside that of its seed's twin; who fires, who is dead, and whether nnz has settled."""
+    neurons = rows[0]["config"]["d_ff"] * rows[0]["config"]["layers"]
+    lines = [f"{'run':<28}{'bits per byte':>14}{'over twin':>11}{'mean nnz':>10}{'zeros':>9}{'dead':>7}{'nnz, last quarter':>19}"]
+    for row in _ordered(rows):
+        dead = sum(layer["dead"] for layer in row["layers"]) / neurons
+        lines.append(f"{name(row, rows):<28}{row['validation_bits_per_byte']:>14.3f}{cost(row, rows):>+11.1%}{row['mean_nnz']:>10.1f}"
+                     f"{row['zeros']:>9.2%}{dead:>7.0%}{settled(row):>+19.1%}")
+    return "\n".join(lines)
+
+
+def name(row: dict, rows: list[dict]) -> str:
+    """What to call a run in a figure."""
+    if row is twin(rows):
+        return f"no L1, {row['label']} (the twin)"
+    return f"no L1, {row['label']}" if not row["config"]["l1"] else row["label"]
+
+
+def _ordered(rows: list[dict]) -> list[dict]:
+    """Without L1, then by L1; re-initialised ones after the run they are compared with."""
+    return sorted(rows, key=lambda row: (row["config"]["l1"], bool(row["config"].get("reinit")), row["config"]["lr"],
+                                         row["config"]["seed"]))
+
+
+def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[str]:
+    """What the sweep found, one sentence a line, each computed from the rows."""
+    base, best = twin(rows), best_sparse(pressed(rows), zeros)
+    d_ff = base["config"]["d_ff"]
+    lines = [f"Without L1: {base['mean_nnz']:.0f} of {d_ff} neurons fire for a token ({base['zeros']:.1%} zeros), "
+             f"{base['validation_bits_per_byte']:.4f} bits per byte."]
+    if best is None:
+        return [*lines, f"No run reached {zeros:.0%} zeros."]
+    within = [row for row in pressed(rows) if row["zeros"] >= zeros and cost(row, rows) <= more]
+    lines.append(f"Best sparse point, {best['label']}: {best['mean_nnz']:.1f} fire ({best['zeros']:.1%} zeros), "
+                 f"{best['validation_bits_per_byte']:.4f} bits per byte, {cost(best, rows):+.2%} against the twin.")
+    if within and (most := max(within, key=lambda row: row["zeros"])) is not best:
+        lines.append(f"Most zeros within {more:.0%}, {most['label']}: {most['mean_nnz']:.1f} fire ({most['zeros']:.1%} zeros), "
+                     f"{cost(most, rows):+.2%}.")
+    if (spread := seed_spread(rows)) is not None:
+        lines.append(f"Another seed alone moves the twin's loss by {spread:.2%}: a smaller difference means nothing.")
+    for again in rows:
+        if again["label"] in {f"{row['label']}, seed {again['config']['seed']}" for row in within}:
+            lines.append(f"{again['label']}: {again['zeros']:.1%} zeros, {cost(again, rows):+.2%} against the twin of that seed.")
+    lines.append(f"Asked for: at least {zeros:.0%} zeros at no more than {more:.0%} above the twin. "
+                 f"{'Reached' if within else 'Not reached'}.")
+    return lines
+
+
+def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
+    """In how many runs the number of firing neurons had come to rest, and in which it had not."""
+    runs = pressed(rows)
+    moving = [f"{row['label']} ({settled(row):+.0%} of {row['mean_nnz']:.2g})" for row in runs if abs(settled(row)) > within]
+    return (f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of {len(runs)} runs"
+            f"{'; by more in ' + ', '.join(moving) if moving else ''}.")
+
+
+def quality(record: records.Record) -> list[str]:
+    """Size, tokens and quality in plain words: what these models are, and what they are not."""
+    base, notes = twin(record.rows), record.notes
+    config, text = base["config"], notes["text"]
+    lines = [f"Size: {base['parameters'] / 1e6:.1f} million parameters, {config['layers']} layers, d_model {config['d_model']}, "
+             f"d_ff {config['d_ff']}.",
+             f"Read: {base['tokens'] / 1e6:.1f} million bytes, {base['tokens'] / notes['training_size']:.0%} of the training part of "
+             f"{text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s."]
+    if "compressors" in notes:
+        others = ", ".join(f"{name} {bits:.2f}" for name, bits in notes["compressors"].items())
+        lines.append(f"Quality: {base['validation_bits_per_byte']:.2f} bits per byte on novels it has not seen; "
+                     f"compressors on the same text: {others}.")
+    return lines
+
+
+def renewed(rows: list[dict]) -> list[tuple[dict, dict]]:
+    """Pairs (without, with) of runs that differ in re-initialisation alone, by L1."""
+    without = {row["config"]["l1"]: row for row in pressed(rows)}
+    return [(without[row["config"]["l1"]], row) for row in _ordered(rows) if row["config"].get("reinit")]
+
+
+def renewed_sentences(rows: list[dict]) -> list[str]:
+    """What re-initialising dead gate rows changed, one sentence a pair."""
+    lines = []
+    for before, after in renewed(rows):
+        neurons = before["config"]["d_ff"] * before["config"]["layers"]
+        dead = [sum(layer["dead"] for layer in row["layers"]) / neurons for row in (before, after)]
+        lines.append(f"{before['label']}: {dead[0]:.1%} of the neurons dead without, {dead[1]:.1%} with; nnz {before['mean_nnz']:.1f} and "
+                     f"{after['mean_nnz']:.1f}; loss {cost(before, rows):+.2%} and {cost(after, rows):+.2%} against the twin.")
+    return lines
+
+
+def first_token(row: dict) -> list[float]:
+    """How many times as many neurons the first token of a window wakes as the last half of it, layer by layer."""
+    return [nnz[0] / nnz[-1] if nnz[-1] else float("inf") for nnz in row["positions"]["nnz"]]
+
+
+def position_sentence(row: dict) -> str:
+    """The first token of a window against the later ones, in words."""
+    nnz = row["positions"]["nnz"]
+    first, later = (sum(layer[place] for layer in nnz) / len(nnz) for place in (0, -1))
+    ratios = first_token(row)
+    most = max(range(len(ratios)), key=lambda layer: ratios[layer])
+    return (f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half {later:.1f}; "
+            f"it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many.")
+
+
+def byte_name(value: int) -> str:
+    """A byte as a reader would name it."""
+    named = {10: "line feed", 13: "carriage return", 32: "space", 9: "tab"}
+    return named.get(value) or (repr(chr(value)) if 33 <= value < 127 else f"byte {value}")
+
+
+def extremes(row: dict, each: int = 8) -> list[tuple[str, float]]:
+    """The bytes that wake the fewest and the most neurons, averaged over layers, fewest first: (name, nnz)."""
+    seen = row["bytes"]
+    mean = [sum(layer[i] for layer in seen["nnz"]) / len(seen["nnz"]) for i in range(len(seen["value"]))]
+    order = sorted(range(len(mean)), key=lambda i: mean[i])
+    picked = order if len(order) <= 2 * each else order[:each] + order[-each:]
+    return [(byte_name(seen["value"][i]), mean[i]) for i in picked]
+
+
+# ---- the two models that are shipped ----
+
+
+def checkpoint(name: str) -> LanguageModel:
+    """A model of data/checkpoints, "sparse" or "l1-free", on the CPU (their README.md says what they are)."""
+    folder = paths.data_dir() / "checkpoints"
+    if not (folder / name / "model.safetensors").is_file():
+        raise InputError(f"name is {name!r}; accepted: {', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}")
+    return LanguageModel.load(folder / name).eval()
+
+
+def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:
+    """How many neurons fire at each byte of a sentence, averaged over layers: (the byte as a character, nnz)."""
+    content = sentence.encode()
+    if not 1 <= len(content) <= model.config.context:
+        raise InputError(f"sentence has {len(content)} bytes; accepted: 1 to {model.config.context}")
+    tokens = torch.tensor([list(content)])
+    layers = range(len(feed_forwards(model)))
+    nnz = sum(fires(activations(model, tokens, layer)[1]).sum(1).double() for layer in layers) / len(layers)
+    return [(chr(byte) if 32 <= byte < 127 else byte_name(byte), value) for byte, value in zip(content, nnz.tolist(), strict=True)]

@@ -1,0 +1,7 @@
+"""Notebook 02, trained live: small models with and without the L1 term, and who still fires in them."""
+
+from . import figures
+from .data import (
+    SMALL, dead_seen_in, first_token_sentence, held_out, nnz_by_position, pull, skew_sentence, some_text, table,
+    verdicts,
+)

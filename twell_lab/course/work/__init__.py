@@ -1,0 +1,7 @@
+"""Notebooks 05 and 06, computed: a layer's operations and bytes, the least time for them, tiles, pool, hot and cold."""
+
+from . import figures
+from .data import (
+    break_even, datasheet, floors, floors_table, gained, of_the_roof, other_tokens, packing_left, points, pool_table,
+    pool_text, rates, read_back, split, split_sentence, story, versions, waves, work,
+)

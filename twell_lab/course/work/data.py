@@ -1,0 +1,366 @@
+"""The work behind the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and waves, the pool, hot and cold.
+
+Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench_inference) with `where`, as
+`course.hopper.recorded` returns them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ... import paths, records
+from ...formats import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ...simulator import H100
+from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
+
+SLOTS = WORDS - 1
+VALUE = 2  # bytes of a 16-bit value
+
+
+# ---- the work, and the least time for it ----
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches: operations a second in its tensor cores, bytes a second from memory and from the L2 cache."""
+
+    tensor: float
+    memory: float
+    l2: float
+    source: str
+
+
+def rates(rows: list[dict]) -> Rates:
+    """Rates that were reached: by torch's gate GEMM in the record (or that of the portable kernels), a copy, and L2 reads."""
+    gemms = [row for row in rows if row["kind"] == "gate" and row["path"] == "gate GEMM (torch)" and row["tokens"] == 16384]
+    gemms = gemms or [
+        {**row, "where": f"recorded on {device_and_day(row['device'], row['date'])}"}
+        for row in records.flat_rows(records.load_all())
+        if row["path"] == "part: gate GEMM" and row["tokens"] == 16384 and "H100" in row["device"]
+    ]
+    best = min(gemms, key=lambda row: row["ms"])
+    tensor = 2 * best["tokens"] * best["d_model"] * best["d_ff"] / best["ms"] * 1e3
+    return Rates(
+        tensor,
+        H100.memory_bytes_per_s,
+        H100.l2_bytes_per_s,
+        f"{tensor / 1e12:.0f} TFLOP/s by torch's gate GEMM ({best['where']}), {H100.memory_bytes_per_s / 1e12:g} TB/s from "
+        f"memory by a large copy, {H100.l2_bytes_per_s / 1e12:g} TB/s from the L2 cache",
+    )
+
+
+def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
+    """What a gated layer has to do, step by step: operations, bytes from and to memory, bytes through the L2 cache.
+
+    Memory counts every array once, the L2 what the multiprocessors ask for where no tile of it is shared (None: a GEMM,
+    whose tiles are). One row for the dense layer in one piece, then the two steps of the sparse one.
+    """
+    x, weights, row = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model
+    words = 4 * tokens * (-(-d_ff // TILE) + nnz)
+    touched = min(tokens * nnz, d_ff) * row  # of up, and as much of down
+    return [
+        {"step": "dense layer", "operations": 6 * tokens * d_model * d_ff, "memory": 2 * x + 3 * weights, "l2": None},
+        {"step": "gate, packed", "operations": 2 * tokens * d_model * d_ff, "memory": x + weights + words, "l2": None},
+        {
+            "step": "up and down where it fires",
+            "operations": 4 * tokens * nnz * d_model,
+            "memory": 2 * x + words + 2 * touched,
+            "l2": 2 * tokens * nnz * row + 2 * x,
+        },
+    ]
+
+
+def floors(steps: list[dict], reached: Rates) -> list[dict]:
+    """The steps with the least time of each part of the GPU in ms, the slowest of them, and its name."""
+    found = []
+    for step in steps:
+        times = {"tensor cores": step["operations"] / reached.tensor, "memory": step["memory"] / reached.memory}
+        if step["l2"] is not None:
+            times["L2 cache"] = step["l2"] / reached.l2
+            del times["tensor cores"]  # a warp multiplies in its ordinary units: one row against one token
+        limit = max(times, key=times.__getitem__)
+        found.append({**step, "floor_ms": 1e3 * times[limit], "limit": limit, "intensity": step["operations"] / step["memory"]})
+    return found
+
+
+def floors_table(found: list[dict]) -> str:
+    """`floors` as text, with operations a byte."""
+    shown = [
+        {**row, "gop": row["operations"] / 1e9, "mb": row["memory"] / 1e6, "l2_mb": row["l2"] and row["l2"] / 1e6}
+        for row in found
+    ]
+    return records.table(
+        shown,
+        {
+            "step": "",
+            "gop": "10^9 operations",
+            "mb": "MB of memory",
+            "l2_mb": "MB through L2",
+            "intensity": "operations a byte",
+            "limit": "limit",
+            "floor_ms": "ms at that rate",
+        },
+    )
+
+
+def datasheet(name: str = "H100 SXM") -> dict:
+    """The vendor's figures for a GPU (data/gpus.json)."""
+    gpus = json.loads((paths.data_dir() / "gpus.json").read_text(encoding="utf-8"))["gpus"]
+    return next(gpu for gpu in gpus if gpu["name"] == name)
+
+
+# ---- versions of the gate GEMM ----
+
+IDEAS = {
+    "gate GEMM (torch)": "the dense gate, nothing packed",
+    "gate GEMM (torch), then pack": "two kernels: the gate is written and read again",
+    "sm80 gate_pack": "mma.sync, what an older GPU has",
+    "sm90 gate_pack v1": "wgmma; each tile packed at its end",
+    "sm90 gate_pack v2": "+ two blocks share the weights they fetch",
+    "sm90 gate_pack v3": "+ packed during the next tile",
+}
+
+
+def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dict]:
+    """The rows of kind "gate" at this nnz and number of tokens, slowest first, each with `idea`."""
+    found = select(rows, "gate", nnz, tokens=tokens, workload=LOGNORMAL)
+    return [{**row, "idea": IDEAS.get(row["path"], "")} for row in sorted(found, key=lambda row: -row["ms"])]
+
+
+def gained(found: list[dict]) -> str:
+    """What each step of `versions` gained, in sentences computed from the times."""
+    ms = {row["path"]: row["ms"] for row in found}
+    steps = [
+        ("gate GEMM (torch), then pack", "sm90 gate_pack v1", "one kernel instead of two"),
+        ("sm90 gate_pack v1", "sm90 gate_pack v2", "two blocks that share their weights"),
+        ("sm90 gate_pack v2", "sm90 gate_pack v3", "packing while the next tile multiplies"),
+    ]
+    lines = [
+        f"{what}: {1e3 * ms[a]:.0f} -> {1e3 * ms[b]:.0f} us, {_change(ms[a], ms[b])}"
+        for a, b, what in steps
+        if a in ms and b in ms
+    ]
+    if "gate GEMM (torch)" in ms and "sm90 gate_pack v3" in ms:
+        lines.append(f"v3 against torch's GEMM, which packs nothing: {_change(ms['gate GEMM (torch)'], ms['sm90 gate_pack v3'])}")
+    return "\n".join(lines) or "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
+
+
+def _change(before: float, after: float) -> str:
+    change = 1 - after / before
+    return "no difference" if abs(change) < 0.005 else f"{abs(change):.1%} {'less' if change > 0 else 'more'} time"
+
+
+def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> str:
+    """What packing costs a tile in v2 beyond v3, from the two times."""
+    ms = {row["path"]: row["ms"] for row in found}
+    if not {"sm90 gate_pack v2", "sm90 gate_pack v3"} <= set(ms):
+        return "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
+    turns, _ = waves(tokens, d_ff)
+    each = 1e6 * (ms["sm90 gate_pack v2"] - ms["sm90 gate_pack v3"]) / turns
+    whole = 1e6 * ms["sm90 gate_pack v3"] / turns
+    if each <= 0:
+        return f"v3 was not faster than v2 in this run: {whole:,.0f} ns a tile, v2 {-each:,.0f} ns less."
+    return (
+        f"A tile takes v3 {whole:,.0f} ns; v2 takes {each:,.0f} ns longer, {each / whole:.1%} of it: the packing that v3 hides."
+    )
+
+
+def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> tuple[int, float]:
+    """(turns, share of them that is used) when tiles of rows x columns are dealt to `pairs` pairs of blocks."""
+    tiles = -(-tokens // rows) * -(-d_ff // columns)
+    turns = -(-tiles // pairs)
+    return turns, tiles / (turns * pairs)
+
+
+def story(file: str) -> str:
+    """The comment that a file of kernels/ begins with: what it does, its floor, its versions."""
+    lines = (paths.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
+    end = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
+    return "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
+
+
+def other_tokens(rows: list[dict]) -> str:
+    """How long a path of a trained layer took in the planner's trials, on other tokens, beside the time recorded for it."""
+    timed = {(row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
+             for row in rows if "l1" in row and row["path"].startswith("forced ")}
+    ratios = []
+    for row in rows:
+        which = (row.get("l1"), row.get("layer"), row["path"].removeprefix("plan: "))
+        if row["kind"] == "plan" and which in timed:
+            ratios.append((row["ms"] / timed[which], f"{which[2]} in layer {which[1]}, L1 {which[0]:g}"))
+    if not ratios:
+        return "No trained layer is recorded."
+    far = sorted((pair for pair in ratios if not 0.9 <= pair[0] <= 1.1), reverse=True)
+    near = f"In {len(ratios) - len(far)} of {len(ratios)} trials a path took within 10% of its time on the tokens timed here"
+    return "\n".join([f"{near}{'; the others:' if far else '.'}", *(f"  {name}: {ratio:.2f} times that" for ratio, name in far)])
+
+
+# ---- the roofline ----
+
+
+def points(rows: list[dict], fused: dict[str, dict], nnz: float = 29) -> list[dict]:
+    """Points of a roofline: name, group, operations, bytes (memory), seconds, where.
+
+    rows: of `course.hopper`; fused: `course.first_kernels.recorded(16384)`, for the versions of the fused up and down kernel.
+    """
+    found = []
+    for row in versions(rows, nnz):
+        tokens, d_model, d_ff = row["tokens"], row["d_model"], row["d_ff"]
+        _, gate, _ = work(tokens, d_model, d_ff, nnz)
+        dense_gate = VALUE * tokens * d_ff
+        words = 4 * tokens * (-(-d_ff // TILE) + nnz)
+        extra = {"gate GEMM (torch)": dense_gate - words, "gate GEMM (torch), then pack": 2 * dense_gate}.get(row["path"], 0)
+        found.append(_point(row, "gate GEMM", gate["operations"], gate["memory"] + extra))
+    _, _, sparse = work(nnz=nnz)
+    found += [
+        _point({**time, "path": name}, "fused up and down", sparse["operations"], sparse["memory"])
+        for name, time in fused.items()
+        if name in ("gated_v1", "gated_v2", "gated_v3")
+    ]
+    for row in select(rows, nnz=nnz, tokens=1, workload=LOGNORMAL):
+        dense, gate, sparse = work(1, row["d_model"], row["d_ff"], row["nnz"])
+        parts = {f"dense eager{GRAPH}": [dense], f"forced twell{GRAPH}": [gate, sparse]}.get(row["path"], [])
+        name = row["path"].removesuffix(GRAPH).removeprefix("forced ") + ", 1 token"
+        if parts and all(point["name"] != name for point in found):  # an older run may have it too
+            found.append(
+                _point(
+                    {**row, "path": name},
+                    "whole layer, 1 token",
+                    *(sum(p[key] for p in parts) for key in ("operations", "memory")),
+                )
+            )
+    return found
+
+
+def _point(row: dict, group: str, operations: float, moved: float) -> dict:
+    return {
+        "name": row["path"],
+        "group": group,
+        "operations": operations,
+        "bytes": moved,
+        "seconds": row["ms"] / 1e3,
+        "where": row["where"],
+    }
+
+
+def of_the_roof(found: list[dict], gpu: dict) -> str:
+    """Each point of the roofline with the share of its roof that it reaches (the datasheet's peaks), as a table."""
+    peak, bandwidth = 1e12 * gpu["tensor_tflops"], 1e9 * gpu["bandwidth_gb_s"]
+    shown = []
+    for p in found:
+        intensity = p["operations"] / p["bytes"]
+        roof = min(peak, bandwidth * intensity)
+        shown.append(
+            {
+                "name": p["name"],
+                "intensity": round(intensity, 1),
+                "rate": p["operations"] / p["seconds"] / 1e12,
+                "roof": "tensor cores" if roof == peak else "memory",
+                "share": f"{p['operations'] / p['seconds'] / roof:.0%}",
+            }
+        )
+    columns = {"name": "", "intensity": "operations a byte", "rate": "TFLOP/s", "roof": "under the roof of", "share": "reached"}
+    return records.table(shown, columns) if shown else "No time is recorded."
+
+
+# ---- overflow: the pool ----
+
+
+def pool_table(counts: list[int]) -> list[dict]:
+    """What happens to the rows of one group in one tile. counts: their kept values.
+
+    Rows: row, count, words (values held there), excess, start, end (in the pool), lost.
+    """
+    rows, start = [], 0
+    for i, count in enumerate(counts):
+        excess = max(0, count - SLOTS)
+        lost = excess > 0 and start + excess > POOL_WORDS
+        first, last = (start, start + excess) if excess else (None, None)
+        rows.append(
+            {"row": i, "count": count, "words": count - excess, "excess": excess, "start": first, "end": last, "lost": lost}
+        )
+        start += excess
+    return rows
+
+
+def pool_text(rows: list[dict]) -> str:
+    """The rows of `pool_table` that overflow, as text."""
+    shown = [{**row, "is": "lost" if row["lost"] else "in the pool"} for row in rows if row["excess"]]
+    columns = {
+        "row": "row",
+        "count": "fires",
+        "words": "in its words",
+        "excess": "beyond",
+        "start": "pool from",
+        "end": "to",
+        "is": "",
+    }
+    return records.table(shown, columns)
+
+
+def read_back(packed: Tensor, pool: Tensor, columns: int) -> tuple[Tensor, list[int]]:
+    """(the gate that words and pool hold, float32 [tokens, columns]; the lost rows), read one word after the other.
+
+    packed: [tokens, tiles, 32], pool: [groups, tiles, 64], of bfloat16 values, as twell_lab.pool makes them.
+    """
+    tokens, tiles = packed.shape[:2]
+    gate, lost = torch.zeros(tokens, columns), set()
+    for tile in range(tiles):
+        for first in range(0, tokens, POOL_ROWS):
+            group = pool_table(packed[first : first + POOL_ROWS, tile, 0].tolist())
+            for at in group:
+                row = first + at["row"]
+                words = packed[row, tile, 1 : 1 + at["words"]].tolist()
+                if at["lost"]:
+                    lost.add(row)
+                elif at["excess"]:
+                    words += pool[first // POOL_ROWS, tile, at["start"] : at["end"]].tolist()
+                for word in words:
+                    value = torch.tensor(word >> 16, dtype=torch.int16).view(torch.bfloat16)
+                    gate[row, tile * TILE + (word & 0xFFFF)] = value.float()
+    return gate, sorted(lost)
+
+
+# ---- hot and cold ----
+
+
+def break_even(reached: Rates) -> float:
+    """The share of tokens from which a neuron is cheaper dense: 4 d_model operations against 4 d_model bytes, at these rates."""
+    return reached.l2 / reached.tensor
+
+
+def split(frequency: Tensor, hots: Iterable[int], reached: Rates, tokens: int = 16384, d_model: int = 2048) -> list[dict]:
+    """Predicted ms of a layer with its `hot` most frequent neurons dense, for each of `hots`; 0 is TwELL, d_ff is dense.
+
+    frequency: [d_ff], the share of tokens at which each neuron fires. Rows: hot, gate, dense (up and down of the hot), sparse,
+    start (the sums of the hot part, float32, written and read), ms (their sum), cold_nnz.
+    """
+    ordered = frequency.double().sort(descending=True).values
+    d_ff, rows = len(ordered), []
+    for hot in hots:
+        cold = float(ordered[hot:].sum())
+        parts = {
+            "gate": 2 * d_ff / reached.tensor,
+            "dense": 4 * hot / reached.tensor,
+            "sparse": 4 * cold / reached.l2,
+            "start": 8 / reached.memory * (0 < hot < d_ff),
+        }
+        parts = {name: 1e3 * tokens * d_model * seconds for name, seconds in parts.items()}
+        rows.append({"hot": hot, **parts, "ms": sum(parts.values()), "cold_nnz": cold})
+    return rows
+
+
+def split_sentence(rows: list[dict]) -> str:
+    """Which split `split` predicts to be fastest, and against what."""
+    best = min(rows, key=lambda row: row["ms"])
+    d_ff = max(row["hot"] for row in rows)
+    twell, dense = (next(row["ms"] for row in rows if row["hot"] == hot) for hot in (0, d_ff))
+    what = {0: "TwELL, nothing hot", d_ff: "dense, all hot"}.get(
+        best["hot"], f"{best['hot']:,} neurons hot, {best['cold_nnz']:.0f} firing ones left"
+    )
+    return f"{what}: {best['ms']:.2f} ms; TwELL {twell:.2f}, dense {dense:.2f}"
