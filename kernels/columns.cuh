@@ -17,7 +17,9 @@
 #ifndef BLOCK_WARPS
 #define BLOCK_WARPS 8
 #endif
+#ifndef CLASSES
 #define CLASSES 9
+#endif
 #define LEAST_UNIT 128
 
 // What a survivor adds to the gradients of its neuron: dgate += dgate_of * x[token], dup += dup_of * x[token],

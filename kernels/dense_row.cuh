@@ -10,6 +10,9 @@
 #ifndef TEAMS
 #define TEAMS 1
 #endif
+#ifndef SLAB
+#define SLAB 2048  // columns of y that a block takes at a time, in the kernels that take any width
+#endif
 #define LANES (WARP * WARPS)
 #define CHUNKS ((D_MODEL + LANES * VECTOR - 1) / (LANES * VECTOR))
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");

@@ -5,11 +5,18 @@
 #pragma once
 #include "twell.cuh"
 
+#ifndef THREADS
 #define THREADS 256
-#define WARPS_HERE (THREADS / WARP)
+#endif
+#define BLOCK_WARPS (THREADS / WARP)
+#ifndef ROWS
 #define ROWS 8     // rows that a block takes at once: a weight row that is read serves all of them
+#endif
+#ifndef NEURONS
 #define NEURONS 4  // neurons that a warp takes at once
+#endif
 #define ALL_ROWS 0xffu
+#define AHEAD 4    // rows under way while one is worked on
 #define ONE_BY_ONE 5  // of 32 dot products, up to which they are not made together
 static_assert(ROWS * NEURONS == WARP, "a lane for each dot product");
 
@@ -186,7 +193,7 @@ struct Deal {
         whole = groups / blocks * blocks;
         cut = groups - whole;
         const int most = cut ? blocks / cut : 1;
-        const int least = NEURONS * WARPS_HERE;  // else some warps have nothing
+        const int least = NEURONS * BLOCK_WARPS;  // else some warps have nothing
         neurons = max((d_ff + most - 1) / most + NEURONS - 1, least) / NEURONS * NEURONS;
         slices = (d_ff + neurons - 1) / neurons;
     }
@@ -196,7 +203,7 @@ struct Deal {
 // [group][slice][ROWS][d_model]. Blocks take 128 columns of a row each.
 __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restrict__ lost, const float* __restrict__ sums,
                                            const value_t* __restrict__ bias, value_t* __restrict__ out, int d_model) {
-    __shared__ float4 part[WARPS_HERE][WARP];
+    __shared__ float4 part[BLOCK_WARPS][WARP];
     const int chunks = (d_model + 4 * WARP - 1) / (4 * WARP), first = deal.whole * ROWS;
     const long long items = (long long)max(lost[0] - first, 0) * chunks;
     for (long long item = blockIdx.x; item < items; item += gridDim.x) {
@@ -204,7 +211,7 @@ __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restri
         float4 sum = make_float4(0, 0, 0, 0);
         if (c < d_model)
 #pragma unroll 4
-            for (int s = warp_of(); s < deal.slices; s += WARPS_HERE) {
+            for (int s = warp_of(); s < deal.slices; s += BLOCK_WARPS) {
                 const long long row = ((long long)(i / ROWS) * deal.slices + s) * ROWS + i % ROWS;
                 const float4 f = __ldcs((const float4*)(sums + row * d_model + c));
                 sum.x += f.x, sum.y += f.y, sum.z += f.z, sum.w += f.w;
@@ -213,7 +220,7 @@ __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restri
         __syncthreads();
         if (warp_of() == 0 && c < d_model) {
             float f[4] = {0, 0, 0, 0};
-            for (int w = 0; w < WARPS_HERE; ++w) {
+            for (int w = 0; w < BLOCK_WARPS; ++w) {
                 const float4 p = part[w][lane_of()];
                 f[0] += p.x, f[1] += p.y, f[2] += p.z, f[3] += p.w;
             }

@@ -9,7 +9,6 @@
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 
-#define SLOTS (POOLED_WORDS - 1)
 static_assert(POOL_ROWS <= WARP, "a lane counts for each row of a group");
 
 struct Pooled {

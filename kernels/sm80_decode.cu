@@ -20,38 +20,42 @@
 // At 64 tokens the gate is bound by what a multiprocessor reads through the L2 cache: 48 neurons' rows are 196 KB and x 262
 // KB, and one hot neuron that fires for half the tokens keeps its block busy with up long after the others.
 // Tried at one token, one layer in a graph: down without an early start 18.2 instead of 17.4; rows of down_t not
-// fetched ahead 17.4 instead of 17.1; two stages 17.8, three tiles a block 18.9, four warps 18.1; eight warps in
+// fetched ahead 17.4 instead of 17.1; two stages 17.8, three bands a block 18.9, four warps 18.1; eight warps in
 // down 17.9. Weights straight into registers: a product wants four registers in a row that hold two neurons' values in
 // turn, so each was copied once more, and from 16 tokens on they spilled; ldmatrix gives them in that order.
 #include "ptx_sm80.cuh"
 #include "ptx_sm80_decode.cuh"
 
-// From the command line: D_MODEL; ROWS, the tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 the tiles of a
+// From the command line: D_MODEL; TOKENS, the tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 the bands of a
 // block, its warps, the stages of a warp, the values of a row in a stage, and the blocks of a multiprocessor.
-#ifndef ROWS
-#define ROWS 8
+#ifndef TOKENS
+#define TOKENS 8
 #endif
-#ifndef TILES
-#define TILES 1
+#ifndef BANDS
+#define BANDS 1
 #endif
-#ifndef WARPS
-#define WARPS 8
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 8
 #endif
 #ifndef STAGES
 #define STAGES 2
 #endif
-#ifndef PIECE
-#define PIECE 64
+#ifndef BK
+#define BK 64
 #endif
 #ifndef RESIDENT
 #define RESIDENT 1
 #endif
-#define TILE 16                       // neurons of a tile: the rows of one product
-#define NEURONS (TILES * TILE)        // neurons of a block
-#define GROUPS ((ROWS + 7) / 8)       // groups of eight tokens: the columns of one product
-#define TOKENS (8 * GROUPS)
+#ifndef BAND
+#define BAND 16                       // neurons of a tile: the rows of one product
+#endif
+#define BLOCK_NEURONS (BANDS * BAND)        // neurons of a block
+#define TOKEN_GROUPS ((TOKENS + 7) / 8)       // groups of eight tokens: the columns of one product
+#define PADDED_TOKENS (8 * TOKEN_GROUPS)
 #define SLAB (WARP * VECTOR)          // values of a row that a warp reads at once: 16 bytes a lane
+#ifndef DOWN_WARPS
 #define DOWN_WARPS 16
+#endif
 #define DOWN_THREADS (DOWN_WARPS * WARP)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define DOWN_RESIDENT 2               // blocks of a multiprocessor; four would spill there
@@ -60,7 +64,7 @@
 #endif
 #define DOWN_AT_ONCE 4                // rows of down_t that a warp has under way
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
-static_assert(PIECE == 64 || PIECE == 32, "a piece of a row is 128 or 64 bytes");
+static_assert(BK == 64 || BK == 32, "a piece of a row is 128 or 64 bytes");
 
 // What gate leaves for down. Neuron 16 i + b of a token contributes if bit b of mask[token][i] is set; then, and only
 // then, value[token][i][b] is its h. Fixed places: nothing to count, nothing that could overflow.
@@ -133,13 +137,13 @@ __device__ __forceinline__ float warp_dot(const value_t* x, const value_t* row) 
     return warp_sum(sum[0]);
 }
 
-extern "C" __global__ void __launch_bounds__(TILE * WARP)
+extern "C" __global__ void __launch_bounds__(BAND * WARP)
 decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
                Hidden out, unsigned long long* stats, int tokens, int d_ff) {
     __shared__ unsigned mask;
     __shared__ int kept;
-    const int warp = threadIdx.x / WARP, neuron = blockIdx.x * TILE + warp;
+    const int warp = threadIdx.x / WARP, neuron = blockIdx.x * BAND + warp;
     if (threadIdx.x == 0) kept = 0;
     wait_for_previous();
     for (int token = 0; token < tokens; ++token) {
@@ -156,7 +160,7 @@ decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
             if (threadIdx.x % WARP == 0 && (fired || spoilt)) {
                 atomicOr(&mask, 1u << warp);
                 atomicAdd(&kept, (int)fired);
-                out.value[tile * TILE + warp] = h;
+                out.value[tile * BAND + warp] = h;
             }
         }
         __syncthreads();
@@ -167,40 +171,40 @@ decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
 
 // ---- gate, v2: tensor cores; each warp takes a part of every row ----
 
-#define PIECES ((D_MODEL + PIECE * WARPS - 1) / (PIECE * WARPS))  // pieces of a row that one warp takes
-#define PIECE_CHUNKS (PIECE / VECTOR)
-#define ROWS_AT_ONCE (WARP / PIECE_CHUNKS)                        // rows that a warp copies with one instruction
-#define STAGE_BYTES ((NEURONS + ROWS) * PIECE * 2)
-#define PART_STRIDE (NEURONS + 4)                                 // floats; keeps a warp's writes out of each other's banks
-#define THREADS (WARPS * WARP)
-#define PAIRS ((ROWS * NEURONS + THREADS - 1) / THREADS)          // pairs of a token and a neuron, a thread
-#define FEW (ROWS > 16 ? 16 * WARPS : 8 * WARPS)                  // pairs that fire, up to which each is a dot product
-#define AT_A_TIME (ROWS > 16 ? 2 : 1)                             // of them for a warp
+#define WARP_STEPS ((D_MODEL + BK * BLOCK_WARPS - 1) / (BK * BLOCK_WARPS))  // pieces of a row that one warp takes
+#define STAGE_CHUNKS (BK / VECTOR)
+#define COPY_ROWS (WARP / STAGE_CHUNKS)                        // rows that a warp copies with one instruction
+#define STAGE_BYTES ((BLOCK_NEURONS + TOKENS) * BK * 2)
+#define PART_STRIDE (BLOCK_NEURONS + 4)                                 // floats; keeps a warp's writes out of each other's banks
+#define THREADS (BLOCK_WARPS * WARP)
+#define PAIRS ((TOKENS * BLOCK_NEURONS + THREADS - 1) / THREADS)          // pairs of a token and a neuron, a thread
+#define FEW (TOKENS > 16 ? 16 * BLOCK_WARPS : 8 * BLOCK_WARPS)                  // pairs that fire, up to which each is a dot product
+#define AT_A_TIME (TOKENS > 16 ? 2 : 1)                             // of them for a warp
 
 struct Wanted {
-    unsigned rows[TILES];  // neurons of each tile
+    unsigned rows[BANDS];  // neurons of each tile
     unsigned groups;       // groups of eight tokens
 };
 
 // Where 16 bytes number `chunk` of row `row` of a stage lie: shuffled so that eight rows' same chunk meet in no bank.
 __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
-    return (row * PIECE_CHUNKS + (PIECE == 64 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3))) * 16;
+    return (row * STAGE_CHUNKS + (BK == 64 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3))) * 16;
 }
 
-// Starts the copies of a piece of the tiles' rows, then of x's. What is not wanted is not read: there, and past the rows'
+// Starts the copies of a piece of the bands' rows, then of x's. What is not wanted is not read: there, and past the rows'
 // end, zeros are written.
-__device__ __forceinline__ void copy_piece(unsigned stage, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens, int piece) {
-    const int lane = threadIdx.x % WARP, chunk = lane % PIECE_CHUNKS, row = lane / PIECE_CHUNKS;
-    const int column = (threadIdx.x / WARP * PIECES + piece) * PIECE + chunk * VECTOR;
+__device__ __forceinline__ void copy_step(unsigned stage, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens, int piece) {
+    const int lane = threadIdx.x % WARP, chunk = lane % STAGE_CHUNKS, row = lane / STAGE_CHUNKS;
+    const int column = (threadIdx.x / WARP * WARP_STEPS + piece) * BK + chunk * VECTOR;
     const bool within = column < D_MODEL;
     const long long here = (long long)row * D_MODEL + column;
 #pragma unroll
-    for (int i = 0; i < NEURONS; i += ROWS_AT_ONCE)
-        copy_async(stage + swizzled(i + row, chunk), weights + here + i * D_MODEL, within && (wanted.rows[i / TILE] >> (i % TILE + row) & 1));
+    for (int i = 0; i < BLOCK_NEURONS; i += COPY_ROWS)
+        copy_async(stage + swizzled(i + row, chunk), weights + here + i * D_MODEL, within && (wanted.rows[i / BAND] >> (i % BAND + row) & 1));
 #pragma unroll 2
-    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE)
-        if (ROWS % ROWS_AT_ONCE == 0 || i + row < ROWS)
-            copy_async(stage + swizzled(NEURONS + i + row, chunk), x + here + i * D_MODEL, within && i + row < tokens && (wanted.groups >> (i + row) / 8 & 1));
+    for (int i = 0; i < TOKENS; i += COPY_ROWS)
+        if (TOKENS % COPY_ROWS == 0 || i + row < TOKENS)
+            copy_async(stage + swizzled(BLOCK_NEURONS + i + row, chunk), x + here + i * D_MODEL, within && i + row < tokens && (wanted.groups >> (i + row) / 8 & 1));
 }
 
 // part[warp][token][neuron] = this warp's part of weights[neuron] . x[token], for what is wanted. Nobody but the warp
@@ -208,50 +212,50 @@ __device__ __forceinline__ void copy_piece(unsigned stage, const value_t* weight
 __device__ __forceinline__ void multiply(unsigned memory, float* part, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const unsigned stages = memory + warp * STAGES * STAGE_BYTES;
-    float sum[TILES][GROUPS][4] = {};
+    float sum[BANDS][TOKEN_GROUPS][4] = {};
 #pragma unroll
     for (int p = 0; p < STAGES; ++p) {
-        if (p < PIECES) copy_piece(stages + p * STAGE_BYTES, weights, wanted, x, tokens, p);
+        if (p < WARP_STEPS) copy_step(stages + p * STAGE_BYTES, weights, wanted, x, tokens, p);
         commit_copies();
     }
 #pragma unroll 1
-    for (int p = 0; p < PIECES; ++p) {
+    for (int p = 0; p < WARP_STEPS; ++p) {
         const unsigned stage = stages + p % STAGES * STAGE_BYTES;
         wait_copies<STAGES - 1>();
         __syncwarp();
-#pragma unroll (GROUPS > 4 ? 1 : PIECE / 32)
-        for (int k = 0; k < PIECE_CHUNKS; k += 4) {
-            unsigned left[2][TILES][4];
+#pragma unroll (TOKEN_GROUPS > 4 ? 1 : BK / 32)
+        for (int k = 0; k < STAGE_CHUNKS; k += 4) {
+            unsigned left[2][BANDS][4];
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                load_matrices(left[0][m], stage + swizzled(m * TILE + lane % 16, k + lane / 16));
-                load_matrices(left[1][m], stage + swizzled(m * TILE + lane % 16, k + 2 + lane / 16));
+            for (int m = 0; m < BANDS; ++m) {
+                load_matrices(left[0][m], stage + swizzled(m * BAND + lane % 16, k + lane / 16));
+                load_matrices(left[1][m], stage + swizzled(m * BAND + lane % 16, k + 2 + lane / 16));
             }
 #pragma unroll
-            for (int n = 0; n < GROUPS; ++n) {
+            for (int n = 0; n < TOKEN_GROUPS; ++n) {
                 unsigned right[4];  // with one row of x, the other seven columns repeat it, unread
-                load_matrices(right, stage + swizzled(NEURONS + (n * 8 + lane % 8) % ROWS, k + lane / 8));
+                load_matrices(right, stage + swizzled(BLOCK_NEURONS + (n * 8 + lane % 8) % TOKENS, k + lane / 8));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {  // outermost, so that neighbouring products do not wait for each other
 #pragma unroll
-                    for (int m = 0; m < TILES; ++m) multiply_add(sum[m][n], left[half][m], right[half * 2], right[half * 2 + 1]);
+                    for (int m = 0; m < BANDS; ++m) multiply_add(sum[m][n], left[half][m], right[half * 2], right[half * 2 + 1]);
                 }
             }
         }
         __syncwarp();
-        if (p + STAGES < PIECES) copy_piece(stage, weights, wanted, x, tokens, p + STAGES);
+        if (p + STAGES < WARP_STEPS) copy_step(stage, weights, wanted, x, tokens, p + STAGES);
         commit_copies();
     }
     wait_copies<0>();
     __syncthreads();
-    float* mine = part + warp * TOKENS * PART_STRIDE;
+    float* mine = part + warp * PADDED_TOKENS * PART_STRIDE;
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) {
+    for (int m = 0; m < BANDS; ++m) {
 #pragma unroll
-        for (int n = 0; n < GROUPS; ++n) {
+        for (int n = 0; n < TOKEN_GROUPS; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                mine[(n * 8 + lane % 4 * 2 + i % 2) * PART_STRIDE + m * TILE + lane / 4 + i / 2 * 8] = sum[m][n][i];
+                mine[(n * 8 + lane % 4 * 2 + i % 2) * PART_STRIDE + m * BAND + lane / 4 + i / 2 * 8] = sum[m][n][i];
         }
     }
     __syncthreads();
@@ -261,7 +265,7 @@ __device__ __forceinline__ void multiply(unsigned memory, float* part, const val
 __device__ __forceinline__ float total(const float* part, int token, int row) {
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += part[(w * TOKENS + token) * PART_STRIDE + row];
+    for (int w = 0; w < BLOCK_WARPS; ++w) sum += part[(w * PADDED_TOKENS + token) * PART_STRIDE + row];
     return sum;
 }
 
@@ -270,22 +274,22 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
                Hidden out, unsigned long long* stats, int tokens, int d_ff) {
     extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ unsigned found[TILES + 1];  // neurons of each tile that fire for some token; groups of tokens with one
-    __shared__ float gates[ROWS * NEURONS];
+    __shared__ unsigned found[BANDS + 1];  // neurons of each tile that fire for some token; groups of tokens with one
+    __shared__ float gates[TOKENS * BLOCK_NEURONS];
     __shared__ unsigned short list[FEW];   // pairs that fire, in any order: each has a place of its own in the end
     __shared__ int kept;
-    const int first = blockIdx.x * NEURONS, tiles = (d_ff + TILE - 1) / TILE;
+    const int first = blockIdx.x * BLOCK_NEURONS, bands = (d_ff + BAND - 1) / BAND;
     float* part = (float*)memory;
-    if (threadIdx.x <= TILES) found[threadIdx.x] = 0;
+    if (threadIdx.x <= BANDS) found[threadIdx.x] = 0;
     if (threadIdx.x == 0) kept = 0;
     wait_for_previous();
     if (threadIdx.x == 0 && gate_bias) prefetch_to_l2(gate_bias + first);
     if (threadIdx.x == 0 && up_bias) prefetch_to_l2(up_bias + first);
     Wanted wanted;
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) wanted.rows[m] = (1u << max(0, min(TILE, d_ff - first - m * TILE))) - 1;
+    for (int m = 0; m < BANDS; ++m) wanted.rows[m] = (1u << max(0, min(BAND, d_ff - first - m * BAND))) - 1;
     wanted.groups = ~0u;
-    unsigned fired = 0;  // bit i: pair i * THREADS + threadIdx.x; a tile's neurons come first, then tiles, then tokens
+    unsigned fired = 0;  // bit i: pair i * THREADS + threadIdx.x; a tile's neurons come first, then bands, then tokens
     const value_t* weights = gate;
 #pragma unroll 1
     for (bool second = false;; second = true) {
@@ -294,8 +298,8 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         let_next_start();
 #pragma unroll 1
         for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
-            const long long place = (long long)token * tiles * TILE + first + row;
+            const int pair = i * THREADS + threadIdx.x, row = pair % BLOCK_NEURONS, token = pair / BLOCK_NEURONS;
+            const long long place = (long long)token * bands * BAND + first + row;
             const bool inside = token < tokens && first + row < d_ff;
             bool fires = false, spoilt = false;
             if (inside) {
@@ -308,11 +312,11 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
             fired |= (unsigned)fires << i;
             const unsigned here = __ballot_sync(ALL_LANES, fires) >> (threadIdx.x & 16) & 0xffffu;
             const unsigned spoil = __ballot_sync(ALL_LANES, spoilt) >> (threadIdx.x & 16) & 0xffffu;
-            if (inside && row % TILE == 0) {
-                out.mask[place / TILE] = (unsigned short)(here | spoil);
+            if (inside && row % BAND == 0) {
+                out.mask[place / BAND] = (unsigned short)(here | spoil);
                 if (here) {
-                    atomicOr(&found[row / TILE], here);
-                    atomicOr(&found[TILES], 1u << token / 8);
+                    atomicOr(&found[row / BAND], here);
+                    atomicOr(&found[BANDS], 1u << token / 8);
                     int n = atomicAdd(&kept, __popc(here));
                     for (unsigned left = here; left && n < FEW; left &= left - 1) list[n++] = (unsigned short)(pair + __ffs(left) - 1);
                 }
@@ -323,26 +327,26 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         if (kept == 0) return;
         // The rows of down_t will be read by the next launch: have them fetched while up is being read.
         constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
-        for (int i = threadIdx.x; i < NEURONS * LINES && ROWS <= 16; i += THREADS)
-            if (found[i / LINES / TILE] >> i / LINES % TILE & 1)
+        for (int i = threadIdx.x; i < BLOCK_NEURONS * LINES && TOKENS <= 16; i += THREADS)
+            if (found[i / LINES / BAND] >> i / LINES % BAND & 1)
                 prefetch_to_l2((const char*)(down_t + (long long)(first + i / LINES) * D_MODEL) + i % LINES * 128);
         if (!up) return;
         if (kept <= FEW) {
 #pragma unroll 1
-            for (int n = threadIdx.x / WARP; n < kept; n += WARPS * AT_A_TIME) {
+            for (int n = threadIdx.x / WARP; n < kept; n += BLOCK_WARPS * AT_A_TIME) {
                 const value_t *in[AT_A_TIME], *row_of_up[AT_A_TIME];
                 float u[AT_A_TIME];
 #pragma unroll
                 for (int i = 0; i < AT_A_TIME; ++i) {
-                    const int pair = list[min(n + i * WARPS, kept - 1)];
-                    in[i] = x + (long long)(pair / NEURONS) * D_MODEL, row_of_up[i] = up + (long long)(first + pair % NEURONS) * D_MODEL;
+                    const int pair = list[min(n + i * BLOCK_WARPS, kept - 1)];
+                    in[i] = x + (long long)(pair / BLOCK_NEURONS) * D_MODEL, row_of_up[i] = up + (long long)(first + pair % BLOCK_NEURONS) * D_MODEL;
                 }
                 lane_dots<AT_A_TIME>(in, row_of_up, u);
 #pragma unroll
                 for (int i = 0; i < AT_A_TIME; ++i) {
-                    const int pair = list[min(n + i * WARPS, kept - 1)], row = pair % NEURONS;
+                    const int pair = list[min(n + i * BLOCK_WARPS, kept - 1)], row = pair % BLOCK_NEURONS;
                     const float sum = warp_sum(u[i]) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
-                    if (threadIdx.x % WARP == 0 && n + i * WARPS < kept) out.value[(long long)(pair / NEURONS) * tiles * TILE + first + row] = gates[pair] * sum;
+                    if (threadIdx.x % WARP == 0 && n + i * BLOCK_WARPS < kept) out.value[(long long)(pair / BLOCK_NEURONS) * bands * BAND + first + row] = gates[pair] * sum;
                 }
             }
             return;
@@ -350,23 +354,23 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         // Many: a second product, of the rows of up whose neurons fire for some token.
         weights = up;
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) wanted.rows[m] = found[m];
-        wanted.groups = found[TILES];
+        for (int m = 0; m < BANDS; ++m) wanted.rows[m] = found[m];
+        wanted.groups = found[BANDS];
     }
 #pragma unroll 1
     for (int i = 0; i < PAIRS; ++i) {
-        const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
+        const int pair = i * THREADS + threadIdx.x, row = pair % BLOCK_NEURONS, token = pair / BLOCK_NEURONS;
         if (!(fired >> i & 1)) continue;
         const float u = total(part, token, row) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
-        out.value[(long long)token * tiles * TILE + first + row] = gates[pair] * u;
+        out.value[(long long)token * bands * BAND + first + row] = gates[pair] * u;
     }
 }
 
 // ---- down: a block a token and SLAB columns of y ----
 
 extern "C" __global__ void __launch_bounds__(DOWN_THREADS, DOWN_RESIDENT)
-decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int tiles) {
-    __shared__ unsigned short list[DOWN_THREADS * TILE];  // who contributes, of as many tiles as there are threads
+decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int bands) {
+    __shared__ unsigned short list[DOWN_THREADS * BAND];  // who contributes, of as many bands as there are threads
     __shared__ int totals[DOWN_WARPS];
     __shared__ float part[DOWN_WARPS][SLAB];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -375,9 +379,9 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
     float sum[VECTOR] = {};
     wait_for_previous();
     let_next_start();
-    for (int first = 0; first < tiles; first += DOWN_THREADS) {
+    for (int first = 0; first < bands; first += DOWN_THREADS) {
         const int tile = first + threadIdx.x;
-        unsigned mask = tile < tiles ? in.mask[token * tiles + tile] : 0;
+        unsigned mask = tile < bands ? in.mask[token * bands + tile] : 0;
         int place = __popc(mask);
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) {
@@ -393,10 +397,10 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
             if (w == warp) place += entries;
             entries += totals[w];
         }
-        for (; mask; mask &= mask - 1) list[place++] = (unsigned short)(threadIdx.x * TILE + __ffs(mask) - 1);
+        for (; mask; mask &= mask - 1) list[place++] = (unsigned short)(threadIdx.x * BAND + __ffs(mask) - 1);
         __syncthreads();
-        const float* value = in.value + (token * tiles + first) * TILE;
-        const value_t* rows = down_t + (long long)first * TILE * D_MODEL + column;
+        const float* value = in.value + (token * bands + first) * BAND;
+        const value_t* rows = down_t + (long long)first * BAND * D_MODEL + column;
         for (int e = warp; e < entries; e += DOWN_WARPS * DOWN_AT_ONCE) {
             Vector w[DOWN_AT_ONCE];
             float h[DOWN_AT_ONCE];

@@ -27,35 +27,38 @@
 // Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, for sm_75 or to take its way on a newer GPU, -DTURING.
 #include "ptx_sm80.cuh"
 
-#define ROWS 128               // tokens of a block's tile
-#define COLUMNS POOLED_TILE    // its neurons: a block owns whole tiles of the format
+#ifndef BM
+#define BM 128               // tokens of a block's tile
+#endif
+#define BN POOLED_TILE    // its neurons: a block owns whole tiles of the format
+#ifndef THREADS
 #define THREADS 256            // 2 x 4 warps of 64 x 64
-#define ROW_BYTES (K_STEP * 2)
-#define STAGE_BYTES ((ROWS + COLUMNS) * ROW_BYTES)
-#define CHUNKS (K_STEP / 8)    // 16-byte pieces of one row of a stage
+#endif
+#define STAGE_ROW_BYTES (BK * 2)
+#define STAGE_BYTES ((BM + BN) * STAGE_ROW_BYTES)
+#define STAGE_CHUNKS (BK / 8)    // 16-byte pieces of one row of a stage
 #define GROUP 8                // tiles of rows, one below the other, that neighbouring blocks take before they move to the right
-#define SLOTS (POOLED_WORDS - 1)
 #define MASKS (VERSION > 2)    // packed by a bit for each column; v1 and v2: by ballots
-#define LATER (VERSION > 1)    // v1 has one stage
+#define PIPELINED (VERSION > 1)    // v1 has one stage
 #define APART (VERSION > 3)    // tiles are laid out for packing beside the stages
 // Where half a tile's rows are laid out for packing: values, then the bits. The little shared memory of sm_75 has room for one
 // half, so the two take turns there from v3 on.
-#define HALF (ROWS / 2)
-#define STRIPS (COLUMNS / 16)
-#define HALF_VALUES (HALF * COLUMNS * 2)
-#define HALF_BYTES (HALF_VALUES + (MASKS ? HALF * COLUMNS / 8 : 0))
+#define HALF_ROWS (BM / 2)
+#define STRIPS (BN / 16)
+#define HALF_VALUES (HALF_ROWS * BN * 2)
+#define HALF_BYTES (HALF_VALUES + (MASKS ? HALF_ROWS * BN / 8 : 0))
 #if defined(TURING)
-#define TURNS MASKS
+#define TAKE_TURNS MASKS
 #else
-#define TURNS 0
+#define TAKE_TURNS 0
 #endif
 
 struct Problem {
     const value_t *x, *gate, *bias;
     word_t *packed, *pool;
     int tokens, d_model, d_ff;
-    __device__ __forceinline__ int row_tiles() const { return (tokens + ROWS - 1) / ROWS; }
-    __device__ __forceinline__ int column_tiles() const { return tiles_of(d_ff, COLUMNS); }
+    __device__ __forceinline__ int row_tiles() const { return (tokens + BM - 1) / BM; }
+    __device__ __forceinline__ int column_tiles() const { return tiles_of(d_ff, BN); }
     __device__ __forceinline__ int tiles() const { return row_tiles() * column_tiles(); }
 };
 
@@ -68,11 +71,11 @@ __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
 }
 
 // ---------------------------------------------------------------- from global to shared memory
-// A stage holds K_STEP values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that the
+// A stage holds BK values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that the
 // eight rows of an ldmatrix, and the eight chunks that a quarter of a warp writes, lie in different banks.
 __device__ __forceinline__ unsigned place(int row, int chunk) {
-    const int key = K_STEP == 64 ? row % 8 : row / 2 % 4;
-    return row * ROW_BYTES + (chunk ^ key) * 16;
+    const int key = BK == 64 ? row % 8 : row / 2 % 4;
+    return row * STAGE_ROW_BYTES + (chunk ^ key) * 16;
 }
 // Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order, the
 // 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
@@ -82,7 +85,7 @@ __device__ __forceinline__ int neuron_at(int place) { return place / 64 * 64 + p
 class Feed {
 public:
     __device__ __forceinline__ Feed(const Problem& p, unsigned memory)
-        : p_(p), row_((int)threadIdx.x / CHUNKS), chunk_((int)threadIdx.x % CHUNKS), place_(place(row_, chunk_)),
+        : p_(p), row_((int)threadIdx.x / STAGE_CHUNKS), chunk_((int)threadIdx.x % STAGE_CHUNKS), place_(place(row_, chunk_)),
           to_(memory + place_), tile_(blockIdx.x), k_(0), slot_(0) {
         open_tile();
     }
@@ -97,12 +100,12 @@ public:
             for (int i = 0; i < COPIES; ++i) {
                 if (i * parts / COPIES != part) continue;
                 const int at = i * STRIDE;  // row of the stage, less row_
-                const bool left = at < ROWS;
-                const int row = left ? at : neuron_at(at - ROWS);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
+                const bool left = at < BM;
+                const int row = left ? at : neuron_at(at - BM);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
                 const bool inside = row < (left ? x_rows : gate_rows);
                 const char* from = (left ? x_ : gate_) + ((left ? x_offset() : gate_offset()) + row * pitch);
-#if LATER && ASYNC_COPIES
-                copy_async(to_ + at * ROW_BYTES, from, inside);
+#if PIPELINED && ASYNC_COPIES
+                copy_async(to_ + at * STAGE_ROW_BYTES, from, inside);
 #else
                 held_[i] = make_uint4(0, 0, 0, 0);
                 if (inside) held_[i] = *(const uint4*)from;
@@ -110,11 +113,11 @@ public:
             }
         }
         if (part + 1 < parts) return;
-#if LATER && ASYNC_COPIES
+#if PIPELINED && ASYNC_COPIES
         commit_copies();
         next_slot();
 #endif
-        k_ += K_STEP, x_ += ROW_BYTES, gate_ += ROW_BYTES;
+        k_ += BK, x_ += STAGE_ROW_BYTES, gate_ += STAGE_ROW_BYTES;
         if (k_ >= p_.d_model) {
             k_ = 0, tile_ += gridDim.x;
             open_tile();
@@ -122,17 +125,17 @@ public:
     }
     // Make sure that the oldest stage that was started is in shared memory, as far as this thread brings it.
     __device__ __forceinline__ void land() {
-#if LATER && ASYNC_COPIES
+#if PIPELINED && ASYNC_COPIES
         wait_copies<STAGES - 2>();
 #else
 #pragma unroll
-        for (int i = 0; i < COPIES; ++i) store_shared(to_ + i * STRIDE * ROW_BYTES, held_[i]);
-        if (LATER) next_slot();
+        for (int i = 0; i < COPIES; ++i) store_shared(to_ + i * STRIDE * STAGE_ROW_BYTES, held_[i]);
+        if (PIPELINED) next_slot();
 #endif
     }
 
 private:
-    static constexpr int STRIDE = THREADS / CHUNKS, COPIES = (ROWS + COLUMNS) / STRIDE;  // STRIDE: a multiple of the swizzle
+    static constexpr int STRIDE = THREADS / STAGE_CHUNKS, COPIES = (BM + BN) / STRIDE;  // STRIDE: a multiple of the swizzle
     const Problem& p_;
     const int row_, chunk_;
     const unsigned place_;
@@ -140,7 +143,7 @@ private:
     int tile_, k_, slot_;
     int x_rows_, gate_rows_;  // rows of x and of the weights from this thread's first on
     const char *x_, *gate_;   // the tile's first rows, at k_
-#if !(LATER && ASYNC_COPIES)
+#if !(PIPELINED && ASYNC_COPIES)
     uint4 held_[COPIES];
 #endif
 
@@ -152,8 +155,8 @@ private:
         if (wrap) slot_ = 0;
     }
     __device__ __forceinline__ void open_tile() {
-        const int x_row = tile_ < p_.tiles() ? tile_at(p_, tile_).m * ROWS : p_.tokens;
-        const int gate_row = tile_ < p_.tiles() ? tile_at(p_, tile_).n * COLUMNS : p_.d_ff;
+        const int x_row = tile_ < p_.tiles() ? tile_at(p_, tile_).m * BM : p_.tokens;
+        const int gate_row = tile_ < p_.tiles() ? tile_at(p_, tile_).n * BN : p_.d_ff;
         x_rows_ = p_.tokens - x_row - row_, gate_rows_ = p_.d_ff - gate_row - neuron_at(row_);
         x_ = (const char*)(p_.x + (long long)x_row * p_.d_model);
         gate_ = (const char*)(p_.gate + (long long)gate_row * p_.d_model);
@@ -167,11 +170,11 @@ struct Fragments {
     // x_at, gate_at: this lane's places for k = 0 of the stage. The swizzle is an exclusive or, so moving along k is one.
     __device__ __forceinline__ void load(unsigned x_at, unsigned gate_at, int k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) load_matrices(x[i], (x_at ^ k * 32) + i * 16 * ROW_BYTES);
+        for (int i = 0; i < 4; ++i) load_matrices(x[i], (x_at ^ k * 32) + i * 16 * STAGE_ROW_BYTES);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             unsigned two[4];
-            load_matrices(two, (gate_at ^ k * 32) + j * 8 * ROW_BYTES);
+            load_matrices(two, (gate_at ^ k * 32) + j * 8 * STAGE_ROW_BYTES);
             gate[j][0] = two[0], gate[j][1] = two[1], gate[j + 1][0] = two[2], gate[j + 1][1] = two[3];
         }
     }
@@ -188,7 +191,7 @@ struct Warp {  // where this thread's part of the product is
     int lane, m, n;
     __device__ __forceinline__ Warp() : lane(threadIdx.x % WARP), m(threadIdx.x / WARP / 4), n(threadIdx.x / WARP % 4) {}
     __device__ __forceinline__ unsigned x_place() const { return place(64 * m + lane % 16, lane / 16); }
-    __device__ __forceinline__ unsigned gate_place() const { return place(ROWS + 64 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
+    __device__ __forceinline__ unsigned gate_place() const { return place(BM + 64 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
     __device__ __forceinline__ int strip() const { return 4 * n + lane % 4; }  // its 16 neighbouring columns
 };
 
@@ -196,7 +199,7 @@ struct Warp {  // where this thread's part of the product is
 // Rounded values of half a tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds columns j
 // and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different banks.
 __device__ __forceinline__ int value_place(int row, int column) {
-    return row * (COLUMNS * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
+    return row * (BN * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
 }
 
 // Bit c: whether column c of the strip fires. Neither -0 nor a negative does, and NaN is 0x7fff after rounding: so it is
@@ -212,7 +215,7 @@ __device__ __forceinline__ unsigned firing(const unsigned (&pairs)[8]) {
 // column fires. values: HALF_BYTES.
 __device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t, const Warp& w, unsigned char* values) {
     if (p.bias) {
-        const int first = t.n * COLUMNS + w.strip() * 16;
+        const int first = t.n * BN + w.strip() * 16;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {  // d_ff is a multiple of 8
             const float low = first < p.d_ff ? to_float(p.bias[first + j]) : 0.0f;
@@ -235,8 +238,8 @@ __device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t
         for (int j = 0; j < 8; ++j) pairs[j] = rounded_pair(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]);
         const unsigned bits = MASKS ? firing(pairs) : 1;
         if (MASKS) masks[i * 8 * STRIPS] = bits;
-        store_shared_if(bits, first_half + i * 8 * COLUMNS * 2, pairs[0], pairs[1], pairs[2], pairs[3]);
-        store_shared_if(bits, second_half + i * 8 * COLUMNS * 2, pairs[4], pairs[5], pairs[6], pairs[7]);
+        store_shared_if(bits, first_half + i * 8 * BN * 2, pairs[0], pairs[1], pairs[2], pairs[3]);
+        store_shared_if(bits, second_half + i * 8 * BN * 2, pairs[4], pairs[5], pairs[6], pairs[7]);
     }
 }
 
@@ -259,13 +262,13 @@ __device__ __forceinline__ word_t* pool_of(const Problem& p, int token, int n) {
 // One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in line.
 // row: the first of them in the half tile; token: in the matrix.
 __device__ __forceinline__ void pack_by_ballots(const Problem& p, int n, int row, int token, const unsigned char* values) {
-    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, COLUMNS, n);
+    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, BN, n);
     int start = 0;  // in the pool
     for (int r = 0; r < POOL_ROWS && token + r < p.tokens; ++r) {
         const Destination to = {words_of(p, token + r, n), pool_of(p, token, n), start};
         int count = 0;
 #pragma unroll
-        for (int c = lane; c < COLUMNS; c += WARP) {
+        for (int c = lane; c < BN; c += WARP) {
             const value_t v = *(const value_t*)(values + value_place(row + r, c));
             const bool keep = c < width && fires(v);
             const unsigned kept = __ballot_sync(ALL_LANES, keep);
@@ -281,8 +284,8 @@ __device__ __forceinline__ void pack_by_ballots(const Problem& p, int n, int row
 __device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, int token, const unsigned char* values) {
     const int lane = threadIdx.x % WARP, half = lane % 2;
     row += lane / 2, token += lane / 2;
-    const int width = token < p.tokens ? tile_width(p.d_ff, COLUMNS, n) : 0;
-    const uint4 m = *(const uint4*)(values + HALF_VALUES + row * (COLUMNS / 8) + half * 16);
+    const int width = token < p.tokens ? tile_width(p.d_ff, BN, n) : 0;
+    const uint4 m = *(const uint4*)(values + HALF_VALUES + row * (BN / 8) + half * 16);
     unsigned long long bits[2] = {m.x | (unsigned long long)m.y << 32, m.z | (unsigned long long)m.w << 32};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // beyond the matrix lies 0, or NaN where the row of x is not finite
@@ -315,9 +318,9 @@ __device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, 
 // for each half, or for both where they take turns.
 __device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* memory) {
     const Tile t = tile_at(p, tile);
-    unsigned char* values = memory + (TURNS ? 0 : w.m * HALF_BYTES);
-    const int row = w.n * POOL_ROWS, token = t.m * ROWS + w.m * HALF + row;
-#if TURNS
+    unsigned char* values = memory + (TAKE_TURNS ? 0 : w.m * HALF_BYTES);
+    const int row = w.n * POOL_ROWS, token = t.m * BM + w.m * HALF_ROWS + row;
+#if TAKE_TURNS
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
         if (turn == w.m) dump(sums, p, t, w, values);
@@ -352,13 +355,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     Feed feed(p, shared_address(memory));
     const unsigned x_at = shared_address(memory) + w.x_place(), gate_at = shared_address(memory) + w.gate_place();
     Sums sums = {};
-    for (int k = 0; k < d_model; k += K_STEP) {
+    for (int k = 0; k < d_model; k += BK) {
         feed.start();
         __syncthreads();  // the step before has been read
         feed.land();
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < K_STEP / 16; ++i) {
+        for (int i = 0; i < BK / 16; ++i) {
             Fragments f;
             f.load(x_at, gate_at, i);
             multiply(sums, f);
@@ -372,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
 // out beside the stages, so that the next tile's are under way while it is packed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMETERS) {
     BEGIN
-    constexpr int STEPS = K_STEP / 16;
+    constexpr int STEPS = BK / 16;
     const unsigned base = shared_address(memory);
     Feed feed(p, base);
 #pragma unroll
@@ -388,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
         Sums sums = {};
 #pragma unroll 1
-        for (int k = 0; k < d_model; k += K_STEP) {
+        for (int k = 0; k < d_model; k += BK) {
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
                 if (i == STEPS - 1) {

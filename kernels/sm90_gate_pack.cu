@@ -69,13 +69,12 @@
 #endif
 #define CLUSTER (VERSION == 1 ? 1 : 2)
 #include "sm90_mainloop.cuh"
-#define WORDS POOLED_WORDS
 #define SPACE 4            // k-steps from one piece of packing to the next, at most
 #define WORD_PIECES 7      // pieces of packing that fill the words
 #define PIECES (WORD_PIECES + 4)  // and those that fill the pool, where a row needs it
 // Shared memory after the stages: the words of a tile, a place to pick registers from, the bias of two tiles.
 #define STAGING EPILOGUE
-#define SCRATCH (STAGING + BM * WORDS * 4)
+#define SCRATCH (STAGING + BM * POOLED_WORDS * 4)
 #define BIAS_AT (SCRATCH + CONSUMERS * 128 * 64)
 
 // ---------------------------------------------------------------- packing one tile
@@ -154,27 +153,27 @@ __device__ __forceinline__ void rank_lanes(Packing& p) {
 // 16 rows of 128 bytes: 8 lanes a row. Only sectors (32 bytes) that hold a word in use are written.
 __device__ __forceinline__ void store_words(const Packing& p, u32 staging, word_t* __restrict__ packed, int tokens, int n_count) {
     const int row = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
-    word_t* to = packed + ((long long)(p.row0 + row) * n_count + p.n) * WORDS + chunk * 4;
+    word_t* to = packed + ((long long)(p.row0 + row) * n_count + p.n) * POOLED_WORDS + chunk * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 kept[2];
         uint4 words[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32 from = staging + (row + 4 * (2 * half + i)) * (WORDS * 4);
+            const u32 from = staging + (row + 4 * (2 * half + i)) * (POOLED_WORDS * 4);
             kept[i] = load_shared(from);
             words[i] = load_shared_4(from + chunk * 16);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (p.row0 + row + 4 * (2 * half + i) < tokens && chunk / 2 * 8 <= min(kept[i], WORDS - 1u))
-                *(uint4*)(to + (long long)(2 * half + i) * 4 * n_count * WORDS) = words[i];
+            if (p.row0 + row + 4 * (2 * half + i) < tokens && chunk / 2 * 8 <= min(kept[i], (u32)SLOTS))
+                *(uint4*)(to + (long long)(2 * half + i) * 4 * n_count * POOLED_WORDS) = words[i];
     }
 }
 // What the words could not hold goes to the pool. Each part writes one half row of every lane; the last stores them all.
 __device__ __forceinline__ void spill(int part, const Packing& p, u32 staging, u32 scratch, word_t* __restrict__ pool,
                                       int n_count, int first) {
-    const int lane = threadIdx.x % 32, low = WORDS - 1;
+    const int lane = threadIdx.x % 32, low = SLOTS;
     const u32 excess = max(0, (int)(p.total & 0xffff) - low) | max(0, (int)(p.total >> 16) - low) << 16;
     if (!__any_sync(ALL_LANES, excess)) return;
     u32 sum = excess;  // of the quads up to this one, both halves of the 16 rows at once
@@ -205,13 +204,13 @@ __device__ __forceinline__ void piece(int i, Packing& p, u32 staging, u32 scratc
                                       word_t* __restrict__ pool, int tokens, int d_ff, int n_count) {
     const int lane = threadIdx.x % 32, q = lane % 4;
     const int width = min(BN, d_ff - p.n * BN), span = span_of(width), first = span * q;
-    const u32 line = staging + lane / 4 * (WORDS * 4);
-    const Window out[2] = {{line + 4, 0, WORDS - 1}, {line + 8 * WORDS * 4 + 4, 0, WORDS - 1}};
+    const u32 line = staging + lane / 4 * (POOLED_WORDS * 4);
+    const Window out[2] = {{line + 4, 0, SLOTS}, {line + 8 * POOLED_WORDS * 4 + 4, 0, SLOTS}};
     if (i == 0) find_firing<0>(p, tokens, width, first, span);
     else if (i == 1) { find_firing<1>(p, tokens, width, first, span); rank_lanes(p); }
     else if (i == 2) {
         __syncwarp();  // the last tile's words have been read
-        if (q == 0) { store_shared(line, p.total & 0xffff); store_shared(line + 8 * WORDS * 4, p.total >> 16); }
+        if (q == 0) { store_shared(line, p.total & 0xffff); store_shared(line + 8 * POOLED_WORDS * 4, p.total >> 16); }
         p.rank[0] = emit(p.v[0], p.mask[0][0], first, p.rank[0], out[0], scratch);
     }
     else if (i == 3) p.rank[0] = emit(p.v[0] + 16, p.mask[0][1], first + 32, p.rank[0], out[0], scratch);
@@ -263,7 +262,7 @@ KERNEL(VERSION)(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     } else {
         take_registers<232>();
         const int consumer = group - 1, warp = threadIdx.x / 32 % 4;
-        const u32 staging = base + STAGING + (consumer * 4 + warp) * 16 * WORDS * 4;
+        const u32 staging = base + STAGING + (consumer * 4 + warp) * 16 * POOLED_WORDS * 4;
         const u32 scratch = base + SCRATCH + consumer * 8192 + threadIdx.x % 128 * 16;
         const int space = max(1, min(SPACE, (k_count - (PIECES - WORD_PIECES)) / WORD_PIECES));
         float d[128];

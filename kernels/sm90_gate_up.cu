@@ -28,8 +28,8 @@
 #define GATED 1
 #endif
 
-#define COLUMNS (GATED ? BN / 2 : BN)  // of h a tile
-#define HALVES (COLUMNS / OUT_COLUMNS)
+#define H_COLUMNS (GATED ? BN / 2 : BN)  // of h a tile
+#define HALVES (H_COLUMNS / OUT_COLUMNS)
 
 // Biases of the columns c and c + 1; d_ff is even.
 __device__ __forceinline__ float2 biases(const value_t* __restrict__ bias, int c, int d_ff) {
@@ -73,7 +73,7 @@ gate_up(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap g
     if (blockIdx.x == 0)
         for (int i = threadIdx.x; i < counted; i += THREADS) counters[i] = 0;
     const u32 base = start_pipeline();
-    const Tiles tiles = tiles_for(rows, (d_ff + COLUMNS - 1) / COLUMNS);
+    const Tiles tiles = tiles_for(rows, (d_ff + H_COLUMNS - 1) / H_COLUMNS);
     const int group = threadIdx.x / 128, k_count = (d_model + BK - 1) / BK;
     if (group == 0) {
         give_registers<40>();
@@ -112,7 +112,7 @@ gate_up(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap g
                 if (k == HALVES - 1) look_ahead();  // divisions: not between tiles
             });
             row = first_row(t) + 16 * warp;
-            column = t.n * COLUMNS;
+            column = t.n * H_COLUMNS;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
                 if (gate_bias || up_bias) hidden<true>(pairs[half], d, gate_bias, up_bias, column + 128 * half, d_ff, half);

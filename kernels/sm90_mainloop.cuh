@@ -19,11 +19,21 @@
 #endif
 #include "ptx_sm90.cuh"
 
+#ifndef BM
 #define BM 128
+#endif
+#ifndef BN
 #define BN 256
+#endif
+#ifndef BK
 #define BK 64
+#endif
+#ifndef STAGES
 #define STAGES 4
+#endif
+#ifndef CONSUMERS
 #define CONSUMERS 2
+#endif
 #define THREADS (128 * (CONSUMERS + 1))
 #define GROUP 8  // tile rows walked together
 #define A_BYTES (BM * BK * 2)

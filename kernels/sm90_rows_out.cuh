@@ -9,7 +9,9 @@
 #pragma once
 #include "sm90_mainloop.cuh"
 
+#ifndef OUT_COLUMNS
 #define OUT_COLUMNS 128
+#endif
 #define OUT_BOX 2048  // bytes
 #define OUT ((EPILOGUE + 1023) / 1024 * 1024)  // the swizzle needs it
 #define OUT_END (OUT + CONSUMERS * 4 * 2 * OUT_BOX)

@@ -24,13 +24,23 @@
 #include "columns.cuh"
 #include "row_walk.cuh"
 
+#ifndef MOST_CHUNKS
 #define MOST_CHUNKS 256
+#endif
+#ifndef COUNT_SLAB
 #define COUNT_SLAB 16384  // columns that a block counts at once: 16 bits each in shared memory
+#endif
+#ifndef COUNT_THREADS
 #define COUNT_THREADS 512
+#endif
 #define SCAN_GROUPS 32
 #define PLAN_THREADS 1024
+#ifndef FILL_SLAB
 #define FILL_SLAB 8192  // columns whose places a block gives at once: 48 bits each in shared memory
+#endif
+#ifndef FILL_THREADS
 #define FILL_THREADS 512
+#endif
 
 // The survivors of up to 32 rows, one row a lane, as one list. The whole warp calls it together.
 struct RowsList {
@@ -111,9 +121,9 @@ __device__ __forceinline__ int sum_before_lane(int v) { return sum_up_to_lane(v)
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* __restrict__ order, int2* __restrict__ pieces,
                 int* __restrict__ first_piece, Plan* __restrict__ plan, int d_ff, int most_units) {
-    constexpr int WARPS_HERE = PLAN_THREADS / WARP;
-    __shared__ int records_of[WARPS_HERE], pieces_here[WARPS_HERE], lists_of[WARPS_HERE][CLASSES];
-    __shared__ int place[WARPS_HERE][CLASSES][WARP];  // where each lane's next list of each class goes in `order`
+    constexpr int PLAN_WARPS = PLAN_THREADS / WARP;
+    __shared__ int records_of[PLAN_WARPS], pieces_here[PLAN_WARPS], lists_of[PLAN_WARPS][CLASSES];
+    __shared__ int place[PLAN_WARPS][CLASSES][WARP];  // where each lane's next list of each class goes in `order`
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int steps = (d_ff + PLAN_THREADS - 1) / PLAN_THREADS, first = warp * steps * WARP;
     const auto total = [&](int step) {
@@ -150,7 +160,7 @@ columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* _
     if (lane == 0) pieces_here[warp] = cut;
     __syncthreads();
     int all = 0, before = 0;  // of lane k: lists of class k, those of the warps before this one
-    for (int w = 0; w < WARPS_HERE; ++w) {
+    for (int w = 0; w < PLAN_WARPS; ++w) {
         const int n = lane < CLASSES ? lists_of[w][lane] : 0;
         all += n;
         if (w < warp) before += n;

@@ -35,8 +35,6 @@
 #include "pool_walk.cuh"
 #endif
 
-#define SLAB 2048
-
 #if !defined(POOL)
 extern "C" __global__ void __launch_bounds__(128)
 gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const value_t* __restrict__ gate,

@@ -4,7 +4,7 @@
 //
 // Three launches, so that nobody races for a place in the list:
 //   survivor_counts   a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed; and
-//                     the sums over the ROWS_A_BLOCK rows of a block
+//                     the sums over the BLOCK_ROWS rows of a block
 //   survivor_places   one block: prefix sums of those sums
 //   survivor_words    the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
 // Rows whose entries would end past `capacity` are lost too, and so are all rows behind the first of them.
@@ -21,10 +21,14 @@
 // with finite weights infinite or NaN, and with them every value of the row's gate: so a row is suspect if it has no entries,
 // or if its first one is not finite.
 #include "pool_walk.cuh"
+#include "spans.cuh"
 
-#define LOST (-1)
-#define ROWS_A_BLOCK 16
+#ifndef BLOCK_ROWS
+#define BLOCK_ROWS 16
+#endif
+#ifndef PLACE_THREADS
 #define PLACE_THREADS 1024
+#endif
 
 struct Totals {
     int entries, lost;  // of the rows that are not lost; how many are
@@ -41,11 +45,11 @@ __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
     return __any_sync(ALL_LANES, found);
 }
 
-extern "C" __global__ void __launch_bounds__(WARP * ROWS_A_BLOCK)
+extern "C" __global__ void __launch_bounds__(WARP * BLOCK_ROWS)
 survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
                    int* __restrict__ counts, Totals* __restrict__ totals, int rows, int columns) {
-    __shared__ int of_row[ROWS_A_BLOCK];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * ROWS_A_BLOCK + warp;
+    __shared__ int of_row[BLOCK_ROWS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * BLOCK_ROWS + warp;
     const int tiles = tiles_of(columns, POOLED_TILE);
     if (row < rows) {
         int kept = 0;
@@ -71,7 +75,7 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
     }
     __syncthreads();
     if (warp == 0) {
-        const int count = lane < ROWS_A_BLOCK && blockIdx.x * ROWS_A_BLOCK + lane < rows ? of_row[lane] : 0;
+        const int count = lane < BLOCK_ROWS && blockIdx.x * BLOCK_ROWS + lane < rows ? of_row[lane] : 0;
         const int entries = sum_over_lanes(max(count, 0));
         const unsigned lost = __ballot_sync(ALL_LANES, count == LOST);
         if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost)};
@@ -110,7 +114,7 @@ __device__ __forceinline__ unsigned sum_before(unsigned v, unsigned& total) {
 // totals: of each block of rows; after it, what comes before each block. lost[0]: how many rows are lost in all.
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
 survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows, int capacity) {
-    const int blocks = (rows + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK;
+    const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     unsigned entries_before = 0, lost_before = 0, total;
     for (int first = 0; first < blocks; first += PLACE_THREADS) {
         const int block = first + threadIdx.x;
@@ -121,7 +125,7 @@ survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, 
         if (add_up(start, (unsigned)mine.entries) > (unsigned)capacity) {  // the first such block, and all behind it
             unsigned end = start;
             mine.lost = 0;
-            for (int row = block * ROWS_A_BLOCK; row < min(rows, (block + 1) * ROWS_A_BLOCK); ++row) {
+            for (int row = block * BLOCK_ROWS; row < min(rows, (block + 1) * BLOCK_ROWS); ++row) {
                 end = add_up(end, (unsigned)max(counts[row], 0));
                 mine.lost += counts[row] == LOST || end > (unsigned)capacity;
             }
@@ -134,14 +138,14 @@ survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, 
 }
 
 // l1: of a plain layer, sum |g|; null: not wanted.
-extern "C" __global__ void __launch_bounds__(WARP * ROWS_A_BLOCK)
+extern "C" __global__ void __launch_bounds__(WARP * BLOCK_ROWS)
 survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ pool, const int* __restrict__ counts,
                   const Totals* __restrict__ totals, int2* __restrict__ spans, int* __restrict__ kept, int* __restrict__ lost,
                   word_t* __restrict__ words, float* __restrict__ l1, int rows, int columns, int capacity) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * ROWS_A_BLOCK, row = first + warp;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * BLOCK_ROWS, row = first + warp;
     if (row >= rows) return;
     const Totals before = totals[blockIdx.x];
-    const int count = lane < ROWS_A_BLOCK && first + lane < rows ? counts[first + lane] : 0;
+    const int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
     // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round again.
     const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));
     const bool there = count != LOST && end <= (unsigned)capacity;

@@ -12,7 +12,9 @@
 //   dense_hidden_v2, dense_gradients_v2  16 bytes a lane, four of them under way at once, where rows start on 16-byte boundaries.
 #include "twell.cuh"
 
+#ifndef THREADS
 #define THREADS 256  // a warp a row
+#endif
 #define AT_ONCE 4    // vectors of each array that a lane has under way
 
 __device__ __forceinline__ float relu(float g) { return !(g <= 0.0f) ? g : 0.0f; }  // NaN stays

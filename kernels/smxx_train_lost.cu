@@ -31,9 +31,8 @@
 // for p = 0.3 the count of instructions alone made 2.2 us forward, and the kernel waits for more than these.
 #include "lost_rows.cuh"
 
-#define BATCH 64         // neurons between two barriers
-#define AHEAD 4          // weight rows under way while one is worked on
-#define PIECE (THREADS * VECTOR)  // columns that a block owns at a time: a vector a thread
+#define BATCH_NEURONS 64         // neurons between two barriers
+#define SLAB (THREADS * VECTOR)  // columns that a block owns at a time: a vector a thread
 
 // A block's group of rows and what it finds about them.
 struct Group {
@@ -56,7 +55,7 @@ __device__ __forceinline__ void open_group(Group& group, const int* lost, int i,
     if (!found && lane_of() == 0) atomicOr(&group.finite, 1u << warp_of());
     __syncthreads();
 }
-static_assert(WARPS_HERE == ROWS, "a warp for each row");
+static_assert(BLOCK_WARPS == ROWS, "a warp for each row");
 
 // sum[r] += coefficient[k][r] * row k of `weights` for each k of the list, which has `count` and goes on for AHEAD more that are
 // loaded for nothing.
@@ -88,7 +87,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[ROWS][VECTOR], const float
 // The numbers of the set places among alive[0..count), ascending, and then AHEAD and more zeros. One warp calls it.
 __device__ __forceinline__ void list_alive(const bool* alive, int count, unsigned char* list, int& listed) {
     int total = 0;
-    for (int k = lane_of(); k < BATCH; k += WARP) {
+    for (int k = lane_of(); k < BATCH_NEURONS; k += WARP) {
         const bool mine = k < count && alive[k];
         const unsigned all = __ballot_sync(ALL_LANES, mine);
         if (mine) list[total + __popc(all & ((1u << lane_of()) - 1))] = k;
@@ -115,12 +114,12 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
                                           const value_t* __restrict__ bias, value_t* __restrict__ out, float* l1, int* kept,
                                           float* __restrict__ entries, int room) {
     __shared__ Group group;
-    __shared__ float4 first_of[BATCH][ROWS / 4], second_of[BATCH][ROWS / 4];  // h; or dup and dgate
-    __shared__ bool alive[BATCH];     // whether a neuron of the batch counts in some row
-    __shared__ unsigned char list[BATCH + 2 * AHEAD];  // those that do, ascending
+    __shared__ float4 first_of[BATCH_NEURONS][ROWS / 4], second_of[BATCH_NEURONS][ROWS / 4];  // h; or dup and dgate
+    __shared__ bool alive[BATCH_NEURONS];     // whether a neuron of the batch counts in some row
+    __shared__ unsigned char list[BATCH_NEURONS + 2 * AHEAD];  // those that do, ascending
     __shared__ int listed;
-    __shared__ float l1_part[WARPS_HERE][WARP];
-    __shared__ int kept_part[WARPS_HERE][WARP];
+    __shared__ float l1_part[BLOCK_WARPS][WARP];
+    __shared__ int kept_part[BLOCK_WARPS][WARP];
     open_group(group, lost, task.i, task.rows, x, dl1, layer.d_model);
     const unsigned valid = ALL_ROWS >> (ROWS - task.rows), finite = group.finite & valid;
     const int d = layer.d_model, n = lane_of() / ROWS, r = lane_of() % ROWS;
@@ -128,9 +127,9 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
     float l1_sum = 0;
     int kept_sum = 0;
 
-    for (int first = task.from; first < task.to; first += BATCH) {
-        const int count = min(BATCH, task.to - first);
-        for (int k = warp_of() * NEURONS; k < count; k += WARPS_HERE * NEURONS) {
+    for (int first = task.from; first < task.to; first += BATCH_NEURONS) {
+        const int count = min(BATCH_NEURONS, task.to - first);
+        for (int k = warp_of() * NEURONS; k < count; k += BLOCK_WARPS * NEURONS) {
             const int here = min(NEURONS, count - k);
             const Entry e = entry<BACKWARD, true>(layer, x, dy, group.at, first + k, here, valid, finite, group.slope[r]);
             l1_sum += fabsf(e.h), kept_sum += e.fires;
@@ -147,10 +146,10 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
             }
         }
         __syncthreads();
-        const bool begins = first == task.from, ends = first + BATCH >= task.to;
+        const bool begins = first == task.from, ends = first + BATCH_NEURONS >= task.to;
         if (warp_of() == 0) list_alive(alive, count, list, listed);
         __syncthreads();
-        for (int c = threadIdx.x * VECTOR; c < d; c += PIECE) {
+        for (int c = threadIdx.x * VECTOR; c < d; c += SLAB) {
             float sum[ROWS][VECTOR];
 #pragma unroll
             for (int q = 0; q < ROWS; ++q)
@@ -192,7 +191,7 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
     if (threadIdx.x < task.rows) {
         float total = 0;
         int all = 0;
-        for (int w = 0; w < WARPS_HERE; ++w)
+        for (int w = 0; w < BLOCK_WARPS; ++w)
             for (int k = 0; k < NEURONS; ++k)
                 total += l1_part[w][k * ROWS + threadIdx.x], all += kept_part[w][k * ROWS + threadIdx.x];
         const int place = task.whole ? lost[1 + task.i + threadIdx.x] : threadIdx.x;
@@ -249,7 +248,7 @@ lost_finish_v1(const int* __restrict__ lost, const value_t* __restrict__ down_bi
     add_slices(deal, lost, sums, down_bias, y, d_model);
     // A warp a row.
     const int rest = count - deal.whole * ROWS;
-    for (int i = blockIdx.x * WARPS_HERE + warp_of(); i < rest; i += gridDim.x * WARPS_HERE) {
+    for (int i = blockIdx.x * BLOCK_WARPS + warp_of(); i < rest; i += gridDim.x * BLOCK_WARPS) {
         float total = 0;
         int all = 0;
         for (int s = lane_of(); s < deal.slices; s += WARP) {

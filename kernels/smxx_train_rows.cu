@@ -15,13 +15,9 @@
 #define LEAN
 #include "dense_row.cuh"
 #include "row_walk.cuh"
-
-#define LOST (-1)
+#include "spans.cuh"
 
 __device__ __forceinline__ const value_t* row_of_matrix(const value_t* m, int row) { return m + (long long)row * D_MODEL; }
-
-// h of an entry: of a gated layer in fp32, not rounded.
-__device__ __forceinline__ float hidden_value(float g, const float* ups, int at) { return ups ? g * ups[at] : g; }
 
 extern "C" __global__ void ONE_TOKEN_BLOCK
 weighted_rows_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
@@ -45,8 +41,6 @@ weighted_rows_v1(const int2* __restrict__ spans, const word_t* __restrict__ word
     }
     store_row(y + (long long)row * D_MODEL, sum);
 }
-
-__device__ __forceinline__ float sign_of(float h) { return h > 0 ? 1.0f : h < 0 ? -1.0f : h; }  // zero and NaN are their own
 
 extern "C" __global__ void ONE_TOKEN_BLOCK
 hidden_gradient_v1(const value_t* __restrict__ dy, const int2* __restrict__ spans, const word_t* __restrict__ words,

@@ -9,8 +9,12 @@
 //                      words apart, so that the eight rows that a thread picks its column's values from lie in other banks.
 #include "twell.cuh"
 
+#ifndef SIDE
 #define SIDE 64
+#endif
+#ifndef THREADS
 #define THREADS 256
+#endif
 #define PER_ROW (SIDE / 8)  // vectors
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -14,7 +14,7 @@
 //                        vectors. Any d_model.
 //   weight_gradients_v2  0.175 (0.170) at nnz 8, 0.530 (0.516) at nnz 29, 1.05 at nnz 60: through the L2 7.4 (7.5) TB/s at nnz 29, 7.7
 //                        at nnz 60, where it ends. A plain layer, nnz 29: 0.519. A warp takes up to `unit` records and 256 columns,
-//                        16-byte loads, FETCHED records' rows under way at once; teams of warps share longer lists and add up in
+//                        16-byte loads, AT_ONCE records' rows under way at once; teams of warps share longer lists and add up in
 //                        shared memory; the longest are cut in pieces over several blocks, which leave partial sums for
 //                        weight_gradients_finish_v2 (4 us).
 // On the way to v2: lists from 0 to `unit` records side by side in a block, 0.234 and 0.594 ms at nnz 8 and 29 (a block's place is
@@ -26,19 +26,18 @@
 #include "columns.cuh"
 
 #define THREADS (WARP * BLOCK_WARPS)
-#define COLUMNS (WARP * VECTOR)  // of a slab
-#ifndef FETCHED
-#define FETCHED 4  // records whose rows a warp has under way at once
+#define SLAB (WARP * VECTOR)  // of a slab
+#ifndef AT_ONCE
+#define AT_ONCE 4  // records whose rows a warp has under way at once
 #endif
-#ifndef BLOCKS
-#define BLOCKS 3  // a multiprocessor
+#ifndef RESIDENT
+#define RESIDENT 3  // a multiprocessor
 #endif
-static_assert(WARP % FETCHED == 0, "records are fetched by the warp");
-#if defined(PLAIN)
-#define SUMS 2  // dup, ddown_t
-#else
-#define SUMS 3  // and dgate
+static_assert(WARP % AT_ONCE == 0, "records are fetched by the warp");
+#ifndef GATED
+#define GATED 1
 #endif
+#define SUMS (GATED ? 3 : 2)  // dup, ddown_t, and in a gated layer dgate
 
 struct Outputs {
     value_t *dgate, *dup, *ddown_t, *dgate_bias, *dup_bias;
@@ -107,10 +106,10 @@ __device__ __forceinline__ Sums sum_records(const value_t* __restrict__ x, const
         next = record_at(records, base + WARP + lane, last);
         __syncwarp();
         const int count = min(WARP, last - base);
-        for (int i = 0; i < count; i += FETCHED) {
-            Vector a[FETCHED], b[FETCHED];
+        for (int i = 0; i < count; i += AT_ONCE) {
+            Vector a[AT_ONCE], b[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < FETCHED; ++k) {
+            for (int k = 0; k < AT_ONCE; ++k) {
                 a[k].raw = b[k].raw = make_uint4(0, 0, 0, 0);
                 const long long at = (long long)staged[i + k].token * d_model + c;
                 if (i + k < count && c < d_model) {
@@ -119,7 +118,7 @@ __device__ __forceinline__ Sums sum_records(const value_t* __restrict__ x, const
                 }
             }
 #pragma unroll
-            for (int k = 0; k < FETCHED; ++k) add_record(sum, staged[i + k], a[k], b[k]);  // past the count all is zero
+            for (int k = 0; k < AT_ONCE; ++k) add_record(sum, staged[i + k], a[k], b[k]);  // past the count all is zero
         }
     }
     return sum;
@@ -155,7 +154,7 @@ __device__ __forceinline__ void add_team(Sums& sum, int team) {
 
 // Block blockIdx.x of the plan, columns of slab blockIdx.y. partials: float [most pieces][SUMS][d_model], bias_partials [most
 // pieces][2]; blocks past the plan's have nothing to do.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 weight_gradients_v2(const value_t* __restrict__ x, const value_t* __restrict__ dy, const int* __restrict__ starts,
                     const int* __restrict__ order, const int2* __restrict__ pieces, const Plan* __restrict__ plan,
                     const Record* __restrict__ records, float* __restrict__ partials, float* __restrict__ bias_partials,
@@ -179,7 +178,7 @@ weight_gradients_v2(const value_t* __restrict__ x, const value_t* __restrict__ d
         }
     }
     const int each = (last - first + team - 1) / team, member = warp & (team - 1);
-    const int c = blockIdx.y * COLUMNS + lane * VECTOR;
+    const int c = blockIdx.y * SLAB + lane * VECTOR;
     Sums sum = sum_records(x, dy, records, min(first + member * each, last), min(first + (member + 1) * each, last), c, d_model,
                            staged[warp]);
     if (team > 1) add_team(sum, team);

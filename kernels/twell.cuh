@@ -66,10 +66,28 @@ typedef double sum_t;
 typedef float sum_t;
 #endif
 
+#ifndef POOLED_TILE
+#ifndef POOLED_TILE
 #define POOLED_TILE 256
+#endif
+#endif
+#ifndef POOLED_WORDS
+#ifndef POOLED_WORDS
 #define POOLED_WORDS 32
+#endif
+#endif
+#ifndef POOL_ROWS
+#ifndef POOL_ROWS
 #define POOL_ROWS 16
+#endif
+#endif
+#ifndef POOL_WORDS
+#ifndef POOL_WORDS
 #define POOL_WORDS 64
+#endif
+#define SLOTS (POOLED_WORDS - 1)  // values that the words of one tile hold
+#endif
+#define SLOTS (POOLED_WORDS - 1)  // values that the words of one tile hold
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
