@@ -1,5 +1,6 @@
-// Dense arithmetic for a few rows at a time, shared by smxx_train_lost.cu and smxx_lost_weights.cu: dot products of 8 rows with 4
-// weight rows a warp, how rows and neurons are dealt to blocks, and the adding up of what blocks have found.
+// Dense arithmetic for a few rows at a time, shared by smxx_train_lost.cu and smxx_lost_weights.cu: dot products of 8
+// rows with 4 weight rows a warp, how rows and neurons are dealt to blocks, and the adding up of what blocks have
+// found.
 //
 // The width of the rows is a run-time argument, any multiple of 8.
 #pragma once
@@ -50,8 +51,8 @@ __device__ __forceinline__ bool nonfinite(const uint4* row, int width) {
     return __any_sync(ALL_LANES, found);
 }
 
-// Where lost_backward leaves the entry of the i-th lost row for a neuron, a multiple of 4, and its next three: in each plane
-// (h, dup, dgate) float [ceil(d_ff / 4)][room][4].
+// Where lost_backward leaves the entry of the i-th lost row for a neuron, a multiple of 4, and its next three: in each
+// plane (h, dup, dgate) float [ceil(d_ff / 4)][room][4].
 __device__ __forceinline__ long long plane_of(int d_ff, int room) {
     return (long long)((d_ff + NEURONS - 1) / NEURONS) * room * NEURONS;
 }
@@ -59,8 +60,8 @@ __device__ __forceinline__ long long place_of(int neuron, int i, int room) {
     return ((long long)(neuron / NEURONS) * room + i) * NEURONS;
 }
 
-// The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is made by
-// the same tree, so that it does not matter for its bits which i it has.
+// The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is
+// made by the same tree, so that it does not matter for its bits which i it has.
 template <int STEP>
 __device__ __forceinline__ void halve(float (&s)[WARP]) {
     const bool upper = lane_of() & STEP;
@@ -75,8 +76,9 @@ __device__ __forceinline__ float sums_by_lane(float (&s)[WARP]) {
     return s[0];
 }
 
-// Lane n * ROWS + r gets the dot product of row r, at `in` + row[r], with weight row n, at `weights` + min(n, last) * width, all
-// counted in vectors. A whole warp calls it. WEIGHTS_ONCE: weights are read once and rows often, or the other way round.
+// Lane n * ROWS + r gets the dot product of row r, at `in` + row[r], with weight row n, at `weights` + min(n, last) *
+// width, all counted in vectors. A whole warp calls it. WEIGHTS_ONCE: weights are read once and rows often, or the
+// other way round.
 template <bool WEIGHTS_ONCE>
 __device__ __forceinline__ float all_dots(const uint4* __restrict__ in, const unsigned* row, const uint4* __restrict__ weights,
                                           int last, int width) {
@@ -146,10 +148,10 @@ struct Entry {
     bool fires;
 };
 
-// Entries of neurons first, first + 1, ... (4 of them, or fewer: `count`) in 8 rows: lane n * ROWS + r gets that of neuron n
-// in row r. row: where each row begins in x and dy, in vectors. valid: bits of the rows that are there; finite: of those whose
-// x is. slope: dl1 of this lane's row. `fires` is told of every valid row, the rest is zero unless it is finite.
-// The bits of an entry depend on its rows alone.
+// Entries of neurons first, first + 1, ... (4 of them, or fewer: `count`) in 8 rows: lane n * ROWS + r gets that of
+// neuron n in row r. row: where each row begins in x and dy, in vectors. valid: bits of the rows that are there;
+// finite: of those whose x is. slope: dl1 of this lane's row. `fires` is told of every valid row, the rest is zero
+// unless it is finite. The bits of an entry depend on its rows alone.
 template <bool BACKWARD, bool WEIGHTS_ONCE>
 __device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, const value_t* dy, const unsigned* row,
                                        int first, int count, unsigned valid, unsigned finite, float slope) {
@@ -181,8 +183,8 @@ __device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, con
     return e;
 }
 
-// How `count` lost rows are dealt to a grid of `blocks`: by groups of ROWS. As many groups as fill the grid evenly get a
-// block each, for all neurons; the rest are cut into slices of neurons, so that the grid is as full as can be.
+// How `count` lost rows are dealt to a grid of `blocks`: by groups of ROWS. As many groups as fill the grid evenly get
+// a block each, for all neurons; the rest are cut into slices of neurons, so that the grid is as full as can be.
 struct Deal {
     int whole;    // groups with a block each, `blocks` at a time
     int cut;      // groups that are cut, fewer than `blocks`: cut * slices <= blocks

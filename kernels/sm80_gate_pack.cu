@@ -1,48 +1,35 @@
-// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, through mma.sync: Ampere and
-// Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never stored.
+// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, by mma.sync: Ampere and
+// Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never
+// stored.
 //
-// Floor: 378.0 GFLOP for 16,384 x 2,048 x 5,632. On an H100 a product of 16 x 8 x 16 keeps the tensor pipe of a scheduler busy
-// for 6 cycles (counted), two thirds of what wgmma does: 638 TFLOP/s or 0.592 ms at the 1.77 GHz it ran at. Bytes are no limit:
-// 4.4 GB from L2 to shared memory (5.7 TB/s), shared memory's data pipe busy 56% of the time.
+// What bounds it: the tensor cores. On an H100 they take mma.sync at a lower rate than wgmma; bytes are no limit.
 //
-// Versions, with their time there, bf16, mean nnz 29, on an H100 SXM (2026-11-21; inputs rotate, medians of 12 in one run in
-// which torch's linear took 0.507 ms (746 TFLOP/s), linear and pack_v4 0.596). No GPU of sm_75 to sm_89 was at hand.
-//   gate_pack_v1  1.832 ms, 206 TFLOP/s  one stage: load, wait, multiply. Packs by ballots, 32 columns of a row at a time.
-//   gate_pack_v2  0.943 ms, 401 TFLOP/s  stages of 64 of d_model under way (cp.async) and fragments loaded one product ahead.
-//                                        Predicted 0.78: missed by the ballots, which take 0.14.
-//   gate_pack_v3  0.803 ms, 471 TFLOP/s  each lane finds its firing columns as bits, in registers; a warp then packs 16 rows
-//                                        at once by counting bits, and only strips that fire go through shared memory. The
-//                                        weight rows are stored in an order that gives a lane 16 neighbouring columns.
-//   gate_pack_v4  0.778 ms, 486 TFLOP/s  blocks stay and walk over tiles; a tile is laid out beside the stages, so that the
-//                                        next one's are under way while it is packed. Predicted 4% less, measured 3%.
-// Between runs v4 took 0.766 to 0.819, as the clock went. It takes 0.832 at nnz 300; 0.112 for 2,048 tokens (linear 0.066);
-// 4.48 for (4096, 14336) at nnz 60 (linear 2.53). Where the time is: without packing 0.733; without copies from global memory
-// too 0.708; without loads of fragments as well 0.698. So it is the products: the tensor pipe is busy 76% of all cycles, the
-// last wave is two thirds empty (3%), and two warps a scheduler leave gaps between their products (wait for a fixed latency 1.8
-// of 5.5 cycles an instruction, for the pipe 1.7). Tried without gain: other orders of the products (1 to 3% slower), fewer
-// instructions for addresses (no change), 4 stages for 3 (4% slower), 2 (28%), stages of 32 for 64 (5%), groups of 4 or 16.
-// The way of sm_75 in fp16, forced on the same GPU: v1 2.06 ms, v2 2.06, v3 1.90: products of 16 x 8 x 8 run at a fraction of
-// the rate there, it seems (one stage or two make no difference), so this says nothing of a Turing.
+//   gate_pack_v1  one stage: load, wait, multiply. Packs by ballots, 32 columns of a row at a time
+//   gate_pack_v2  several stages under way (cp.async), and fragments loaded one product ahead
+//   gate_pack_v3  each lane finds its firing columns as bits, in registers; a warp packs 16 rows at once by counting
+//                 bits
+//   gate_pack_v4  blocks stay and walk over tiles: the next tile's stages are under way while one is packed
 //
-// Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, for sm_75 or to take its way on a newer GPU, -DTURING.
+// Compile with -DVERSION=1..4, -DBK=32|64 (of d_model, a stage), -DSTAGES=2.. and, for sm_75 or to take its way on a
+// newer GPU, -DTURING. Worklog: docs/kernels/sm80_gate_pack.md
 #include "ptx_sm80.cuh"
 
 #ifndef BM
-#define BM 128               // tokens of a block's tile
+#define BM 128  // tokens of a block's tile
 #endif
-#define BN POOLED_TILE    // its neurons: a block owns whole tiles of the format
+#define BN POOLED_TILE  // its neurons: a block owns whole tiles of the format
 #ifndef THREADS
-#define THREADS 256            // 2 x 4 warps of 64 x 64
+#define THREADS 256  // 2 x 4 warps of 64 x 64
 #endif
 #define STAGE_ROW_BYTES (BK * 2)
 #define STAGE_BYTES ((BM + BN) * STAGE_ROW_BYTES)
-#define STAGE_CHUNKS (BK / 8)    // 16-byte pieces of one row of a stage
-#define GROUP 8                // tiles of rows, one below the other, that neighbouring blocks take before they move to the right
-#define MASKS (VERSION > 2)    // packed by a bit for each column; v1 and v2: by ballots
-#define PIPELINED (VERSION > 1)    // v1 has one stage
-#define APART (VERSION > 3)    // tiles are laid out for packing beside the stages
-// Where half a tile's rows are laid out for packing: values, then the bits. The little shared memory of sm_75 has room for one
-// half, so the two take turns there from v3 on.
+#define STAGE_CHUNKS (BK / 8)  // 16-byte chunks of one row of a stage
+#define GROUP 8                  // rows of tiles that blocks walk together
+#define MASKS (VERSION > 2)      // packed by a bit for each column; v1 and v2: by ballots
+#define PIPELINED (VERSION > 1)  // v1 has one stage
+#define APART (VERSION > 3)      // tiles are laid out for packing beside the stages
+// Where half a tile's rows are laid out for packing: values, then the bits. The little shared memory of sm_75 has room
+// for one half, so the two take turns there from v3 on.
 #define HALF_ROWS (BM / 2)
 #define STRIPS (BN / 16)
 #define HALF_VALUES (HALF_ROWS * BN * 2)
@@ -65,28 +52,30 @@ struct Problem {
 // Tiles are numbered so that those of one wave share rows of x and of the weights: down GROUP tiles, then to the right.
 struct Tile { int m, n; };
 __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
-    const int columns = p.column_tiles(), first = number / (GROUP * columns) * GROUP, within = number % (GROUP * columns);
+    const int columns = p.column_tiles(), within = number % (GROUP * columns);
+    const int first = number / (GROUP * columns) * GROUP;
     const int height = min(GROUP, p.row_tiles() - first);
     return {first + within % height, within / height};
 }
 
 // ---------------------------------------------------------------- from global to shared memory
-// A stage holds BK values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that the
-// eight rows of an ldmatrix, and the eight chunks that a quarter of a warp writes, lie in different banks.
+// A stage holds BK values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that
+// the eight rows of an ldmatrix, and the eight chunks that a quarter of a warp writes, lie in different banks.
 __device__ __forceinline__ unsigned place(int row, int chunk) {
     const int key = BK == 64 ? row % 8 : row / 2 % 4;
     return row * STAGE_ROW_BYTES + (chunk ^ key) * 16;
 }
-// Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order, the
-// 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
+// Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order,
+// the 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
 __device__ __forceinline__ int neuron_at(int place) { return place / 64 * 64 + place % 8 * 8 + place / 8 % 8; }
 
-// One thread's part of bringing in the stages, in the order in which they are used, on from one tile of the block to the next.
+// One thread's part of bringing in the stages, in the order in which they are used, on from one tile of the block to
+// the next.
 class Feed {
 public:
     __device__ __forceinline__ Feed(const Problem& p, unsigned memory)
-        : p_(p), row_((int)threadIdx.x / STAGE_CHUNKS), chunk_((int)threadIdx.x % STAGE_CHUNKS), place_(place(row_, chunk_)),
-          to_(memory + place_), tile_(blockIdx.x), k_(0), slot_(0) {
+        : p_(p), row_((int)threadIdx.x / STAGE_CHUNKS), chunk_((int)threadIdx.x % STAGE_CHUNKS),
+          place_(place(row_, chunk_)), to_(memory + place_), tile_(blockIdx.x), k_(0), slot_(0) {
         open_tile();
     }
     // Start a part of the next stage; the last part moves on. part and parts have to be known to the compiler.
@@ -135,7 +124,8 @@ public:
     }
 
 private:
-    static constexpr int STRIDE = THREADS / STAGE_CHUNKS, COPIES = (BM + BN) / STRIDE;  // STRIDE: a multiple of the swizzle
+    static constexpr int STRIDE = THREADS / STAGE_CHUNKS;  // a multiple of the swizzle
+    static constexpr int COPIES = (BM + BN) / STRIDE;
     const Problem& p_;
     const int row_, chunk_;
     const unsigned place_;
@@ -167,7 +157,8 @@ private:
 // What a warp holds of 16 steps along k: four tiles of its rows of x, eight of its weight rows.
 struct Fragments {
     unsigned x[4][4], gate[8][2];
-    // x_at, gate_at: this lane's places for k = 0 of the stage. The swizzle is an exclusive or, so moving along k is one.
+    // x_at, gate_at: this lane's places for k = 0 of the stage. The swizzle is an exclusive or, so moving along k is
+    // one.
     __device__ __forceinline__ void load(unsigned x_at, unsigned gate_at, int k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_matrices(x[i], (x_at ^ k * 32) + i * 16 * STAGE_ROW_BYTES);
@@ -196,14 +187,15 @@ struct Warp {  // where this thread's part of the product is
 };
 
 // ---------------------------------------------------------------- packing
-// Rounded values of half a tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds columns j
-// and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different banks.
+// Rounded values of half a tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds
+// columns j and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different
+// banks.
 __device__ __forceinline__ int value_place(int row, int column) {
     return row * (BN * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
 }
 
-// Bit c: whether column c of the strip fires. Neither -0 nor a negative does, and NaN is 0x7fff after rounding: so it is
-// those whose sign is clear and whose other bits are not all zero.
+// Bit c: whether column c of the strip fires. Neither -0 nor a negative does, and NaN is 0x7fff after rounding: so it
+// is those whose sign is clear and whose other bits are not all zero.
 __device__ __forceinline__ unsigned firing(const unsigned (&pairs)[8]) {
     unsigned bits = 0;
 #pragma unroll
@@ -259,8 +251,8 @@ __device__ __forceinline__ word_t* pool_of(const Problem& p, int token, int n) {
     return p.pool + ((long long)(token / POOL_ROWS) * p.column_tiles() + n) * POOL_WORDS;
 }
 
-// One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in line.
-// row: the first of them in the half tile; token: in the matrix.
+// One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in
+// line. row: the first of them in the half tile; token: in the matrix.
 __device__ __forceinline__ void pack_by_ballots(const Problem& p, int n, int row, int token, const unsigned char* values) {
     const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, BN, n);
     int start = 0;  // in the pool
@@ -314,8 +306,8 @@ __device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, 
         }
 }
 
-// Four warps own half the rows, lay them out and pack them: only they wait for each other. memory: in nobody's use, HALF_BYTES
-// for each half, or for both where they take turns.
+// Four warps own half the rows, lay them out and pack them: only they wait for each other. memory: in nobody's use,
+// HALF_BYTES for each half, or for both where they take turns.
 __device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* memory) {
     const Tile t = tile_at(p, tile);
     unsigned char* values = memory + (TAKE_TURNS ? 0 : w.m * HALF_BYTES);
@@ -371,8 +363,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     pack_tile(sums, p, blockIdx.x, w, memory);
 }
 #else
-// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. v4 lays a tile
-// out beside the stages, so that the next tile's are under way while it is packed.
+// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. v4 lays a
+// tile out beside the stages, so that the next tile's are under way while it is packed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMETERS) {
     BEGIN
     constexpr int STEPS = BK / 16;

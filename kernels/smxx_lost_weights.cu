@@ -1,24 +1,20 @@
 // The weights' gradients of the lost rows (smxx_train_lost.cu), added in float32 to what is there and rounded once:
 // dgate[j] += sum dgate_t x_t, dup[j] += sum dup_t x_t, ddown_t[j] += sum h_t dy_t, over the lost rows t, ascending.
 //
-// Floor, d_model 2048, d_ff 5632: the gradients, 69 MB read and 69 MB written, 46 us at 3.0 TB/s, however few rows; then for a row a
-// share p of whose neurons fire, p times 34.6e6 fma, at p = 0.3 0.36 us at 29e12 fma a second.
-// Prediction: a row of x and one of dy serve 8 neurons: 5.8 MB a row through the L2 cache, 0.8 us at 7.4 TB/s.
+// A block has BLOCK_NEURONS neurons and walks over the lost rows twice: once over x for dgate and dup, once over dy for
+// ddown_t, a thread THREAD_COLUMNS columns of a row, AHEAD rows under way. h, dup and dgate are those that
+// lost_backward left, or, where there was no room for them, are computed again for each batch of rows, the sums lying
+// in memory meanwhile.
 //
-// Versions
-//   lost_weights_v1  4 neurons a block, 16 bytes of a row a thread.
-//   lost_weights_v2  8 neurons a block, 8 bytes a thread, four rows under way; dgate and dup in one walk over x, ddown_t in one
-//                    over dy. h, dup and dgate are those that lost_backward left, or, where there was no room for them, are
-//                    computed again for each batch of rows, the sums lying in memory meanwhile.
-// Times: smxx_train_lost.cu. There 37 us a row, at 3,000 rows, is v2 when it kept the sums in registers while it computed entries
-// again: they spilled, and it computed them four times. With the sums in memory it is 11.5 us, both backward kernels together.
+// What bounds it: with few rows, reading and writing the gradients, however few they are; then the rows of x and dy,
+// which each block of neurons reads again through the L2 cache. Worklog: docs/kernels/smxx_lost_weights.md
 #include "lost_rows.cuh"
 
 #define BATCH_ROWS 256  // rows between barriers
 #ifndef BLOCK_NEURONS
-#define BLOCK_NEURONS 8           // neurons of a block
+#define BLOCK_NEURONS 8  // neurons of a block
 #endif
-#define THREAD_COLUMNS 4          // columns of a thread
+#define THREAD_COLUMNS 4  // columns of a thread
 #define SLAB (THREADS * THREAD_COLUMNS)
 static_assert(BATCH_ROWS == WARP * ROWS, "a lane for each tile of rows");
 
@@ -110,10 +106,11 @@ struct Half {
     }
 };
 
-// sum[m][n] += entry * this thread's part of the batch's rows, which begin at `in`; plane: of the first of the matrices.
+// sum[m][n] += entry * this thread's part of the batch's rows, which begin at `in`; plane: of the first of the
+// matrices.
 template <int MATRICES>
-__device__ __forceinline__ void add_batch(float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], const Entries& batch, int plane,
-                                          const uint2* __restrict__ in) {
+__device__ __forceinline__ void add_batch(float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], const Entries& batch,
+                                          int plane, const uint2* __restrict__ in) {
     Half ahead[AHEAD];
 #pragma unroll
     for (int q = 0; q < AHEAD; ++q)
@@ -144,8 +141,9 @@ __device__ __forceinline__ void add_batch(float (&sum)[MATRICES][BLOCK_NEURONS][
 
 // gradient rows of the neurons whose bit is set += sum
 template <int MATRICES>
-__device__ __forceinline__ void add_to(value_t* const (&gradient)[MATRICES], const float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS],
-                                       int neurons, int d) {
+__device__ __forceinline__ void add_to(value_t* const (&gradient)[MATRICES],
+                                       const float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], int neurons,
+                                       int d) {
     Half old[MATRICES][BLOCK_NEURONS];
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
@@ -181,8 +179,8 @@ template <bool AGAIN>
 __device__ __forceinline__ int open_batch(Entries& batch, const Layer& layer, const Rows& rows, int i, int first) {
     const int here = min(BATCH_ROWS, rows.lost[0] - i);
     __syncthreads();  // everybody is done with what it held
-    fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first, min(BLOCK_NEURONS, layer.d_ff - first), rows.entries,
-                rows.room);
+    fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first,
+                min(BLOCK_NEURONS, layer.d_ff - first), rows.entries, rows.room);
     __syncthreads();
     if (warp_of() == 0) list_rows(batch, rows.lost, i, here, layer.d_model);
     __syncthreads();
@@ -212,8 +210,8 @@ __device__ __forceinline__ void set(float (&sum)[MATRICES][BLOCK_NEURONS][THREAD
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
         for (int n = 0; n < BLOCK_NEURONS; ++n) {
-            const float4 f = from ? *(const float4*)(from + ((m * BLOCK_NEURONS + n) * THREADS + threadIdx.x) * THREAD_COLUMNS)
-                                  : make_float4(0, 0, 0, 0);
+            const int at = ((m * BLOCK_NEURONS + n) * THREADS + threadIdx.x) * THREAD_COLUMNS;
+            const float4 f = from ? *(const float4*)(from + at) : make_float4(0, 0, 0, 0);
             sum[m][n][0] = f.x, sum[m][n][1] = f.y, sum[m][n][2] = f.z, sum[m][n][3] = f.w;
         }
 }
@@ -227,8 +225,9 @@ __device__ __forceinline__ void keep(const float (&sum)[MATRICES][BLOCK_NEURONS]
                 make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
 }
 
-// One walk over the lost rows for neurons first, first + 1, ...: gradient[m] += sum of plane + m times the rows of `in`, with
-// the entries that lost_backward has left. The sums stay in registers. The batch is open if it is the only one.
+// One walk over the lost rows for neurons first, first + 1, ...: gradient[m] += sum of plane + m times the rows of
+// `in`, with the entries that lost_backward has left. The sums stay in registers. The batch is open if it is the only
+// one.
 template <int MATRICES>
 __device__ __forceinline__ void walk(Entries& batch, const Layer& layer, const Rows& rows, int first, int& neurons,
                                      float& bias_sum, int plane, const value_t* in, value_t* const (&gradient)[MATRICES]) {
@@ -287,8 +286,8 @@ __device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer,
     }
 }
 
-// Where there was no room for the entries they are computed again, and `entries`, of `bytes`, is where the sums lie meanwhile:
-// as many blocks work as find room there.
+// Where there was no room for the entries they are computed again, and `entries`, of `bytes`, is where the sums lie
+// meanwhile: as many blocks work as find room there.
 template <bool GATED>
 __device__ __forceinline__ void take_neurons_again(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
     const int d = layer.d_model, slabs = (d + SLAB - 1) / SLAB, count = rows.lost[0];

@@ -1,25 +1,17 @@
-// survivors: from a packed gate and its pool to what a training step keeps of a layer: the kept entries of all rows in one
-// list without gaps, each a word `value bits << 16 | column of the matrix`. A row is a span (start, count) of the list, columns
-// ascending. The packed gate is not needed afterwards.
-//
-// Three launches, so that nobody races for a place in the list:
-//   survivor_counts   a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed; and
-//                     the sums over the BLOCK_ROWS rows of a block
-//   survivor_places   one block: prefix sums of those sums
-//   survivor_words    the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
+// survivors: from a packed gate and its pool to what a training step keeps of a layer (spans.cuh): the kept entries of
+// all rows in one list without gaps. The packed gate is not needed afterwards. Three launches, so that nobody races for
+// a place in the list:
+//   survivor_counts  a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed;
+//                    and the sums over the BLOCK_ROWS rows of a block
+//   survivor_places  one block: prefix sums of those sums
+//   survivor_words   the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
 // Rows whose entries would end past `capacity` are lost too, and so are all rows behind the first of them.
 //
-// Floor, 16,384 tokens, d_ff 5632: the counts lie 128 bytes apart, 64 bytes of device memory each: 23 MB twice, 8 us each at
-// 3.0 TB/s, less what the L2 cache still has.
+// What bounds it: launches, and the counts, which lie 128 bytes apart, so that each costs 64 bytes of device memory.
 //
-// Versions, in us for 16,384 tokens on an H100 SXM (2026-11-21, cold L2; an empty launch takes 4), at nnz 8 to 60
-//                                                                          counts   counts, places   all three
-//   v1  one block places all rows, 8 neighbouring ones a thread            13       43               54
-//   v2  the counts' blocks sum them up, a sum a thread is left to place    13       about 15         29 to 31
-//
-// x is searched for values that are not finite only where the row is suspect. One infinity or NaN in x makes all products
-// with finite weights infinite or NaN, and with them every value of the row's gate: so a row is suspect if it has no entries,
-// or if its first one is not finite.
+// x is searched for values that are not finite only where the row is suspect. One infinity or NaN in x makes every
+// value of the row's gate infinite or NaN: a row is suspect if it has no entries, or if its first one is not finite.
+// Worklog: docs/kernels/smxx_survivors.md
 #include "pool_walk.cuh"
 #include "spans.cuh"
 
@@ -82,7 +74,8 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
     }
 }
 
-// Sums of entries stop at the largest int: `a`, `b` and the result are at most that, so that their order does not matter.
+// Sums of entries stop at the largest int: `a`, `b` and the result are at most that, so that their order does not
+// matter.
 __device__ __forceinline__ unsigned add_up(unsigned a, unsigned b) { return min(a + b, 0x7fffffffu); }
 
 // The sum of v over the threads before this one, in a block of PLACE_THREADS; total: over all of them.
@@ -146,7 +139,8 @@ survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ 
     if (row >= rows) return;
     const Totals before = totals[blockIdx.x];
     const int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
-    // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round again.
+    // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round
+    // again.
     const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));
     const bool there = count != LOST && end <= (unsigned)capacity;
     const unsigned rows_there = __ballot_sync(ALL_LANES, there);

@@ -1,34 +1,17 @@
-// The rows that a sparse training step cannot hold ("lost" rows, of which a tile overflows the pool), forward and backward,
-// from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending, known on the device only: each
-// kernel is launched with a fixed grid, looks, and ends at once where there are none. smxx_lost_weights.cu has the weights'
-// gradients.
+// The rows that a sparse training step cannot hold ("lost" rows, of which a tile overflows the pool), forward and
+// backward, from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending, known on the
+// device only: each kernel is launched with a fixed grid, looks, and ends at once where there are none.
+// smxx_lost_weights.cu has the weights' gradients.
 //
-// Floor a lost row, d_model 2048, d_ff 5632, a share p of whose neurons fire (an H100's 132 multiprocessors at 1.7 GHz make 29e12
-// fma a second): 11.5e6 fma for the gate, 0.4 us; as much times p for each of u, y (forward), and of u, dh, two for dx
-// (backward). At p = 0.3: 0.64 us forward, 0.9 us backward. With few lost rows the weights' way from device memory is
-// longer: 69 MB, 23 us at 3.0 TB/s.
-// Prediction: 0.6 of the fma rate, since a third of the instructions convert 16-bit values; and for p = 0.3 most weight rows are
-// wanted by some of 8 rows, so that little of their work is saved: 1.5 us and 2.5 us a row.
+// What bounds it: with few rows, reading the weights; with many, instructions: fused multiply-adds on 16-bit values
+// that have to be converted, without tensor cores. A weight row that is read serves 8 lost rows.
 //
-// Versions, in us a lost row on an H100 SXM (2026-11-21, cold L2, d_model 2048, d_ff 5632, 16,384 tokens, both kernels of a direction
-// together; no record was kept). Without lost rows 7.0 us forward and 7.9 us backward, the events around two launches included.
-//   lost rows                    1      8      64     500    3000   | at p = 0.1: 8      500
-//   forward, v1 as first written 60.2   9.6    4.5    3.9    4.0    |             8.5    3.3
-//   forward, then                43.2   7.3    3.4    3.0    3.0    |             6.3    2.2
-//   forward, now                 42.3   7.1    3.2    2.8    2.7    |             6.0    2.0
-//   backward, first              111    24.1   10.9   10.0   15.1   |             18.7   7.2
-//   backward, then               93     21.5   8.6    7.8    (37)   |             16.6   5.7
-//   backward, now                96.6   21.4   8.2    7.3    11.5   |             17.0   5.2
-//   lost_forward_v1, lost_finish_v1    8 rows a block; a warp makes 4 x 8 dot products at once, each weight value from L2 serving 8
-//                                      rows and each x value from L1 four neurons; then y's columns are dealt to the threads, the
-//                                      block's sums lying in global memory (L2) between batches of 64 neurons. Few rows: slices of
-//                                      neurons, added up by the second kernel in a fixed order.
-//   lost_backward_v1                   the same for dx; it leaves h, dgate and dup for lost_weights, unless there are more than `room`
-//                                      lost rows.
-// "First" asked of each product whether its h is zero, and waited for each weight row; "then" asks only of neurons, makes few
-// wanted dot products one by one, and has four weight rows under way. "Now" takes the neurons from a list: 100 instead of 137
-// instructions a neuron, by the disassembly, of which 5 to 8% of the time is left. So the prediction was missed by a factor of two:
-// for p = 0.3 the count of instructions alone made 2.2 us forward, and the kernel waits for more than these.
+//   lost_forward_v1, lost_finish_v1  8 rows a block; a warp makes 4 x 8 dot products at once; then y's columns are
+//                                    dealt to the threads. Few rows: slices of neurons, added up by the second kernel
+//                                    in a fixed order
+//   lost_backward_v1                 the same for dx; it leaves h, dgate and dup for lost_weights, unless more than
+//                                    `room` rows are lost
+// Worklog: docs/kernels/smxx_train_lost.md
 #include "lost_rows.cuh"
 
 #define BATCH_NEURONS 64         // neurons between two barriers
@@ -57,8 +40,8 @@ __device__ __forceinline__ void open_group(Group& group, const int* lost, int i,
 }
 static_assert(BLOCK_WARPS == ROWS, "a warp for each row");
 
-// sum[r] += coefficient[k][r] * row k of `weights` for each k of the list, which has `count` and goes on for AHEAD more that are
-// loaded for nothing.
+// sum[r] += coefficient[k][r] * row k of `weights` for each k of the list, which has `count` and goes on for AHEAD more
+// that are loaded for nothing.
 __device__ __forceinline__ void add_rows(float (&sum)[ROWS][VECTOR], const float4 (*coefficient)[ROWS / 4],
                                          const unsigned char* list, int count, const uint4* __restrict__ weights, int width) {
     Vector ahead[AHEAD];
@@ -104,9 +87,9 @@ struct Task {
     bool whole;
 };
 
-// Forward: out is y, its sums those of h * down_t, and l1 and kept of row r go to [r], or if the task is whole to [its number].
-// Backward: out is dx, its sums those of dgate * gate + dup * up, and if there is room for all rows of the list their entries are kept.
-// sums: the block's float [ROWS][d_model].
+// Forward: out is y, its sums those of h * down_t, and l1 and kept of row r go to [r], or if the task is whole to [its
+// number]. Backward: out is dx, its sums those of dgate * gate + dup * up, and if there is room for all rows of the
+// list their entries are kept. sums: the block's float [ROWS][d_model].
 template <bool BACKWARD>
 __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, const value_t* __restrict__ x,
                                           const value_t* __restrict__ dy, const float* __restrict__ dl1,

@@ -1,45 +1,18 @@
-// The row kernels of a training step (smxx_train_rows.cu), a slab of columns at a time.
+// The row kernels of a training step (smxx_train_rows.cu), v2: a slab of columns at a time. blockIdx.y says which slab;
+// the GPU takes all tokens of one before those of the next, so that the slabs of neurons that fire often stay in the L1
+// cache.
 //
-// The kernels with whole rows in registers read 4 KB through the L2 cache for a kept value (d_model 2048), and that is what
-// binds them. But neurons fire unevenly: half of the kept values come from the tenth of the neurons that fires most. The L1
-// cache of a multiprocessor, 256 KB, holds 60 whole rows of a matrix, or 480 slabs of 256 columns. So blockIdx.y says which
-// slab, the GPU takes all tokens of one before those of the next, and many reads of a matrix end in L1.
-//
-// ROW_LANES lanes take a row, 16 bytes of a slab each; WARP / ROW_LANES rows a warp. What is added goes into the same column sums
-// from the first entry to the last; but a dot product is cut into as many pieces as there are slabs, which are kept in fp32,
-// `pieces` [slabs][capacity], and added up in order by a kernel of their own.
-//
+// ROW_LANES lanes take a row, 16 bytes of a slab each; WARP_ROWS rows a warp. Sums go into the same columns from the
+// first entry to the last; a dot product is cut into as many pieces as there are slabs, kept in fp32, `pieces`
+// [slabs][capacity], added up in order.
 //   weighted_rows_v2    y  = sum of h down_t[column] + bias; the bits of v1
 //   input_gradient_v2   dx = sum of dh u gate[column] + dh g up[column]; plain: dh up[column]
 //   pieces_v1           the dot products of x's or dy's rows with rows of a matrix, by slab
 //   up_values_v1        u = sum of pieces + up_bias, l1 = sum |g u|
 //   hidden_gradient_v2  dh = sum of pieces + dl1 sign(h)
 //
-// Floor: of lognormal rates (bench.firing_rates) an LRU cache of 210 KB would have 43% of the reads in slabs of 256 columns,
-// 64% in slabs of 128, and of two matrices in turn 27% and 43%; of equal rates 7% and 15%. What is left at 7.4 TB/s: at nnz 29
-// 0.15 or 0.10 ms a matrix, 0.30 ms for two in slabs of 128. Instructions: 20 for 512 bytes, 0.09 ms a matrix.
-//
-// Times, us, 16,384 tokens, d_model 2048, d_ff 5632, bf16, on an H100 SXM (2026-11-21, cold L2; an empty launch takes 4)
-//                                        lognormal rates, 30% dead      all neurons equally often
-//   mean nnz                             8      29     60               29
-//   weighted_rows    v1                  69     220    436              255
-//                    v2, 256 columns     60     146    269              231
-//   hidden_gradient  v1                  82     242    471              270
-//                    pieces and v2, 256  84     178    322              248 *
-//   input_gradient   v1                  137    464    939              530
-//                    v2, 128 columns     116    330    632              475
-//   up_values: pieces and v1, 256        81     175    317              248 *   the survivors without their words
-// * its two launches timed apart.
-// Slabs pay by how unevenly neurons fire, and where rows are long enough for what each slab costs again: the span, the words.
-//
-// What it took, weighted_rows at nnz 29:
-//   191  entries handed round by shuffles, loads asked for one by one (k < n ? load : 0): 36 instructions for 512 bytes, and
-//        the compiler waits for each load before it asks for the next
-//   160  entries in shared memory, every load unconditional; a warp's next entries fetched ahead
-//   154  ROW_LANES lanes a row with its own entries, nothing fetched ahead: fewer instructions between rows
-//   146  eight entries at once in 32 registers, 64 warps a multiprocessor
-// Narrower slabs, predicted to win by their hits in L1, do not: 161 with 128 columns, 199 with 64. Each slab costs a row about
-// 80 instructions besides its entries. With two matrices 128 columns do win, 331 beside 350.
+// What bounds it: what L1 does not hold, through the L2 cache; and what each slab costs a row besides: the span, the
+// words. Worklog: docs/kernels/smxx_train_slabs.md
 #include "row_walk.cuh"
 #include "spans.cuh"
 
@@ -49,9 +22,9 @@
 #ifndef AT_ONCE
 #define AT_ONCE 4
 #endif
-#define WARP_ROWS (WARP / ROW_LANES)    // rows of a warp
-#define SLAB (ROW_LANES * VECTOR)  // columns of a slab
-#define TURN WARP               // entries of a row that are fetched at a time
+#define WARP_ROWS (WARP / ROW_LANES)  // rows of a warp
+#define SLAB (ROW_LANES * VECTOR)     // columns of a slab
+#define TURN WARP                     // entries of a row that are fetched at a time
 #ifndef BLOCK_WARPS
 #define BLOCK_WARPS 4
 #endif
@@ -120,9 +93,9 @@ __device__ __forceinline__ void store_sums(value_t* m, const Place& p, const flo
     if (!p.lost && p.inside()) __stcs((uint4*)(m + (long long)p.row * D_MODEL + p.column), Vector::of_floats(sum).raw);
 }
 
-// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last entry
-// comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has to
-// ask whether to load.
+// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last
+// entry comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has
+// to ask whether to load.
 extern "C" __global__ void WARPS_OF_ROWS(SUMS_RESIDENT)
 weighted_rows_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                  const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int rows) {
@@ -222,8 +195,8 @@ input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ wor
 }
 #endif
 
-// The sum of d over the ROW_LANES lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within the
-// part, divided by ROW_LANES / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
+// The sum of d over the ROW_LANES lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within
+// the part, divided by ROW_LANES / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
 __device__ __forceinline__ float sums_over_group(float* d, int lane) {
     int step = ROW_LANES / 2;
 #pragma unroll
@@ -260,7 +233,8 @@ pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const 
         word_t word[WARP_ROWS] = {};
         if (p.count) {
 #pragma unroll
-            for (int i = 0; i < WARP_ROWS; ++i) word[i] = element(words, p.start + min(at + i * ROW_LANES + p.lane, p.count - 1));
+            for (int i = 0; i < WARP_ROWS; ++i)
+                word[i] = element(words, p.start + min(at + i * ROW_LANES + p.lane, p.count - 1));
         }
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) mine[i * ROW_LANES + p.lane] = word_column(word[i]) * ROW_BYTES;

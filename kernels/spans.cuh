@@ -1,6 +1,6 @@
-// What a training step keeps of a layer's gate, one list for all rows (smxx_survivors.cu writes it): words `value bits << 16 |
-// column of the matrix`, columns ascending, and for each row a span int2 (start, count) of that list. A gated layer has a
-// float u beside each word. What reads it: smxx_train_rows.cu, smxx_train_slabs.cu, smxx_columns.cu.
+// What a training step keeps of a layer's gate, one list for all rows (smxx_survivors.cu writes it): words `value bits
+// << 16 | column of the matrix`, columns ascending, and for each row a span int2 (start, count) of that list. A gated
+// layer has a float u beside each word. What reads it: smxx_train_rows.cu, smxx_train_slabs.cu, smxx_columns.cu.
 #pragma once
 
 #define LOST (-1)  // the start of a row that the list does not hold
