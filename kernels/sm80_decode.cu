@@ -282,7 +282,8 @@ struct Firing {
 // pairs i * THREADS + t; find_firing returns a bit i for each of them that fires, and leaves masks, and what needs no
 // up.
 __device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, const value_t* x,
-                                                const value_t* gate_bias, bool gated, const Hidden& out, int first, int tokens, int d_ff) {
+                                                const value_t* gate_bias, bool gated, const Hidden& out, int first,
+                                                int tokens, int d_ff) {
     const int bands = (d_ff + BAND - 1) / BAND;
     unsigned fired = 0;
 #pragma unroll 1

@@ -52,8 +52,8 @@ struct Problem {
 // Tiles are numbered so that those of one wave share rows of x and of the weights: down GROUP tiles, then to the right.
 struct Tile { int m, n; };
 __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
-    const int columns = p.column_tiles(), within = number % (GROUP * columns);
-    const int first = number / (GROUP * columns) * GROUP;
+    const int columns = p.column_tiles(), first = number / (GROUP * columns) * GROUP;
+    const int within = number % (GROUP * columns);
     const int height = min(GROUP, p.row_tiles() - first);
     return {first + within % height, within / height};
 }

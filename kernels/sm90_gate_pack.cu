@@ -26,25 +26,25 @@
 #define SCRATCH (STAGING + BM * POOLED_WORDS * 4)
 #define BIAS_AT (SCRATCH + CONSUMERS * 128 * 64)
 
-// Where the sums of a tile are. A warp has 16 rows of the tile's 128 (8 consumer warps). In each cell: the lane that
-// holds these two columns, in d[4 j] and d[4 j + 1] of the upper eight rows (r = 0), d[4 j + 2] and d[4 j + 3] of the
-// lower (r = 1).
+// Where the sums of a tile are. A warp has 16 of the tile's 128 rows; four lanes, a quad, share a row, q = lane % 4. In
+// each cell: the lane that holds these two places of a row. Eight places, number j, are in d[4 j] to d[4 j + 3] of each
+// lane: the first two of these are of the upper row (r = 0), the others of the row 8 below (r = 1).
 //
-//      place    0  1   2  3   4  5   6  7    8  9  10 11  12 13  14 15   ...   248 .. 255
-//   row  0  |   0      1      2      3    |   0      1      2      3    |     |
-//   row  1  |   4      5      6      7    |   4      5      6      7    |     |
-//    ...    |                             |                             |     |
-//   row  7  |  28     29     30     31    |  28     29     30     31    |     |
-//   row  8  |   0      1      2      3    |   0      1      2      3    |     |
-//    ...    |                             |                             |     |
-//   row 15  |  28     29     30     31    |  28     29     30     31    |     |
-//                       j = 0                          j = 1                     j = 31
+//   place     0,1    2,3    4,5    6,7  |  8,9  10,11  12,13  14,15 | ... | 248,249 ... 254,255
+//   row  0      0      1      2      3  |    0      1      2      3 |     |       0           3
+//   row  1      4      5      6      7  |    4      5      6      7 |     |       4           7    r = 0:
+//    ...                                |                           |     |                 d[4 j], d[4 j + 1]
+//   row  7     28     29     30     31  |   28     29     30     31 |     |      28          31
+//   row  8      0      1      2      3  |    0      1      2      3 |     |       0           3    r = 1:
+//    ...                                |                           |     |                 d[4 j + 2], d[4 j + 3]
+//   row 15     28     29     30     31  |   28     29     30     31 |     |      28          31
+//                     j = 0                        j = 1                         j = 31
 //
-// The row of the weights at place 8 j + 2 q + e is neuron span * q + 2 j + e, for which a tensor map of five dimensions
-// sees (launch_sm90.py). So the four lanes of a quad hold a quarter of the tile each, `span` (64) neighbouring neurons
-// in order:
+// What lies at a place is ours to choose: at place 8 j + 2 q + e it is the weights' row of neuron span * q + 2 j + e, a
+// tensor map of five dimensions sees to that (the launcher makes it). So lane q of a quad holds `span` neighbouring
+// neurons in order, 64 in a whole tile:
 //
-//   a row's neurons   [ lane 4 row: 0 .. 63 ][ + 1: 64 .. 127 ][ + 2: 128 .. 191 ][ + 3: 192 .. 255 ]
+//   row of neurons   [ q = 0: 0 .. 63 ][ q = 1: 64 .. 127 ][ q = 2: 128 .. 191 ][ q = 3: 192 .. 255 ]
 
 // ---------------------------------------------------------------- packing one tile
 // Which words a lane writes, and where: the kept value of rank s (from 0) in its row goes to `to + 4 s` if low <= s <
@@ -112,7 +112,8 @@ template <int R> __device__ __forceinline__ void find_firing(Packing& p, int tok
 }
 __device__ __forceinline__ void rank_lanes(Packing& p) {
     const int q = threadIdx.x % 4;
-    const u32 count = (__popc(p.mask[0][0]) + __popc(p.mask[0][1])) | (__popc(p.mask[1][0]) + __popc(p.mask[1][1])) << 16;
+    const u32 count =
+        (__popc(p.mask[0][0]) + __popc(p.mask[0][1])) | (__popc(p.mask[1][0]) + __popc(p.mask[1][1])) << 16;
     u32 through = count;  // both rows' prefix sums over the quad, in one register
     u32 below = __shfl_up_sync(ALL_LANES, through, 1, 4);
     if (q >= 1) through += below;
@@ -152,7 +153,8 @@ enum Step {
     STORE_WORDS,                                 // and out
     SPILL_ROW_0_HALF_0, SPILL_ROW_0_HALF_1,      // what the words could not hold: to shared memory
     SPILL_ROW_1_HALF_0, SPILL_ROW_1_HALF_1,      // and with the last of it to the pool
-    STEPS
+    STEPS,
+    FIRST_SPILL = SPILL_ROW_0_HALF_0
 };
 
 // One of the SPILL steps.
@@ -163,9 +165,9 @@ __device__ __forceinline__ void spill(int step, const Packing& p, u32 staging, u
     if (!__any_sync(ALL_LANES, excess)) return;
     u32 sum = excess;  // of the quads up to this one, both halves of the 16 rows at once
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(ALL_LANES, sum, step);
-        if (lane >= step) sum += other;
+    for (int by = 4; by < 32; by *= 2) {
+        const u32 other = __shfl_up_sync(ALL_LANES, sum, by);
+        if (lane >= by) sum += other;
     }
     const u32 all = __shfl_sync(ALL_LANES, sum, 31);
     const bool upper = step < SPILL_ROW_1_HALF_0;
@@ -229,7 +231,8 @@ __device__ __forceinline__ void stage_bias(u32 at, const value_t* __restrict__ b
     const int width = min(BN, d_ff - n * BN), span = span_of(width);
     const int i = threadIdx.x % 128, in = i / 4 * 2, c = i % 4 * span + in;
     const value_t* from = bias + n * BN + c;
-    const u32 low = in < span && c < width ? bits_of(from[0]) : 0, high = in < span && c + 1 < width ? bits_of(from[1]) : 0;
+    const u32 low = in < span && c < width ? bits_of(from[0]) : 0;
+    const u32 high = in < span && c + 1 < width ? bits_of(from[1]) : 0;
     store_shared(at + i * 4, low | high << 16);
 }
 // Version 0: the gate itself [tokens][d_ff], rounded.
@@ -246,7 +249,7 @@ __device__ __forceinline__ void store_dense(const Packing& p, value_t* __restric
 // ---------------------------------------------------------------- the versions: what a consumer warpgroup does
 struct Consumer {
     u32 base, staging, scratch;
-    int number, warp;  // of the block's consumers, and of its warps
+    const int number, warp;  // of the block's consumers, and of its warps
     __device__ __forceinline__ Consumer(u32 base, int number) : base(base), number(number), warp(threadIdx.x / 32 % 4) {
         staging = base + STAGING + (number * 4 + warp) * 16 * POOLED_WORDS * 4;
         scratch = base + SCRATCH + number * 8192 + threadIdx.x % 128 * 16;
@@ -263,7 +266,7 @@ struct Consumer {
 
 // v0 stores the gate itself (null: nothing), v1 and v2 pack a tile when it is done. Where the next tile is takes
 // divisions: they are made beside the products, not between two tiles.
-__device__ __forceinline__ void one_after_the_other(u32 base, int number, const Tiles& tiles, int k_count,
+__device__ __forceinline__ void one_after_the_other(u32 base, int number, Tiles tiles, int k_count,
                                                     word_t* __restrict__ packed, const value_t* __restrict__ bias,
                                                     word_t* __restrict__ pool, int tokens, int d_ff) {
     const Consumer me(base, number);
@@ -287,13 +290,14 @@ __device__ __forceinline__ void one_after_the_other(u32 base, int number, const 
 }
 
 // v3: the finished tile's rounded pairs stay in registers, and its packing goes between the k-steps of the next one.
-__device__ __forceinline__ void packing_beside_the_products(u32 base, int number, const Tiles& tiles, int k_count,
-                                                            word_t* __restrict__ packed, const value_t* __restrict__ bias,
+__device__ __forceinline__ void packing_beside_the_products(u32 base, int number, Tiles tiles, int k_count,
+                                                            word_t* __restrict__ packed,
+                                                            const value_t* __restrict__ bias,
                                                             word_t* __restrict__ pool, int tokens, int d_ff) {
     constexpr int MOST_SPACE = 4;  // k-steps from one step of packing to the next
     const Consumer me(base, number);
     const Output out = {me.staging, me.scratch, packed, pool, tokens, d_ff, tiles.n_count};
-    const int space = max(1, min(MOST_SPACE, (k_count - (STEPS - SPILL_ROW_0_HALF_0)) / SPILL_ROW_0_HALF_0));
+    const int space = max(1, min(MOST_SPACE, (k_count - (STEPS - FIRST_SPILL)) / FIRST_SPILL));
     float d[128];
     Packing p;
     Ring ring = {0, 0};
@@ -308,7 +312,7 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
         multiply_tile(d, ring, base, me.number, k_count, max(k_count, (int)STEPS), [&](int k) {
             if (pending && k == due && step < STEPS) {
                 pack_step(step, p, out);
-                due += ++step < SPILL_ROW_0_HALF_0 ? space : 1;
+                due += ++step < FIRST_SPILL ? space : 1;
             }
             if (k == 0) next = tile_at(tiles, min(work + tiles.step, tiles.total - 1));
         });
@@ -320,7 +324,7 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
 
 // ---------------------------------------------------------------- the kernel
 // gate: the weights as (k, 2, 4, 32, full tiles), gate_last: the narrow last tile as (k, 2, 4, span / 2, 1); see
-// launch_sm90.py.
+// the launcher.
 #define GATE_PACK_KERNEL(NAME, CONSUME)                                                                             \
     extern "C" __global__ void HOPPER_GEMM NAME(                                                                    \
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap gate,                                \

@@ -210,7 +210,7 @@ __device__ __forceinline__ void set(float (&sum)[MATRICES][BLOCK_NEURONS][THREAD
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
         for (int n = 0; n < BLOCK_NEURONS; ++n) {
-            const int at = ((m * BLOCK_NEURONS + n) * THREADS + threadIdx.x) * THREAD_COLUMNS;
+            const unsigned at = ((m * BLOCK_NEURONS + n) * THREADS + threadIdx.x) * THREAD_COLUMNS;
             const float4 f = from ? *(const float4*)(from + at) : make_float4(0, 0, 0, 0);
             sum[m][n][0] = f.x, sum[m][n][1] = f.y, sum[m][n][2] = f.z, sum[m][n][3] = f.w;
         }
