@@ -1,23 +1,25 @@
 // The survivors of a sparse layer by neuron, and how the work on them is cut up: what smxx_columns.cu writes and
 // smxx_weight_gradients.cu reads.
 //
-// Survivors come by row: spans int2 [tokens] (first, count), words [capacity], columns ascending and each at most once in a row.
-// By neuron they are records [capacity]: those of neuron j are numbers starts[j] to starts[j + 1], tokens ascending.
-//
-// How often neurons fire differs by orders of magnitude, so a block of BLOCK_WARPS warps takes, by the length of the lists,
+// Survivors come by row (spans.cuh). By neuron they are records [capacity]: those of neuron j are numbers starts[j] to
+// starts[j + 1], tokens ascending. How often neurons fire differs by orders of magnitude, so a block of BLOCK_WARPS
+// warps takes, by the length of the lists,
 //   class 0      a piece of one list, of at most BLOCK_WARPS * unit records; a list of this class has several pieces
 //   class 1 2 3  one, two or four whole lists, each for a team of 8, 4 or 2 warps, each warp at most `unit` records
-//   class 4 to 8 eight lists, a warp each: of up to unit, unit / 2, unit / 4 and unit / 8 records, and empty ones. Lists of about the
-//                same length share a block, whose place on a multiprocessor is free only when its longest list is done.
-// A block of class 0 leaves partial sums, and partial row b belongs to block b. What takes longest is started first. `unit`
-// is chosen from the number of records so that there are never more blocks or partial rows than the caller made room for.
+//   class 4 to 8 eight lists, a warp each: of up to unit, unit / 2, unit / 4 and unit / 8 records, and empty ones: lists
+//                of about the same length, since a block's place is free only when its longest list is done.
+// A block of class 0 leaves partial sums, and partial row b belongs to block b. What takes longest is started first.
+// `unit` is chosen from the number of records so that there are never more blocks or partial rows than the caller made
+// room for.
 #pragma once
 #include "twell.cuh"
 
 #ifndef BLOCK_WARPS
 #define BLOCK_WARPS 8
 #endif
+#ifndef CLASSES
 #define CLASSES 9
+#endif
 #define LEAST_UNIT 128
 
 // What a survivor adds to the gradients of its neuron: dgate += dgate_of * x[token], dup += dup_of * x[token],

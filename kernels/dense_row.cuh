@@ -1,14 +1,17 @@
-// A dense row of D_MODEL values, spread over the registers of WARPS warps: 16 bytes a lane and chunk, neighbouring lanes
-// holding neighbouring columns. D_MODEL (a multiple of VECTOR) and WARPS come from the command line, so that every
-// array below is indexed by constants and stays in registers.
+// A dense row of D_MODEL values, spread over the registers of WARPS warps: 16 bytes a lane and chunk, neighbouring
+// lanes holding neighbouring columns. D_MODEL (a multiple of VECTOR) and WARPS come from the command line, so that
+// every array below is indexed by constants and stays in registers.
 //
-// TEAMS teams of WARPS warps may share one token, each taking every TEAMS-th of its kept values: with few tokens that is
-// what keeps the GPU busy. One team is the default.
+// TEAMS teams of WARPS warps may share one token, each taking every TEAMS-th of its kept values: with few tokens that
+// is what keeps the GPU busy. One team is the default.
 #pragma once
 #include "twell.cuh"
 
 #ifndef TEAMS
 #define TEAMS 1
+#endif
+#ifndef SLAB
+#define SLAB 2048  // columns of y that a block takes at a time, in the kernels that take any width
 #endif
 #define LANES (WARP * WARPS)
 #define CHUNKS ((D_MODEL + LANES * VECTOR - 1) / (LANES * VECTOR))

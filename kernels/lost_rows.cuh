@@ -1,15 +1,23 @@
-// Dense arithmetic for a few rows at a time, shared by smxx_train_lost.cu and smxx_lost_weights.cu: dot products of 8 rows with 4
-// weight rows a warp, how rows and neurons are dealt to blocks, and the adding up of what blocks have found.
+// Dense arithmetic for a few rows at a time, shared by smxx_train_lost.cu and smxx_lost_weights.cu: dot products of 8
+// rows with 4 weight rows a warp, how rows and neurons are dealt to blocks, and the adding up of what blocks have
+// found.
 //
 // The width of the rows is a run-time argument, any multiple of 8.
 #pragma once
 #include "twell.cuh"
 
+#ifndef THREADS
 #define THREADS 256
-#define WARPS_HERE (THREADS / WARP)
+#endif
+#define BLOCK_WARPS (THREADS / WARP)
+#ifndef ROWS
 #define ROWS 8     // rows that a block takes at once: a weight row that is read serves all of them
+#endif
+#ifndef NEURONS
 #define NEURONS 4  // neurons that a warp takes at once
+#endif
 #define ALL_ROWS 0xffu
+#define AHEAD 4    // rows under way while one is worked on
 #define ONE_BY_ONE 5  // of 32 dot products, up to which they are not made together
 static_assert(ROWS * NEURONS == WARP, "a lane for each dot product");
 
@@ -43,8 +51,8 @@ __device__ __forceinline__ bool nonfinite(const uint4* row, int width) {
     return __any_sync(ALL_LANES, found);
 }
 
-// Where lost_backward leaves the entry of the i-th lost row for a neuron, a multiple of 4, and its next three: in each plane
-// (h, dup, dgate) float [ceil(d_ff / 4)][room][4].
+// Where lost_backward leaves the entry of the i-th lost row for a neuron, a multiple of 4, and its next three: in each
+// plane (h, dup, dgate) float [ceil(d_ff / 4)][room][4].
 __device__ __forceinline__ long long plane_of(int d_ff, int room) {
     return (long long)((d_ff + NEURONS - 1) / NEURONS) * room * NEURONS;
 }
@@ -52,8 +60,8 @@ __device__ __forceinline__ long long place_of(int neuron, int i, int room) {
     return ((long long)(neuron / NEURONS) * room + i) * NEURONS;
 }
 
-// The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is made by
-// the same tree, so that it does not matter for its bits which i it has.
+// The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is
+// made by the same tree, so that it does not matter for its bits which i it has.
 template <int STEP>
 __device__ __forceinline__ void halve(float (&s)[WARP]) {
     const bool upper = lane_of() & STEP;
@@ -68,8 +76,9 @@ __device__ __forceinline__ float sums_by_lane(float (&s)[WARP]) {
     return s[0];
 }
 
-// Lane n * ROWS + r gets the dot product of row r, at `in` + row[r], with weight row n, at `weights` + min(n, last) * width, all
-// counted in vectors. A whole warp calls it. WEIGHTS_ONCE: weights are read once and rows often, or the other way round.
+// Lane n * ROWS + r gets the dot product of row r, at `in` + row[r], with weight row n, at `weights` + min(n, last) *
+// width, all counted in vectors. A whole warp calls it. WEIGHTS_ONCE: weights are read once and rows often, or the
+// other way round.
 template <bool WEIGHTS_ONCE>
 __device__ __forceinline__ float all_dots(const uint4* __restrict__ in, const unsigned* row, const uint4* __restrict__ weights,
                                           int last, int width) {
@@ -139,10 +148,10 @@ struct Entry {
     bool fires;
 };
 
-// Entries of neurons first, first + 1, ... (4 of them, or fewer: `count`) in 8 rows: lane n * ROWS + r gets that of neuron n
-// in row r. row: where each row begins in x and dy, in vectors. valid: bits of the rows that are there; finite: of those whose
-// x is. slope: dl1 of this lane's row. `fires` is told of every valid row, the rest is zero unless it is finite.
-// The bits of an entry depend on its rows alone.
+// Entries of neurons first, first + 1, ... (4 of them, or fewer: `count`) in 8 rows: lane n * ROWS + r gets that of
+// neuron n in row r. row: where each row begins in x and dy, in vectors. valid: bits of the rows that are there;
+// finite: of those whose x is. slope: dl1 of this lane's row. `fires` is told of every valid row, the rest is zero
+// unless it is finite. The bits of an entry depend on its rows alone.
 template <bool BACKWARD, bool WEIGHTS_ONCE>
 __device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, const value_t* dy, const unsigned* row,
                                        int first, int count, unsigned valid, unsigned finite, float slope) {
@@ -174,8 +183,8 @@ __device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, con
     return e;
 }
 
-// How `count` lost rows are dealt to a grid of `blocks`: by groups of ROWS. As many groups as fill the grid evenly get a
-// block each, for all neurons; the rest are cut into slices of neurons, so that the grid is as full as can be.
+// How `count` lost rows are dealt to a grid of `blocks`: by groups of ROWS. As many groups as fill the grid evenly get
+// a block each, for all neurons; the rest are cut into slices of neurons, so that the grid is as full as can be.
 struct Deal {
     int whole;    // groups with a block each, `blocks` at a time
     int cut;      // groups that are cut, fewer than `blocks`: cut * slices <= blocks
@@ -186,7 +195,7 @@ struct Deal {
         whole = groups / blocks * blocks;
         cut = groups - whole;
         const int most = cut ? blocks / cut : 1;
-        const int least = NEURONS * WARPS_HERE;  // else some warps have nothing
+        const int least = NEURONS * BLOCK_WARPS;  // else some warps have nothing
         neurons = max((d_ff + most - 1) / most + NEURONS - 1, least) / NEURONS * NEURONS;
         slices = (d_ff + neurons - 1) / neurons;
     }
@@ -196,7 +205,7 @@ struct Deal {
 // [group][slice][ROWS][d_model]. Blocks take 128 columns of a row each.
 __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restrict__ lost, const float* __restrict__ sums,
                                            const value_t* __restrict__ bias, value_t* __restrict__ out, int d_model) {
-    __shared__ float4 part[WARPS_HERE][WARP];
+    __shared__ float4 part[BLOCK_WARPS][WARP];
     const int chunks = (d_model + 4 * WARP - 1) / (4 * WARP), first = deal.whole * ROWS;
     const long long items = (long long)max(lost[0] - first, 0) * chunks;
     for (long long item = blockIdx.x; item < items; item += gridDim.x) {
@@ -204,7 +213,7 @@ __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restri
         float4 sum = make_float4(0, 0, 0, 0);
         if (c < d_model)
 #pragma unroll 4
-            for (int s = warp_of(); s < deal.slices; s += WARPS_HERE) {
+            for (int s = warp_of(); s < deal.slices; s += BLOCK_WARPS) {
                 const long long row = ((long long)(i / ROWS) * deal.slices + s) * ROWS + i % ROWS;
                 const float4 f = __ldcs((const float4*)(sums + row * d_model + c));
                 sum.x += f.x, sum.y += f.y, sum.z += f.z, sum.w += f.w;
@@ -213,7 +222,7 @@ __device__ __forceinline__ void add_slices(const Deal& deal, const int* __restri
         __syncthreads();
         if (warp_of() == 0 && c < d_model) {
             float f[4] = {0, 0, 0, 0};
-            for (int w = 0; w < WARPS_HERE; ++w) {
+            for (int w = 0; w < BLOCK_WARPS; ++w) {
                 const float4 p = part[w][lane_of()];
                 f[0] += p.x, f[1] += p.y, f[2] += p.z, f[3] += p.w;
             }

@@ -1,15 +1,14 @@
-// Walks the kept entries of one packed row whose overflow lies in the pool (twell.cuh), up to 32 at a time, one a lane; and
-// hands on the rows that the pool could not hold.
+// Walks the kept entries of one packed row whose overflow lies in the pool (twell.cuh), up to 32 at a time, one a lane;
+// and hands on the rows that the pool could not hold.
 //
 // As in RowWalk the tiles of a group of 32 are lined up in one list, here with all their values, the pooled ones behind
-// those in the tile's words: so the order, and with it every bit of the sums, is that of tiles with a slot for every column.
-// Where the pooled values of a tile begin follows from the counts of the earlier rows of the row's group. Those are
-// loaded only for a tile that overflows, by 16 lanes at once.
+// those in the tile's words: so the order, and with it every bit of the sums, is that of tiles with a slot for every
+// column. Where the pooled values of a tile begin follows from the counts of the earlier rows of the row's group. Those
+// are loaded only for a tile that overflows, by 16 lanes at once.
 #pragma once
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 
-#define SLOTS (POOLED_WORDS - 1)
 static_assert(POOL_ROWS <= WARP, "a lane counts for each row of a group");
 
 struct Pooled {
@@ -117,9 +116,10 @@ __device__ __forceinline__ void count_row(unsigned long long* stats, const RowFa
     if (f.pooled) atomicAdd(&stats[f.lost ? 3 : 2], 1ull);
 }
 
-// What the first pass of a gated layer (smxx_up.cu) leaves for the second (smxx_down.cu), for each row, in the row's part of
-// an array of floats laid out like the words: pairs of a hidden value's bits and its column, in the order of the walk. In
-// the first word of the first pair's place is a head, what became of the row: kept values * 8 + (in the pool ? 4 : 0) + one of
+// What the first pass of a gated layer (smxx_up.cu) leaves for the second (smxx_down.cu), for each row, in the row's
+// part of an array of floats laid out like the words: pairs of a hidden value's bits and its column, in the order of
+// the walk. In the first word of the first pair's place is a head, what became of the row: kept values * 8 + (in the
+// pool ? 4 : 0) + one of
 #define ROW_LISTED 0
 #define ROW_BESIDE 1  // too many for pairs: the hidden values lie beside the words (PoolWalk::beside)
 #define ROW_NAN 2     // all of y's row is NaN
@@ -133,8 +133,8 @@ struct HiddenRow {
     __device__ __forceinline__ int& head() const { return pairs->x; }
 };
 
-// As count_row, but once for the POOL_ROWS rows of a group: the first row's block does it, by the rows' heads. Where a row
-// takes few nanoseconds, an atomic operation for each on one number would be felt.
+// As count_row, but once for the POOL_ROWS rows of a group: the first row's block does it, by the rows' heads. Where a
+// row takes few nanoseconds, an atomic operation for each on one number would be felt.
 __device__ __forceinline__ void count_rows(unsigned long long* stats, float* hidden, int columns) {
     const int row = blockIdx.x + threadIdx.x;
     if (!stats || blockIdx.x % POOL_ROWS != 0 || threadIdx.x >= WARP) return;
@@ -149,8 +149,8 @@ __device__ __forceinline__ void count_rows(unsigned long long* stats, float* hid
     if (lost) atomicAdd(&stats[3], (unsigned long long)__popc(lost));
 }
 
-// A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row), and its x goes to lost_x[slot].
-// Rows come in any order; what is computed from them must not depend on it. All of the block calls it.
+// A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row), and its x goes to
+// lost_x[slot]. Rows come in any order; what is computed from them must not depend on it. All of the block calls it.
 __device__ __forceinline__ void hand_on(const RowVectors& x, int row, int* lost, value_t* lost_x) {
     __shared__ int slot;
     if (threadIdx.x == 0) {

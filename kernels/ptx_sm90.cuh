@@ -1,12 +1,13 @@
 // Every line of raw PTX that the Hopper kernels (sm_90a) use, each behind a name that says what it does.
 //
-// Shared memory is addressed by 32-bit numbers here, as PTX does. Include twell.cuh first (VALUE_BF16 or VALUE_FP16), and
-// define CLUSTER: how many blocks form a cluster (1 or 2; 1 needs no cluster launch).
+// Shared memory is addressed by 32-bit numbers here, as PTX does. Include twell.cuh first (VALUE_BF16 or VALUE_FP16),
+// and define CLUSTER: how many blocks form a cluster (1 or 2; 1 needs no cluster launch).
 //
-// Words used below. mbarrier: a counter in shared memory; its phase ends when the arrivals it was set up for and the bytes
-// it was told to expect have come, and a wait asks for the parity of the phase. TMA: the copy engine; one thread starts
-// the copy of a box of a matrix, described by a tensor map that the host made, and the bytes report to an mbarrier.
-// wgmma: a matrix product by a warpgroup (4 warps) whose operands lie in shared memory and whose sums lie in registers.
+// Words used below. mbarrier: a counter in shared memory; its phase ends when the arrivals it was set up for and the
+// bytes it was told to expect have come, and a wait asks for the parity of the phase. TMA: the copy engine; one thread
+// starts the copy of a box of a matrix, described by a tensor map that the host made, and the bytes report to an
+// mbarrier. wgmma: a matrix product by a warpgroup (4 warps) whose operands lie in shared memory and whose sums lie in
+// registers.
 #pragma once
 
 typedef unsigned int u32;
@@ -31,9 +32,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "AGAIN%=:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         " @done bra OUT%=;\n bra AGAIN%=;\nOUT%=:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
-// Arrive on the barrier at this address in block `rank` of the cluster. Without `.release.cluster`: spelled out, it compiles
-// to a full memory barrier of the GPU, and one each k-step made a cluster kernel a third slower. What the arrival has to
-// order is only reads of shared memory by wgmma, and wgmma_wait has seen those finished.
+// Arrive on the barrier at this address in block `rank` of the cluster. Without `.release.cluster`: spelled out, it
+// compiles to a full memory barrier of the GPU, and one each k-step made a cluster kernel much slower. What the arrival
+// has to order is only reads of shared memory by wgmma, and wgmma_wait has seen those finished.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
 #if CLUSTER > 1
     asm volatile(
@@ -60,14 +61,16 @@ __device__ __forceinline__ void cluster_sync() {
 // A barrier among the 128 threads of one warpgroup; number 0 is __syncthreads.
 __device__ __forceinline__ void warpgroup_sync(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 
-// ---------------------------------------------------------------- registers: a warpgroup gives some away, another takes them
+// ---------------------------------------------------------------- registers: a warpgroup gives some away, another
+// takes them
 template <int N>
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // ---------------------------------------------------------------- TMA: a box of a matrix to shared memory
-// Coordinates count elements, innermost dimension first. What lies outside the matrix arrives as zeros, and counts as bytes.
+// Coordinates count elements, innermost dimension first. What lies outside the matrix arrives as zeros, and counts as
+// bytes.
 #define TMA_LOAD(DIMENSIONS) "cp.async.bulk.tensor." DIMENSIONS ".shared::cluster.global.mbarrier::complete_tx::bytes"
 #define EVERY_BLOCK ((unsigned short)((1 << CLUSTER) - 1))
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1) {
@@ -100,8 +103,8 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N>
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
-// An operand in shared memory: rows of 64 16-bit values along k, 128 bytes, under the 128-byte swizzle; groups of 8 rows lie
-// 1024 bytes apart. Add 2 (times 16 bytes) for the next 16 values along k.
+// An operand in shared memory: rows of 64 16-bit values along k, 128 bytes, under the 128-byte swizzle; groups of 8
+// rows lie 1024 bytes apart. Add 2 (times 16 bytes) for the next 16 values along k.
 __device__ __forceinline__ u64 operand(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -113,8 +116,8 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define R64(i) R16(i), R16(i + 16), R16(i + 32), R16(i + 48)
-// d [64][256] = a [64][16] x b [256][16]^T, plus d if `add`. A thread's d[4 j + 2 r + e] is row 16 * warp + lane / 4 + 8 r,
-// column 8 j + 2 * (lane % 4) + e.
+// d [64][256] = a [64][16] x b [256][16]^T, plus d if `add`. A thread's d[4 j + 2 r + e] is row 16 * warp + lane / 4 +
+// 8 r, column 8 j + 2 * (lane % 4) + e.
 __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], u64 a, u64 b, int add) {
     asm volatile(
         "{\n .reg .pred add;\n setp.ne.b32 add, %130, 0;\n"
@@ -167,9 +170,10 @@ __device__ __forceinline__ void store_shared_4_if(u32 keep, u32 at, const u32* v
                  ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(keep) : "memory");
 }
 
-// ---------------------------------------------------------------- results: to shared memory, and by the copy engine from there
-// Four 8 x 8 matrices of 16-bit values. Lane i gives where a row of 16 bytes goes: row i % 8 of matrix i / 8. Of each matrix a
-// lane holds row lane / 4, columns 2 * (lane % 4) + {0, 1}: what wgmma leaves.
+// ---------------------------------------------------------------- results: to shared memory, and by the copy engine
+// from there
+// Four 8 x 8 matrices of 16-bit values. Lane i gives where a row of 16 bytes goes: row i % 8 of matrix i / 8. Of each
+// matrix a lane holds row lane / 4, columns 2 * (lane % 4) + {0, 1}: what wgmma leaves.
 __device__ __forceinline__ void store_matrices(u32 row, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                  : "memory");

@@ -8,8 +8,8 @@
 // A tile with more values than slots is finished from one of two places, both exact:
 //   gate   the dense row it was packed from, if that is still there: the whole tile is read from it instead;
 //   tail   the CSR tail that holds what the tiles could not.
-// With neither, every count must fit. The order of the entries is fixed, so every sum is deterministic. A third place, the
-// pool, has a walk of its own (pool_walk.cuh).
+// With neither, every count must fit. The order of the entries is fixed, so every sum is deterministic. A third place,
+// the pool, has a walk of its own (pool_walk.cuh).
 #pragma once
 #include "twell.cuh"
 
@@ -42,7 +42,8 @@ __device__ __forceinline__ int sum_up_to_lane(int v) {
     return v;
 }
 
-// The first lane whose `through` is more than i, by binary search: `through` rises from lane to lane. Lane 31 where none is.
+// The first lane whose `through` is more than i, by binary search: `through` rises from lane to lane. Lane 31 where
+// none is.
 __device__ __forceinline__ int first_reaching_past(int i, int through) {
     int owner = 0;
 #pragma unroll

@@ -1,69 +1,59 @@
-// decode: a whole sparse feed-forward layer for 1 to 64 tokens, in two launches: `gate` finds who fires and what each
-// of them contributes, `down` adds their rows up. Gated: h = g * (x Wu^T + bu) where g = x Wg^T + bg is kept; plain:
-// h = g. y = h Wd^T + bd. Weights are [d_ff][D_MODEL]; bf16 or fp16; sums fp32; the same bits on every run.
+// decode: a whole sparse feed-forward layer for 1 to 64 tokens in two launches, GPUs from sm_80. `gate` finds which
+// neurons fire and what each contributes; `down` adds their rows up. Gated: h = g * (x Wu^T + bu) where g = x Wg^T + bg
+// fires; plain: h = g. y = h Wd^T + bd. Weights are [d_ff][D_MODEL], 16-bit; sums are fp32; the same bits on every run.
 //
-// Floor, d_model 2048, d_ff 5632, bf16, one token: the gate's weights are 23 MB of device memory, 7.7 us at 3.0 TB/s. Then
-// two latencies that nothing hides: rows of up are known only when the gate is, h only when up is. At 29 values a token
-// these are 0.2 MB. Predicted: 1 us to start, 7.7, 0.4 for the warps' sums, 0.9 for up, 2.5 for down with its launch: 12.5.
+// What bounds it: with so few tokens the gate's weights have to come once from device memory, and nothing makes that
+// shorter. Behind them come two latencies that nothing hides: which rows of up are wanted is known only after the gate,
+// and h only after up.
 //
-// Versions, us a layer at 1 / 16 / 64 tokens, mean nnz 29, cold weights, on an H100 SXM (2026-11-21, exploring runs)
-//   in a graph of eight layers with weights of their own   torch's dense layer 37.1 / 38.1 / 40.0, its gate 10.8 / 11.0 / 11.4
-//     gate_v2, up as a second product for all              14.1 / 19.5 / 29.8
-//     up as dot products where few fire                    14.1 / 17.5 / 28.8
-//     gate may start early, too                            13.5 / 16.9 / -
-//     let_next_start after the gate's product, not before  12.8 / 15.1 / 28.2   as it is now: 13.3 / 15.4 / 27.3
-//   one layer in a graph, cold L2 (an empty graph: 4.8)    dense 40.2 / 40.8 / 42.0, its gate 13.5 / 13.6 / 13.8
-//     gate_v1   19.6 / - / -      a warp a neuron, plain fma. Each further token costs 8 us: it reads the weights again.
-//     gate_v2   17.1 / 19.2 / 32.6, of which gate without anybody firing 13.3 / 13.9 / 19.8: at 1 and 16 tokens that is
-//               what torch's GEMM takes. Up adds 1.0 / 1.7 / 7, down 2.7 / 3.5 / 5.5. At nnz 8: 16.6 / 17.7 / 27.0, at
-//               nnz 120: 19.2 / 24.5 / 41.2.
-// At 64 tokens the gate is bound by what a multiprocessor reads through the L2 cache: 48 neurons' rows are 196 KB and x 262
-// KB, and one hot neuron that fires for half the tokens keeps its block busy with up long after the others.
-// Tried at one token, one layer in a graph: down without an early start 18.2 instead of 17.4; rows of down_t not
-// fetched ahead 17.4 instead of 17.1; two stages 17.8, three tiles a block 18.9, four warps 18.1; eight warps in
-// down 17.9. Weights straight into registers: a product wants four registers in a row that hold two neurons' values in
-// turn, so each was copied once more, and from 16 tokens on they spilled; ldmatrix gives them in that order.
+//   decode_gate_v1  a warp a neuron, plain fused multiply-adds; every further token reads the weights again
+//   decode_gate_v2  tensor cores: a block's neurons are multiplied with all tokens at once, each warp taking a part of
+//                   every row; then up, as single dot products where few fire, as a second product where many do
+//   decode_down     a block for a token and SLAB columns of y
+//
+// Worklog: docs/kernels/sm80_decode.md
 #include "ptx_sm80.cuh"
 #include "ptx_sm80_decode.cuh"
 
-// From the command line: D_MODEL; ROWS, the tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 the tiles of a
-// block, its warps, the stages of a warp, the values of a row in a stage, and the blocks of a multiprocessor.
-#ifndef ROWS
-#define ROWS 8
+// From the command line: D_MODEL; TOKENS, the tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 the bands of a
+// block, its warps, the stages of each warp, the values of a row in a stage, and the blocks of a multiprocessor.
+#ifndef TOKENS
+#define TOKENS 8
 #endif
-#ifndef TILES
-#define TILES 1
+#ifndef BANDS
+#define BANDS 1
 #endif
-#ifndef WARPS
-#define WARPS 8
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 8
 #endif
 #ifndef STAGES
 #define STAGES 2
 #endif
-#ifndef PIECE
-#define PIECE 64
+#ifndef BK
+#define BK 64
 #endif
 #ifndef RESIDENT
 #define RESIDENT 1
 #endif
-#define TILE 16                       // neurons of a tile: the rows of one product
-#define NEURONS (TILES * TILE)        // neurons of a block
-#define GROUPS ((ROWS + 7) / 8)       // groups of eight tokens: the columns of one product
-#define TOKENS (8 * GROUPS)
-#define SLAB (WARP * VECTOR)          // values of a row that a warp reads at once: 16 bytes a lane
+#ifndef BAND
+#define BAND 16  // neurons of a band: the rows of one product
+#endif
+#ifndef DOWN_WARPS
 #define DOWN_WARPS 16
+#endif
+#define SLAB (WARP * VECTOR)  // columns that a warp reads at a time, 16 bytes a lane; of y, those of a block of down
 #define DOWN_THREADS (DOWN_WARPS * WARP)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define DOWN_RESIDENT 2               // blocks of a multiprocessor; four would spill there
+#define DOWN_RESIDENT 2  // blocks of a multiprocessor; four would spill there
 #else
 #define DOWN_RESIDENT 4
 #endif
-#define DOWN_AT_ONCE 4                // rows of down_t that a warp has under way
+#define DOWN_AT_ONCE 4  // rows of down_t that a warp has under way
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
-static_assert(PIECE == 64 || PIECE == 32, "a piece of a row is 128 or 64 bytes");
+static_assert(BK == 64 || BK == 32, "a stage has 128 or 64 bytes of a row");
 
-// What gate leaves for down. Neuron 16 i + b of a token contributes if bit b of mask[token][i] is set; then, and only
-// then, value[token][i][b] is its h. Fixed places: nothing to count, nothing that could overflow.
+// What gate leaves for down. Neuron b of band i contributes to a token if bit b of mask[token][i] is set; then, and
+// only then, value[token][i][b] is its h. Fixed places: nothing to count, nothing that could overflow.
 struct Hidden {
     unsigned short* __restrict__ mask;
     float* __restrict__ value;
@@ -83,9 +73,9 @@ __device__ __forceinline__ float gate_value(float sum, const value_t* bias, int 
     return to_float(from_float(bias ? sum + to_float(bias[neuron]) : sum));
 }
 
-// In a row of x that is not finite every up value is infinite or NaN; the dense layer multiplies those of silent neurons
-// by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its own sum cannot be finite then: the row
-// itself is looked at only where that is so.
+// In a row of x that is not finite every up value is infinite or NaN; the dense layer multiplies those of silent
+// neurons by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its own sum cannot be finite then:
+// the row itself is looked at only where that is so.
 __device__ __forceinline__ bool spoils(float sum, float g, const value_t* x) {
     return g <= 0.0f && !is_finite(sum) && !row_is_finite(x);
 }
@@ -98,7 +88,8 @@ __device__ __forceinline__ void count(unsigned long long* stats, int tokens, int
 
 // sum[i] = this lane's part of x[i] . row[i], for COUNT of them side by side
 template <int COUNT>
-__device__ __forceinline__ void lane_dots(const value_t* const (&x)[COUNT], const value_t* const (&row)[COUNT], float (&sum)[COUNT]) {
+__device__ __forceinline__ void lane_dots(const value_t* const (&x)[COUNT], const value_t* const (&row)[COUNT],
+                                          float (&sum)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) sum[i] = 0;
 #pragma unroll (COUNT > 2 ? 4 : 8)
@@ -107,7 +98,10 @@ __device__ __forceinline__ void lane_dots(const value_t* const (&x)[COUNT], cons
         if (c >= D_MODEL) break;
         Vector w[COUNT], v[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) w[i].raw = __ldg((const uint4*)(row[i] + c)), v[i].raw = __ldg((const uint4*)(x[i] + c));
+        for (int i = 0; i < COUNT; ++i) {
+            w[i].raw = __ldg((const uint4*)(row[i] + c));
+            v[i].raw = __ldg((const uint4*)(x[i] + c));
+        }
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             float a[VECTOR], b[VECTOR];
@@ -133,17 +127,17 @@ __device__ __forceinline__ float warp_dot(const value_t* x, const value_t* row) 
     return warp_sum(sum[0]);
 }
 
-extern "C" __global__ void __launch_bounds__(TILE * WARP)
+extern "C" __global__ void __launch_bounds__(BAND * WARP)
 decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
                Hidden out, unsigned long long* stats, int tokens, int d_ff) {
     __shared__ unsigned mask;
     __shared__ int kept;
-    const int warp = threadIdx.x / WARP, neuron = blockIdx.x * TILE + warp;
+    const int warp = threadIdx.x / WARP, neuron = blockIdx.x * BAND + warp;
     if (threadIdx.x == 0) kept = 0;
     wait_for_previous();
     for (int token = 0; token < tokens; ++token) {
-        const long long tile = (long long)token * gridDim.x + blockIdx.x;
+        const long long band = (long long)token * gridDim.x + blockIdx.x;
         if (threadIdx.x == 0) mask = 0;
         __syncthreads();
         if (neuron < d_ff) {
@@ -152,106 +146,117 @@ decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
             const float g = gate_value(sum, gate_bias, neuron);
             const bool fired = !(g <= 0.0f), spoilt = up && spoils(sum, g, in);
             float h = spoilt ? nanf("") : g;
-            if (up && fired) h *= warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f);
+            if (up && fired)
+                h *= warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f);
             if (threadIdx.x % WARP == 0 && (fired || spoilt)) {
                 atomicOr(&mask, 1u << warp);
                 atomicAdd(&kept, (int)fired);
-                out.value[tile * TILE + warp] = h;
+                out.value[band * BAND + warp] = h;
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0) out.mask[tile] = (unsigned short)mask;
+        if (threadIdx.x == 0) out.mask[band] = (unsigned short)mask;
     }
     if (threadIdx.x == 0) count(stats, tokens, kept);
 }
 
 // ---- gate, v2: tensor cores; each warp takes a part of every row ----
 
-#define PIECES ((D_MODEL + PIECE * WARPS - 1) / (PIECE * WARPS))  // pieces of a row that one warp takes
-#define PIECE_CHUNKS (PIECE / VECTOR)
-#define ROWS_AT_ONCE (WARP / PIECE_CHUNKS)                        // rows that a warp copies with one instruction
-#define STAGE_BYTES ((NEURONS + ROWS) * PIECE * 2)
-#define PART_STRIDE (NEURONS + 4)                                 // floats; keeps a warp's writes out of each other's banks
-#define THREADS (WARPS * WARP)
-#define PAIRS ((ROWS * NEURONS + THREADS - 1) / THREADS)          // pairs of a token and a neuron, a thread
-#define FEW (ROWS > 16 ? 16 * WARPS : 8 * WARPS)                  // pairs that fire, up to which each is a dot product
-#define AT_A_TIME (ROWS > 16 ? 2 : 1)                             // of them for a warp
+#define BLOCK_NEURONS (BANDS * BAND)
+#define TOKEN_GROUPS ((TOKENS + 7) / 8)  // groups of eight tokens: the columns of one product
+#define PADDED_TOKENS (8 * TOKEN_GROUPS)
+#define WARP_STEPS ((D_MODEL + BK * BLOCK_WARPS - 1) / (BK * BLOCK_WARPS))  // stages that a warp fills in turn
+#define STAGE_CHUNKS (BK / VECTOR)       // 16-byte chunks of one row of a stage
+#define COPY_ROWS (WARP / STAGE_CHUNKS)  // rows that a warp copies with one instruction
+#define STAGE_BYTES ((BLOCK_NEURONS + TOKENS) * BK * 2)
+#define PART_STRIDE (BLOCK_NEURONS + 4)  // floats; keeps a warp's writes out of each other's banks
+#define THREADS (BLOCK_WARPS * WARP)
+#define PAIRS ((TOKENS * BLOCK_NEURONS + THREADS - 1) / THREADS)  // pairs of a token and a neuron, a thread
+#define FEW (TOKENS > 16 ? 16 * BLOCK_WARPS : 8 * BLOCK_WARPS)    // that fire, up to which each is a dot product
+#define DOTS_AT_ONCE (TOKENS > 16 ? 2 : 1)                        // of them for a warp
 
 struct Wanted {
-    unsigned rows[TILES];  // neurons of each tile
+    unsigned rows[BANDS];  // neurons of each band
     unsigned groups;       // groups of eight tokens
 };
 
 // Where 16 bytes number `chunk` of row `row` of a stage lie: shuffled so that eight rows' same chunk meet in no bank.
 __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
-    return (row * PIECE_CHUNKS + (PIECE == 64 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3))) * 16;
+    return (row * STAGE_CHUNKS + (BK == 64 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3))) * 16;
 }
 
-// Starts the copies of a piece of the tiles' rows, then of x's. What is not wanted is not read: there, and past the rows'
-// end, zeros are written.
-__device__ __forceinline__ void copy_piece(unsigned stage, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens, int piece) {
-    const int lane = threadIdx.x % WARP, chunk = lane % PIECE_CHUNKS, row = lane / PIECE_CHUNKS;
-    const int column = (threadIdx.x / WARP * PIECES + piece) * PIECE + chunk * VECTOR;
+// Starts the copies of the bands' rows for one stage, then of x's. What is not wanted is not read: there, and past the
+// rows' end, zeros are written.
+__device__ __forceinline__ void copy_stage(unsigned stage, const value_t* weights, const Wanted& wanted,
+                                           const value_t* x, int tokens, int step) {
+    const int lane = threadIdx.x % WARP, chunk = lane % STAGE_CHUNKS, row = lane / STAGE_CHUNKS;
+    const int column = (threadIdx.x / WARP * WARP_STEPS + step) * BK + chunk * VECTOR;
     const bool within = column < D_MODEL;
     const long long here = (long long)row * D_MODEL + column;
 #pragma unroll
-    for (int i = 0; i < NEURONS; i += ROWS_AT_ONCE)
-        copy_async(stage + swizzled(i + row, chunk), weights + here + i * D_MODEL, within && (wanted.rows[i / TILE] >> (i % TILE + row) & 1));
+    for (int i = 0; i < BLOCK_NEURONS; i += COPY_ROWS) {
+        const bool want = wanted.rows[i / BAND] >> (i % BAND + row) & 1;
+        copy_async(stage + swizzled(i + row, chunk), weights + here + i * D_MODEL, within && want);
+    }
 #pragma unroll 2
-    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE)
-        if (ROWS % ROWS_AT_ONCE == 0 || i + row < ROWS)
-            copy_async(stage + swizzled(NEURONS + i + row, chunk), x + here + i * D_MODEL, within && i + row < tokens && (wanted.groups >> (i + row) / 8 & 1));
+    for (int i = 0; i < TOKENS; i += COPY_ROWS) {
+        if (TOKENS % COPY_ROWS != 0 && i + row >= TOKENS) continue;
+        const bool want = i + row < tokens && (wanted.groups >> (i + row) / 8 & 1);
+        copy_async(stage + swizzled(BLOCK_NEURONS + i + row, chunk), x + here + i * D_MODEL, within && want);
+    }
 }
 
 // part[warp][token][neuron] = this warp's part of weights[neuron] . x[token], for what is wanted. Nobody but the warp
 // reads what it copies, so the copies need no barrier. `part` lies where the stages were.
-__device__ __forceinline__ void multiply(unsigned memory, float* part, const value_t* weights, const Wanted& wanted, const value_t* x, int tokens) {
+__device__ __forceinline__ void multiply(unsigned memory, float* part, const value_t* weights, const Wanted& wanted,
+                                         const value_t* x, int tokens) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const unsigned stages = memory + warp * STAGES * STAGE_BYTES;
-    float sum[TILES][GROUPS][4] = {};
+    float sum[BANDS][TOKEN_GROUPS][4] = {};
 #pragma unroll
     for (int p = 0; p < STAGES; ++p) {
-        if (p < PIECES) copy_piece(stages + p * STAGE_BYTES, weights, wanted, x, tokens, p);
+        if (p < WARP_STEPS) copy_stage(stages + p * STAGE_BYTES, weights, wanted, x, tokens, p);
         commit_copies();
     }
 #pragma unroll 1
-    for (int p = 0; p < PIECES; ++p) {
+    for (int p = 0; p < WARP_STEPS; ++p) {
         const unsigned stage = stages + p % STAGES * STAGE_BYTES;
         wait_copies<STAGES - 1>();
         __syncwarp();
-#pragma unroll (GROUPS > 4 ? 1 : PIECE / 32)
-        for (int k = 0; k < PIECE_CHUNKS; k += 4) {
-            unsigned left[2][TILES][4];
+#pragma unroll (TOKEN_GROUPS > 4 ? 1 : BK / 32)
+        for (int k = 0; k < STAGE_CHUNKS; k += 4) {
+            unsigned left[2][BANDS][4];
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                load_matrices(left[0][m], stage + swizzled(m * TILE + lane % 16, k + lane / 16));
-                load_matrices(left[1][m], stage + swizzled(m * TILE + lane % 16, k + 2 + lane / 16));
+            for (int m = 0; m < BANDS; ++m) {
+                load_matrices(left[0][m], stage + swizzled(m * BAND + lane % 16, k + lane / 16));
+                load_matrices(left[1][m], stage + swizzled(m * BAND + lane % 16, k + 2 + lane / 16));
             }
 #pragma unroll
-            for (int n = 0; n < GROUPS; ++n) {
+            for (int n = 0; n < TOKEN_GROUPS; ++n) {
                 unsigned right[4];  // with one row of x, the other seven columns repeat it, unread
-                load_matrices(right, stage + swizzled(NEURONS + (n * 8 + lane % 8) % ROWS, k + lane / 8));
+                load_matrices(right, stage + swizzled(BLOCK_NEURONS + (n * 8 + lane % 8) % TOKENS, k + lane / 8));
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {  // outermost, so that neighbouring products do not wait for each other
+                for (int half = 0; half < 2; ++half) {  // outermost: neighbouring products do not wait for each other
 #pragma unroll
-                    for (int m = 0; m < TILES; ++m) multiply_add(sum[m][n], left[half][m], right[half * 2], right[half * 2 + 1]);
+                    for (int m = 0; m < BANDS; ++m)
+                        multiply_add(sum[m][n], left[half][m], right[half * 2], right[half * 2 + 1]);
                 }
             }
         }
         __syncwarp();
-        if (p + STAGES < PIECES) copy_piece(stage, weights, wanted, x, tokens, p + STAGES);
+        if (p + STAGES < WARP_STEPS) copy_stage(stage, weights, wanted, x, tokens, p + STAGES);
         commit_copies();
     }
     wait_copies<0>();
     __syncthreads();
-    float* mine = part + warp * TOKENS * PART_STRIDE;
+    float* mine = part + warp * PADDED_TOKENS * PART_STRIDE;
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) {
+    for (int m = 0; m < BANDS; ++m) {
 #pragma unroll
-        for (int n = 0; n < GROUPS; ++n) {
+        for (int n = 0; n < TOKEN_GROUPS; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                mine[(n * 8 + lane % 4 * 2 + i % 2) * PART_STRIDE + m * TILE + lane / 4 + i / 2 * 8] = sum[m][n][i];
+                mine[(n * 8 + lane % 4 * 2 + i % 2) * PART_STRIDE + m * BAND + lane / 4 + i / 2 * 8] = sum[m][n][i];
         }
     }
     __syncthreads();
@@ -261,8 +266,99 @@ __device__ __forceinline__ void multiply(unsigned memory, float* part, const val
 __device__ __forceinline__ float total(const float* part, int token, int row) {
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += part[(w * TOKENS + token) * PART_STRIDE + row];
+    for (int w = 0; w < BLOCK_WARPS; ++w) sum += part[(w * PADDED_TOKENS + token) * PART_STRIDE + row];
     return sum;
+}
+
+// What the gate's product says of the block's neurons, in shared memory.
+struct Firing {
+    unsigned found[BANDS + 1];  // neurons of each band that fire for some token; groups of tokens with one
+    float gates[TOKENS * BLOCK_NEURONS];
+    unsigned short list[FEW];   // pairs that fire, in any order: each has a place of its own in the end
+    int kept;
+};
+
+// A pair is a token and a neuron of the block: a band's neurons come first, then bands, then tokens. Thread t has the
+// pairs i * THREADS + t; find_firing returns a bit i for each of them that fires, and leaves masks, and what needs no
+// up.
+__device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, const value_t* x,
+                                                const value_t* gate_bias, bool gated, const Hidden& out, int first,
+                                                int tokens, int d_ff) {
+    const int bands = (d_ff + BAND - 1) / BAND;
+    unsigned fired = 0;
+#pragma unroll 1
+    for (int i = 0; i < PAIRS; ++i) {
+        const int pair = i * THREADS + threadIdx.x, row = pair % BLOCK_NEURONS, token = pair / BLOCK_NEURONS;
+        const long long place = (long long)token * bands * BAND + first + row;
+        const bool inside = token < tokens && first + row < d_ff;
+        bool fires = false, spoilt = false;
+        if (inside) {
+            const float sum = total(part, token, row), g = gate_value(sum, gate_bias, first + row);
+            fires = !(g <= 0.0f);
+            spoilt = gated && spoils(sum, g, x + (long long)token * D_MODEL);
+            f.gates[pair] = g;
+            if (spoilt || (!gated && fires)) out.value[place] = spoilt ? nanf("") : g;
+        }
+        fired |= (unsigned)fires << i;
+        const unsigned here = __ballot_sync(ALL_LANES, fires) >> (threadIdx.x & 16) & 0xffffu;
+        const unsigned spoil = __ballot_sync(ALL_LANES, spoilt) >> (threadIdx.x & 16) & 0xffffu;
+        if (inside && row % BAND == 0) {
+            out.mask[place / BAND] = (unsigned short)(here | spoil);
+            if (here) {
+                atomicOr(&f.found[row / BAND], here);
+                atomicOr(&f.found[BANDS], 1u << token / 8);
+                int n = atomicAdd(&f.kept, __popc(here));
+                for (unsigned left = here; left && n < FEW; left &= left - 1)
+                    f.list[n++] = (unsigned short)(pair + __ffs(left) - 1);
+            }
+        }
+    }
+    return fired;
+}
+
+// The rows of down_t will be read by the next launch: have them fetched while up is being read.
+__device__ __forceinline__ void fetch_down_rows(const Firing& f, const value_t* down_t, int first) {
+    constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
+    for (int i = threadIdx.x; i < BLOCK_NEURONS * LINES && TOKENS <= 16; i += THREADS)
+        if (f.found[i / LINES / BAND] >> i / LINES % BAND & 1)
+            prefetch_to_l2((const char*)(down_t + (long long)(first + i / LINES) * D_MODEL) + i % LINES * 128);
+}
+
+// h of few pairs: a dot product for each, a warp's DOTS_AT_ONCE side by side.
+__device__ __forceinline__ void up_of_few(const Firing& f, const value_t* x, const value_t* up, const value_t* up_bias,
+                                          const Hidden& out, int first, int bands) {
+    const int kept = f.kept;
+#pragma unroll 1
+    for (int n = threadIdx.x / WARP; n < kept; n += BLOCK_WARPS * DOTS_AT_ONCE) {
+        const value_t *in[DOTS_AT_ONCE], *row_of_up[DOTS_AT_ONCE];
+        float u[DOTS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < DOTS_AT_ONCE; ++i) {
+            const int pair = f.list[min(n + i * BLOCK_WARPS, kept - 1)];
+            in[i] = x + (long long)(pair / BLOCK_NEURONS) * D_MODEL;
+            row_of_up[i] = up + (long long)(first + pair % BLOCK_NEURONS) * D_MODEL;
+        }
+        lane_dots<DOTS_AT_ONCE>(in, row_of_up, u);
+#pragma unroll
+        for (int i = 0; i < DOTS_AT_ONCE; ++i) {
+            const int pair = f.list[min(n + i * BLOCK_WARPS, kept - 1)], row = pair % BLOCK_NEURONS;
+            const float sum = warp_sum(u[i]) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
+            if (threadIdx.x % WARP == 0 && n + i * BLOCK_WARPS < kept)
+                out.value[(long long)(pair / BLOCK_NEURONS) * bands * BAND + first + row] = f.gates[pair] * sum;
+        }
+    }
+}
+
+// h of this thread's pairs that fired, from a second product.
+__device__ __forceinline__ void up_of_many(const Firing& f, const float* part, const value_t* up_bias,
+                                           const Hidden& out, int first, int bands, unsigned fired) {
+#pragma unroll 1
+    for (int i = 0; i < PAIRS; ++i) {
+        const int pair = i * THREADS + threadIdx.x, row = pair % BLOCK_NEURONS, token = pair / BLOCK_NEURONS;
+        if (!(fired >> i & 1)) continue;
+        const float u = total(part, token, row) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
+        out.value[(long long)token * bands * BAND + first + row] = f.gates[pair] * u;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -270,103 +366,48 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
                Hidden out, unsigned long long* stats, int tokens, int d_ff) {
     extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ unsigned found[TILES + 1];  // neurons of each tile that fire for some token; groups of tokens with one
-    __shared__ float gates[ROWS * NEURONS];
-    __shared__ unsigned short list[FEW];   // pairs that fire, in any order: each has a place of its own in the end
-    __shared__ int kept;
-    const int first = blockIdx.x * NEURONS, tiles = (d_ff + TILE - 1) / TILE;
+    __shared__ Firing f;
+    const int first = blockIdx.x * BLOCK_NEURONS, bands = (d_ff + BAND - 1) / BAND;
     float* part = (float*)memory;
-    if (threadIdx.x <= TILES) found[threadIdx.x] = 0;
-    if (threadIdx.x == 0) kept = 0;
+    if (threadIdx.x <= BANDS) f.found[threadIdx.x] = 0;
+    if (threadIdx.x == 0) f.kept = 0;
     wait_for_previous();
     if (threadIdx.x == 0 && gate_bias) prefetch_to_l2(gate_bias + first);
     if (threadIdx.x == 0 && up_bias) prefetch_to_l2(up_bias + first);
     Wanted wanted;
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) wanted.rows[m] = (1u << max(0, min(TILE, d_ff - first - m * TILE))) - 1;
+    for (int m = 0; m < BANDS; ++m) wanted.rows[m] = (1u << max(0, min(BAND, d_ff - first - m * BAND))) - 1;
     wanted.groups = ~0u;
-    unsigned fired = 0;  // bit i: pair i * THREADS + threadIdx.x; a tile's neurons come first, then tiles, then tokens
+    unsigned fired = 0;
     const value_t* weights = gate;
+    // The gate's product first; where many neurons fire, up's in a second turn. (Written out twice, the product would
+    // take more registers than there are.)
 #pragma unroll 1
-    for (bool second = false;; second = true) {
+    for (bool of_up = false;; of_up = true) {
         multiply(shared_address(memory), part, weights + (long long)first * D_MODEL, wanted, x, tokens);
-        if (second) break;
+        if (of_up) break;
         let_next_start();
-#pragma unroll 1
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
-            const long long place = (long long)token * tiles * TILE + first + row;
-            const bool inside = token < tokens && first + row < d_ff;
-            bool fires = false, spoilt = false;
-            if (inside) {
-                const float sum = total(part, token, row), g = gate_value(sum, gate_bias, first + row);
-                fires = !(g <= 0.0f);
-                spoilt = up && spoils(sum, g, x + (long long)token * D_MODEL);
-                gates[pair] = g;
-                if (spoilt || (!up && fires)) out.value[place] = spoilt ? nanf("") : g;
-            }
-            fired |= (unsigned)fires << i;
-            const unsigned here = __ballot_sync(ALL_LANES, fires) >> (threadIdx.x & 16) & 0xffffu;
-            const unsigned spoil = __ballot_sync(ALL_LANES, spoilt) >> (threadIdx.x & 16) & 0xffffu;
-            if (inside && row % TILE == 0) {
-                out.mask[place / TILE] = (unsigned short)(here | spoil);
-                if (here) {
-                    atomicOr(&found[row / TILE], here);
-                    atomicOr(&found[TILES], 1u << token / 8);
-                    int n = atomicAdd(&kept, __popc(here));
-                    for (unsigned left = here; left && n < FEW; left &= left - 1) list[n++] = (unsigned short)(pair + __ffs(left) - 1);
-                }
-            }
-        }
+        fired = find_firing(f, part, x, gate_bias, up != nullptr, out, first, tokens, d_ff);
         __syncthreads();
-        if (threadIdx.x == 0) count(stats, tokens, kept);
-        if (kept == 0) return;
-        // The rows of down_t will be read by the next launch: have them fetched while up is being read.
-        constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
-        for (int i = threadIdx.x; i < NEURONS * LINES && ROWS <= 16; i += THREADS)
-            if (found[i / LINES / TILE] >> i / LINES % TILE & 1)
-                prefetch_to_l2((const char*)(down_t + (long long)(first + i / LINES) * D_MODEL) + i % LINES * 128);
+        if (threadIdx.x == 0) count(stats, tokens, f.kept);
+        if (f.kept == 0) return;
+        fetch_down_rows(f, down_t, first);
         if (!up) return;
-        if (kept <= FEW) {
-#pragma unroll 1
-            for (int n = threadIdx.x / WARP; n < kept; n += WARPS * AT_A_TIME) {
-                const value_t *in[AT_A_TIME], *row_of_up[AT_A_TIME];
-                float u[AT_A_TIME];
-#pragma unroll
-                for (int i = 0; i < AT_A_TIME; ++i) {
-                    const int pair = list[min(n + i * WARPS, kept - 1)];
-                    in[i] = x + (long long)(pair / NEURONS) * D_MODEL, row_of_up[i] = up + (long long)(first + pair % NEURONS) * D_MODEL;
-                }
-                lane_dots<AT_A_TIME>(in, row_of_up, u);
-#pragma unroll
-                for (int i = 0; i < AT_A_TIME; ++i) {
-                    const int pair = list[min(n + i * WARPS, kept - 1)], row = pair % NEURONS;
-                    const float sum = warp_sum(u[i]) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
-                    if (threadIdx.x % WARP == 0 && n + i * WARPS < kept) out.value[(long long)(pair / NEURONS) * tiles * TILE + first + row] = gates[pair] * sum;
-                }
-            }
-            return;
-        }
-        // Many: a second product, of the rows of up whose neurons fire for some token.
+        if (f.kept <= FEW) return up_of_few(f, x, up, up_bias, out, first, bands);
         weights = up;
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) wanted.rows[m] = found[m];
-        wanted.groups = found[TILES];
+        for (int m = 0; m < BANDS; ++m) wanted.rows[m] = f.found[m];  // of rows of up, those that fire for some token
+        wanted.groups = f.found[BANDS];
     }
-#pragma unroll 1
-    for (int i = 0; i < PAIRS; ++i) {
-        const int pair = i * THREADS + threadIdx.x, row = pair % NEURONS, token = pair / NEURONS;
-        if (!(fired >> i & 1)) continue;
-        const float u = total(part, token, row) + (up_bias ? to_float(up_bias[first + row]) : 0.0f);
-        out.value[(long long)token * tiles * TILE + first + row] = gates[pair] * u;
-    }
+    up_of_many(f, part, up_bias, out, first, bands, fired);
 }
 
 // ---- down: a block a token and SLAB columns of y ----
 
 extern "C" __global__ void __launch_bounds__(DOWN_THREADS, DOWN_RESIDENT)
-decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int tiles) {
-    __shared__ unsigned short list[DOWN_THREADS * TILE];  // who contributes, of as many tiles as there are threads
+decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y,
+            int bands) {
+    __shared__ unsigned short list[DOWN_THREADS * BAND];  // who contributes, of as many bands as there are threads
     __shared__ int totals[DOWN_WARPS];
     __shared__ float part[DOWN_WARPS][SLAB];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -375,9 +416,9 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
     float sum[VECTOR] = {};
     wait_for_previous();
     let_next_start();
-    for (int first = 0; first < tiles; first += DOWN_THREADS) {
-        const int tile = first + threadIdx.x;
-        unsigned mask = tile < tiles ? in.mask[token * tiles + tile] : 0;
+    for (int first = 0; first < bands; first += DOWN_THREADS) {
+        const int band = first + threadIdx.x;
+        unsigned mask = band < bands ? in.mask[token * bands + band] : 0;
         int place = __popc(mask);
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) {
@@ -393,10 +434,10 @@ decode_down(Hidden in, const value_t* __restrict__ down_t, const value_t* __rest
             if (w == warp) place += entries;
             entries += totals[w];
         }
-        for (; mask; mask &= mask - 1) list[place++] = (unsigned short)(threadIdx.x * TILE + __ffs(mask) - 1);
+        for (; mask; mask &= mask - 1) list[place++] = (unsigned short)(threadIdx.x * BAND + __ffs(mask) - 1);
         __syncthreads();
-        const float* value = in.value + (token * tiles + first) * TILE;
-        const value_t* rows = down_t + (long long)first * TILE * D_MODEL + column;
+        const float* value = in.value + (token * bands + first) * BAND;
+        const value_t* rows = down_t + (long long)first * BAND * D_MODEL + column;
         for (int e = warp; e < entries; e += DOWN_WARPS * DOWN_AT_ONCE) {
             Vector w[DOWN_AT_ONCE];
             float h[DOWN_AT_ONCE];

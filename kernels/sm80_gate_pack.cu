@@ -1,89 +1,81 @@
-// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, through mma.sync: Ampere and
-// Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never stored.
+// gate_pack: x [tokens, d_model] x gate [d_ff, d_model]^T (+ bias) -> TwELL words and the pool, by mma.sync: Ampere and
+// Ada, Turing without asynchronous copies, and newer GPUs that have no kernel of their own. The dense gate is never
+// stored.
 //
-// Floor: 378.0 GFLOP for 16,384 x 2,048 x 5,632. On an H100 a product of 16 x 8 x 16 keeps the tensor pipe of a scheduler busy
-// for 6 cycles (counted), two thirds of what wgmma does: 638 TFLOP/s or 0.592 ms at the 1.77 GHz it ran at. Bytes are no limit:
-// 4.4 GB from L2 to shared memory (5.7 TB/s), shared memory's data pipe busy 56% of the time.
+// What bounds it: the tensor cores. On an H100 they take mma.sync at a lower rate than wgmma; bytes are no limit.
 //
-// Versions, with their time there, bf16, mean nnz 29, on an H100 SXM (2026-11-21; inputs rotate, medians of 12 in one run in
-// which torch's linear took 0.507 ms (746 TFLOP/s), linear and pack_v4 0.596). No GPU of sm_75 to sm_89 was at hand.
-//   gate_pack_v1  1.832 ms, 206 TFLOP/s  one stage: load, wait, multiply. Packs by ballots, 32 columns of a row at a time.
-//   gate_pack_v2  0.943 ms, 401 TFLOP/s  stages of 64 of d_model under way (cp.async) and fragments loaded one product ahead.
-//                                        Predicted 0.78: missed by the ballots, which take 0.14.
-//   gate_pack_v3  0.803 ms, 471 TFLOP/s  each lane finds its firing columns as bits, in registers; a warp then packs 16 rows
-//                                        at once by counting bits, and only strips that fire go through shared memory. The
-//                                        weight rows are stored in an order that gives a lane 16 neighbouring columns.
-//   gate_pack_v4  0.778 ms, 486 TFLOP/s  blocks stay and walk over tiles; a tile is laid out beside the stages, so that the
-//                                        next one's are under way while it is packed. Predicted 4% less, measured 3%.
-// Between runs v4 took 0.766 to 0.819, as the clock went. It takes 0.832 at nnz 300; 0.112 for 2,048 tokens (linear 0.066);
-// 4.48 for (4096, 14336) at nnz 60 (linear 2.53). Where the time is: without packing 0.733; without copies from global memory
-// too 0.708; without loads of fragments as well 0.698. So it is the products: the tensor pipe is busy 76% of all cycles, the
-// last wave is two thirds empty (3%), and two warps a scheduler leave gaps between their products (wait for a fixed latency 1.8
-// of 5.5 cycles an instruction, for the pipe 1.7). Tried without gain: other orders of the products (1 to 3% slower), fewer
-// instructions for addresses (no change), 4 stages for 3 (4% slower), 2 (28%), stages of 32 for 64 (5%), groups of 4 or 16.
-// The way of sm_75 in fp16, forced on the same GPU: v1 2.06 ms, v2 2.06, v3 1.90: products of 16 x 8 x 8 run at a fraction of
-// the rate there, it seems (one stage or two make no difference), so this says nothing of a Turing.
+//   gate_pack_v1  one stage: load, wait, multiply. Packs by ballots, 32 columns of a row at a time
+//   gate_pack_v2  several stages under way (cp.async), and fragments loaded one product ahead
+//   gate_pack_v3  each lane finds its firing columns as bits, in registers; a warp packs 16 rows at once by counting
+//                 bits
+//   gate_pack_v4  blocks stay and walk over tiles: the next tile's stages are under way while one is packed
 //
-// Compile with -DVERSION=1..4, -DK_STEP=32|64, -DSTAGES=2.. and, for sm_75 or to take its way on a newer GPU, -DTURING.
+// Compile with -DVERSION=1..4, -DBK=32|64 (of d_model, a stage), -DSTAGES=2.. and, for sm_75 or to take its way on a
+// newer GPU, -DTURING. Worklog: docs/kernels/sm80_gate_pack.md
 #include "ptx_sm80.cuh"
 
-#define ROWS 128               // tokens of a block's tile
-#define COLUMNS POOLED_TILE    // its neurons: a block owns whole tiles of the format
-#define THREADS 256            // 2 x 4 warps of 64 x 64
-#define ROW_BYTES (K_STEP * 2)
-#define STAGE_BYTES ((ROWS + COLUMNS) * ROW_BYTES)
-#define CHUNKS (K_STEP / 8)    // 16-byte pieces of one row of a stage
-#define GROUP 8                // tiles of rows, one below the other, that neighbouring blocks take before they move to the right
-#define SLOTS (POOLED_WORDS - 1)
-#define MASKS (VERSION > 2)    // packed by a bit for each column; v1 and v2: by ballots
-#define LATER (VERSION > 1)    // v1 has one stage
-#define APART (VERSION > 3)    // tiles are laid out for packing beside the stages
-// Where half a tile's rows are laid out for packing: values, then the bits. The little shared memory of sm_75 has room for one
-// half, so the two take turns there from v3 on.
-#define HALF (ROWS / 2)
-#define STRIPS (COLUMNS / 16)
-#define HALF_VALUES (HALF * COLUMNS * 2)
-#define HALF_BYTES (HALF_VALUES + (MASKS ? HALF * COLUMNS / 8 : 0))
+#ifndef BM
+#define BM 128  // tokens of a block's tile
+#endif
+#define BN POOLED_TILE  // its neurons: a block owns whole tiles of the format
+#ifndef THREADS
+#define THREADS 256  // 2 x 4 warps of 64 x 64
+#endif
+#define STAGE_ROW_BYTES (BK * 2)
+#define STAGE_BYTES ((BM + BN) * STAGE_ROW_BYTES)
+#define STAGE_CHUNKS (BK / 8)  // 16-byte chunks of one row of a stage
+#define GROUP 8                  // rows of tiles that blocks walk together
+#define MASKS (VERSION > 2)      // packed by a bit for each column; v1 and v2: by ballots
+#define PIPELINED (VERSION > 1)  // v1 has one stage
+#define APART (VERSION > 3)      // tiles are laid out for packing beside the stages
+// Where half a tile's rows are laid out for packing: values, then the bits. The little shared memory of sm_75 has room
+// for one half, so the two take turns there from v3 on.
+#define HALF_ROWS (BM / 2)
+#define STRIPS (BN / 16)
+#define HALF_VALUES (HALF_ROWS * BN * 2)
+#define HALF_BYTES (HALF_VALUES + (MASKS ? HALF_ROWS * BN / 8 : 0))
 #if defined(TURING)
-#define TURNS MASKS
+#define TAKE_TURNS MASKS
 #else
-#define TURNS 0
+#define TAKE_TURNS 0
 #endif
 
 struct Problem {
     const value_t *x, *gate, *bias;
     word_t *packed, *pool;
     int tokens, d_model, d_ff;
-    __device__ __forceinline__ int row_tiles() const { return (tokens + ROWS - 1) / ROWS; }
-    __device__ __forceinline__ int column_tiles() const { return tiles_of(d_ff, COLUMNS); }
+    __device__ __forceinline__ int row_tiles() const { return (tokens + BM - 1) / BM; }
+    __device__ __forceinline__ int column_tiles() const { return tiles_of(d_ff, BN); }
     __device__ __forceinline__ int tiles() const { return row_tiles() * column_tiles(); }
 };
 
 // Tiles are numbered so that those of one wave share rows of x and of the weights: down GROUP tiles, then to the right.
 struct Tile { int m, n; };
 __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
-    const int columns = p.column_tiles(), first = number / (GROUP * columns) * GROUP, within = number % (GROUP * columns);
+    const int columns = p.column_tiles(), first = number / (GROUP * columns) * GROUP;
+    const int within = number % (GROUP * columns);
     const int height = min(GROUP, p.row_tiles() - first);
     return {first + within % height, within / height};
 }
 
 // ---------------------------------------------------------------- from global to shared memory
-// A stage holds K_STEP values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that the
-// eight rows of an ldmatrix, and the eight chunks that a quarter of a warp writes, lie in different banks.
+// A stage holds BK values of each of 128 rows of x, then of 256 weight rows. Its 16-byte chunks are swizzled, so that
+// the eight rows of an ldmatrix, and the eight chunks that a quarter of a warp writes, lie in different banks.
 __device__ __forceinline__ unsigned place(int row, int chunk) {
-    const int key = K_STEP == 64 ? row % 8 : row / 2 % 4;
-    return row * ROW_BYTES + (chunk ^ key) * 16;
+    const int key = BK == 64 ? row % 8 : row / 2 % 4;
+    return row * STAGE_ROW_BYTES + (chunk ^ key) * 16;
 }
-// Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order, the
-// 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
+// Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order,
+// the 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
 __device__ __forceinline__ int neuron_at(int place) { return place / 64 * 64 + place % 8 * 8 + place / 8 % 8; }
 
-// One thread's part of bringing in the stages, in the order in which they are used, on from one tile of the block to the next.
+// One thread's part of bringing in the stages, in the order in which they are used, on from one tile of the block to
+// the next.
 class Feed {
 public:
     __device__ __forceinline__ Feed(const Problem& p, unsigned memory)
-        : p_(p), row_((int)threadIdx.x / CHUNKS), chunk_((int)threadIdx.x % CHUNKS), place_(place(row_, chunk_)),
-          to_(memory + place_), tile_(blockIdx.x), k_(0), slot_(0) {
+        : p_(p), row_((int)threadIdx.x / STAGE_CHUNKS), chunk_((int)threadIdx.x % STAGE_CHUNKS),
+          place_(place(row_, chunk_)), to_(memory + place_), tile_(blockIdx.x), k_(0), slot_(0) {
         open_tile();
     }
     // Start a part of the next stage; the last part moves on. part and parts have to be known to the compiler.
@@ -97,12 +89,12 @@ public:
             for (int i = 0; i < COPIES; ++i) {
                 if (i * parts / COPIES != part) continue;
                 const int at = i * STRIDE;  // row of the stage, less row_
-                const bool left = at < ROWS;
-                const int row = left ? at : neuron_at(at - ROWS);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
+                const bool left = at < BM;
+                const int row = left ? at : neuron_at(at - BM);  // neuron_at(row_ + n * STRIDE) is neuron_at(row_) + this
                 const bool inside = row < (left ? x_rows : gate_rows);
                 const char* from = (left ? x_ : gate_) + ((left ? x_offset() : gate_offset()) + row * pitch);
-#if LATER && ASYNC_COPIES
-                copy_async(to_ + at * ROW_BYTES, from, inside);
+#if PIPELINED && ASYNC_COPIES
+                copy_async(to_ + at * STAGE_ROW_BYTES, from, inside);
 #else
                 held_[i] = make_uint4(0, 0, 0, 0);
                 if (inside) held_[i] = *(const uint4*)from;
@@ -110,11 +102,11 @@ public:
             }
         }
         if (part + 1 < parts) return;
-#if LATER && ASYNC_COPIES
+#if PIPELINED && ASYNC_COPIES
         commit_copies();
         next_slot();
 #endif
-        k_ += K_STEP, x_ += ROW_BYTES, gate_ += ROW_BYTES;
+        k_ += BK, x_ += STAGE_ROW_BYTES, gate_ += STAGE_ROW_BYTES;
         if (k_ >= p_.d_model) {
             k_ = 0, tile_ += gridDim.x;
             open_tile();
@@ -122,17 +114,18 @@ public:
     }
     // Make sure that the oldest stage that was started is in shared memory, as far as this thread brings it.
     __device__ __forceinline__ void land() {
-#if LATER && ASYNC_COPIES
+#if PIPELINED && ASYNC_COPIES
         wait_copies<STAGES - 2>();
 #else
 #pragma unroll
-        for (int i = 0; i < COPIES; ++i) store_shared(to_ + i * STRIDE * ROW_BYTES, held_[i]);
-        if (LATER) next_slot();
+        for (int i = 0; i < COPIES; ++i) store_shared(to_ + i * STRIDE * STAGE_ROW_BYTES, held_[i]);
+        if (PIPELINED) next_slot();
 #endif
     }
 
 private:
-    static constexpr int STRIDE = THREADS / CHUNKS, COPIES = (ROWS + COLUMNS) / STRIDE;  // STRIDE: a multiple of the swizzle
+    static constexpr int STRIDE = THREADS / STAGE_CHUNKS;  // a multiple of the swizzle
+    static constexpr int COPIES = (BM + BN) / STRIDE;
     const Problem& p_;
     const int row_, chunk_;
     const unsigned place_;
@@ -140,7 +133,7 @@ private:
     int tile_, k_, slot_;
     int x_rows_, gate_rows_;  // rows of x and of the weights from this thread's first on
     const char *x_, *gate_;   // the tile's first rows, at k_
-#if !(LATER && ASYNC_COPIES)
+#if !(PIPELINED && ASYNC_COPIES)
     uint4 held_[COPIES];
 #endif
 
@@ -152,8 +145,8 @@ private:
         if (wrap) slot_ = 0;
     }
     __device__ __forceinline__ void open_tile() {
-        const int x_row = tile_ < p_.tiles() ? tile_at(p_, tile_).m * ROWS : p_.tokens;
-        const int gate_row = tile_ < p_.tiles() ? tile_at(p_, tile_).n * COLUMNS : p_.d_ff;
+        const int x_row = tile_ < p_.tiles() ? tile_at(p_, tile_).m * BM : p_.tokens;
+        const int gate_row = tile_ < p_.tiles() ? tile_at(p_, tile_).n * BN : p_.d_ff;
         x_rows_ = p_.tokens - x_row - row_, gate_rows_ = p_.d_ff - gate_row - neuron_at(row_);
         x_ = (const char*)(p_.x + (long long)x_row * p_.d_model);
         gate_ = (const char*)(p_.gate + (long long)gate_row * p_.d_model);
@@ -164,14 +157,15 @@ private:
 // What a warp holds of 16 steps along k: four tiles of its rows of x, eight of its weight rows.
 struct Fragments {
     unsigned x[4][4], gate[8][2];
-    // x_at, gate_at: this lane's places for k = 0 of the stage. The swizzle is an exclusive or, so moving along k is one.
+    // x_at, gate_at: this lane's places for k = 0 of the stage. The swizzle is an exclusive or, so moving along k is
+    // one.
     __device__ __forceinline__ void load(unsigned x_at, unsigned gate_at, int k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) load_matrices(x[i], (x_at ^ k * 32) + i * 16 * ROW_BYTES);
+        for (int i = 0; i < 4; ++i) load_matrices(x[i], (x_at ^ k * 32) + i * 16 * STAGE_ROW_BYTES);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             unsigned two[4];
-            load_matrices(two, (gate_at ^ k * 32) + j * 8 * ROW_BYTES);
+            load_matrices(two, (gate_at ^ k * 32) + j * 8 * STAGE_ROW_BYTES);
             gate[j][0] = two[0], gate[j][1] = two[1], gate[j + 1][0] = two[2], gate[j + 1][1] = two[3];
         }
     }
@@ -188,19 +182,20 @@ struct Warp {  // where this thread's part of the product is
     int lane, m, n;
     __device__ __forceinline__ Warp() : lane(threadIdx.x % WARP), m(threadIdx.x / WARP / 4), n(threadIdx.x / WARP % 4) {}
     __device__ __forceinline__ unsigned x_place() const { return place(64 * m + lane % 16, lane / 16); }
-    __device__ __forceinline__ unsigned gate_place() const { return place(ROWS + 64 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
+    __device__ __forceinline__ unsigned gate_place() const { return place(BM + 64 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
     __device__ __forceinline__ int strip() const { return 4 * n + lane % 4; }  // its 16 neighbouring columns
 };
 
 // ---------------------------------------------------------------- packing
-// Rounded values of half a tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds columns j
-// and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different banks.
+// Rounded values of half a tile lie in shared memory as [row][strip][pair], 512 bytes a row; pair j of a strip holds
+// columns j and j + 8. The halves of a strip change places in odd rows: the lanes of a quarter warp write to different
+// banks.
 __device__ __forceinline__ int value_place(int row, int column) {
-    return row * (COLUMNS * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
+    return row * (BN * 2) + column / 16 * 32 + (column % 8 * 4 ^ row % 2 * 16) + column / 8 % 2 * 2;
 }
 
-// Bit c: whether column c of the strip fires. Neither -0 nor a negative does, and NaN is 0x7fff after rounding: so it is
-// those whose sign is clear and whose other bits are not all zero.
+// Bit c: whether column c of the strip fires. Neither -0 nor a negative does, and NaN is 0x7fff after rounding: so it
+// is those whose sign is clear and whose other bits are not all zero.
 __device__ __forceinline__ unsigned firing(const unsigned (&pairs)[8]) {
     unsigned bits = 0;
 #pragma unroll
@@ -212,7 +207,7 @@ __device__ __forceinline__ unsigned firing(const unsigned (&pairs)[8]) {
 // column fires. values: HALF_BYTES.
 __device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t, const Warp& w, unsigned char* values) {
     if (p.bias) {
-        const int first = t.n * COLUMNS + w.strip() * 16;
+        const int first = t.n * BN + w.strip() * 16;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {  // d_ff is a multiple of 8
             const float low = first < p.d_ff ? to_float(p.bias[first + j]) : 0.0f;
@@ -235,8 +230,8 @@ __device__ __forceinline__ void dump(Sums& sums, const Problem& p, const Tile& t
         for (int j = 0; j < 8; ++j) pairs[j] = rounded_pair(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1]);
         const unsigned bits = MASKS ? firing(pairs) : 1;
         if (MASKS) masks[i * 8 * STRIPS] = bits;
-        store_shared_if(bits, first_half + i * 8 * COLUMNS * 2, pairs[0], pairs[1], pairs[2], pairs[3]);
-        store_shared_if(bits, second_half + i * 8 * COLUMNS * 2, pairs[4], pairs[5], pairs[6], pairs[7]);
+        store_shared_if(bits, first_half + i * 8 * BN * 2, pairs[0], pairs[1], pairs[2], pairs[3]);
+        store_shared_if(bits, second_half + i * 8 * BN * 2, pairs[4], pairs[5], pairs[6], pairs[7]);
     }
 }
 
@@ -256,16 +251,16 @@ __device__ __forceinline__ word_t* pool_of(const Problem& p, int token, int n) {
     return p.pool + ((long long)(token / POOL_ROWS) * p.column_tiles() + n) * POOL_WORDS;
 }
 
-// One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in line.
-// row: the first of them in the half tile; token: in the matrix.
+// One warp packs a group of 16 rows, row after row, 32 columns at a time: a ballot gives each kept value its place in
+// line. row: the first of them in the half tile; token: in the matrix.
 __device__ __forceinline__ void pack_by_ballots(const Problem& p, int n, int row, int token, const unsigned char* values) {
-    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, COLUMNS, n);
+    const int lane = threadIdx.x % WARP, width = tile_width(p.d_ff, BN, n);
     int start = 0;  // in the pool
     for (int r = 0; r < POOL_ROWS && token + r < p.tokens; ++r) {
         const Destination to = {words_of(p, token + r, n), pool_of(p, token, n), start};
         int count = 0;
 #pragma unroll
-        for (int c = lane; c < COLUMNS; c += WARP) {
+        for (int c = lane; c < BN; c += WARP) {
             const value_t v = *(const value_t*)(values + value_place(row + r, c));
             const bool keep = c < width && fires(v);
             const unsigned kept = __ballot_sync(ALL_LANES, keep);
@@ -281,8 +276,8 @@ __device__ __forceinline__ void pack_by_ballots(const Problem& p, int n, int row
 __device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, int token, const unsigned char* values) {
     const int lane = threadIdx.x % WARP, half = lane % 2;
     row += lane / 2, token += lane / 2;
-    const int width = token < p.tokens ? tile_width(p.d_ff, COLUMNS, n) : 0;
-    const uint4 m = *(const uint4*)(values + HALF_VALUES + row * (COLUMNS / 8) + half * 16);
+    const int width = token < p.tokens ? tile_width(p.d_ff, BN, n) : 0;
+    const uint4 m = *(const uint4*)(values + HALF_VALUES + row * (BN / 8) + half * 16);
     unsigned long long bits[2] = {m.x | (unsigned long long)m.y << 32, m.z | (unsigned long long)m.w << 32};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // beyond the matrix lies 0, or NaN where the row of x is not finite
@@ -311,13 +306,13 @@ __device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, 
         }
 }
 
-// Four warps own half the rows, lay them out and pack them: only they wait for each other. memory: in nobody's use, HALF_BYTES
-// for each half, or for both where they take turns.
+// Four warps own half the rows, lay them out and pack them: only they wait for each other. memory: in nobody's use,
+// HALF_BYTES for each half, or for both where they take turns.
 __device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* memory) {
     const Tile t = tile_at(p, tile);
-    unsigned char* values = memory + (TURNS ? 0 : w.m * HALF_BYTES);
-    const int row = w.n * POOL_ROWS, token = t.m * ROWS + w.m * HALF + row;
-#if TURNS
+    unsigned char* values = memory + (TAKE_TURNS ? 0 : w.m * HALF_BYTES);
+    const int row = w.n * POOL_ROWS, token = t.m * BM + w.m * HALF_ROWS + row;
+#if TAKE_TURNS
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
         if (turn == w.m) dump(sums, p, t, w, values);
@@ -352,13 +347,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     Feed feed(p, shared_address(memory));
     const unsigned x_at = shared_address(memory) + w.x_place(), gate_at = shared_address(memory) + w.gate_place();
     Sums sums = {};
-    for (int k = 0; k < d_model; k += K_STEP) {
+    for (int k = 0; k < d_model; k += BK) {
         feed.start();
         __syncthreads();  // the step before has been read
         feed.land();
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < K_STEP / 16; ++i) {
+        for (int i = 0; i < BK / 16; ++i) {
             Fragments f;
             f.load(x_at, gate_at, i);
             multiply(sums, f);
@@ -368,11 +363,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     pack_tile(sums, p, blockIdx.x, w, memory);
 }
 #else
-// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. v4 lays a tile
-// out beside the stages, so that the next tile's are under way while it is packed.
+// The step after is loaded while one is multiplied: fragments within a stage, and stages from global memory. v4 lays a
+// tile out beside the stages, so that the next tile's are under way while it is packed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMETERS) {
     BEGIN
-    constexpr int STEPS = K_STEP / 16;
+    constexpr int STEPS = BK / 16;
     const unsigned base = shared_address(memory);
     Feed feed(p, base);
 #pragma unroll
@@ -388,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(VERSION)(PARAMET
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
         Sums sums = {};
 #pragma unroll 1
-        for (int k = 0; k < d_model; k += K_STEP) {
+        for (int k = 0; k < d_model; k += BK) {
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
                 if (i == STEPS - 1) {

@@ -1,29 +1,21 @@
-// down_rows: y[lost[1 + first + i], :] = start[that row, :] + bias + h[i] Wd^T for the slots i of a chunk, the second half of
-// the layer for the rows that the packed path gave up. fp32 sums, rounded once, scattered by row. The host does not know how many
-// rows there are: the launch is for `slots`, and ends at once where there are none.
+// down_rows: y[lost[1 + first + i], :] = start[that row, :] + bias + h[i] Wd^T for the slots i of a chunk: the second
+// half of the layer for the rows that the packed path gave up (gate_up makes h). fp32 sums, rounded once, scattered by
+// row. The host does not know how many rows there are: the launch is for `slots`, and ends at once where there are
+// none.
 //
-// Floor, d_model 2048, d_ff 5632, for gate_up and this together. Nothing lost: what a launch costs. A few rows: the weights once,
-// 69 MB at 3.0 TB/s, 23 us. All of 16,384: 1.13 TFLOP, 1.5 ms at 740 TFLOP/s.
-// Measured on an H100 SXM (2026-11-21), both launches of each 8,192 tokens replayed in a graph, us by rows lost of 16,384:
-//          0      1     64    128    300   1000   2048    all
-//   v1   5.3     92      -      -      -    135      -   1390   (cool card)
-//   v2   6.2     70     70     86    103    129      -   1635   warps without rows let a tile go by: predicted 40 at one row; it was
-//                                                               not the products but what one multiprocessor can take in
-//   v3   5.8     53     54     63     82    118    201      -   four clusters share a tile where there are few (SPLITS; eight
-//                                                               are no better). Predicted 45; half of the 53 is gate_up
-// A layer of which every row is lost takes 2.09 ms, 0.48 of it the gate; torch's dense layer 1.83
-// (record of 2026-11-21, 09:27).
-// Empty launches alone: 1.3 us each (1.15 with 2 blocks; clusters and shared memory cost nothing).
+// What bounds it: with no row lost, the launch. With few, the weights, which have to be read once, and how much one
+// multiprocessor can take in: so up to SPLITS clusters share a tile, each with a part of k, and add up in a fixed
+// order. With many, arithmetic.
 //
-// Macros: VALUE_BF16 | VALUE_FP16, CLUSTER 1 | 2.
+// Macros: VALUE_BF16 | VALUE_FP16, CLUSTER 1 | 2. Worklog: docs/kernels/sm90_down_rows.md
 #include "twell.cuh"
 #include "sm90_rows_out.cuh"
 #ifndef SPLITS
 #define SPLITS 4  // clusters that share a tile, at most
 #endif
 
-// 128 columns from `first` of the two rows that this lane has sums of, plus bias and what the row starts from (each may be
-// null). half: which of the tile's two.
+// 128 columns from `first` of the two rows that this lane has sums of, plus bias and what the row starts from (each may
+// be null). half: which of the tile's two.
 __device__ __forceinline__ void finish(u32 (&pairs)[16][2], const float (&d)[128], const float* const (&start)[2],
                                        const value_t* __restrict__ bias, int first, int d_model, int half) {
 #pragma unroll
@@ -40,9 +32,10 @@ __device__ __forceinline__ void finish(u32 (&pairs)[16][2], const float (&d)[128
     }
 }
 
-// Where a tile is shared by `splits` clusters, each with a part of k: the warp's sums of its part go to `parts`, and the last of
-// the warps with the same rows and columns adds all up, in the order of the parts, so that the result is the same each time.
-// True for that warp, which then has the whole sums. item: the number of the warp's rows and columns; counter: of item, from 0.
+// Where a tile is shared by `splits` clusters, each with a part of k: the warp's sums of its part go to `parts`, and
+// the last of the warps with the same rows and columns adds all up, in the order of the parts, so that the result is
+// the same each time. True for that warp, which then has the whole sums. item: the number of the warp's rows and
+// columns; counter: of item, from 0.
 __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__ parts, int* counter, int item, int split, int splits) {
     const int lane = threadIdx.x % 32;
     float4* to = parts + ((long long)item * splits + split) * 1024 + lane;
@@ -68,8 +61,9 @@ __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__
     return true;
 }
 
-// h [slots, d_ff] and down [d_model, d_ff] by maps of (k, rows), boxes (64, 128); a chunk's rows are `lost[0] - first`, between 0
-// and `slots`. start: null or fp32 [., d_model]. counters: 0, one for each consumer warp of the grid; parts: 16 KB for each.
+// h [slots, d_ff] and down [d_model, d_ff] by maps of (k, rows), boxes (64, 128); a chunk's rows are `lost[0] - first`,
+// between 0 and `slots`. start: null or fp32 [., d_model]. counters: 0, one for each consumer warp of the grid; parts:
+// 16 KB for each.
 extern "C" __global__ void HOPPER_GEMM
 down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap down, const value_t* __restrict__ bias,
           const float* __restrict__ start, value_t* __restrict__ y, const int* __restrict__ lost, int first, int slots,

@@ -1,29 +1,39 @@
-// The main loop of the Hopper GEMMs: out [rows][columns] = a [rows][d_model] x b [columns][d_model]^T, 16-bit values, fp32
-// sums, in tiles of 128 x 256. What b is, and what becomes of a tile's sums, is the includer's.
+// The main loop of the Hopper GEMMs: out [rows][columns] = a [rows][d_model] x b [columns][d_model]^T, 16-bit values,
+// fp32 sums, in tiles of 128 x 256. What b is, and what becomes of a tile's sums, is the includer's.
 //
-// A block is one producer warpgroup and two consumer warpgroups, and there is one block a multiprocessor. One thread of the
-// producer has the copy engine fill a ring of STAGES stages, each a step of 64 along k; a consumer multiplies its 64 rows of
-// a stage with the stage's 256 rows of b. Two barriers a stage: `full` (the bytes have come) and `empty` (every consumer that
-// reads this copy is done). Blocks walk the tiles with a stride, so nothing is ever allotted at run time, and the producer
-// runs ahead into the next tile while the consumers finish this one.
+// A block is one producer warpgroup and two consumer warpgroups, and there is one block a multiprocessor. One thread of
+// the producer has the copy engine fill a ring of STAGES stages, each a step of 64 along k; a consumer multiplies its
+// 64 rows of a stage with the stage's 256 rows of b. Two barriers a stage: `full` (the bytes have come) and `empty`
+// (every consumer that reads this copy is done). Blocks walk the tiles with a stride, so nothing is ever allotted at
+// run time, and the producer runs ahead into the next tile while the consumers finish this one.
 //
-// CLUSTER 2: two blocks at work on two tiles one above the other need the same 256 rows of b. Each fetches half and the copy
-// engine delivers it to both. Per 64 steps of k a block then reads 32 KB through the L2 cache instead of 48.
+// CLUSTER 2: two blocks at work on two tiles one above the other need the same 256 rows of b. Each fetches half and the
+// copy engine delivers it to both. Per 64 steps of k a block then reads 32 KB through the L2 cache instead of 48.
 //
 // An includer's kernel, in order: stop if there are no tiles; start_pipeline; in warpgroup 0 give_registers and, in one
 // thread, produce; in the others take_registers and for each tile multiply_tile and its own epilogue; finish_pipeline.
-// Shared memory is dynamic, starts on 1024 bytes (so nothing static beside it), and from EPILOGUE on it is the includer's.
+// Shared memory is dynamic, starts on 1024 bytes (nothing static beside it); from EPILOGUE on it is the includer's.
 #pragma once
 #ifndef CLUSTER
 #define CLUSTER 2
 #endif
 #include "ptx_sm90.cuh"
 
+#ifndef BM
 #define BM 128
+#endif
+#ifndef BN
 #define BN 256
+#endif
+#ifndef BK
 #define BK 64
+#endif
+#ifndef STAGES
 #define STAGES 4
+#endif
+#ifndef CONSUMERS
 #define CONSUMERS 2
+#endif
 #define THREADS (128 * (CONSUMERS + 1))
 #define GROUP 8  // tile rows walked together
 #define A_BYTES (BM * BK * 2)
@@ -45,8 +55,8 @@ __device__ __forceinline__ Tiles tiles_for(int rows, int n_count) {
     const int m_count = (rows + BM * CLUSTER - 1) / (BM * CLUSTER);
     return {m_count, n_count, m_count * n_count, (int)blockIdx.x / CLUSTER, (int)gridDim.x / CLUSTER};
 }
-// Tiles are walked in groups of GROUP tile rows, row fastest: the blocks at work together share few tiles of b and few of a,
-// all of which fit into the L2 cache.
+// Tiles are walked in groups of GROUP tile rows, row fastest: the blocks at work together share few tiles of b and few
+// of a, all of which fit into the L2 cache.
 __device__ __forceinline__ Tile tile_at(const Tiles& tiles, int work) {
     const int per_group = GROUP * tiles.n_count;
     const int first = work / per_group * GROUP, in_group = work % per_group;
@@ -83,10 +93,10 @@ __device__ __forceinline__ u32 start_pipeline() {
 // By all threads: no block leaves while another may still write into its shared memory.
 __device__ __forceinline__ void finish_pipeline() { cluster_sync(); }
 
-// By one thread. a: map of (k, rows), box (64, 128); row 0 of the tiles is row `row0` of the map. load_b(to, barrier, k, tile)
-// starts copies into the BN rows of 128 bytes at `to`, which together bring B_BYTES to this block's barrier: with a cluster,
-// this block's half of the rows goes to every block (tma_load_all), and the other block's half comes from there. k_first: the
-// step along k that the block starts from.
+// By one thread. a: map of (k, rows), box (64, 128); row 0 of the tiles is row `row0` of the map. load_b(to, barrier,
+// k, tile) starts copies into the BN rows of 128 bytes at `to`, which together bring B_BYTES to this block's barrier:
+// with a cluster, this block's half of the rows goes to every block (tma_load_all), and the other block's half comes
+// from there. k_first: the step along k that the block starts from.
 template <class LoadB>
 __device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const TensorMap* a, int row0, int k_count, LoadB load_b,
                                         int k_first = 0) {
@@ -105,8 +115,8 @@ __device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const Tens
     }
 }
 
-// By a whole consumer warpgroup: d = its 64 rows of one tile (for the layout see wgmma_64x256x16). between(k) runs once in each
-// of `steps` >= k_count steps, while the tensor cores work on step k; it must not touch d.
+// By a whole consumer warpgroup: d = its 64 rows of one tile (for the layout see wgmma_64x256x16). between(k) runs once
+// in each of `steps` >= k_count steps, while the tensor cores work on step k; it must not touch d.
 template <class Between>
 __device__ __forceinline__ void multiply_tile(float (&d)[128], Ring& ring, u32 base, int consumer, int k_count, int steps,
                                               Between between) {

@@ -1,36 +1,37 @@
-// columns: the survivors of a sparse layer, which lie row by row, brought into order neuron by neuron, with what each adds to the
-// gradients. A sparse transpose: what is a row of the weights' gradient has to find every token that its neuron fired for.
+// columns: the survivors of a sparse layer, which lie row by row, brought into order neuron by neuron, with what each
+// adds to the gradients. A sparse transpose: a row of the weights' gradient has to find every token that its neuron
+// fired for.
 //
-// The order is fixed, tokens ascending, so that every sum over it is deterministic. No place is handed out by a race: rows are
-// taken in chunks, a histogram of each chunk (integer sums, in whatever order) gives each chunk the places of its records in each
-// list, and within a chunk each column has a bit for each of 32 rows: a record's place is the number of bits below its own.
+// The order is fixed, tokens ascending, so that every sum over it is deterministic. No place is handed out by a race:
+// rows are taken in chunks, a histogram of each chunk (integer sums) gives it the places of its records in each list,
+// and within a chunk each column has a bit for each of 32 rows: a record's place is the number of bits below its own.
 //   columns_count  counts[chunk][column]
 //   columns_scan   counts[chunk][column] -> how many of the column's records come from earlier chunks; totals[column]
 //   columns_plan   where each list starts, and the plan of columns.cuh
 //   columns_fill   the records
 //
-// Floor: words are read twice, ups and dh once, 16 bytes a record written: 36 bytes a survivor. 16,384 tokens of mean nnz 29 are
-// 475,000 of them: 17 MB. counts, 4 bytes for each chunk and column, is written twice and read twice: 23 MB at 256 chunks of
-// d_ff 5632. Nearly all of it stays in the L2 cache: 5 us at 7.4 TB/s. What it takes is latencies, of four dependent launches
-// and of three to five loads in each that wait for each other.
-//
-// Versions, us on an H100 SXM (2026-11-21), count / scan / plan / fill, 16,384 tokens, d_ff 5632, lognormal rates
-//   v1  9.9 / 4.8 / 20.8 / 32.8 at nnz 29, 75.7 from first to last; at nnz 8 9.6 / 4.8 / 20.7 / 21.6, 65.4. One warp went through
-//       the rows of a chunk in order, with a count for each column in shared memory; predicted were 25 to 35 in all. The plan
-//       read a column after another in each thread, seven times.
-//   v2  6.2 / 4.8 / 10.3 / 19.8 at nnz 29, 45.6 from first to last; at nnz 8 4.8 / 4.8 / 10.0 / 7.3, 33.8; at nnz 60 74. All threads
-//       of a block find places at once. The plan took 14 us while it ranked the columns of each class by a ballot for every
-//       32 columns and class; now each lane counts its own.
+// What bounds it: latencies, of four dependent launches and of the loads in each that wait for one another; nearly all
+// bytes stay in the L2 cache. Worklog: docs/kernels/smxx_columns.md
 #include "columns.cuh"
 #include "row_walk.cuh"
 
+#ifndef MOST_CHUNKS
 #define MOST_CHUNKS 256
+#endif
+#ifndef COUNT_SLAB
 #define COUNT_SLAB 16384  // columns that a block counts at once: 16 bits each in shared memory
+#endif
+#ifndef COUNT_THREADS
 #define COUNT_THREADS 512
+#endif
 #define SCAN_GROUPS 32
 #define PLAN_THREADS 1024
+#ifndef FILL_SLAB
 #define FILL_SLAB 8192  // columns whose places a block gives at once: 48 bits each in shared memory
+#endif
+#ifndef FILL_THREADS
 #define FILL_THREADS 512
+#endif
 
 // The survivors of up to 32 rows, one row a lane, as one list. The whole warp calls it together.
 struct RowsList {
@@ -105,15 +106,15 @@ columns_scan_v2(int* __restrict__ counts, int* __restrict__ totals, int chunks, 
 // The sum of v over the lanes before this one.
 __device__ __forceinline__ int sum_before_lane(int v) { return sum_up_to_lane(v) - v; }
 
-// One block; each warp takes a run of columns, a lane each in turn. most_units: the records are at most so many units (see
-// columns.cuh). order [d_ff]: the neurons by class. pieces: of each block of class 0, its neuron and the first record of its
-// piece. first_piece [d_ff]: of the lists of class 0, in their order. At most 65,536 columns.
+// One block; each warp takes a run of columns, a lane each in turn. most_units: the records are at most so many units
+// (see columns.cuh). order [d_ff]: the neurons by class. pieces: of each block of class 0, its neuron and the first
+// record of its piece. first_piece [d_ff]: of the lists of class 0, in their order. At most 65,536 columns.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* __restrict__ order, int2* __restrict__ pieces,
                 int* __restrict__ first_piece, Plan* __restrict__ plan, int d_ff, int most_units) {
-    constexpr int WARPS_HERE = PLAN_THREADS / WARP;
-    __shared__ int records_of[WARPS_HERE], pieces_here[WARPS_HERE], lists_of[WARPS_HERE][CLASSES];
-    __shared__ int place[WARPS_HERE][CLASSES][WARP];  // where each lane's next list of each class goes in `order`
+    constexpr int PLAN_WARPS = PLAN_THREADS / WARP;
+    __shared__ int records_of[PLAN_WARPS], pieces_here[PLAN_WARPS], lists_of[PLAN_WARPS][CLASSES];
+    __shared__ int place[PLAN_WARPS][CLASSES][WARP];  // where each lane's next list of each class goes in `order`
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int steps = (d_ff + PLAN_THREADS - 1) / PLAN_THREADS, first = warp * steps * WARP;
     const auto total = [&](int step) {
@@ -150,7 +151,7 @@ columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* _
     if (lane == 0) pieces_here[warp] = cut;
     __syncthreads();
     int all = 0, before = 0;  // of lane k: lists of class k, those of the warps before this one
-    for (int w = 0; w < WARPS_HERE; ++w) {
+    for (int w = 0; w < PLAN_WARPS; ++w) {
         const int n = lane < CLASSES ? lists_of[w][lane] : 0;
         all += n;
         if (w < warp) before += n;

@@ -1,21 +1,16 @@
-// down: y = packed x down_t + bias, the second half of a plain ReLU layer. down_t is [columns][d_model]: the
-// down projection transposed, so that one kept value needs one contiguous row.
+// down: y = packed x down_t + bias, the second half of a plain ReLU layer. down_t is [columns][d_model]: the down
+// projection transposed, so that one kept value needs one contiguous row.
 //
-// Floor: every kept value reads a row of down_t through the L2 cache. At d_model 2048 bf16 that is 4 KB; with
-// 29 values a token and 16,384 tokens 1.95 GB, 0.27 ms at 7.4 TB/s.
+// What bounds it: the L2 cache. Every kept value reads a row of down_t through it, 4 KB at d_model 2048 and 16 bits.
 //
-// Versions, with their time for 16,384 tokens, mean nnz 29, on an H100 SXM (2026-11-21, cold L2)
-//   down_v1  0.775 ms  one block a token and 2048 columns of y, one thread a column at a time, scalar loads. Any d_model.
-//   down_v2  0.222 ms  one warp a token (WARPS of them where a row would not fit in one warp's registers), 16-byte
-//                      loads, the sums in registers from the first value to the last. Below the floor above: 12% of
-//                      the sectors come from L1, and the L2 gave the rest at about 7.8 TB/s.
-//   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end.
-// With POOL (16-bit values) overflow comes from the pool (pool_walk.cuh), lost rows are handed on, and the sums can start from
-// `start`:
-//   down_v4  v2: 0.231 ms beside 0.227 of v2 in the same run, at nnz 4 / 8 / 60 0.054 / 0.077 / 0.455 beside 0.048 / 0.075 / 0.445;
-//            with start 0.251. (At 82 registers; now at most 80, so that 12 tokens fit a multiprocessor: not timed.)
-//   down_v5  v3: 9 / 11 / 11 / 16 us at 1 / 8 / 64 / 256 tokens, as v3.
-//   down_v6  with HIDDEN, the second pass of a gated layer, see smxx_up.cu: its values come from a list that up_v1 left.
+//   down_v1  a block for a token and SLAB columns of y; a thread a column at a time, scalar loads. Any d_model
+//   down_v2  a warp a token (WARPS of them where a row would not fit one warp's registers), 16-byte loads, sums in
+//            registers
+//   down_v3  v2 for few tokens: TEAMS teams share the kept values of one token and add up at the end
+// With POOL (16-bit values) overflow comes from the pool, lost rows are handed on, and sums can start from `start`:
+//   down_v4  v2; down_v5  v3
+//   down_v6  with HIDDEN: the second pass of a gated layer (smxx_up.cu), whose values come from a list that up_v1 left
+// Worklog: docs/kernels/smxx_down.md
 #if defined(HIDDEN) || defined(POOL) && !defined(TEAMS)
 #define LEAN
 #endif
@@ -24,8 +19,6 @@
 #if defined(POOL)
 #include "pool_walk.cuh"
 #endif
-
-#define SLAB 2048
 
 #if !defined(POOL)
 extern "C" __global__ void __launch_bounds__(128)

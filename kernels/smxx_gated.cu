@@ -1,41 +1,23 @@
-// gated: y = (g * (x up^T + up_bias)) down_t + down_bias over the kept gate values g of each row: what is left of
-// a gated feed-forward layer once its gate is packed. up and down_t are [columns][d_model].
+// gated: y = (g * (x up^T + up_bias)) down_t + down_bias over the kept gate values g of each row: what is left of a
+// gated feed-forward layer once its gate is packed. up and down_t are [columns][d_model].
 //
-// Floor: every kept value reads a row of up and a row of down_t through the L2 cache. At d_model 2048 bf16 that
-// is 8 KB; 29 values a token and 16,384 tokens make 3.9 GB, 0.53 ms at 7.4 TB/s. x in and y out add 134 MB of
-// device memory, 0.045 ms at 3.0 TB/s, mostly hidden behind it.
+// What bounds it: the L2 cache. Every kept value reads a row of up and a row of down_t through it, 8 KB at d_model
+// 2048, 16 bits.
 //
-// Versions, with their time for 16,384 tokens, mean nnz 29, on an H100 SXM (2026-11-21, cold L2)
-//   gated_v1  2.58 ms   one block a token and 2048 columns of y; the block's threads share each dot product and meet
-//                       at a barrier twice for every kept value. Scalar loads, any d_model.
-//   gated_v2  0.497 ms  a warp (WARPS of them, so that each lane holds at most four chunks of a row) a token: x and the
-//                       sums stay in registers, 16-byte loads, the dot product is summed by shuffles.
-//   gated_v3  0.491 ms  the row of down_t is fetched before the dot product is known: both rows of a kept value are
-//                       under way together, so their latencies overlap.
-//   gated_v4  for few tokens: TEAMS teams share the kept values of one token and add up at the end. At 1 / 8 / 64 / 256
-//             tokens 13 / 17 / 17 / 27 us instead of v3's 31 / 43 / 36 / 33. At 16,384 it is slower (0.97 ms): the GPU
-//             is full without it.
-// With POOL (16-bit values) the kernels take overflow from the pool (pool_walk.cuh), hand lost rows on, and can start from sums
-// that are there already (`start`):
-//   gated_v5  v3 in one pass; x and start are read past the caches, so that they push out fewer weights. 0.503 ms beside 0.502
-//             of v3 in the same run, at nnz 4 / 8 / 60 0.098 / 0.154 / 0.995 beside 0.103 / 0.156 / 0.994. start adds 0.035 ms at
-//             nnz 4 and 0.02 from nnz 8 on: 134 MB, 0.045 ms at 3.0 TB/s, partly hidden. Counting into stats: no difference.
-//   gated_v6  v5 with teams, for few tokens: 12 / 15 / 16 / 24 us at 1 / 8 / 64 / 256 tokens, beside 13 / 17 / 17 / 27 of v4.
-//   For many tokens the two passes of smxx_up.cu are faster.
-// A fifth of the rows with a tile of 40 instead of 31 values, at nnz 60: 1.120 instead of 1.089 ms, what 1.8 values more a row
-// cost anyway.
-// Tried, in an exploring run of which no record was kept (leads rather than evidence): v3 at WARPS = 1 and eight chunks a
-// lane, 0.593 ms; its 231 registers a thread leave 9 warps on a multiprocessor, two warps a token at 128 leave 16. Four
-// warps a token: 0.541 ms, eight: 0.812 ms. The one-warp version capped at 168 registers spilled: 1.02 ms. Of v5: all dot
-// products of a turn first, then all the sums, 0.108 / 0.162 / 0.497 ms at nnz 4 / 8 / 29 instead of 0.099 / 0.156 / 0.493;
-// that with four warps a token, 0.122 / 0.177 / 0.506; rows of weights past L1, 0.100 / 0.161 / 0.519.
+//   gated_v1  a block for a token and SLAB columns of y; its threads share each dot product and meet at two barriers
+//             for every kept value. Scalar loads, any d_model
+//   gated_v2  a warp a token (WARPS of them where a lane would hold more than four chunks): x and the sums stay in
+//             registers
+//   gated_v3  the row of down_t is fetched before the dot product is known: two latencies overlap
+//   gated_v4  for few tokens: TEAMS teams share the kept values of one token and add up at the end
+// With POOL (16-bit values) overflow comes from the pool, lost rows are handed on, and sums can start from `start`:
+//   gated_v5  v3, with x and start read past the caches; gated_v6  v4. For many tokens smxx_up.cu is faster.
+// Worklog: docs/kernels/smxx_gated.md
 #include "dense_row.cuh"
 #include "row_walk.cuh"
 #if defined(POOL)
 #include "pool_walk.cuh"
 #endif
-
-#define SLAB 2048
 
 #if !defined(POOL)
 extern "C" __global__ void __launch_bounds__(128)

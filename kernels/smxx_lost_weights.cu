@@ -1,33 +1,30 @@
 // The weights' gradients of the lost rows (smxx_train_lost.cu), added in float32 to what is there and rounded once:
 // dgate[j] += sum dgate_t x_t, dup[j] += sum dup_t x_t, ddown_t[j] += sum h_t dy_t, over the lost rows t, ascending.
 //
-// Floor, d_model 2048, d_ff 5632: the gradients, 69 MB read and 69 MB written, 46 us at 3.0 TB/s, however few rows; then for a row a
-// share p of whose neurons fire, p times 34.6e6 fma, at p = 0.3 0.36 us at 29e12 fma a second.
-// Prediction: a row of x and one of dy serve 8 neurons: 5.8 MB a row through the L2 cache, 0.8 us at 7.4 TB/s.
+// A block has BLOCK_NEURONS neurons and walks over the lost rows twice: once over x for dgate and dup, once over dy for
+// ddown_t, a thread THREAD_COLUMNS columns of a row, AHEAD rows under way. h, dup and dgate are those that
+// lost_backward left, or, where there was no room for them, are computed again for each batch of rows, the sums lying
+// in memory meanwhile.
 //
-// Versions
-//   lost_weights_v1  4 neurons a block, 16 bytes of a row a thread.
-//   lost_weights_v2  8 neurons a block, 8 bytes a thread, four rows under way; dgate and dup in one walk over x, ddown_t in one
-//                    over dy. h, dup and dgate are those that lost_backward left, or, where there was no room for them, are
-//                    computed again for each batch of rows, the sums lying in memory meanwhile.
-// Times: smxx_train_lost.cu. There 37 us a row, at 3,000 rows, is v2 when it kept the sums in registers while it computed entries
-// again: they spilled, and it computed them four times. With the sums in memory it is 11.5 us, both backward kernels together.
+// What bounds it: with few rows, reading and writing the gradients, however few they are; then the rows of x and dy,
+// which each block of neurons reads again through the L2 cache. Worklog: docs/kernels/smxx_lost_weights.md
 #include "lost_rows.cuh"
 
 #define BATCH_ROWS 256  // rows between barriers
-#define OWN 8           // neurons of a block
-#define PART 4          // columns of a thread
-#define AHEAD 4         // rows under way while one is worked on
-#define PIECE (THREADS * PART)
+#ifndef BLOCK_NEURONS
+#define BLOCK_NEURONS 8  // neurons of a block
+#endif
+#define THREAD_COLUMNS 4  // columns of a thread
+#define SLAB (THREADS * THREAD_COLUMNS)
 static_assert(BATCH_ROWS == WARP * ROWS, "a lane for each tile of rows");
 
 // The entries of the block's neurons in a batch of rows.
 struct Entries {
-    float4 value[3][BATCH_ROWS][OWN / 4];        // h, dup, dgate
-    unsigned fired[OWN / NEURONS][BATCH_ROWS / ROWS];  // bit n * ROWS + r of a tile: not all three are zero
+    float4 value[3][BATCH_ROWS][BLOCK_NEURONS / 4];        // h, dup, dgate
+    unsigned fired[BLOCK_NEURONS / NEURONS][BATCH_ROWS / ROWS];  // bit n * ROWS + r of a tile: not all three are zero
     // The rows in which some neuron fired:
     int count;
-    int row[BATCH_ROWS];       // number in the batch << OWN | bits of the neurons
+    int row[BATCH_ROWS];       // number in the batch << BLOCK_NEURONS | bits of the neurons
     unsigned start[BATCH_ROWS];  // where the row begins in x and dy, in vectors
     int neurons;               // bits of those that fired in some row
 };
@@ -36,10 +33,10 @@ struct Entries {
 template <bool AGAIN>
 __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const value_t* x, const value_t* dy, const float* dl1,
                                      const int* lost, int i, int count, int first, int here, const float* entries, int room) {
-    __shared__ unsigned at[WARPS_HERE][ROWS];
+    __shared__ unsigned at[BLOCK_WARPS][ROWS];
     const int n = lane_of() / ROWS, r = lane_of() % ROWS;
     const long long plane = plane_of(layer.d_ff, room);
-    for (int tile = warp_of(); tile / 2 * ROWS < count; tile += WARPS_HERE) {
+    for (int tile = warp_of(); tile / 2 * ROWS < count; tile += BLOCK_WARPS) {
         const int t = tile / 2, half = tile % 2, begin = i + t * ROWS, rows = min(ROWS, i + count - begin);
         const int neuron = first + half * NEURONS, left = min(NEURONS, here - half * NEURONS);
         Entry e = {0, 0, 0, false};
@@ -68,7 +65,7 @@ __device__ __forceinline__ void fill(Entries& batch, const Layer& layer, const v
         ((float*)batch.value[2][t * ROWS + r])[half * NEURONS + n] = e.dgate;
     }
 }
-static_assert(OWN == 2 * NEURONS, "two halves");
+static_assert(BLOCK_NEURONS == 2 * NEURONS, "two halves");
 
 // Lists the rows of a filled batch in which some neuron fired. One warp calls it.
 __device__ __forceinline__ void list_rows(Entries& batch, const int* lost, int i, int count, int d_model) {
@@ -84,15 +81,15 @@ __device__ __forceinline__ void list_rows(Entries& batch, const int* lost, int i
     }
     if (lane_of() == WARP - 1) batch.count = at + __popc(rows);
 #pragma unroll
-    for (int n = 0; n < OWN; ++n)
+    for (int n = 0; n < BLOCK_NEURONS; ++n)
         neurons |= __any_sync(ALL_LANES, fired[n / NEURONS] >> (n % NEURONS * ROWS) & ALL_ROWS) ? 1 << n : 0;
     if (lane_of() == 0) batch.neurons = neurons;
     for (; rows; rows &= rows - 1, ++at) {
         const int r = __ffs(rows) - 1, k = lane_of() * ROWS + r;
         int bits = 0;
 #pragma unroll
-        for (int n = 0; n < OWN; ++n) bits |= (fired[n / NEURONS] >> (n % NEURONS * ROWS + r) & 1) << n;
-        batch.row[at] = k << OWN | bits;
+        for (int n = 0; n < BLOCK_NEURONS; ++n) bits |= (fired[n / NEURONS] >> (n % NEURONS * ROWS + r) & 1) << n;
+        batch.row[at] = k << BLOCK_NEURONS | bits;
         batch.start[at] = (unsigned)lost[1 + i + k] * (unsigned)(d_model / VECTOR);
     }
 }
@@ -100,19 +97,20 @@ __device__ __forceinline__ void list_rows(Entries& batch, const int* lost, int i
 // 8 bytes of values.
 struct Half {
     uint2 raw;
-    __device__ __forceinline__ void to_floats(float (&f)[PART]) const {
+    __device__ __forceinline__ void to_floats(float (&f)[THREAD_COLUMNS]) const {
         const float2 a = two_floats(raw.x), b = two_floats(raw.y);
         f[0] = a.x, f[1] = a.y, f[2] = b.x, f[3] = b.y;
     }
-    __device__ __forceinline__ static Half of_floats(const float (&f)[PART]) {
+    __device__ __forceinline__ static Half of_floats(const float (&f)[THREAD_COLUMNS]) {
         return {make_uint2(pair_of(f[0], f[1]), pair_of(f[2], f[3]))};
     }
 };
 
-// sum[m][n] += entry * this thread's part of the batch's rows, which begin at `in`; plane: of the first of the matrices.
+// sum[m][n] += entry * this thread's part of the batch's rows, which begin at `in`; plane: of the first of the
+// matrices.
 template <int MATRICES>
-__device__ __forceinline__ void add_batch(float (&sum)[MATRICES][OWN][PART], const Entries& batch, int plane,
-                                          const uint2* __restrict__ in) {
+__device__ __forceinline__ void add_batch(float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], const Entries& batch,
+                                          int plane, const uint2* __restrict__ in) {
     Half ahead[AHEAD];
 #pragma unroll
     for (int q = 0; q < AHEAD; ++q)
@@ -121,10 +119,10 @@ __device__ __forceinline__ void add_batch(float (&sum)[MATRICES][OWN][PART], con
 #pragma unroll
         for (int q = 0; q < AHEAD; ++q)
             if (k + q < batch.count) {
-                float v[PART];
+                float v[THREAD_COLUMNS];
                 ahead[q].to_floats(v);
                 if (k + q + AHEAD < batch.count) ahead[q].raw = __ldcg(in + 2 * (long long)batch.start[k + q + AHEAD]);
-                const int row = batch.row[k + q] >> OWN, fired = batch.row[k + q];
+                const int row = batch.row[k + q] >> BLOCK_NEURONS, fired = batch.row[k + q];
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     if (fired >> (half * NEURONS) & ((1 << NEURONS) - 1))
@@ -135,7 +133,7 @@ __device__ __forceinline__ void add_batch(float (&sum)[MATRICES][OWN][PART], con
 #pragma unroll
                             for (int n = 0; n < NEURONS; ++n)  // without asking which of the four are 0
 #pragma unroll
-                                for (int j = 0; j < PART; ++j)
+                                for (int j = 0; j < THREAD_COLUMNS; ++j)
                                     sum[m][half * NEURONS + n][j] = fmaf(f[n], v[j], sum[m][half * NEURONS + n][j]);
                         }
             }
@@ -143,23 +141,24 @@ __device__ __forceinline__ void add_batch(float (&sum)[MATRICES][OWN][PART], con
 
 // gradient rows of the neurons whose bit is set += sum
 template <int MATRICES>
-__device__ __forceinline__ void add_to(value_t* const (&gradient)[MATRICES], const float (&sum)[MATRICES][OWN][PART],
-                                       int neurons, int d) {
-    Half old[MATRICES][OWN];
+__device__ __forceinline__ void add_to(value_t* const (&gradient)[MATRICES],
+                                       const float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], int neurons,
+                                       int d) {
+    Half old[MATRICES][BLOCK_NEURONS];
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
-        for (int n = 0; n < OWN; ++n)
+        for (int n = 0; n < BLOCK_NEURONS; ++n)
             if (neurons >> n & 1) old[m][n].raw = __ldcs((const uint2*)(gradient[m] + n * d));
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
-        for (int n = 0; n < OWN; ++n)
+        for (int n = 0; n < BLOCK_NEURONS; ++n)
             if (neurons >> n & 1) {
-                float f[PART];
+                float f[THREAD_COLUMNS];
                 old[m][n].to_floats(f);
 #pragma unroll
-                for (int k = 0; k < PART; ++k) f[k] += sum[m][n][k];
+                for (int k = 0; k < THREAD_COLUMNS; ++k) f[k] += sum[m][n][k];
                 __stcs((uint2*)(gradient[m] + n * d), Half::of_floats(f).raw);
             }
 }
@@ -180,8 +179,8 @@ template <bool AGAIN>
 __device__ __forceinline__ int open_batch(Entries& batch, const Layer& layer, const Rows& rows, int i, int first) {
     const int here = min(BATCH_ROWS, rows.lost[0] - i);
     __syncthreads();  // everybody is done with what it held
-    fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first, min(OWN, layer.d_ff - first), rows.entries,
-                rows.room);
+    fill<AGAIN>(batch, layer, rows.x, rows.dy, rows.dl1, rows.lost, i, here, first,
+                min(BLOCK_NEURONS, layer.d_ff - first), rows.entries, rows.room);
     __syncthreads();
     if (warp_of() == 0) list_rows(batch, rows.lost, i, here, layer.d_model);
     __syncthreads();
@@ -196,7 +195,7 @@ __device__ __forceinline__ float bias_part(const Entries& batch, int here) {
             sum += ((const float*)batch.value[1 + lane_of() / ROWS][t])[warp_of()];
     return sum;
 }
-static_assert(WARPS_HERE == OWN, "a warp for each neuron");
+static_assert(BLOCK_WARPS == BLOCK_NEURONS, "a warp for each neuron");
 
 __device__ __forceinline__ void add_biases(const Gradients& to, float sum, int first, int neurons) {
 #pragma unroll
@@ -206,41 +205,42 @@ __device__ __forceinline__ void add_biases(const Gradients& to, float sum, int f
 }
 
 template <int MATRICES>
-__device__ __forceinline__ void set(float (&sum)[MATRICES][OWN][PART], const float* from) {
+__device__ __forceinline__ void set(float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], const float* from) {
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
-        for (int n = 0; n < OWN; ++n) {
-            const float4 f = from ? *(const float4*)(from + ((m * OWN + n) * THREADS + threadIdx.x) * PART)
-                                  : make_float4(0, 0, 0, 0);
+        for (int n = 0; n < BLOCK_NEURONS; ++n) {
+            const unsigned at = ((m * BLOCK_NEURONS + n) * THREADS + threadIdx.x) * THREAD_COLUMNS;
+            const float4 f = from ? *(const float4*)(from + at) : make_float4(0, 0, 0, 0);
             sum[m][n][0] = f.x, sum[m][n][1] = f.y, sum[m][n][2] = f.z, sum[m][n][3] = f.w;
         }
 }
 template <int MATRICES>
-__device__ __forceinline__ void keep(const float (&sum)[MATRICES][OWN][PART], float* to) {
+__device__ __forceinline__ void keep(const float (&sum)[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS], float* to) {
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
-        for (int n = 0; n < OWN; ++n)
-            *(float4*)(to + ((m * OWN + n) * THREADS + threadIdx.x) * PART) =
+        for (int n = 0; n < BLOCK_NEURONS; ++n)
+            *(float4*)(to + ((m * BLOCK_NEURONS + n) * THREADS + threadIdx.x) * THREAD_COLUMNS) =
                 make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
 }
 
-// One walk over the lost rows for neurons first, first + 1, ...: gradient[m] += sum of plane + m times the rows of `in`, with
-// the entries that lost_backward has left. The sums stay in registers. The batch is open if it is the only one.
+// One walk over the lost rows for neurons first, first + 1, ...: gradient[m] += sum of plane + m times the rows of
+// `in`, with the entries that lost_backward has left. The sums stay in registers. The batch is open if it is the only
+// one.
 template <int MATRICES>
 __device__ __forceinline__ void walk(Entries& batch, const Layer& layer, const Rows& rows, int first, int& neurons,
                                      float& bias_sum, int plane, const value_t* in, value_t* const (&gradient)[MATRICES]) {
     const int count = rows.lost[0], d = layer.d_model;
-    for (int piece = 0; piece < d; piece += PIECE) {
-        float sum[MATRICES][OWN][PART];
+    for (int slab = 0; slab < d; slab += SLAB) {
+        float sum[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS];
         set<MATRICES>(sum, nullptr);
-        const int c = piece + threadIdx.x * PART;
+        const int c = slab + threadIdx.x * THREAD_COLUMNS;
         for (int i = 0; i < count; i += BATCH_ROWS) {
             int here = count;
             if (count > BATCH_ROWS) here = open_batch<false>(batch, layer, rows, i, first);
             neurons |= batch.neurons;
-            if (plane == 1 && piece == 0) bias_sum += bias_part(batch, here);
+            if (plane == 1 && slab == 0) bias_sum += bias_part(batch, here);
             if (c < d) add_batch<MATRICES>(sum, batch, plane, (const uint2*)(in + c));
         }
         if (c < d) {
@@ -252,14 +252,14 @@ __device__ __forceinline__ void walk(Entries& batch, const Layer& layer, const R
     }
 }
 
-// The same for one batch that was computed again: sums lie in `between`, float [pieces][MATRICES][OWN][PIECE].
+// The same for one batch that was computed again: sums lie in `between`, float [slabs][MATRICES][BLOCK_NEURONS][SLAB].
 template <int MATRICES>
 __device__ __forceinline__ void walk_batch(const Entries& batch, int neurons, int first, bool begins, bool ends, int plane,
                                            const value_t* in, value_t* const (&gradient)[MATRICES], float* between, int d) {
-    for (int piece = 0; piece < d; piece += PIECE, between += MATRICES * OWN * PIECE) {
-        const int c = piece + threadIdx.x * PART;
+    for (int slab = 0; slab < d; slab += SLAB, between += MATRICES * BLOCK_NEURONS * SLAB) {
+        const int c = slab + threadIdx.x * THREAD_COLUMNS;
         if (c >= d) continue;
-        float sum[MATRICES][OWN][PART];
+        float sum[MATRICES][BLOCK_NEURONS][THREAD_COLUMNS];
         set<MATRICES>(sum, begins ? nullptr : between);
         add_batch<MATRICES>(sum, batch, plane, (const uint2*)(in + c));
         if (!ends) {
@@ -275,7 +275,7 @@ __device__ __forceinline__ void walk_batch(const Entries& batch, int neurons, in
 
 template <bool GATED>
 __device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
-    for (int first = blockIdx.x * OWN; first < layer.d_ff; first += gridDim.x * OWN) {
+    for (int first = blockIdx.x * BLOCK_NEURONS; first < layer.d_ff; first += gridDim.x * BLOCK_NEURONS) {
         int neurons = 0;
         float bias_sum = 0;
         if (rows.lost[0] <= BATCH_ROWS) open_batch<false>(batch, layer, rows, 0, first);
@@ -286,17 +286,17 @@ __device__ __forceinline__ void take_neurons(Entries& batch, const Layer& layer,
     }
 }
 
-// Where there was no room for the entries they are computed again, and `entries`, of `bytes`, is where the sums lie meanwhile:
-// as many blocks work as find room there.
+// Where there was no room for the entries they are computed again, and `entries`, of `bytes`, is where the sums lie
+// meanwhile: as many blocks work as find room there.
 template <bool GATED>
 __device__ __forceinline__ void take_neurons_again(Entries& batch, const Layer& layer, const Rows& rows, const Gradients& to) {
-    const int d = layer.d_model, pieces = (d + PIECE - 1) / PIECE, count = rows.lost[0];
-    const long long own = (long long)pieces * (GATED ? 3 : 2) * OWN * PIECE,
+    const int d = layer.d_model, slabs = (d + SLAB - 1) / SLAB, count = rows.lost[0];
+    const long long own = (long long)slabs * (GATED ? 3 : 2) * BLOCK_NEURONS * SLAB,
                     have = plane_of(layer.d_ff, rows.room) * (GATED ? 3 : 2);
     const int blocks = (int)min(max(have / own, 1LL), (long long)gridDim.x);
     float* between = rows.entries + own * blockIdx.x;
     if ((int)blockIdx.x >= blocks) return;
-    for (int first = blockIdx.x * OWN; first < layer.d_ff; first += blocks * OWN) {
+    for (int first = blockIdx.x * BLOCK_NEURONS; first < layer.d_ff; first += blocks * BLOCK_NEURONS) {
         int neurons = 0;
         float bias_sum = 0;
         for (int i = 0; i < count; i += BATCH_ROWS) {
@@ -304,7 +304,7 @@ __device__ __forceinline__ void take_neurons_again(Entries& batch, const Layer& 
             const int here = open_batch<true>(batch, layer, rows, i, first);
             neurons |= batch.neurons;
             bias_sum += bias_part(batch, here);
-            float* down = between + own - (long long)pieces * OWN * PIECE;
+            float* down = between + own - (long long)slabs * BLOCK_NEURONS * SLAB;
             if (GATED) walk_batch<2>(batch, neurons, first, begins, ends, 1, rows.x, {to.up, to.gate}, between, d);
             if (!GATED) walk_batch<1>(batch, neurons, first, begins, ends, 1, rows.x, {to.up}, between, d);
             walk_batch<1>(batch, neurons, first, begins, ends, 0, rows.dy, {to.down_t}, down, d);

@@ -1,23 +1,16 @@
 // pack: dense gate [rows, columns] -> TwELL words. Keeps `not (g <= 0)`, columns ascending.
 //
-// Floor: read the gate once, write a count and the kept words. For 16,384 x 5,632 bf16 at 0.5% kept that is
-// 184.5 MB + 11.5 MB (32-byte sectors): 0.065 ms at 3.0 TB/s.
+// What bounds it: reading the gate once from device memory; then, as versions get better, the instructions for each
+// tile.
 //
-// Versions, with their time for 16,384 x 5,632 bf16, mean nnz 29, on an H100 SXM (2026-11-21, cold L2), and what the
-// hardware counters of the same day say was busy
-//   pack_v1  0.410 ms  one thread a tile. Each thread walks its 256 columns alone, so neighbouring threads read
-//                      addresses 512 bytes apart and every load of a warp touches 32 sectors of 32 lines. L1 finds 81%
-//                      of the sectors, but its data pipe serves a line a cycle, and is busy 88% of the time.
-//   pack_v2  0.203 ms  one warp a tile: 32 neighbouring columns at a time, a ballot gives each kept value its slot.
-//                      Reads are contiguous (64 bytes a warp for bf16). Any shape, any alignment. Device memory is busy
-//                      31% of the time, the issue slots 55%.
-//   pack_v3  0.098 ms  16-byte loads: a lane holds 8 (fp32: 4) neighbouring columns, so a bf16 tile is one load a
-//                      lane; a prefix sum over the lanes' counts gives the slots. Needs columns and tile to be
-//                      multiples of the vector. Predicted 0.07. Device memory is busy 64% of the time, the issue slots
-//                      76%: the instructions for each tile are the nearer limit.
-//   pack_v4  0.095 ms  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under
-//                      way. Predicted 0.07: bytes under way were not the limit (device memory 66%, issue slots 66%).
-//                      At 1 / 8 / 64 / 256 tokens it takes 6.3 / 7.1 / 6.6 / 8.2 us and v3 5.0 / 6.0 / 5.4 / 6.9.
+//   pack_v1  one thread a tile: neighbouring threads read addresses 512 bytes apart
+//   pack_v2  one warp a tile: 32 neighbouring columns at a time, a ballot gives each kept value its slot. Any shape,
+//            any alignment
+//   pack_v3  16-byte loads: a lane holds 8 (fp32: 4) neighbouring columns, a prefix sum over the lanes' counts gives
+//            the slots. Needs columns and tile to be multiples of the vector
+//   pack_v4  a warp loads the vectors of four tiles before it looks at the first: four times the bytes under way
+//
+// Worklog: docs/kernels/smxx_pack.md
 #include "twell.cuh"
 
 // Where tile `item` of the matrix begins; tiles are numbered row by row.

@@ -1,30 +1,26 @@
-// survivors: from a packed gate and its pool to what a training step keeps of a layer: the kept entries of all rows in one
-// list without gaps, each a word `value bits << 16 | column of the matrix`. A row is a span (start, count) of the list, columns
-// ascending. The packed gate is not needed afterwards.
-//
-// Three launches, so that nobody races for a place in the list:
-//   survivor_counts   a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed; and
-//                     the sums over the ROWS_A_BLOCK rows of a block
-//   survivor_places   one block: prefix sums of those sums
-//   survivor_words    the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
+// survivors: from a packed gate and its pool to what a training step keeps of a layer (spans.cuh): the kept entries of
+// all rows in one list without gaps. The packed gate is not needed afterwards. Three launches, so that nobody races for
+// a place in the list:
+//   survivor_counts  a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed;
+//                    and the sums over the BLOCK_ROWS rows of a block
+//   survivor_places  one block: prefix sums of those sums
+//   survivor_words   the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
 // Rows whose entries would end past `capacity` are lost too, and so are all rows behind the first of them.
 //
-// Floor, 16,384 tokens, d_ff 5632: the counts lie 128 bytes apart, 64 bytes of device memory each: 23 MB twice, 8 us each at
-// 3.0 TB/s, less what the L2 cache still has.
+// What bounds it: launches, and the counts, which lie 128 bytes apart, so that each costs 64 bytes of device memory.
 //
-// Versions, in us for 16,384 tokens on an H100 SXM (2026-11-21, cold L2; an empty launch takes 4), at nnz 8 to 60
-//                                                                          counts   counts, places   all three
-//   v1  one block places all rows, 8 neighbouring ones a thread            13       43               54
-//   v2  the counts' blocks sum them up, a sum a thread is left to place    13       about 15         29 to 31
-//
-// x is searched for values that are not finite only where the row is suspect. One infinity or NaN in x makes all products
-// with finite weights infinite or NaN, and with them every value of the row's gate: so a row is suspect if it has no entries,
-// or if its first one is not finite.
+// x is searched for values that are not finite only where the row is suspect. One infinity or NaN in x makes every
+// value of the row's gate infinite or NaN: a row is suspect if it has no entries, or if its first one is not finite.
+// Worklog: docs/kernels/smxx_survivors.md
 #include "pool_walk.cuh"
+#include "spans.cuh"
 
-#define LOST (-1)
-#define ROWS_A_BLOCK 16
+#ifndef BLOCK_ROWS
+#define BLOCK_ROWS 16
+#endif
+#ifndef PLACE_THREADS
 #define PLACE_THREADS 1024
+#endif
 
 struct Totals {
     int entries, lost;  // of the rows that are not lost; how many are
@@ -41,11 +37,11 @@ __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
     return __any_sync(ALL_LANES, found);
 }
 
-extern "C" __global__ void __launch_bounds__(WARP * ROWS_A_BLOCK)
+extern "C" __global__ void __launch_bounds__(WARP * BLOCK_ROWS)
 survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
                    int* __restrict__ counts, Totals* __restrict__ totals, int rows, int columns) {
-    __shared__ int of_row[ROWS_A_BLOCK];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * ROWS_A_BLOCK + warp;
+    __shared__ int of_row[BLOCK_ROWS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * BLOCK_ROWS + warp;
     const int tiles = tiles_of(columns, POOLED_TILE);
     if (row < rows) {
         int kept = 0;
@@ -71,14 +67,15 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
     }
     __syncthreads();
     if (warp == 0) {
-        const int count = lane < ROWS_A_BLOCK && blockIdx.x * ROWS_A_BLOCK + lane < rows ? of_row[lane] : 0;
+        const int count = lane < BLOCK_ROWS && blockIdx.x * BLOCK_ROWS + lane < rows ? of_row[lane] : 0;
         const int entries = sum_over_lanes(max(count, 0));
         const unsigned lost = __ballot_sync(ALL_LANES, count == LOST);
         if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost)};
     }
 }
 
-// Sums of entries stop at the largest int: `a`, `b` and the result are at most that, so that their order does not matter.
+// Sums of entries stop at the largest int: `a`, `b` and the result are at most that, so that their order does not
+// matter.
 __device__ __forceinline__ unsigned add_up(unsigned a, unsigned b) { return min(a + b, 0x7fffffffu); }
 
 // The sum of v over the threads before this one, in a block of PLACE_THREADS; total: over all of them.
@@ -110,7 +107,7 @@ __device__ __forceinline__ unsigned sum_before(unsigned v, unsigned& total) {
 // totals: of each block of rows; after it, what comes before each block. lost[0]: how many rows are lost in all.
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
 survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows, int capacity) {
-    const int blocks = (rows + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK;
+    const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     unsigned entries_before = 0, lost_before = 0, total;
     for (int first = 0; first < blocks; first += PLACE_THREADS) {
         const int block = first + threadIdx.x;
@@ -121,7 +118,7 @@ survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, 
         if (add_up(start, (unsigned)mine.entries) > (unsigned)capacity) {  // the first such block, and all behind it
             unsigned end = start;
             mine.lost = 0;
-            for (int row = block * ROWS_A_BLOCK; row < min(rows, (block + 1) * ROWS_A_BLOCK); ++row) {
+            for (int row = block * BLOCK_ROWS; row < min(rows, (block + 1) * BLOCK_ROWS); ++row) {
                 end = add_up(end, (unsigned)max(counts[row], 0));
                 mine.lost += counts[row] == LOST || end > (unsigned)capacity;
             }
@@ -134,15 +131,16 @@ survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, 
 }
 
 // l1: of a plain layer, sum |g|; null: not wanted.
-extern "C" __global__ void __launch_bounds__(WARP * ROWS_A_BLOCK)
+extern "C" __global__ void __launch_bounds__(WARP * BLOCK_ROWS)
 survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ pool, const int* __restrict__ counts,
                   const Totals* __restrict__ totals, int2* __restrict__ spans, int* __restrict__ kept, int* __restrict__ lost,
                   word_t* __restrict__ words, float* __restrict__ l1, int rows, int columns, int capacity) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * ROWS_A_BLOCK, row = first + warp;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * BLOCK_ROWS, row = first + warp;
     if (row >= rows) return;
     const Totals before = totals[blockIdx.x];
-    const int count = lane < ROWS_A_BLOCK && first + lane < rows ? counts[first + lane] : 0;
-    // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round again.
+    const int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
+    // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round
+    // again.
     const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));
     const bool there = count != LOST && end <= (unsigned)capacity;
     const unsigned rows_there = __ballot_sync(ALL_LANES, there);

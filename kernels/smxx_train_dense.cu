@@ -1,18 +1,19 @@
-// The element-wise middle of a dense training step, each direction in one pass: what lies between the matrix products of a
-// gated layer, h = relu(g) * u, or of a plain one, h = relu(g); with its L1 sum, and with the gradient of that sum.
+// The element-wise middle of a dense training step, each direction in one pass: what lies between the matrix products
+// of a gated layer, h = relu(g) * u, or of a plain one, h = relu(g); with its L1 sum, and with the gradient of that
+// sum.
 //
-// Floor, 16,384 x 5,632 bf16: an array has 184.5 MB. Forward reads g, u and writes h: 0.184 ms at 3.0 TB/s. Backward reads g, u,
-// dh and writes h, dg, du: 0.369 ms. Prediction: 90% of that bandwidth, as a copy reaches.
+// What bounds it: device memory. Forward reads g, u and writes h; backward reads g, u, dh and writes h, dg, du.
 //
-// Versions, in ms on an H100 SXM (2026-11-21, cold L2, no record kept), 16,384 x 5,632 bf16; a copy reached 3.06 TB/s there
-//                      gated: forward  backward   plain: forward  backward
-//   v1                  0.210          0.500
-//   v2                  0.193          0.397      0.131           0.264      2.87, 2.79, 2.82, 2.80 TB/s
-//   dense_hidden_v1, dense_gradients_v1  a warp a row, a value a lane: any d_ff, any address.
-//   dense_hidden_v2, dense_gradients_v2  16 bytes a lane, four of them under way at once, where rows start on 16-byte boundaries.
+//   dense_hidden_v1, dense_gradients_v1  a warp a row, a value a lane: any d_ff, any address
+//   dense_hidden_v2, dense_gradients_v2  16 bytes a lane, AT_ONCE of them under way, where rows start on 16-byte
+//                                        boundaries
+//
+// Worklog: docs/kernels/smxx_train_dense.md
 #include "twell.cuh"
 
+#ifndef THREADS
 #define THREADS 256  // a warp a row
+#endif
 #define AT_ONCE 4    // vectors of each array that a lane has under way
 
 __device__ __forceinline__ float relu(float g) { return !(g <= 0.0f) ? g : 0.0f; }  // NaN stays

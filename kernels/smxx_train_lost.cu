@@ -1,39 +1,21 @@
-// The rows that a sparse training step cannot hold ("lost" rows, of which a tile overflows the pool), forward and backward,
-// from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending, known on the device only: each
-// kernel is launched with a fixed grid, looks, and ends at once where there are none. smxx_lost_weights.cu has the weights'
-// gradients.
+// The rows that a sparse training step cannot hold ("lost" rows, of which a tile overflows the pool), forward and
+// backward, from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending, known on the
+// device only: each kernel is launched with a fixed grid, looks, and ends at once where there are none.
+// smxx_lost_weights.cu has the weights' gradients.
 //
-// Floor a lost row, d_model 2048, d_ff 5632, a share p of whose neurons fire (an H100's 132 multiprocessors at 1.7 GHz make 29e12
-// fma a second): 11.5e6 fma for the gate, 0.4 us; as much times p for each of u, y (forward), and of u, dh, two for dx
-// (backward). At p = 0.3: 0.64 us forward, 0.9 us backward. With few lost rows the weights' way from device memory is
-// longer: 69 MB, 23 us at 3.0 TB/s.
-// Prediction: 0.6 of the fma rate, since a third of the instructions convert 16-bit values; and for p = 0.3 most weight rows are
-// wanted by some of 8 rows, so that little of their work is saved: 1.5 us and 2.5 us a row.
+// What bounds it: with few rows, reading the weights; with many, instructions: fused multiply-adds on 16-bit values
+// that have to be converted, without tensor cores. A weight row that is read serves 8 lost rows.
 //
-// Versions, in us a lost row on an H100 SXM (2026-11-21, cold L2, d_model 2048, d_ff 5632, 16,384 tokens, both kernels of a direction
-// together; no record was kept). Without lost rows 7.0 us forward and 7.9 us backward, the events around two launches included.
-//   lost rows                    1      8      64     500    3000   | at p = 0.1: 8      500
-//   forward, v1 as first written 60.2   9.6    4.5    3.9    4.0    |             8.5    3.3
-//   forward, then                43.2   7.3    3.4    3.0    3.0    |             6.3    2.2
-//   forward, now                 42.3   7.1    3.2    2.8    2.7    |             6.0    2.0
-//   backward, first              111    24.1   10.9   10.0   15.1   |             18.7   7.2
-//   backward, then               93     21.5   8.6    7.8    (37)   |             16.6   5.7
-//   backward, now                96.6   21.4   8.2    7.3    11.5   |             17.0   5.2
-//   lost_forward_v1, lost_finish_v1    8 rows a block; a warp makes 4 x 8 dot products at once, each weight value from L2 serving 8
-//                                      rows and each x value from L1 four neurons; then y's columns are dealt to the threads, the
-//                                      block's sums lying in global memory (L2) between batches of 64 neurons. Few rows: slices of
-//                                      neurons, added up by the second kernel in a fixed order.
-//   lost_backward_v1                   the same for dx; it leaves h, dgate and dup for lost_weights, unless there are more than `room`
-//                                      lost rows.
-// "First" asked of each product whether its h is zero, and waited for each weight row; "then" asks only of neurons, makes few
-// wanted dot products one by one, and has four weight rows under way. "Now" takes the neurons from a list: 100 instead of 137
-// instructions a neuron, by the disassembly, of which 5 to 8% of the time is left. So the prediction was missed by a factor of two:
-// for p = 0.3 the count of instructions alone made 2.2 us forward, and the kernel waits for more than these.
+//   lost_forward_v1, lost_finish_v1  8 rows a block; a warp makes 4 x 8 dot products at once; then y's columns are
+//                                    dealt to the threads. Few rows: slices of neurons, added up by the second kernel
+//                                    in a fixed order
+//   lost_backward_v1                 the same for dx; it leaves h, dgate and dup for lost_weights, unless more than
+//                                    `room` rows are lost
+// Worklog: docs/kernels/smxx_train_lost.md
 #include "lost_rows.cuh"
 
-#define BATCH 64         // neurons between two barriers
-#define AHEAD 4          // weight rows under way while one is worked on
-#define PIECE (THREADS * VECTOR)  // columns that a block owns at a time: a vector a thread
+#define BATCH_NEURONS 64         // neurons between two barriers
+#define SLAB (THREADS * VECTOR)  // columns that a block owns at a time: a vector a thread
 
 // A block's group of rows and what it finds about them.
 struct Group {
@@ -56,10 +38,10 @@ __device__ __forceinline__ void open_group(Group& group, const int* lost, int i,
     if (!found && lane_of() == 0) atomicOr(&group.finite, 1u << warp_of());
     __syncthreads();
 }
-static_assert(WARPS_HERE == ROWS, "a warp for each row");
+static_assert(BLOCK_WARPS == ROWS, "a warp for each row");
 
-// sum[r] += coefficient[k][r] * row k of `weights` for each k of the list, which has `count` and goes on for AHEAD more that are
-// loaded for nothing.
+// sum[r] += coefficient[k][r] * row k of `weights` for each k of the list, which has `count` and goes on for AHEAD more
+// that are loaded for nothing.
 __device__ __forceinline__ void add_rows(float (&sum)[ROWS][VECTOR], const float4 (*coefficient)[ROWS / 4],
                                          const unsigned char* list, int count, const uint4* __restrict__ weights, int width) {
     Vector ahead[AHEAD];
@@ -88,7 +70,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[ROWS][VECTOR], const float
 // The numbers of the set places among alive[0..count), ascending, and then AHEAD and more zeros. One warp calls it.
 __device__ __forceinline__ void list_alive(const bool* alive, int count, unsigned char* list, int& listed) {
     int total = 0;
-    for (int k = lane_of(); k < BATCH; k += WARP) {
+    for (int k = lane_of(); k < BATCH_NEURONS; k += WARP) {
         const bool mine = k < count && alive[k];
         const unsigned all = __ballot_sync(ALL_LANES, mine);
         if (mine) list[total + __popc(all & ((1u << lane_of()) - 1))] = k;
@@ -105,9 +87,9 @@ struct Task {
     bool whole;
 };
 
-// Forward: out is y, its sums those of h * down_t, and l1 and kept of row r go to [r], or if the task is whole to [its number].
-// Backward: out is dx, its sums those of dgate * gate + dup * up, and if there is room for all rows of the list their entries are kept.
-// sums: the block's float [ROWS][d_model].
+// Forward: out is y, its sums those of h * down_t, and l1 and kept of row r go to [r], or if the task is whole to [its
+// number]. Backward: out is dx, its sums those of dgate * gate + dup * up, and if there is room for all rows of the
+// list their entries are kept. sums: the block's float [ROWS][d_model].
 template <bool BACKWARD>
 __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, const value_t* __restrict__ x,
                                           const value_t* __restrict__ dy, const float* __restrict__ dl1,
@@ -115,12 +97,12 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
                                           const value_t* __restrict__ bias, value_t* __restrict__ out, float* l1, int* kept,
                                           float* __restrict__ entries, int room) {
     __shared__ Group group;
-    __shared__ float4 first_of[BATCH][ROWS / 4], second_of[BATCH][ROWS / 4];  // h; or dup and dgate
-    __shared__ bool alive[BATCH];     // whether a neuron of the batch counts in some row
-    __shared__ unsigned char list[BATCH + 2 * AHEAD];  // those that do, ascending
+    __shared__ float4 first_of[BATCH_NEURONS][ROWS / 4], second_of[BATCH_NEURONS][ROWS / 4];  // h; or dup and dgate
+    __shared__ bool alive[BATCH_NEURONS];     // whether a neuron of the batch counts in some row
+    __shared__ unsigned char list[BATCH_NEURONS + 2 * AHEAD];  // those that do, ascending
     __shared__ int listed;
-    __shared__ float l1_part[WARPS_HERE][WARP];
-    __shared__ int kept_part[WARPS_HERE][WARP];
+    __shared__ float l1_part[BLOCK_WARPS][WARP];
+    __shared__ int kept_part[BLOCK_WARPS][WARP];
     open_group(group, lost, task.i, task.rows, x, dl1, layer.d_model);
     const unsigned valid = ALL_ROWS >> (ROWS - task.rows), finite = group.finite & valid;
     const int d = layer.d_model, n = lane_of() / ROWS, r = lane_of() % ROWS;
@@ -128,9 +110,9 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
     float l1_sum = 0;
     int kept_sum = 0;
 
-    for (int first = task.from; first < task.to; first += BATCH) {
-        const int count = min(BATCH, task.to - first);
-        for (int k = warp_of() * NEURONS; k < count; k += WARPS_HERE * NEURONS) {
+    for (int first = task.from; first < task.to; first += BATCH_NEURONS) {
+        const int count = min(BATCH_NEURONS, task.to - first);
+        for (int k = warp_of() * NEURONS; k < count; k += BLOCK_WARPS * NEURONS) {
             const int here = min(NEURONS, count - k);
             const Entry e = entry<BACKWARD, true>(layer, x, dy, group.at, first + k, here, valid, finite, group.slope[r]);
             l1_sum += fabsf(e.h), kept_sum += e.fires;
@@ -147,10 +129,10 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
             }
         }
         __syncthreads();
-        const bool begins = first == task.from, ends = first + BATCH >= task.to;
+        const bool begins = first == task.from, ends = first + BATCH_NEURONS >= task.to;
         if (warp_of() == 0) list_alive(alive, count, list, listed);
         __syncthreads();
-        for (int c = threadIdx.x * VECTOR; c < d; c += PIECE) {
+        for (int c = threadIdx.x * VECTOR; c < d; c += SLAB) {
             float sum[ROWS][VECTOR];
 #pragma unroll
             for (int q = 0; q < ROWS; ++q)
@@ -192,7 +174,7 @@ __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, 
     if (threadIdx.x < task.rows) {
         float total = 0;
         int all = 0;
-        for (int w = 0; w < WARPS_HERE; ++w)
+        for (int w = 0; w < BLOCK_WARPS; ++w)
             for (int k = 0; k < NEURONS; ++k)
                 total += l1_part[w][k * ROWS + threadIdx.x], all += kept_part[w][k * ROWS + threadIdx.x];
         const int place = task.whole ? lost[1 + task.i + threadIdx.x] : threadIdx.x;
@@ -249,7 +231,7 @@ lost_finish_v1(const int* __restrict__ lost, const value_t* __restrict__ down_bi
     add_slices(deal, lost, sums, down_bias, y, d_model);
     // A warp a row.
     const int rest = count - deal.whole * ROWS;
-    for (int i = blockIdx.x * WARPS_HERE + warp_of(); i < rest; i += gridDim.x * WARPS_HERE) {
+    for (int i = blockIdx.x * BLOCK_WARPS + warp_of(); i < rest; i += gridDim.x * BLOCK_WARPS) {
         float total = 0;
         int all = 0;
         for (int s = lane_of(); s < deal.slices; s += WARP) {

@@ -1,27 +1,18 @@
-// What a training step computes row by row from the survivors of a layer (smxx_survivors.cu): a row's span of a list of words,
-// for a gated layer u beside each, so that h = g u, and h = g for a plain one.
+// What a training step computes row by row from the survivors of a layer (spans.cuh), v1: a block a token, whole rows
+// in registers. h = g u in a gated layer, h = g in a plain one. Lost rows are left alone. v2, by slabs of columns:
+// smxx_train_slabs.cu.
 //   weighted_rows    y  = sum of h down_t[column] + bias                                     of the forward pass
 //   hidden_gradient  dh = dy . down_t[column] + dl1 sign(h), in fp32 beside the words         of the backward pass
 //   input_gradient   dx = sum of dh u gate[column] + dh g up[column]; plain: dh up[column]
-// Rows that are lost (start -1) are left alone.
 //
-// Floor, 16,384 tokens, d_model 2048 bf16: 67 MB of y, dy or dx through device memory, 22 us at 3.0 TB/s; 4 KB a kept
-// value and matrix through the L2 cache, 0.26 ms for each matrix at nnz 29 and 7.4 TB/s, less what L1 has.
-//
-// v1, here: a block a token, whole rows in registers, as up_v1 and down_v6 (smxx_up.cu, smxx_down.cu). 69, 82 and 137 us at
-// nnz 8, 220, 242 and 464 at 29 (2026-11-21, H100 SXM, d_ff 5632): the floor of the L2 cache. v2 is in smxx_train_slabs.cu.
-// Tried on v1: rows cut in 2 and 4 parts of 1024 and 512 columns, all tokens of one part before the next. weighted_rows 201,
-// input_gradient 447 and 416 us at nnz 29: fewer columns, more hits in L1, which is where v2 comes from.
+// What bounds it: the L2 cache, through which every kept value reads a row of each matrix, 4 KB at d_model 2048.
+// Worklog: docs/kernels/smxx_train_rows.md
 #define LEAN
 #include "dense_row.cuh"
 #include "row_walk.cuh"
-
-#define LOST (-1)
+#include "spans.cuh"
 
 __device__ __forceinline__ const value_t* row_of_matrix(const value_t* m, int row) { return m + (long long)row * D_MODEL; }
-
-// h of an entry: of a gated layer in fp32, not rounded.
-__device__ __forceinline__ float hidden_value(float g, const float* ups, int at) { return ups ? g * ups[at] : g; }
 
 extern "C" __global__ void ONE_TOKEN_BLOCK
 weighted_rows_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
@@ -45,8 +36,6 @@ weighted_rows_v1(const int2* __restrict__ spans, const word_t* __restrict__ word
     }
     store_row(y + (long long)row * D_MODEL, sum);
 }
-
-__device__ __forceinline__ float sign_of(float h) { return h > 0 ? 1.0f : h < 0 ? -1.0f : h; }  // zero and NaN are their own
 
 extern "C" __global__ void ONE_TOKEN_BLOCK
 hidden_gradient_v1(const value_t* __restrict__ dy, const int2* __restrict__ spans, const word_t* __restrict__ words,

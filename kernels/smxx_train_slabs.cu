@@ -1,72 +1,47 @@
-// The row kernels of a training step (smxx_train_rows.cu), a slab of columns at a time.
+// The row kernels of a training step (smxx_train_rows.cu), v2: a slab of columns at a time. blockIdx.y says which slab;
+// the GPU takes all tokens of one before those of the next, so that the slabs of neurons that fire often stay in the L1
+// cache.
 //
-// The kernels with whole rows in registers read 4 KB through the L2 cache for a kept value (d_model 2048), and that is what
-// binds them. But neurons fire unevenly: half of the kept values come from the tenth of the neurons that fires most. The L1
-// cache of a multiprocessor, 256 KB, holds 60 whole rows of a matrix, or 480 slabs of 256 columns. So blockIdx.y says which
-// slab, the GPU takes all tokens of one before those of the next, and many reads of a matrix end in L1.
-//
-// GROUP lanes take a row, 16 bytes of a slab each; WARP / GROUP rows a warp. What is added goes into the same column sums
-// from the first entry to the last; but a dot product is cut into as many pieces as there are slabs, which are kept in fp32,
-// `pieces` [slabs][capacity], and added up in order by a kernel of their own.
-//
+// ROW_LANES lanes take a row, 16 bytes of a slab each; WARP_ROWS rows a warp. Sums go into the same columns from the
+// first entry to the last; a dot product is cut into as many pieces as there are slabs, kept in fp32, `pieces`
+// [slabs][capacity], added up in order.
 //   weighted_rows_v2    y  = sum of h down_t[column] + bias; the bits of v1
 //   input_gradient_v2   dx = sum of dh u gate[column] + dh g up[column]; plain: dh up[column]
 //   pieces_v1           the dot products of x's or dy's rows with rows of a matrix, by slab
 //   up_values_v1        u = sum of pieces + up_bias, l1 = sum |g u|
 //   hidden_gradient_v2  dh = sum of pieces + dl1 sign(h)
 //
-// Floor: of lognormal rates (bench.firing_rates) an LRU cache of 210 KB would have 43% of the reads in slabs of 256 columns,
-// 64% in slabs of 128, and of two matrices in turn 27% and 43%; of equal rates 7% and 15%. What is left at 7.4 TB/s: at nnz 29
-// 0.15 or 0.10 ms a matrix, 0.30 ms for two in slabs of 128. Instructions: 20 for 512 bytes, 0.09 ms a matrix.
-//
-// Times, us, 16,384 tokens, d_model 2048, d_ff 5632, bf16, on an H100 SXM (2026-11-21, cold L2; an empty launch takes 4)
-//                                        lognormal rates, 30% dead      all neurons equally often
-//   mean nnz                             8      29     60               29
-//   weighted_rows    v1                  69     220    436              255
-//                    v2, 256 columns     60     146    269              231
-//   hidden_gradient  v1                  82     242    471              270
-//                    pieces and v2, 256  84     178    322              248 *
-//   input_gradient   v1                  137    464    939              530
-//                    v2, 128 columns     116    330    632              475
-//   up_values: pieces and v1, 256        81     175    317              248 *   the survivors without their words
-// * its two launches timed apart.
-// Slabs pay by how unevenly neurons fire, and where rows are long enough for what each slab costs again: the span, the words.
-//
-// What it took, weighted_rows at nnz 29:
-//   191  entries handed round by shuffles, loads asked for one by one (k < n ? load : 0): 36 instructions for 512 bytes, and
-//        the compiler waits for each load before it asks for the next
-//   160  entries in shared memory, every load unconditional; a warp's next entries fetched ahead
-//   154  GROUP lanes a row with its own entries, nothing fetched ahead: fewer instructions between rows
-//   146  eight entries at once in 32 registers, 64 warps a multiprocessor
-// Narrower slabs, predicted to win by their hits in L1, do not: 161 with 128 columns, 199 with 64. Each slab costs a row about
-// 80 instructions besides its entries. With two matrices 128 columns do win, 331 beside 350.
+// What bounds it: what L1 does not hold, through the L2 cache; and what each slab costs a row besides: the span, the
+// words. Worklog: docs/kernels/smxx_train_slabs.md
 #include "row_walk.cuh"
+#include "spans.cuh"
 
-#ifndef GROUP
-#define GROUP 16
+#ifndef ROW_LANES
+#define ROW_LANES 16
 #endif
 #ifndef AT_ONCE
 #define AT_ONCE 4
 #endif
-#define PARTS (WARP / GROUP)    // rows of a warp
-#define WIDTH (GROUP * VECTOR)  // columns of a slab
-#define TURN WARP               // entries of a row that are fetched at a time
-#define WARPS_A_BLOCK 4
-#define LOST (-1)
+#define WARP_ROWS (WARP / ROW_LANES)  // rows of a warp
+#define SLAB (ROW_LANES * VECTOR)     // columns of a slab
+#define TURN WARP                     // entries of a row that are fetched at a time
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 4
+#endif
 #define ROW_BYTES ((unsigned)(D_MODEL * sizeof(value_t)))
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
-static_assert(TURN % AT_ONCE == 0 && GROUP % AT_ONCE == 0, "a turn and a group are cut evenly");
+static_assert(TURN % AT_ONCE == 0 && ROW_LANES % AT_ONCE == 0, "a turn and a group are cut evenly");
 
 // Blocks that should fit a multiprocessor: as many as leave every thread the registers it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define AS_SM90 (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)  // room for 2048 threads
-#define SUMS_RESIDENT (AT_ONCE != 8 ? 12 : AS_SM90 && D_MODEL % WIDTH == 0 ? 16 : 10)
+#define SUMS_RESIDENT (AT_ONCE != 8 ? 12 : AS_SM90 && D_MODEL % SLAB == 0 ? 16 : 10)
 #define RESIDENT (__CUDA_ARCH__ >= 1000 ? 8 : 10)
 #else
 #define SUMS_RESIDENT 8
 #define RESIDENT 8
 #endif
-#define WARPS_OF_ROWS(BLOCKS) __launch_bounds__(WARP * WARPS_A_BLOCK, BLOCKS)
+#define WARPS_OF_ROWS(BLOCKS) __launch_bounds__(WARP * BLOCK_WARPS, BLOCKS)
 
 // Where a lane is: its row, and its columns of the row's slab. A row beyond the last counts as lost.
 struct Place {
@@ -74,22 +49,22 @@ struct Place {
     int start, count;             // of the row's entries
     bool lost;
     __device__ __forceinline__ Place(int slab, const int2* spans, int rows)
-        : lane(threadIdx.x % GROUP), part(threadIdx.x / GROUP % PARTS),
-          row((blockIdx.x * WARPS_A_BLOCK + threadIdx.x / WARP) * PARTS + part), column(slab * WIDTH + lane * VECTOR) {
+        : lane(threadIdx.x % ROW_LANES), part(threadIdx.x / ROW_LANES % WARP_ROWS),
+          row((blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP) * WARP_ROWS + part), column(slab * SLAB + lane * VECTOR) {
         int2 span = make_int2(LOST, 0);
         if (row < rows) span = __ldcg(spans + row);
         start = span.x, count = span.y, lost = span.x == LOST;
     }
     // Whether this lane has columns: the last slab may be narrower.
-    __device__ __forceinline__ bool inside() const { return D_MODEL % WIDTH == 0 || column < D_MODEL; }
+    __device__ __forceinline__ bool inside() const { return D_MODEL % SLAB == 0 || column < D_MODEL; }
     // This lane's columns of a matrix. Lanes without columns read what the last lane that has some reads.
     __device__ __forceinline__ const char* of(const value_t* m) const {
-        return (const char*)(m + (D_MODEL % WIDTH == 0 ? column : min(column, D_MODEL - VECTOR)));
+        return (const char*)(m + (D_MODEL % SLAB == 0 ? column : min(column, D_MODEL - VECTOR)));
     }
     // The largest of the parts' numbers.
     __device__ __forceinline__ int most(int mine) const {
 #pragma unroll
-        for (int step = GROUP; step < WARP; step *= 2) mine = max(mine, __shfl_xor_sync(ALL_LANES, mine, step));
+        for (int step = ROW_LANES; step < WARP; step *= 2) mine = max(mine, __shfl_xor_sync(ALL_LANES, mine, step));
         return mine;
     }
 };
@@ -118,34 +93,34 @@ __device__ __forceinline__ void store_sums(value_t* m, const Place& p, const flo
     if (!p.lost && p.inside()) __stcs((uint4*)(m + (long long)p.row * D_MODEL + p.column), Vector::of_floats(sum).raw);
 }
 
-// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last entry
-// comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has to
-// ask whether to load.
+// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last
+// entry comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has
+// to ask whether to load.
 extern "C" __global__ void WARPS_OF_ROWS(SUMS_RESIDENT)
 weighted_rows_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                  const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int rows) {
-    __shared__ uint2 entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its row, h
+    __shared__ uint2 entries[BLOCK_WARPS * WARP_ROWS][TURN];  // offset of its row, h
     const Place p(blockIdx.y, spans, rows);
-    uint2* mine = entries[threadIdx.x / GROUP];
+    uint2* mine = entries[threadIdx.x / ROW_LANES];
     const char* matrix = p.of(down_t);
     float sum[VECTOR] = {};
     if (bias) load(p.of(bias), 0).to_floats(sum);
     const int most = p.most(p.count);
     for (int at = 0; at < most; at += TURN) {
-        word_t word[PARTS] = {};
-        float h[PARTS] = {};
+        word_t word[WARP_ROWS] = {};
+        float h[WARP_ROWS] = {};
         if (p.count) {
 #pragma unroll
-            for (int i = 0; i < PARTS; ++i) {
-                const int k = at + i * GROUP + p.lane;
+            for (int i = 0; i < WARP_ROWS; ++i) {
+                const int k = at + i * ROW_LANES + p.lane;
                 word[i] = element(words, p.start + min(k, p.count - 1));
                 if (k < p.count) h[i] = ups ? element(ups, p.start + k) : 1.0f;
             }
         }
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-            if (at + i * GROUP + p.lane < p.count) h[i] *= to_float(word_value(word[i]));
-            mine[i * GROUP + p.lane] = make_uint2(word_column(word[i]) * ROW_BYTES, __float_as_uint(h[i]));
+        for (int i = 0; i < WARP_ROWS; ++i) {
+            if (at + i * ROW_LANES + p.lane < p.count) h[i] *= to_float(word_value(word[i]));
+            mine[i * ROW_LANES + p.lane] = make_uint2(word_column(word[i]) * ROW_BYTES, __float_as_uint(h[i]));
         }
         __syncwarp();
         const int n = min(TURN, most - at);
@@ -170,29 +145,29 @@ extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                   const float* __restrict__ dh, const value_t* __restrict__ gate, const value_t* __restrict__ up,
                   value_t* __restrict__ dx, int rows) {
-    __shared__ uint4 entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its rows, du, dg
+    __shared__ uint4 entries[BLOCK_WARPS * WARP_ROWS][TURN];  // offset of its rows, du, dg
     const Place p(blockIdx.y, spans, rows);
-    uint4* mine = entries[threadIdx.x / GROUP];
+    uint4* mine = entries[threadIdx.x / ROW_LANES];
     const char *of_gate = p.of(gate), *of_up = p.of(up);
     float sum[VECTOR] = {};
     const int most = p.most(p.count);
     for (int at = 0; at < most; at += TURN) {
-        word_t word[PARTS] = {};
-        float d[PARTS] = {}, u[PARTS] = {};
+        word_t word[WARP_ROWS] = {};
+        float d[WARP_ROWS] = {}, u[WARP_ROWS] = {};
         if (p.count) {
 #pragma unroll
-            for (int i = 0; i < PARTS; ++i) {
-                const int k = at + i * GROUP + p.lane;
+            for (int i = 0; i < WARP_ROWS; ++i) {
+                const int k = at + i * ROW_LANES + p.lane;
                 word[i] = element(words, p.start + min(k, p.count - 1));
                 if (k < p.count) d[i] = element(dh, p.start + k);
                 if (k < p.count && gate) u[i] = element(ups, p.start + k);
             }
         }
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
+        for (int i = 0; i < WARP_ROWS; ++i) {
             float du = d[i];
-            if (gate && at + i * GROUP + p.lane < p.count) du *= to_float(word_value(word[i]));
-            mine[i * GROUP + p.lane] =
+            if (gate && at + i * ROW_LANES + p.lane < p.count) du *= to_float(word_value(word[i]));
+            mine[i * ROW_LANES + p.lane] =
                 make_uint4(word_column(word[i]) * ROW_BYTES, __float_as_uint(du), __float_as_uint(d[i] * u[i]), 0);
         }
         __syncwarp();
@@ -220,10 +195,10 @@ input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ wor
 }
 #endif
 
-// The sum of d over the GROUP lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within the
-// part, divided by GROUP / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
+// The sum of d over the ROW_LANES lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within
+// the part, divided by ROW_LANES / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
 __device__ __forceinline__ float sums_over_group(float* d, int lane) {
-    int step = GROUP / 2;
+    int step = ROW_LANES / 2;
 #pragma unroll
     for (int half = AT_ONCE / 2; half; half /= 2, step /= 2) {
         const bool upper = lane & step;
@@ -234,7 +209,7 @@ __device__ __forceinline__ float sums_over_group(float* d, int lane) {
         }
     }
 #pragma unroll
-    for (int rest = GROUP / AT_ONCE / 2; rest; rest /= 2) d[0] += __shfl_xor_sync(ALL_LANES, d[0], rest);
+    for (int rest = ROW_LANES / AT_ONCE / 2; rest; rest /= 2) d[0] += __shfl_xor_sync(ALL_LANES, d[0], rest);
     return d[0];
 }
 
@@ -242,9 +217,9 @@ __device__ __forceinline__ float sums_over_group(float* d, int lane) {
 extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const word_t* __restrict__ words,
           const value_t* __restrict__ matrix, float* __restrict__ pieces, int rows, int capacity, int first) {
-    __shared__ unsigned entries[WARPS_A_BLOCK * PARTS][TURN];  // offset of its row
+    __shared__ unsigned entries[BLOCK_WARPS * WARP_ROWS][TURN];  // offset of its row
     const Place p(first + blockIdx.y, spans, rows);
-    unsigned* mine = entries[threadIdx.x / GROUP];
+    unsigned* mine = entries[threadIdx.x / ROW_LANES];
     const char* rows_at = p.of(matrix);
     float x[VECTOR];
     Vector in_row;
@@ -252,16 +227,17 @@ pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const 
     if (!p.lost && p.inside()) in_row.raw = __ldcs((const uint4*)(in + (long long)p.row * D_MODEL + p.column));
     in_row.to_floats(x);
     float* to = pieces + (long long)blockIdx.y * capacity + p.start;
-    const int which = p.lane / (GROUP / AT_ONCE), most = p.most(p.count);
-    const bool writes = p.lane % (GROUP / AT_ONCE) == 0;
+    const int which = p.lane / (ROW_LANES / AT_ONCE), most = p.most(p.count);
+    const bool writes = p.lane % (ROW_LANES / AT_ONCE) == 0;
     for (int at = 0; at < most; at += TURN) {
-        word_t word[PARTS] = {};
+        word_t word[WARP_ROWS] = {};
         if (p.count) {
 #pragma unroll
-            for (int i = 0; i < PARTS; ++i) word[i] = element(words, p.start + min(at + i * GROUP + p.lane, p.count - 1));
+            for (int i = 0; i < WARP_ROWS; ++i)
+                word[i] = element(words, p.start + min(at + i * ROW_LANES + p.lane, p.count - 1));
         }
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) mine[i * GROUP + p.lane] = word_column(word[i]) * ROW_BYTES;
+        for (int i = 0; i < WARP_ROWS; ++i) mine[i * ROW_LANES + p.lane] = word_column(word[i]) * ROW_BYTES;
         __syncwarp();
         const int n = min(TURN, most - at);
         for (int s = 0; s < n; s += AT_ONCE) {
@@ -300,7 +276,7 @@ extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 up_values_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ pieces,
              const value_t* __restrict__ up_bias, float* __restrict__ ups, float* __restrict__ l1, int rows, int capacity,
              int slabs, int begun, int last) {
-    const int row = blockIdx.x * WARPS_A_BLOCK + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (row >= rows) return;
     const int2 span = __ldcg(spans + row);
     if (span.x == LOST) return;
@@ -320,13 +296,11 @@ up_values_v1(const int2* __restrict__ spans, const word_t* __restrict__ words, c
     if (lane == 0) l1[row] = sum;
 }
 
-__device__ __forceinline__ float sign_of(float h) { return h > 0 ? 1.0f : h < 0 ? -1.0f : h; }  // zero and NaN are their own
-
 extern "C" __global__ void WARPS_OF_ROWS(RESIDENT)
 hidden_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ pieces,
                    const float* __restrict__ ups, const float* __restrict__ dl1, float* __restrict__ dh, int rows, int capacity,
                    int slabs, int begun, int last) {
-    const int row = blockIdx.x * WARPS_A_BLOCK + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (row >= rows) return;
     const int2 span = __ldcg(spans + row);
     if (span.x == LOST) return;
@@ -335,7 +309,7 @@ hidden_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ wo
         float d = sum_of_pieces(pieces, slabs, capacity, i, begun ? dh[i] : 0.0f);
         if (last && dl1) {
             const float g = to_float(word_value(words[i]));
-            d = fmaf(slope, sign_of(ups ? g * ups[i] : g), d);
+            d = fmaf(slope, sign_of(hidden_value(g, ups, i)), d);
         }
         dh[i] = d;
     }

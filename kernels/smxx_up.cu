@@ -1,31 +1,13 @@
-// up: hidden = g * (x up^T + up_bias) at the kept gate values g of each row and nowhere else, the first of the two passes of
-// a gated layer; smxx_down.cu, compiled with HIDDEN, is the second. (A sampled dense-dense product, then a sparse-dense one.)
+// up: hidden = g * (x up^T + up_bias) at the kept gate values g of each row and nowhere else, the first of the two
+// passes of a gated layer; smxx_down.cu, compiled with HIDDEN, is the second. (A sampled dense-dense product, then a
+// sparse-dense one.)
 //
-// Why two passes. One kernel that reads a row of up and a row of down_t for every kept value (gated_v5) has both matrices in
-// use at once: 46 MB at d_model 2048, d_ff 5632, in an L2 cache of 50 MB through which x, start and y pass as well. Where
-// all neurons fire about equally often, as those do that a hot/cold split leaves, many rows come from device memory again.
-// Each pass has one matrix in use, 23 MB. It needs fewer registers too, so that 12 tokens a multiprocessor are under way
-// instead of 8. Between the passes lie 8 bytes a kept value.
+// Why two passes. One kernel that reads a row of up and a row of down_t for every kept value (gated_v5) has both
+// matrices in use at once, 46 MB at d_model 2048, d_ff 5632, in an L2 cache of 50 MB through which x, start and y pass
+// as well. Each pass has one matrix in use, and needs fewer registers, so that more tokens a multiprocessor are under
+// way. Between the passes lie 8 bytes a kept value.
 //
-// Floor of both passes, 16,384 tokens, d_model 2048 bf16: 134 MB of x and y through device memory, 0.045 ms at 3.0 TB/s,
-// 0.09 with `start`; 8 KB a kept value through the L2 cache, 0.018 ms for each value of the mean nnz at 7.4 TB/s.
-//
-// Versions, in ms for 16,384 tokens on an H100 SXM (2026-11-21, cold L2): up_v1 and down_v6 together beside the one pass of
-// gated_v5, both with stats
-//                        lognormal rates, 30% dead                all neurons equally often
-//   mean nnz             4      8      15     29     60           4      8      15     29
-//   gated_v5             0.098  0.154  0.269  0.503  0.995        0.149  0.220  0.343  0.581
-//   up_v1, down_v6       0.096  0.154  0.254  0.463  0.910        0.118  0.167  0.282  0.518
-//   with start:
-//   gated_v5             0.133  0.175  0.288  0.521  1.013        0.192  0.261  0.381  0.614
-//   up_v1, down_v6       0.133  0.176  0.274  0.483  0.930        0.158  0.192  0.301  0.536
-// With fewer tokens one pass wins, 0.029 beside 0.036 ms at 2,048 and nnz 8; at 4,096 neither does clearly.
-// stats were counted by each block of up_v1 then, which at nnz 4 cost 0.004 to 0.005 ms (16,384 atomic operations on one
-// number); now every sixteenth block of down_v6 counts, which has not been timed.
-// Tried, exploring runs of which no record was kept: a down pass that walks the tiles again for its columns instead of
-// reading a list, 0.113 instead of 0.095 ms at nnz 4 (three loads that wait for each other where the list needs one); two rows
-// of up under way at once, 0.092 instead of 0.085 ms for this pass at nnz 8; the shuffles of four dot products together, one
-// warp a token, x kept as floats: no change; four warps a token, 16 tokens a multiprocessor at 64 registers: 2 to 8% slower.
+// What bounds it: the L2 cache, 4 KB a kept value and pass at d_model 2048. Worklog: docs/kernels/smxx_up.md
 #define LEAN
 #include "pool_walk.cuh"
 

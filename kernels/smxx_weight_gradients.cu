@@ -1,44 +1,33 @@
 // weight_gradients: for every neuron j, over the tokens t that it fired for (records of columns.cuh),
 //   dgate[j] = sum dgate_of * x[t],  dup[j] = sum dup_of * x[t],  ddown_t[j] = sum hidden * dy[t]
-// and the biases' gradients, the sums of dgate_of and dup_of. float32 sums in a fixed order, rounded once. PLAIN: no dgate.
+// and the biases' gradients, the sums of dgate_of and dup_of. float32 sums in a fixed order, rounded once. GATED 0: no
+// dgate.
 //
-// Floor: a survivor reads a row of x and a row of dy through the L2 cache: 8 KB at d_model 2048, 16 bits. 16,384 tokens of mean
-// nnz 29 make 3.9 GB, 0.53 ms at 7.4 TB/s. x and dy, 134 MB together, come once from device memory and three gradients of 23 MB go
-// there, 0.07 ms at 3.0 TB/s, mostly hidden. Arithmetic: 10 operations for each pair of values, 0.2 ms of the GPU's issue slots.
-// That holds only if rows that are read again are still in the L2, which x and dy together exceed. So columns of x and dy are
-// taken in slabs of 256, one after another: 17 MB are in use at a time.
+// What bounds it: the L2 cache, through which each survivor reads a row of x and one of dy. That holds only if rows
+// that are read again are still there, which x and dy together exceed: so columns are taken in slabs of SLAB, one after
+// another.
 //
-// Versions, ms on an H100 SXM (2026-11-21, cold L2), 16,384 tokens, d_model 2048, d_ff 5632, bf16, gated, lognormal rates with 30%
-// dead (all neurons equally often in brackets), without the transpose before it
-//   weight_gradients_v1  4.54 (0.99) at nnz 29. A block a neuron and 128 columns, its threads a column each: no work shared, no
-//                        vectors. Any d_model.
-//   weight_gradients_v2  0.175 (0.170) at nnz 8, 0.530 (0.516) at nnz 29, 1.05 at nnz 60: through the L2 7.4 (7.5) TB/s at nnz 29, 7.7
-//                        at nnz 60, where it ends. A plain layer, nnz 29: 0.519. A warp takes up to `unit` records and 256 columns,
-//                        16-byte loads, FETCHED records' rows under way at once; teams of warps share longer lists and add up in
-//                        shared memory; the longest are cut in pieces over several blocks, which leave partial sums for
-//                        weight_gradients_finish_v2 (4 us).
-// On the way to v2: lists from 0 to `unit` records side by side in a block, 0.234 and 0.594 ms at nnz 8 and 29 (a block's place is
-// free only when its longest list is done); 2 blocks a multiprocessor (106 registers a thread) instead of 3, 0.017 ms more; twice
-// as many pieces, units half as long: 0.02 ms more at nnz 8, 0.01 at 29; half as many, 0.04 more at 29.
-// Tried: blocks of 16 warps, 0.05 ms more at nnz 29, two or one of them a multiprocessor; of 4 warps with as long units, 0.008 less for twice
-// the partial sums. 2 or 8 instead of 4 records under way: no change. What is left to win lies in not reading x's row again for each
-// of several neurons that fire in most rows: at these rates half of all survivors belong to 5% of the neurons.
+//   weight_gradients_v1  a block a neuron and 128 columns, its threads a column each: no work shared, no vectors. Any
+//                        d_model
+//   weight_gradients_v2  a warp takes up to `unit` records and a slab, 16-byte loads, AT_ONCE records' rows under way;
+//                        teams of warps share longer lists and add up in shared memory; the longest are cut in pieces
+//                        over several blocks, which leave partial sums for weight_gradients_finish_v2
+// Worklog: docs/kernels/smxx_weight_gradients.md
 #include "columns.cuh"
 
 #define THREADS (WARP * BLOCK_WARPS)
-#define COLUMNS (WARP * VECTOR)  // of a slab
-#ifndef FETCHED
-#define FETCHED 4  // records whose rows a warp has under way at once
+#define SLAB (WARP * VECTOR)  // of a slab
+#ifndef AT_ONCE
+#define AT_ONCE 4  // records whose rows a warp has under way at once
 #endif
-#ifndef BLOCKS
-#define BLOCKS 3  // a multiprocessor
+#ifndef RESIDENT
+#define RESIDENT 3  // a multiprocessor
 #endif
-static_assert(WARP % FETCHED == 0, "records are fetched by the warp");
-#if defined(PLAIN)
-#define SUMS 2  // dup, ddown_t
-#else
-#define SUMS 3  // and dgate
+static_assert(WARP % AT_ONCE == 0, "records are fetched by the warp");
+#ifndef GATED
+#define GATED 1
 #endif
+#define SUMS (GATED ? 3 : 2)  // dup, ddown_t, and in a gated layer dgate
 
 struct Outputs {
     value_t *dgate, *dup, *ddown_t, *dgate_bias, *dup_bias;
@@ -107,10 +96,10 @@ __device__ __forceinline__ Sums sum_records(const value_t* __restrict__ x, const
         next = record_at(records, base + WARP + lane, last);
         __syncwarp();
         const int count = min(WARP, last - base);
-        for (int i = 0; i < count; i += FETCHED) {
-            Vector a[FETCHED], b[FETCHED];
+        for (int i = 0; i < count; i += AT_ONCE) {
+            Vector a[AT_ONCE], b[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < FETCHED; ++k) {
+            for (int k = 0; k < AT_ONCE; ++k) {
                 a[k].raw = b[k].raw = make_uint4(0, 0, 0, 0);
                 const long long at = (long long)staged[i + k].token * d_model + c;
                 if (i + k < count && c < d_model) {
@@ -119,7 +108,7 @@ __device__ __forceinline__ Sums sum_records(const value_t* __restrict__ x, const
                 }
             }
 #pragma unroll
-            for (int k = 0; k < FETCHED; ++k) add_record(sum, staged[i + k], a[k], b[k]);  // past the count all is zero
+            for (int k = 0; k < AT_ONCE; ++k) add_record(sum, staged[i + k], a[k], b[k]);  // past the count all is zero
         }
     }
     return sum;
@@ -131,7 +120,8 @@ __device__ __forceinline__ float warp_total(float v) {
     return v;
 }
 
-// The team's sums, in its first warp: halves are added, in a fixed order. The whole block calls it, with one `team` for all.
+// The team's sums, in its first warp: halves are added, in a fixed order. The whole block calls it, with one `team` for
+// all.
 __device__ __forceinline__ void add_team(Sums& sum, int team) {
     __shared__ float parts[BLOCK_WARPS / 2][SUMS * VECTOR + 2][WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, member = warp & (team - 1);
@@ -153,9 +143,9 @@ __device__ __forceinline__ void add_team(Sums& sum, int team) {
     }
 }
 
-// Block blockIdx.x of the plan, columns of slab blockIdx.y. partials: float [most pieces][SUMS][d_model], bias_partials [most
-// pieces][2]; blocks past the plan's have nothing to do.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+// Block blockIdx.x of the plan, columns of slab blockIdx.y. partials: float [most pieces][SUMS][d_model], bias_partials
+// [most pieces][2]; blocks past the plan's have nothing to do.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 weight_gradients_v2(const value_t* __restrict__ x, const value_t* __restrict__ dy, const int* __restrict__ starts,
                     const int* __restrict__ order, const int2* __restrict__ pieces, const Plan* __restrict__ plan,
                     const Record* __restrict__ records, float* __restrict__ partials, float* __restrict__ bias_partials,
@@ -179,7 +169,7 @@ weight_gradients_v2(const value_t* __restrict__ x, const value_t* __restrict__ d
         }
     }
     const int each = (last - first + team - 1) / team, member = warp & (team - 1);
-    const int c = blockIdx.y * COLUMNS + lane * VECTOR;
+    const int c = blockIdx.y * SLAB + lane * VECTOR;
     Sums sum = sum_records(x, dy, records, min(first + member * each, last), min(first + (member + 1) * each, last), c, d_model,
                            staged[warp]);
     if (team > 1) add_team(sum, team);

@@ -8,10 +8,11 @@
 // ascending. Words past the count are never read.
 //
 // The pool takes what a tile's words cannot hold, where the packing kernel keeps no dense row to read it from: 16-bit
-// values, tiles of POOLED_TILE columns and POOLED_WORDS words. It is word_t [ceil(rows / POOL_ROWS)][tiles][POOL_WORDS]: the
-// rows of one group of POOL_ROWS share POOL_WORDS words for each tile. A (row, tile) with more values than slots keeps the
-// first of them in its words; the others, columns ascending, lie in the pool after those of the earlier rows of the group.
-// A row of which a tile would reach past the pool is lost: it has to be computed from the dense weights.
+// values, tiles of POOLED_TILE columns and POOLED_WORDS words. It is word_t [ceil(rows /
+// POOL_ROWS)][tiles][POOL_WORDS]: the rows of one group of POOL_ROWS share POOL_WORDS words for each tile. A (row,
+// tile) with more values than slots keeps the first of them in its words; the others, columns ascending, lie in the
+// pool after those of the earlier rows of the group. A row of which a tile would reach past the pool is lost: it has to
+// be computed from the dense weights.
 #pragma once
 
 #if defined(VALUE_BF16)
@@ -66,10 +67,28 @@ typedef double sum_t;
 typedef float sum_t;
 #endif
 
+#ifndef POOLED_TILE
+#ifndef POOLED_TILE
 #define POOLED_TILE 256
+#endif
+#endif
+#ifndef POOLED_WORDS
+#ifndef POOLED_WORDS
 #define POOLED_WORDS 32
+#endif
+#endif
+#ifndef POOL_ROWS
+#ifndef POOL_ROWS
 #define POOL_ROWS 16
+#endif
+#endif
+#ifndef POOL_WORDS
+#ifndef POOL_WORDS
 #define POOL_WORDS 64
+#endif
+#define SLOTS (POOLED_WORDS - 1)  // values that the words of one tile hold
+#endif
+#define SLOTS (POOLED_WORDS - 1)  // values that the words of one tile hold
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
@@ -126,7 +145,8 @@ struct Vector {
         f[0] = a.x; f[1] = a.y; f[2] = b.x; f[3] = b.y; f[4] = c.x; f[5] = c.y; f[6] = d.x; f[7] = d.y;
 #endif
     }
-    // Whether some value is infinite or NaN: its exponent is all ones, so that one more carries into the place of the sign.
+    // Whether some value is infinite or NaN: its exponent is all ones, so that one more carries into the place of the
+    // sign.
     __device__ __forceinline__ bool nonfinite() const {
         const unsigned int r[4] = {raw.x, raw.y, raw.z, raw.w};
         unsigned int found = 0;

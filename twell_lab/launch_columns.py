@@ -27,7 +27,7 @@ _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and on
 _MOST_PIECES = 512  # partial rows of the longest lists,
 _PARTIAL_BYTES = 13 << 20  # and bytes of them, at most;
 _LEAST_PIECES = 16  # but never fewer
-_WIDTH = 256  # columns of x and dy that a warp sums up at a time: COLUMNS of smxx_weight_gradients.cu
+_WIDTH = 256  # columns of x and dy that a warp sums up at a time: SLAB of smxx_weight_gradients.cu
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def builds(dtypes) -> list[tuple[str, tuple]]:
     for dtype in dtypes:
         value = (launch._DEFINE[dtype], True)
         found += [("smxx_columns.cu", (value,)), ("smxx_weight_gradients.cu", (value,)),
-                  ("smxx_weight_gradients.cu", (value, ("PLAIN", True)))]  # fmt: skip
+                  ("smxx_weight_gradients.cu", (value, ("GATED", 0)))]  # fmt: skip
     return found
 
 
@@ -101,7 +101,7 @@ def weight_gradients(
     sums = 3 if gated else 2
     pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PARTIAL_BYTES // (4 * sums * d_model)))
     columns = by_column(s, dh, d_ff, x.dtype, pieces)
-    defines = ((launch._DEFINE[x.dtype], True), *(() if gated else (("PLAIN", True),)))
+    defines = ((launch._DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
     size = ctypes.c_int(d_model)
     run = lambda name, grid, threads, *arguments: launch._launch(  # noqa: E731
         "smxx_weight_gradients.cu", f"weight_gradients_{name}", defines, grid, (threads, 1), x.device, (*arguments, *outputs, size))

@@ -21,7 +21,7 @@ MOST_TOKENS = 64
 VERSIONS = (1, 2)
 FILE = "sm80_decode.cu"
 _TILE, _SLAB, _DOWN_THREADS = 16, 256, 512  # as in the source
-_NAMES = ("TILES", "WARPS", "STAGES", "PIECE", "RESIDENT")  # macros of the source, by tokens rounded up:
+_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source, by tokens rounded up:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
 _SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # where a block has 99 or 163 KiB of shared memory, not 227
 _EARLY_DRIVER = 12_030  # CUDA 12.3: from here on graphs can hold launches that may start before the one before has ended
@@ -76,7 +76,7 @@ def specialisation(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int
     if shared > launch._SHARED_BY_DEFAULT - 16 * 1024:
         shared = max(shared, launch._SHARED_BY_DEFAULT + 16)  # with its static part it passes what needs no permission: so ask
     value = ("VALUE_BF16" if dtype == torch.bfloat16 else "VALUE_FP16", True)
-    return (value, ("D_MODEL", d_model), ("ROWS", rows), *zip(_NAMES, shape)), shared
+    return (value, ("D_MODEL", d_model), ("TOKENS", rows), *zip(_NAMES, shape)), shared
 
 
 def builds(dtype: torch.dtype, d_models) -> list[tuple[str, tuple]]:
@@ -150,7 +150,7 @@ class _Prepared:
         shape = shape_for(rows, d_ff, _capability(device.index), sizes.multi_processor_count)
         defines, shared = specialisation(dtype, d_model, rows, shape)
         found = dict(defines)
-        neurons, threads = (_TILE * found["TILES"], 32 * found["WARPS"]) if version > 1 else (_TILE, 32 * _TILE)
+        neurons, threads = (_TILE * found["BANDS"], 32 * found["BLOCK_WARPS"]) if version > 1 else (_TILE, 32 * _TILE)
         self.gate = _Kernel(f"decode_gate_v{version}", defines, (1,) * 6 + (2, 1, 1, 1), threads, shared if version > 1 else 0, device)
         self.down = _Kernel("decode_down", defines, (2, 1, 1, 1, 1), _DOWN_THREADS, 0, device)
         self.blocks, self.tiles, self.slabs = -(-d_ff // neurons), -(-d_ff // _TILE), -(-d_model // _SLAB)

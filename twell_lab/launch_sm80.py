@@ -44,7 +44,7 @@ class Setup(NamedTuple):
         return pipeline + packing if self.version > 3 else max(pipeline, packing)
 
     def defines(self, dtype: torch.dtype) -> tuple:
-        sizes = (("VERSION", self.version), ("K_STEP", self.k_step), ("STAGES", self.stages))
+        sizes = (("VERSION", self.version), ("BK", self.k_step), ("STAGES", self.stages))
         return ((launch._DEFINE[dtype], True), *sizes, *((("TURING", True),) if self.turing else ()))
 
 

@@ -171,7 +171,7 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
 
 
 def _slab_defines(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
-    sizes = (("D_MODEL", d_model), ("GROUP", shape[0]), ("AT_ONCE", shape[1]))
+    sizes = (("D_MODEL", d_model), ("ROW_LANES", shape[0]), ("AT_ONCE", shape[1]))
     return ((launch._DEFINE[dtype], True), *sizes)
 
 

@@ -58,7 +58,7 @@ def test_no_spills_and_as_many_blocks_as_were_meant(job, cubins):
     assert all(used["shared_bytes"] <= 48 * 1024 for used in kernels.values())
     defines, shared = specialised(job)
     found, gate = dict(defines), kernels["decode_gate_v2"]
-    assert gate["registers"] <= 255 and gate["registers"] * 32 * found["WARPS"] * found["RESIDENT"] <= 65_536
+    assert gate["registers"] <= 255 and gate["registers"] * 32 * found["BLOCK_WARPS"] * found["RESIDENT"] <= 65_536
     assert gate["shared_bytes"] + shared <= MOST_SHARED[capability] * 1024
     if capability == (9, 0):  # a multiprocessor has 228 KiB, of which each block takes one for the system
         assert (gate["shared_bytes"] + shared + 1024) * found["RESIDENT"] <= 228 * 1024

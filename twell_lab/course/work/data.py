@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -178,10 +179,12 @@ def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int
 
 
 def story(file: str) -> str:
-    """The comment that a file of kernels/ begins with: what it does, its floor, its versions."""
+    """The comment that a file of kernels/ begins with and, in a checkout, its worklog of docs/kernels/."""
     lines = (paths.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
-    return "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
+    told = "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
+    log = paths.kernels_dir().parent / "docs" / "kernels" / f"{Path(file).stem}.md"
+    return f"{told}\n\n{log.read_text(encoding='utf-8')}" if log.is_file() else told
 
 
 def other_tokens(rows: list[dict]) -> str:
