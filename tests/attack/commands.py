@@ -17,7 +17,7 @@ from random import Random
 
 from tests.attack import kills
 from tests.attack.harness import PLACE
-from twell_lab import cli, recordings
+from twell_lab.app import cli, recordings
 
 NUMBERS = ("0", "-1", "1", "2", "3", "7", "1.5", "-0.0", "1e-320", "1e400", "nan", "inf", "-inf", "", " ", "x", "None", "0x10", "1_000", "٣", "²",
            "9" * 19, "9" * 30, str(2**31), str(2**63), str(2**64), "1" + "0" * 5000, "1e5", "--", "-", "%s", "\n", "\udcff")  # fmt: skip
@@ -54,7 +54,8 @@ def _home() -> Path:
     os.makedirs(os.fsencode(home) + b"/name-\xff", exist_ok=True)
     (home / "records").mkdir()
     (home / "records" / "broken.json").write_text("{")
-    from twell_lab.train import TrainConfig, train
+    from twell_lab.training.config import TrainConfig
+    from twell_lab.training.loop import train
 
     config = TrainConfig(steps=2, batch=2, context=8, d_model=8, heads=1, layers=1, d_ff=16, device="cpu", text=str(home / "text.txt"),
                          eval_windows=2)  # fmt: skip

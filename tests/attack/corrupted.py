@@ -19,12 +19,16 @@ import torch
 
 from tests.attack import kills
 from tests.attack.harness import PLACE, damaged
-from twell_lab import checkpoint, jit, prepared, records, simulator, text, tokenizer
-from twell_lab.errors import TwellError
-from twell_lab.model import LanguageModel, ModelConfig
-from twell_lab.plans import Plan
-from twell_lab.profile import FiringProfile, profile
+from twell_lab import simulator
+from twell_lab.analysis.plan import Plan
+from twell_lab.analysis.profile import FiringProfile, profile
+from twell_lab.core.errors import TwellError
+from twell_lab.cuda import cubins
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.records import record as records
 from twell_lab.simulator import toolchain
+from twell_lab.training import checkpoint
+from twell_lab.training.text import prepared, source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
 # What a digest covers: damage of these files is always seen, or makes no difference.
@@ -46,7 +50,7 @@ def _model() -> LanguageModel:
 
 
 def _make_checkpoint(folder: Path) -> None:
-    from twell_lab.train import train
+    from twell_lab.training.loop import train
 
     train(kills.config(kills._text()), out=folder, progress=False)
     shutil.rmtree(folder / "checkpoint-000007", ignore_errors=True)
@@ -82,13 +86,13 @@ def _read_text(folder: Path):
     """The tokens themselves are under no digest: reading all of them may take hours."""
     made = prepared.load(folder)
     training, validation = made.split()
-    text.spread_windows(validation.tokens, 2, 8), text.spread_windows(training.tokens, 2, 8)
+    source.spread_windows(validation.tokens, 2, 8), source.spread_windows(training.tokens, 2, 8)
     assert len(made.tokens) == made.count
     json.dumps(made.describe(), allow_nan=False)
 
 
 def _make_tokenizer(folder: Path) -> None:
-    tokenizer.train(text.load(kills._text_of(1)), 300).save(folder / "tokenizer.json")
+    tokenizer.train(source.load(kills._text_of(1)), 300).save(folder / "tokenizer.json")
 
 
 def _read_tokenizer(folder: Path):
@@ -125,7 +129,7 @@ def _read_profile(folder: Path):
 
 
 def _make_plan(folder: Path) -> None:
-    from twell_lab.planner import plan
+    from twell_lab.analysis.planner import plan
 
     windows = torch.zeros(2, 8, dtype=torch.long)
     plan(profile(_model(), [windows]), _model(), tokens=(1, 8), device="cpu", measure=False).save(folder / "plan.json")
@@ -145,7 +149,7 @@ def _make_tour(folder: Path) -> None:
 
 
 def _read_tour(folder: Path):
-    from twell_lab.page import render_file
+    from twell_lab.app.page import render_file
 
     with mock.patch.object(records, "load_all", lambda folder=None: []):  # the project's own, which take long
         if _HAS_PLOTLY:
@@ -153,14 +157,14 @@ def _read_tour(folder: Path):
 
 
 def _make_metrics(folder: Path) -> None:
-    from twell_lab.train import train
+    from twell_lab.training.loop import train
 
     train(kills.config(kills._text()), out=folder, progress=False)
 
 
 def _read_metrics(folder: Path):
     """A resumed run makes the file anew."""
-    from twell_lab.train import train
+    from twell_lab.training.loop import train
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,9 +178,9 @@ _IMAGE = bytes(range(256)) * 20
 def _cubin(folder: Path) -> bytes:
     """The image that a cache in this folder gives; where it has none, the compiler's, which is what is wanted."""
     fake = mock.Mock(return_value=(_IMAGE, "ptxas info"))
-    with mock.patch.object(jit, "compiler", lambda: (12, 9)), mock.patch.object(jit, "_run_nvrtc", fake), warnings.catch_warnings():
+    with mock.patch.object(cubins, "compiler", lambda: (12, 9)), mock.patch.object(cubins, "_run_nvrtc", fake), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return jit.compile("smxx_pack.cu", "sm_90", {"VALUE_BF16": True}, cache_in=folder).image
+        return cubins.compile("smxx_pack.cu", "sm_90", {"VALUE_BF16": True}, cache_in=folder).image
 
 
 def _make_simulator(folder: Path) -> None:

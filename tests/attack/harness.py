@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 MOST_FAILURES = 10
 PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for what the attacks write
-PRELOADED = ["torch", "twell_lab.cli", "twell_lab.train", "twell_lab.planner", "twell_lab.prepared", "twell_lab.simulator"]
+PRELOADED = ["torch", "twell_lab.app.cli", "twell_lab.train", "twell_lab.analysis.planner", "twell_lab.training.text.prepared", "twell_lab.simulator"]
 
 
 def randomness(name: str, seed: int, number: int) -> random.Random:

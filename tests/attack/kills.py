@@ -18,12 +18,15 @@ from random import Random
 import torch
 
 from tests.attack.harness import PLACE, forked, until
-from twell_lab import checkpoint, prepared, records
-from twell_lab.errors import TwellError
-from twell_lab.plans import Plan
-from twell_lab.profile import FiringProfile
-from twell_lab.tokenizer import load as load_tokenizer
-from twell_lab.train_config import TrainConfig
+from twell_lab.analysis.plan import Plan
+from twell_lab.analysis.profile import FiringProfile
+from twell_lab.core import files
+from twell_lab.core.errors import TwellError
+from twell_lab.records import record as records
+from twell_lab.training import checkpoint
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.text import prepared
+from twell_lab.training.text.tokenizer import load as load_tokenizer
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.unlink", "shutil.rmtree", "shutil.copyfile", "os.truncate")
 TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
@@ -78,8 +81,8 @@ def _quietly() -> None:
 def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
     """A training that notes in the file `said` each step whose checkpoint it was told is there, and in the end what came of it."""
     _quietly()
-    from twell_lab import running  # noqa: F401  (loaded before anything is counted)
-    from twell_lab.train import train
+    from twell_lab.training import run as running  # noqa: F401  (loaded before anything is counted)
+    from twell_lab.training.loop import train
 
     if count:
         _die_before(count, out)
@@ -211,9 +214,9 @@ def write_here(kind: str, folder: str, seed: int, count: int) -> None:
 def _prepared_to(kind: str, folder: Path, seed: int):
     g, record = _given(seed)
     if kind == "record":
-        return lambda: records.write_atomically(folder / "record.json", record.to_json())
+        return lambda: files.write_atomically(folder / "record.json", record.to_json())
     if kind == "model":
-        from twell_lab.model import LanguageModel, ModelConfig
+        from twell_lab.models.tiny import LanguageModel, ModelConfig
 
         model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
         with torch.no_grad():
@@ -221,12 +224,12 @@ def _prepared_to(kind: str, folder: Path, seed: int):
                 weight.fill_(seed)
         return lambda: model.save(folder)
     if kind == "tokenizer":
-        from twell_lab.tokenizer import BYTES
+        from twell_lab.training.text.source import BYTES
 
         return lambda: BYTES.save(folder / "tokenizer.json")
     if kind == "profile":
-        from twell_lab.model import LanguageModel, ModelConfig
-        from twell_lab.profile import profile
+        from twell_lab.analysis.profile import profile
+        from twell_lab.models.tiny import LanguageModel, ModelConfig
 
         model = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
         firing = profile(model, [torch.randint(16, (1 + seed % 4, 8), generator=g)])
@@ -267,7 +270,7 @@ def _read(kind: str, folder: Path):
     if kind == "record":
         return records.load(folder / "record.json").purpose if (folder / "record.json").exists() else None
     if kind == "model":
-        from twell_lab.model import LanguageModel
+        from twell_lab.models.tiny import LanguageModel
 
         if not ((folder / "model.safetensors").exists() and (folder / "config.json").exists()):
             return None

@@ -18,7 +18,7 @@ def test_hostile_arguments(extent, report):
 def test_every_command_is_asked():
     asked = {commands.arguments(randomness("commands", 0, number))[0] for number in range(200)}
     assert asked == set(commands.COMMANDS)
-    from twell_lab.cli import _parser
+    from twell_lab.app.cli import _parser
 
     assert set(commands.COMMANDS) == set(next(iter(_parser()._subparsers._group_actions)).choices)
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.attack import formats_attack
 from tests.attack.harness import attack
-from twell_lab import formats
+from twell_lab.formats import classic, twell
 
 
 def test_formats_and_packing(extent, report):
@@ -17,7 +17,7 @@ def test_formats_and_packing(extent, report):
 
 @pytest.mark.parametrize("name", ["COO", "CSR", "ELL", "Hybrid", "TwELL"])
 def test_one_wrong_value_is_seen(name, monkeypatch):
-    cls, real = getattr(formats, name), getattr(formats, name).to_dense
+    cls, real = getattr(classic, name), getattr(classic, name).to_dense
 
     def wrong(self):
         y = real(self)
@@ -32,7 +32,7 @@ def test_one_wrong_value_is_seen(name, monkeypatch):
 
 def test_a_wrong_word_that_to_dense_reads_back_is_seen(monkeypatch):
     """Two values of a tile in the other order: the matrix is right, the layout is not."""
-    real = formats._pack
+    real = twell._pack
 
     def swapped(x, keep, tile, words):
         packed = real(x, keep, tile, words)
@@ -44,7 +44,7 @@ def test_a_wrong_word_that_to_dense_reads_back_is_seen(monkeypatch):
             return dataclasses.replace(packed, packed=again)
         return packed
 
-    monkeypatch.setattr(formats, "_pack", swapped)
+    monkeypatch.setattr(twell, "_pack", swapped)
     with pytest.raises(AssertionError, match="column .*: word"):
         attack("formats", formats_attack.check, seed=1, cases=30)
 

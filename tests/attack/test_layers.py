@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from twell_lab import accuracy, attack
+from twell_lab.bench import attack
+from twell_lab.ops import accuracy
 
 
 def test_layers(extent, report):

@@ -6,7 +6,8 @@ import pytest
 
 from tests.attack import simulator_attack
 from tests.attack.harness import attack
-from twell_lab import paths, simulator
+from twell_lab import simulator
+from twell_lab.core import folders
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
@@ -18,7 +19,7 @@ def test_kernels_in_the_simulator(extent, report):
 
 def test_a_kernel_that_is_wrong_is_seen(tmp_path, monkeypatch):
     """Packing that keeps no NaN."""
-    text = (paths.kernels_dir() / "smxx_pack.cu").read_text()
+    text = (folders.kernels_dir() / "smxx_pack.cu").read_text()
     changed, many = re.subn(r"fires\(v\)", "(to_float(v) > 0.0f)", text)
     assert many
     (tmp_path / "smxx_pack.cu").write_text(changed)

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab import bench, records
-from twell_lab.errors import DeviceError, InputError
-from twell_lab.ffn import SparseFFN
-from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig, PlainFeedForward
+from twell_lab import bench as bench_module
+from twell_lab.bench import forward as bench
+from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.layers import sparse_ffn
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import measure
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+from twell_lab.records import record as records
 
 TINY = dict(d_model=32, d_ff=64, nnz=4, device="cpu", seconds=0)
 
@@ -23,7 +28,7 @@ TINY = dict(d_model=32, d_ff=64, nnz=4, device="cpu", seconds=0)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.005, 0.1, 0.5, 0.6])
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])
 def test_rates_sum_to_the_mean_nnz(d_ff, share, kind):
-    rates = bench.firing_rates(d_ff, share * d_ff, kind)
+    rates = measure.firing_rates(d_ff, share * d_ff, kind)
     assert rates.shape == (d_ff,) and rates.dtype == torch.float64
     assert rates.sum().item() == pytest.approx(share * d_ff, rel=1e-3, abs=1e-12)
     assert rates.min() >= 0 and rates.max() <= 0.95
@@ -34,25 +39,25 @@ def test_rates_sum_to_the_mean_nnz(d_ff, share, kind):
 
 
 def test_lognormal_rates_have_the_spread_they_say():
-    rates = bench.firing_rates(20_000, 20)  # so few that none is clamped
+    rates = measure.firing_rates(20_000, 20)  # so few that none is clamped
     spread = rates[rates > 0].log().std().item()
     assert spread == pytest.approx(1.5, abs=0.05)  # five standard errors
 
 
 def test_rates_follow_the_seed():
-    assert torch.equal(bench.firing_rates(100, 5), bench.firing_rates(100, 5, seed=0))
-    assert not torch.equal(bench.firing_rates(100, 5), bench.firing_rates(100, 5, seed=1))
+    assert torch.equal(measure.firing_rates(100, 5), measure.firing_rates(100, 5, seed=0))
+    assert not torch.equal(measure.firing_rates(100, 5), measure.firing_rates(100, 5, seed=1))
 
 
 @pytest.mark.parametrize("nnz", [-1, 60.1, 100, math.nan, math.inf])
 def test_a_mean_that_cannot_be_drawn(nnz):
     with pytest.raises(InputError, match=f"nnz is {nnz}; 0 to 60"):
-        bench.firing_rates(100, nnz)
+        measure.firing_rates(100, nnz)
 
 
 def test_an_unknown_kind_of_workload():
     with pytest.raises(InputError, match="workload is 'zipf'; 'lognormal' and 'uniform'"):
-        bench.firing_rates(100, 5, "zipf")
+        measure.firing_rates(100, 5, "zipf")
 
 
 # ---- the workload ----
@@ -62,12 +67,12 @@ def test_an_unknown_kind_of_workload():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_workload_fires_as_it_says(kind, dtype):
     tokens, d_model, d_ff, nnz = 600, 1024, 512, 25
-    layer, inputs = bench.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cpu")
+    layer, inputs = measure.workload(tokens, d_model, d_ff, nnz, kind, dtype, "cpu")
     assert len(inputs) >= 2 and all(x.shape == (tokens, d_model) and x.dtype == dtype for x in inputs)
     assert not torch.equal(inputs[0], inputs[1])
     assert layer.gate_proj.weight.dtype == dtype and not any(p.requires_grad for p in layer.parameters())
     fired = torch.stack([layer.gate_proj(x) > 0 for x in inputs]).double().flatten(0, 1)
-    rates = bench.firing_rates(d_ff, nnz, kind)
+    rates = measure.firing_rates(d_ff, nnz, kind)
     # Rows of the gate differ in length by 1/sqrt(2 d_model), which moves each neuron's rate by some 10%.
     assert fired.sum(1).mean().item() == pytest.approx(nnz, rel=0.06)
     assert not fired[:, rates == 0].any()
@@ -80,12 +85,12 @@ def test_the_workload_fires_as_it_says(kind, dtype):
 
 
 def test_no_neuron_fires_where_none_should():
-    layer, (x, *_) = bench.workload(50, 64, 100, 0, "lognormal", torch.float32, "cpu")
+    layer, (x, *_) = measure.workload(50, 64, 100, 0, "lognormal", torch.float32, "cpu")
     assert not (layer.gate_proj(x) > 0).any()
 
 
 def test_a_workload_is_its_seed():
-    one, other, third = (bench.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
+    one, other, third = (measure.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
     for a, b, c in zip([*one[0].parameters(), *one[1]], [*other[0].parameters(), *other[1]],
                        [*third[0].parameters(), *third[1]], strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
@@ -97,7 +102,7 @@ def test_a_workload_is_its_seed():
 ])
 def test_wrong_sizes_are_named(name, value):
     with pytest.raises(InputError, match=f"{name} is {value!r}"):
-        bench.ffn(**{"tokens": 1, **TINY, name: value})
+        bench_module.ffn(**{"tokens": 1, **TINY, name: value})
 
 
 def test_other_values_that_are_refused(monkeypatch):
@@ -108,11 +113,11 @@ def test_other_values_that_are_refused(monkeypatch):
         (dict(workload_kind="zipf"), "workload is 'zipf'"),
     ):
         with pytest.raises(InputError, match=told):
-            bench.ffn(1, **{**TINY, **changed})
+            bench_module.ffn(1, **{**TINY, **changed})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:1", "gpu", "meta", 3.5):
         with pytest.raises(DeviceError, match=f"device is '{device}'; accepted here: cpu$"):
-            bench.ffn(1, **{**TINY, "device": device})
+            bench_module.ffn(1, **{**TINY, "device": device})
 
 
 # ---- checking ----
@@ -144,8 +149,8 @@ def pair(kind=GatedFeedForward, tokens=20, dtype=torch.float32, bias=False):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_right_result_passes(kind, dtype, bias):
     dense, _, x = pair(kind, dtype=dtype, bias=bias)
-    assert 0 <= bench.check(dense, SparseFFN.from_module(dense), x) <= 1.0
-    assert bench.check(dense, SparseFFN.from_module(dense), x[:1]) <= 1.0
+    assert 0 <= measure.check(dense, SparseFFN.from_module(dense), x) <= 1.0
+    assert measure.check(dense, SparseFFN.from_module(dense), x[:1]) <= 1.0
 
 
 ERRORS = {
@@ -164,43 +169,43 @@ def test_a_wrong_row_is_found_and_named(kind, error):
     dense, broken, x = pair(kind)
     for broken.row in (0, 13, 19):
         broken.error = ERRORS[error]
-        with pytest.raises(bench.WrongResult, match=f"row {broken.row} is off by .* nothing was timed"):
-            bench.check(dense, broken, x)
+        with pytest.raises(measure.WrongResult, match=f"row {broken.row} is off by .* nothing was timed"):
+            measure.check(dense, broken, x)
 
 
 def test_a_dense_layer_that_is_another_one_is_found():
     # Its error, measured from the sparse layer's weights, would excuse anything.
     dense, _, x = pair()
-    with pytest.raises(bench.WrongResult, match="the dense GatedFeedForward is off by"):
-        bench.check(GatedFeedForward(32, 64).requires_grad_(False), SparseFFN.from_module(dense), x)
+    with pytest.raises(measure.WrongResult, match="the dense GatedFeedForward is off by"):
+        measure.check(GatedFeedForward(32, 64).requires_grad_(False), SparseFFN.from_module(dense), x)
 
     class Normalised(GatedFeedForward):
         def forward(self, x):
             return nn.functional.normalize(super().forward(x))
 
     dense.__class__ = Normalised
-    with pytest.raises(bench.WrongResult, match="the dense Normalised is off by"):
-        bench.layer(dense, x, seconds=0)
+    with pytest.raises(measure.WrongResult, match="the dense Normalised is off by"):
+        bench_module.layer(dense, x, seconds=0)
 
 
 def test_of_many_rows_the_first_and_last_are_looked_at():
     dense, broken, x = pair(tokens=1000)
     broken.error = torch.neg
     for broken.row in (0, 999):
-        with pytest.raises(bench.WrongResult, match=f"row {broken.row} "):
-            bench.check(dense, broken, x)
-    assert bench.check(dense, broken, x, rows=1) <= 1.0  # the last row is none of the one asked for
+        with pytest.raises(measure.WrongResult, match=f"row {broken.row} "):
+            measure.check(dense, broken, x)
+    assert measure.check(dense, broken, x, rows=1) <= 1.0  # the last row is none of the one asked for
 
 
 @pytest.mark.parametrize("run", [
-    lambda: bench.ffn(4, **TINY),
-    lambda: bench.layer(pair()[0], pair()[2]),
+    lambda: bench_module.ffn(4, **TINY),
+    lambda: bench_module.layer(pair()[0], pair()[2]),
 ], ids=["ffn", "layer"])
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
-    monkeypatch.setattr(bench, "SparseFFN", OffBy)
+    monkeypatch.setattr(sparse_ffn, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
-    monkeypatch.setattr(bench, "time_cpu", lambda *_: pytest.fail("a wrong result was timed"))
-    with pytest.raises(bench.WrongResult):
+    monkeypatch.setattr(measure, "time_cpu", lambda *_: pytest.fail("a wrong result was timed"))
+    with pytest.raises(measure.WrongResult):
         run()
 
 
@@ -211,7 +216,7 @@ def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
     ([3.0], 3.0, 0.0), ([1.0, 2.0], 1.5, 0.5), ([5.0, 1.0, 3.0, 2.0, 4.0], 3.0, 2.0), ([1.0] * 9 + [100.0], 1.0, 0.0),
 ])
 def test_quartiles_by_hand(samples, median, spread):
-    assert bench.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
+    assert measure.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
 
 
 @pytest.fixture
@@ -235,14 +240,14 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
         return lambda turn: (made.append((name, turn)), clock.tick(seconds))
 
     calls = {"a": call("a", 0.002), "b": call("b", 0.001)}
-    samples = bench.time_cpu(calls, seconds=0.6)
+    samples = measure.time_cpu(calls, seconds=0.6)
     warm, timed = made[:4], made[4:]
     assert sorted(warm) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert timed == [(name, turn + i) for turn in range(0, 200, 20) for name in "ab" for i in range(20)]
     assert samples["a"] == pytest.approx([2.0] * 200) and samples["b"] == pytest.approx([1.0] * 200)
 
     made.clear()
-    samples = bench.time_cpu(calls, seconds=0.03, cold=True)
+    samples = measure.time_cpu(calls, seconds=0.03, cold=True)
     assert made[4:] == [(name, turn) for turn in range(10) for name in "ab"]
     assert samples["a"] == pytest.approx([2.0] * 10) and samples["b"] == pytest.approx([1.0] * 10)
 
@@ -250,7 +255,7 @@ def test_calls_take_turns_and_every_sample_is_returned(clock):
 @pytest.mark.parametrize("seconds", [0, -1, 1e-9])
 def test_at_least_two_turns(clock, seconds):
     turns = itertools.count()
-    samples = bench.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
+    samples = measure.time_cpu({"only": lambda turn: clock.tick(next(turns))}, seconds)
     assert len(samples["only"]) == 40
 
 
@@ -265,7 +270,7 @@ def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
         assert (row["kind"], row["device"], row["dtype"]) == ("ffn_forward", "CPU", dtype)
         assert (row["tokens"], row["d_model"], row["d_ff"]) == (tokens, d_model, d_ff)
         assert len(row["samples"]) >= 5 and min(row["samples"]) > 0
-        assert (row["ms"], row["spread"]) == pytest.approx(bench.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
+        assert (row["ms"], row["spread"]) == pytest.approx(measure.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
         assert row["dense_ms"] == dense_ms["dense eager (cold)" if row["path"].endswith("(cold)") else "dense eager"]
         assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
         assert 0 <= row["error_over_allowed"] <= 1.0
@@ -282,18 +287,18 @@ def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_a_record_of_a_drawn_layer(tokens, dtype, tmp_path):
-    record = bench.ffn(tokens, dtype=dtype, **TINY)
+    record = bench_module.ffn(tokens, dtype=dtype, **TINY)
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     assert_complete(record, tokens, 32, 64, name, ["dense eager", "twell"])
     assert record.rows[0]["workload"] == "independent, lognormal"
     again = records.load(record.save(tmp_path))
     assert again.rows == record.rows
-    assert bench.ffn(tokens, workload_kind="uniform", **TINY).rows[0]["workload"] == "independent, uniform"
+    assert bench_module.ffn(tokens, workload_kind="uniform", **TINY).rows[0]["workload"] == "independent, uniform"
 
 
 def test_the_recorded_nnz_is_what_fired():
-    record = bench.ffn(500, 64, 128, 9, device="cpu", seconds=0)
-    layer, inputs = bench.workload(500, 64, 128, 9, "lognormal", torch.float32, "cpu")
+    record = bench_module.ffn(500, 64, 128, 9, device="cpu", seconds=0)
+    layer, inputs = measure.workload(500, 64, 128, 9, "lognormal", torch.float32, "cpu")
     fired = sum((layer.gate_proj(x) > 0).sum(1).double().mean().item() for x in inputs) / len(inputs)
     assert record.rows[0]["nnz"] == pytest.approx(fired, abs=0.006)
     assert record.rows[0]["nnz"] != 9
@@ -301,7 +306,7 @@ def test_the_recorded_nnz_is_what_fired():
 
 def test_the_compiled_dense_layer_beside_them(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module: module)
-    record = bench.ffn(2, compiled=True, **TINY)
+    record = bench_module.ffn(2, compiled=True, **TINY)
     assert_complete(record, 2, 32, 64, "float32", ["dense eager", "twell", "dense compiled"])
 
 
@@ -309,7 +314,7 @@ def test_the_compiled_dense_layer_beside_them(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_record_of_a_real_layer(kind, bias):
     dense, _, x = pair(kind, bias=bias)
-    record = bench.layer(dense, x, label="layer 3", seconds=0)
+    record = bench_module.layer(dense, x, label="layer 3", seconds=0)
     assert_complete(record, 20, 32, 64, "float32", ["dense eager", "twell"])
     assert record.rows[0]["workload"] == "layer 3"
     first = dense.gate_proj if kind is GatedFeedForward else dense.up_proj
@@ -322,14 +327,14 @@ def test_what_is_no_layer_or_no_input():
     for wrong, told in ((x[0], r"x is \[32\]"), (x[:0], r"x is \[0, 32\]"), (x[None], r"x is \[1, 20, 32\]"),
                         ([1.0], "x is list"), (None, "x is NoneType")):
         with pytest.raises(InputError, match=told):
-            bench.layer(dense, wrong, seconds=0)
+            bench_module.layer(dense, wrong, seconds=0)
     for wrong_input in (x.double(), x[:, :-1]):
         with pytest.raises(InputError, match="x is torch.float64|has shape"):
-            bench.layer(dense, wrong_input, seconds=0)
+            bench_module.layer(dense, wrong_input, seconds=0)
     with pytest.raises(InputError, match="no ReLU feed-forward layer in Linear"):
-        bench.layer(nn.Linear(32, 32), x, seconds=0)
+        bench_module.layer(nn.Linear(32, 32), x, seconds=0)
     model = LanguageModel(ModelConfig(d_model=32, layers=2, heads=2, d_ff=64, context=8))
     with pytest.raises(InputError, match=r"LanguageModel holds a feed-forward layer, layers\.0\.mlp"):
-        bench.layer(model, x, seconds=0)
+        bench_module.layer(model, x, seconds=0)
     with pytest.raises(InputError, match="OffBy is no feed-forward layer"):
-        bench.layer(sparse, x, seconds=0)
+        bench_module.layer(sparse, x, seconds=0)

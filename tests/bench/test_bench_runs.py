@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from twell_lab import bench_runs, recordings
-from twell_lab.bench_runs import How
-from twell_lab.errors import DeviceError, InputError
-from twell_lab.records import Record
-from twell_lab.train_config import TrainConfig
+from twell_lab.app import recordings
+from twell_lab.bench import runs
+from twell_lab.bench.runs import How
+from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.records.record import Record
+from twell_lab.training.config import TrainConfig
 
 TINY = {"steps": 16, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "heads": 2, "d_ff": 32, "log_every": 2, "eval_every": 16,
         "eval_windows": 4, "l1": 0.01, "compile": False, "tokenizer": None}
@@ -15,7 +16,7 @@ TINY = {"steps": 16, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "hea
 
 @pytest.fixture(scope="module")
 def rows():
-    return bench_runs.rows(TINY, (How(1, "ddp", "off"), How(2, "fsdp", "off"), How(2, "fsdp", "sparse")), device="cpu")
+    return runs.rows(TINY, (How(1, "ddp", "off"), How(2, "fsdp", "off"), How(2, "fsdp", "sparse")), device="cpu")
 
 
 def test_a_row_for_each_way_beside_the_dense_run_of_its_kind(rows):
@@ -37,20 +38,20 @@ def test_they_train_the_same(rows):
 
 
 def test_what_a_run_says_that_fails():
-    with pytest.raises(bench_runs.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
-        bench_runs.rows({**TINY, "lr": 1e30, "warmup": 1}, (How(1, "ddp", "off"),), device="cpu")
+    with pytest.raises(runs.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
+        runs.rows({**TINY, "lr": 1e30, "warmup": 1}, (How(1, "ddp", "off"),), device="cpu")
 
 
 def test_a_way_without_its_dense_run_is_refused_before_it_is_trained():
     with pytest.raises(InputError, match="hows has '2 GPUs, fsdp, sparse' without the dense run beside it"):
-        bench_runs.rows(TINY, (How(2, "ddp", "off"), How(2, "fsdp", "sparse")), device="cpu")
+        runs.rows(TINY, (How(2, "ddp", "off"), How(2, "fsdp", "sparse")), device="cpu")
 
 
 def test_what_is_recorded_is_the_paper_s_shape():
-    config = TrainConfig(**bench_runs.HALF)
+    config = TrainConfig(**runs.HALF)
     assert (config.d_model, config.d_ff, config.layers, config.context) == (2048, 5632, 8, 2048) and config.compile
-    assert {(how.processes, how.parallel) for how in bench_runs.HOWS if how.kernels == "off"} == {
-        (how.processes, how.parallel) for how in bench_runs.HOWS}  # each has what it is compared with
+    assert {(how.processes, how.parallel) for how in runs.HOWS if how.kernels == "off"} == {
+        (how.processes, how.parallel) for how in runs.HOWS}  # each has what it is compared with
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

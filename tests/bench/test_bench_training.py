@@ -5,18 +5,21 @@ import copy
 import pytest
 import torch
 
-from twell_lab import bench, bench_training, costs
-from twell_lab.ffn import feed_forwards, sparsify
-from twell_lab.model import LanguageModel, ModelConfig
+from twell_lab.analysis import costs
+from twell_lab.bench import training
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.models.swap import sparsify
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import measure
 
 
 @pytest.fixture
 def stopped(monkeypatch):
     """No clock, no GPU memory, rates of an H100."""
-    monkeypatch.setattr(bench, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)})
-    monkeypatch.setattr(bench, "peak_bytes", lambda call: 1)
-    monkeypatch.setattr(bench_training, "_rates", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
-    monkeypatch.setattr(bench_training, "_compiled", lambda path: bench_training.dense_layer if path == "torch" else bench_training.our_layer(path))
+    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)})
+    monkeypatch.setattr(measure, "peak_bytes", lambda call: 1)
+    monkeypatch.setattr(training, "_rates", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
+    monkeypatch.setattr(training, "_compiled", lambda path: training.dense_layer if path == "torch" else training.our_layer(path))
 
 
 def weights(d_model=32, d_ff=96, gated=True):
@@ -28,7 +31,7 @@ def weights(d_model=32, d_ff=96, gated=True):
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_path_is_checked_and_says_what_it_is(stopped, gated):
     inputs = [torch.randn(40, 32).bfloat16() for _ in range(2)]
-    rows = bench_training.compare(weights(gated=gated), inputs, "drawn", {"layer": 3})
+    rows = training.compare(weights(gated=gated), inputs, "drawn", {"layer": 3})
     assert [row["path"] for row in rows] == ["dense eager", "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"]
     for row in rows:
         assert row["kind"] == "training" and row["tokens"] == 40 and row["gated"] == gated and row["layer"] == 3
@@ -38,7 +41,7 @@ def test_every_path_is_checked_and_says_what_it_is(stopped, gated):
 
 
 def test_a_wrong_gradient_is_refused(stopped, monkeypatch):
-    honest = bench_training.our_layer
+    honest = training.our_layer
 
     def wrong(path):
         def layer(x, *given):
@@ -47,28 +50,28 @@ def test_a_wrong_gradient_is_refused(stopped, monkeypatch):
 
         return layer
 
-    monkeypatch.setattr(bench_training, "our_layer", wrong)
-    with pytest.raises(bench.WrongResult, match="dx is off by .* nothing was timed"):
-        bench_training.compare(weights(), [torch.randn(40, 32).bfloat16()], "drawn")
+    monkeypatch.setattr(training, "our_layer", wrong)
+    with pytest.raises(measure.WrongResult, match="dx is off by .* nothing was timed"):
+        training.compare(weights(), [torch.randn(40, 32).bfloat16()], "drawn")
 
 
 def test_the_exact_gradients_are_autograds():
     wide = tuple(w.double().requires_grad_() for w in weights())
     x, dy = torch.randn(9, 32, dtype=torch.float64, requires_grad=True), torch.randn(9, 32, dtype=torch.float64)
-    y, l1 = bench_training.dense_layer(x, *wide)
-    autograd = torch.autograd.grad([y, l1], [x, *wide], [dy, torch.full((), bench_training.L1)])
-    for a, b in zip(bench_training._exact(wide, x.detach(), dy), [y, *autograd]):
+    y, l1 = training.dense_layer(x, *wide)
+    autograd = torch.autograd.grad([y, l1], [x, *wide], [dy, torch.full((), training.L1)])
+    for a, b in zip(training._exact(wide, x.detach(), dy), [y, *autograd]):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_gates_are_lowered_to_what_was_asked_for():
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=64))
-    assert 10 < bench_training._quiet(model, torch.randint(0, 64, (8, 64)), 16) < 24
+    assert 10 < training._quiet(model, torch.randint(0, 64, (8, 64)), 16) < 24
 
 
 def test_the_planned_path_follows_the_density(stopped):
-    assert bench_training.planned(20, 2048, 5632, True) == "twell" and bench_training.planned(200, 2048, 5632, True) == "dense"
+    assert training.planned(20, 2048, 5632, True) == "twell" and training.planned(200, 2048, 5632, True) == "dense"
 
 
 def test_layers_of_a_model_are_planned_one_by_one(stopped):
@@ -76,9 +79,9 @@ def test_layers_of_a_model_are_planned_one_by_one(stopped):
     model = sparsify(LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=16)))
     with torch.no_grad():
         model.layers[1].mlp.gate.weight.zero_()
-    limit = bench_training.switching.break_even(bench_training._rates(), 32, 256)
+    limit = training.switching.break_even(training._rates(), 32, 256)
     assert 0 < limit < 100  # half of the first layer fires, and nothing of the second
-    assert bench_training.plan(model, torch.randint(0, 64, (3, 16))) == "1 of 2 layers sparse"
+    assert training.plan(model, torch.randint(0, 64, (3, 16))) == "1 of 2 layers sparse"
     assert [found.module.learning for found in feed_forwards(model)] == ["dense", "twell"]
 
 
@@ -88,17 +91,17 @@ def test_how_far_two_models_gradients_are_apart():
     dense = LanguageModel(config)
     windows = torch.randint(0, 64, (3, 17))
     same, other = sparsify(copy.deepcopy(dense)), copy.deepcopy(dense)
-    assert bench_training.gradients_apart(same, dense, windows) < 1e-5
-    assert bench_training.gradients_apart(torch.compile(dense, backend="eager"), dense, windows) < 1e-5
+    assert training.gradients_apart(same, dense, windows) < 1e-5
+    assert training.gradients_apart(torch.compile(dense, backend="eager"), dense, windows) < 1e-5
     with torch.no_grad():
         other.layers[0].mlp.up_proj.weight[3] *= 1.5
-    assert bench_training.gradients_apart(other, dense, windows) > 1e-2
+    assert training.gradients_apart(other, dense, windows) > 1e-2
     assert all(p.grad is None for p in (*same.parameters(), *dense.parameters()))
 
 
 def test_a_step_of_a_model_leaves_it_as_it_was():
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=16))
-    before, step = copy.deepcopy(model), bench_training._model_step(model, torch.randint(0, 64, (3, 4, 17)), False)
+    before, step = copy.deepcopy(model), training._model_step(model, torch.randint(0, 64, (3, 4, 17)), False)
     assert float(step(0)) == float(step(3)) != float(step(1))
     assert all(map(torch.equal, model.parameters(), before.parameters()))

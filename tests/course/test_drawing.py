@@ -2,8 +2,8 @@
 
 import pytest
 
+from twell_lab.core.errors import InputError
 from twell_lab.course import drawing
-from twell_lab.errors import InputError
 
 
 def test_a_flat_scale_changes_its_colour_at_once():

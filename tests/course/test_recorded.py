@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import record, row
+from twell_lab.core.errors import TwellError
 from twell_lab.course import recorded
-from twell_lab.errors import TwellError
 
 
 @pytest.mark.parametrize("other, alike", [

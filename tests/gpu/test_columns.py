@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.columns.layers import Layer, bits, pattern
-from twell_lab import bench, launch_columns, simulator
+from tests.ops.columns.layers import Layer, bits, pattern
+from twell_lab import simulator
+from twell_lab.ops import measure, train_columns
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +24,13 @@ def test_odd_sizes(tokens, d_ff, d_model, gated, version, dtype):
     lost = (2, tokens - 1) if tokens > 4 else ()
     layer = Layer.draw(pattern(tokens, d_ff), d_model, dtype, gated=gated, lost=lost).to("cuda")
     layer.check(biases=tokens != 67, version=version)
-    layer.check_records(launch_columns.by_column(layer.s, layer.dh, d_ff, dtype))
+    layer.check_records(train_columns.by_column(layer.s, layer.dh, d_ff, dtype))
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])
 @pytest.mark.parametrize("nnz, d_model, gated", [(8, 2048, True), (29, 2048, True), (120, 768, True), (29, 2048, False)])
 def test_real_sizes(nnz, d_model, gated, kind):
-    rates = bench.firing_rates(5632, nnz, kind).float()
+    rates = measure.firing_rates(5632, nnz, kind).float()
     fires = torch.rand(16384, 5632, generator=torch.Generator().manual_seed(1)) < rates
     layer = Layer.draw(fires, d_model, gated=gated, lost=range(100, 200), gap=0).to("cuda")
     found = bits(layer.check())

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from twell_lab import accuracy, launch_decode, reference
+from twell_lab import formats
+from twell_lab.ops import accuracy, reference
+from twell_lab.ops import decode as launch_decode
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
@@ -126,7 +128,7 @@ def test_what_it_counts():
     for tokens, pattern in ((1, "sparse"), (16, "sparse"), (50, "half"), (3, "all"), (8, "silent")):
         layer = Layer(tokens, 512, 1001, torch.bfloat16, pattern=pattern)
         x, gate, bias = (t.double() for t in (layer.x, layer.gate, layer.gate_bias))
-        kept = int(reference.fires(linear(x, gate, bias)).sum())  # torch may round before it adds the bias
+        kept = int(formats.fires(linear(x, gate, bias)).sum())  # torch may round before it adds the bias
         for version in launch_decode.VERSIONS:
             stats = torch.tensor([5, 7, 9, 11], device="cuda")
             layer.decode(version, stats)

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.func import jvp, vmap
 
-from twell_lab.errors import InputError
-from twell_lab.ffn import SparseFFN
-from twell_lab.model import GatedFeedForward, PlainFeedForward
-from twell_lab.penalty import layer_terms
-from twell_lab.plans import Choice
+from twell_lab.core.errors import InputError
+from twell_lab.layers.choice import Choice
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.layers.terms import layer_terms
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 CHOICES = {"twell": None, "hot and cold": Choice("hot_cold", 256)}
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from twell_lab import accuracy, ops, reference
+from twell_lab import formats, ops
+from twell_lab.ops import accuracy, reference
 
 from .drawn import tensors
 
@@ -109,7 +110,7 @@ def test_stats(path, hot):
         stats = torch.tensor([5, 5, 5, 5], device="cuda")
         made[0][1, 0] = -8.0  # fires everything: recomputed, where there is a pool
         ops.infer(*made, path=path, hot=hot, stats=stats)
-        kept = int(reference.fires(linear(made[0], made[1]))[:, hot:].sum())
+        kept = int(formats.fires(linear(made[0], made[1]))[:, hot:].sum())
         seen, entries, pooled, lost = (stats - 5).tolist()
         if tokens in (30, 2100) and not hot or tokens >= 700 and hot:  # others are not counted: it would cost a launch
             assert seen == tokens and abs(entries - kept) <= 3 and 0 <= lost <= 1 and 0 <= pooled <= 16

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from twell_lab import accuracy, formats, launch, reference
+from twell_lab import formats
 from twell_lab.formats import TwELL
+from twell_lab.ops import accuracy, portable, reference
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -68,7 +69,7 @@ def test_pack_matches_the_format(pattern, version, dtype):
         (5, 5632, 256, 32), (300, 1000, 256, 32), (1, 8, 256, 32), (3, 264, 128, 17), (7, 2048, 512, 64), (2, 96, 32, 33),
     ]:  # fmt: skip
         gate = gate_of(pattern, rows, columns, dtype, tile, words)
-        packed = launch.pack(gate, tile, words, version=version)
+        packed = portable.pack(gate, tile, words, version=version)
         expected = TwELL.from_gate(gate, tile, words)
         assert torch.equal(packed[..., 0], expected.counts)
         used = torch.arange(words - 1, device="cuda") < expected.counts[..., None]
@@ -79,7 +80,7 @@ def test_pack_matches_the_format(pattern, version, dtype):
 def test_pack_takes_any_width(version):
     for rows, columns, tile, words in [(4, 1, 256, 32), (9, 257, 256, 32), (2, 70001, 256, 32), (3, 1023, 100, 5)]:
         gate = gate_of("sparse", rows, columns, torch.bfloat16, tile, words)
-        packed = launch.pack(gate, tile, words, version=version)
+        packed = portable.pack(gate, tile, words, version=version)
         expected = TwELL.from_gate(gate, tile, words)
         used = torch.arange(words - 1, device="cuda") < expected.counts[..., None]
         assert torch.equal(packed[..., 0], expected.counts)
@@ -102,7 +103,7 @@ def wide(*tensors):
 def versions(name: str, dtype, d_model: int) -> list[int]:
     """The versions that take this width."""
     newest = {"gated": 4, "down": 3}[name]
-    return list(range(1, newest + 1)) if launch.specialisation(dtype, d_model) else [1]
+    return list(range(1, newest + 1)) if portable.specialisation(dtype, d_model) else [1]
 
 
 SHAPES = [(37, 2048, 1000), (5, 768, 600), (9, 64, 257), (4, 4096, 512), (3, 5120, 300), (6, 100, 300), (2, 12290, 256), (1, 8, 1)]
@@ -121,7 +122,7 @@ def test_gated_keeps_the_error_promise(pattern, dtype):
         tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
         for version in versions("gated", dtype, d_model):
             for from_gate, from_tail in ((gate, NO_TAIL), (None, tail)):
-                y = launch.gated(x, packed.packed, from_gate, from_tail, up, down_t, up_bias, down_bias, 256, version)
+                y = portable.gated(x, packed.packed, from_gate, from_tail, up, down_t, up_bias, down_bias, 256, version)
                 ratio, row = accuracy.worst_row(y, dense, exact)
                 assert ratio <= 1.0, (rows, d_model, d_ff, version, from_gate is None, row, ratio)
 
@@ -139,7 +140,7 @@ def test_down_keeps_the_error_promise(pattern, dtype):
         tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
         for version in versions("down", dtype, d_model):
             for from_gate, from_tail in ((gate, NO_TAIL), (None, tail)):
-                y = launch.down(packed.packed, from_gate, from_tail, down_t, bias, d_ff, 256, version)
+                y = portable.down(packed.packed, from_gate, from_tail, down_t, bias, d_ff, 256, version)
                 ratio, row = accuracy.worst_row(y, dense, exact)
                 assert ratio <= 1.0, (rows, d_model, d_ff, version, from_gate is None, row, ratio)
 
@@ -150,11 +151,11 @@ def test_other_geometries(tile, words):
     x, up, down, up_bias, down_bias = layer_of(rows, d_model, d_ff, torch.bfloat16, biases=True)
     for pattern in ("sparse", "dense", "some rows over"):
         gate = gate_of(pattern, rows, d_ff, torch.bfloat16, tile, words)
-        packed = launch.pack(gate, tile, words)
+        packed = portable.pack(gate, tile, words)
         exact = reference.gated(*wide(x, gate, up, down, up_bias, down_bias))
         dense = linear(torch.relu(gate) * linear(x, up, up_bias), down, down_bias)
         for version in (1, 2, 3, 4):
-            y = launch.gated(x, packed, gate, NO_TAIL, up, down.t().contiguous(), up_bias, down_bias, tile, version)
+            y = portable.gated(x, packed, gate, NO_TAIL, up, down.t().contiguous(), up_bias, down_bias, tile, version)
             assert accuracy.worst_row(y, dense, exact)[0] <= 1.0
 
 
@@ -168,7 +169,7 @@ def test_rows_that_are_not_finite_follow_the_dense_layer(d_model, dtype):
     dense = linear(torch.relu(gate) * linear(x, up), down)
     packed = TwELL.from_gate(gate)
     for version in versions("gated", dtype, d_model):
-        y = launch.gated(x, packed.packed, gate, NO_TAIL, up, down.t().contiguous(), None, None, 256, version)
+        y = portable.gated(x, packed.packed, gate, NO_TAIL, up, down.t().contiguous(), None, None, 256, version)
         assert torch.equal(y.isnan(), dense.isnan())
         assert y[[1, 4, 7]].isnan().all() and y[[0, 2, 3, 5, 6, 8]].isfinite().all()
 
@@ -180,8 +181,8 @@ def test_an_fp16_overflow_in_a_silent_neuron_does_no_harm():
     gate = gate_of("sparse", 4, 300, torch.float16)
     gate[:, 17] = -1
     exact = reference.gated(*wide(x, gate, up, down))
-    packed = launch.pack(gate, 256, 32)
-    y = launch.gated(x, packed, gate, NO_TAIL, up, down.t().contiguous(), None, None, 256)
+    packed = portable.pack(gate, 256, 32)
+    y = portable.gated(x, packed, gate, NO_TAIL, up, down.t().contiguous(), None, None, 256)
     assert y.isfinite().all()
     assert ((y.double() - exact).norm() / exact.norm()) < 1e-3
 
@@ -192,7 +193,7 @@ def test_the_same_input_gives_the_same_bits():
     down_t = down.t().contiguous()
 
     def run():
-        return launch.gated(x, launch.pack(gate, 256, 32), gate, NO_TAIL, up, down_t, None, None, 256)
+        return portable.gated(x, portable.pack(gate, 256, 32), gate, NO_TAIL, up, down_t, None, None, 256)
 
     first = run()
     assert all(same_bits(run(), first) for _ in range(5))
@@ -204,16 +205,16 @@ def test_unaligned_tensors_take_the_slower_kernels():
     shifted = lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)  # noqa: E731
     dense = linear(torch.relu(gate) * linear(x, up), down)
     exact = reference.gated(*wide(x, gate, up, down))
-    packed = launch.pack(shifted(gate), 256, 32)
-    y = launch.gated(shifted(x), packed, shifted(gate), NO_TAIL, shifted(up), shifted(down.t()), None, None, 256)
+    packed = portable.pack(shifted(gate), 256, 32)
+    y = portable.gated(shifted(x), packed, shifted(gate), NO_TAIL, shifted(up), shifted(down.t()), None, None, 256)
     assert accuracy.worst_row(y, dense, exact)[0] <= 1.0
 
 
 def test_more_rows_than_a_grid_dimension_of_65535():
     gate = gate_of("sparse", 70_001, 264, torch.bfloat16)
     x, up, down, *_ = layer_of(70_001, 64, 264, torch.bfloat16)
-    packed = launch.pack(gate, 256, 32)
-    y = launch.gated(x, packed, gate, NO_TAIL, up, down.t().contiguous(), None, None, 256)
+    packed = portable.pack(gate, 256, 32)
+    y = portable.gated(x, packed, gate, NO_TAIL, up, down.t().contiguous(), None, None, 256)
     pick = torch.tensor([0, 65_534, 65_535, 65_536, 70_000], device="cuda")
     exact = reference.gated(*wide(x[pick], gate[pick], up, down))
     dense = linear(torch.relu(gate[pick]) * linear(x[pick], up), down)
@@ -226,7 +227,7 @@ def test_a_matrix_of_more_than_two_to_the_31_values():
     rows, columns = 2**31 // 5632 + 1000, 5632
     gate = torch.full((rows, columns), -1.0, dtype=torch.bfloat16, device="cuda")
     gate[-1, -3:] = torch.tensor([1.0, 2.0, 3.0])
-    packed = launch.pack(gate, 256, 32)
+    packed = portable.pack(gate, 256, 32)
     assert packed[-1, -1, 0] == 3 and packed[:-1, :, 0].max() == 0
     value, column = formats.split_words(packed[-1, -1, 1:4], torch.bfloat16)
     assert value.tolist() == [1.0, 2.0, 3.0] and column.tolist() == [253, 254, 255]

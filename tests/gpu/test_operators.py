@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 import twell_lab as tl
-from twell_lab import accuracy, bench, jit, launch, reference
-from twell_lab.model import GatedFeedForward, PlainFeedForward
+from twell_lab import bench
+from twell_lab.cuda import cubins, launcher
+from twell_lab.ops import accuracy, portable, reference
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 pytestmark = pytest.mark.gpu
 
@@ -227,12 +229,12 @@ def test_bench_checks_then_times():
 
 def test_cubins_compiled_elsewhere_are_used(monkeypatch, tmp_path):
     """What a CPU machine compiled ahead is loaded as it is: nothing is compiled here."""
-    arch = jit.architecture(torch.cuda.get_device_capability(), "smxx_pack.cu")
+    arch = cubins.architecture(torch.cuda.get_device_capability(), "smxx_pack.cu")
     defines = {"VALUE_BF16": True}
-    jit.compile("smxx_pack.cu", arch, defines, cache_in=tmp_path)
+    cubins.compile("smxx_pack.cu", arch, defines, cache_in=tmp_path)
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
-    monkeypatch.setattr(jit, "_run_nvrtc", lambda *a: pytest.fail("compiled although a cubin was there"))
-    monkeypatch.setattr(launch, "_loaded", {})
+    monkeypatch.setattr(cubins, "_run_nvrtc", lambda *a: pytest.fail("compiled although a cubin was there"))
+    monkeypatch.setattr(launcher, "_loaded", {})
     gate = torch.randn(5, 600, device="cuda", dtype=torch.bfloat16)
-    packed = launch.pack(gate, 256, 32)
+    packed = portable.pack(gate, 256, 32)
     assert torch.equal(packed[..., 0], tl.formats.TwELL.from_gate(gate).counts)

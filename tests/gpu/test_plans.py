@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab import bench, costs, watching
-from twell_lab.ffn import SparseFFN
-from twell_lab.model import PlainFeedForward
-from twell_lab.plans import Candidate, Choice, LayerPlan
-from twell_lab.profile import profile
+from twell_lab.analysis import auto, costs
+from twell_lab.analysis.profile import profile
+from twell_lab.layers.choice import Candidate, Choice, LayerPlan
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.ops import measure
+from twell_lab.ops.reference import PlainFeedForward
 
 pytestmark = pytest.mark.gpu
 CHOICES = [Choice("dense"), Choice("twell"), Choice("hot_cold", 512)]
@@ -18,7 +19,7 @@ CHOICES = [Choice("dense"), Choice("twell"), Choice("hot_cold", 512)]
 
 def drawn(tokens=700, gated=True, dtype=torch.bfloat16):
     """(layer, three inputs, its profile from the first)."""
-    layer, inputs = bench.workload(tokens, 256, 1400, 30, "lognormal", dtype, "cuda")
+    layer, inputs = measure.workload(tokens, 256, 1400, 30, "lognormal", dtype, "cuda")
     if not gated:
         plain = PlainFeedForward(256, 1400).requires_grad_(False)
         plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
@@ -39,7 +40,7 @@ def test_every_path_keeps_the_error_promise(choice, gated, tokens):
     layer, inputs, profiled = drawn(gated=gated)
     sparse = SparseFFN(layer, plan=LayerPlan.forced(profiled.layers[0], choice))
     with torch.no_grad():
-        assert bench.check(layer, sparse, inputs[1][:tokens], rows=200) <= 1.0
+        assert measure.check(layer, sparse, inputs[1][:tokens], rows=200) <= 1.0
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -68,7 +69,7 @@ def test_inside_torch(choice):
             layer.up_proj.weight.mul_(0.5), layer.gate_proj.weight.mul_(2)
         moved = copy.deepcopy(sparse).cpu().cuda()
         assert torch.equal(moved(x), sparse(x))
-        assert bench.check(layer, sparse, x) <= 1.0
+        assert measure.check(layer, sparse, x) <= 1.0
     torch._dynamo.reset()
 
 
@@ -106,7 +107,7 @@ def captured(module, x):
 
 
 def test_a_measured_plan_is_not_slower_than_dense():
-    layer, inputs = bench.workload(2048, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
+    layer, inputs = measure.workload(2048, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
     plan = tl.plan(profile(layer, inputs[:1]), layer, tokens=(1, 2048), batches=inputs[1:2])
     assert plan.inputs == "captured from the batches"
     sparse = tl.sparsify(copy.deepcopy(layer), plan)
@@ -117,7 +118,7 @@ def test_a_measured_plan_is_not_slower_than_dense():
 
 
 def test_a_layer_plans_itself_but_not_inside_a_graph(monkeypatch):
-    monkeypatch.setattr(watching, "FORWARDS", 2)
+    monkeypatch.setattr(auto, "FORWARDS", 2)
     layer, inputs, _ = drawn()
     graphed, sparse = tl.sparsify(copy.deepcopy(layer), "auto"), tl.sparsify(copy.deepcopy(layer), "auto")
     with torch.no_grad():
@@ -131,5 +132,5 @@ def test_a_layer_plans_itself_but_not_inside_a_graph(monkeypatch):
             sparse(inputs[0])
         graph.replay()
         assert graphed.plan is None and graphed.status()["plan"] == "none"
-        assert sparse.plan is not None and bench.check(layer, sparse, inputs[1]) <= 1.0
+        assert sparse.plan is not None and measure.check(layer, sparse, inputs[1]) <= 1.0
         assert torch.equal(y, graphed(inputs[0]))

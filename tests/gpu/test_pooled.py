@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.simulator.pooled_cases import Pooled, adversarial, bits, gate_of
-from twell_lab import launch, simulator
-from twell_lab.pool import packed_and_pool
+from twell_lab import simulator
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import portable
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
@@ -38,7 +39,7 @@ def test_adversarial_rows(tokens, name, version, dtype):
 @pytest.mark.parametrize("name, version", EVERY)
 def test_many_rows(name, version):
     """More than fit in the two passes' workspace at once; overflow in groups all over them."""
-    tokens = launch._TWO_PASS_ROWS + 1003
+    tokens = portable._TWO_PASS_ROWS + 1003
     gate = gate_of(tokens, 520, torch.bfloat16, 0.03)
     gate[::7, :40] = gate[::7, :40].abs()
     gate[5::1000, 256:] = 1.0
@@ -77,7 +78,7 @@ def test_the_default_version_in_a_graph(tokens):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         lost[:1].zero_()
-        y = launch.gated_pooled(layer.x, packed, pool, layer.up, layer.down_t, None, None, None, lost, lost_x, stats)
+        y = portable.gated_pooled(layer.x, packed, pool, layer.up, layer.down_t, None, None, None, lost, lost_x, stats)
     for replay in (1, 2):
         graph.replay()
         torch.cuda.synchronize()

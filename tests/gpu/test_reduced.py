@@ -3,9 +3,20 @@
 import pytest
 import torch
 
-from twell_lab import launch, launch_columns, launch_sm80, launch_sm90, launch_train, launch_train_dense, launch_transpose, ops, reference, training
+from twell_lab import ops
 from twell_lab.formats import TwELL
-from twell_lab.pool import packed_and_pool, pool_used
+from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.ops import (
+    ampere,
+    differentiable,
+    hopper_pack,
+    portable,
+    reference,
+    train_columns,
+    train_dense,
+    train_rows,
+    transpose,
+)
 
 pytestmark = pytest.mark.gpu
 NO_TAIL = (None, None, None)
@@ -26,7 +37,7 @@ def gate_with_everything(rows, columns, dtype):
 def test_pack(columns, dtype):
     gate = gate_with_everything(5, columns, dtype)
     for version in (1, 2) if columns % 8 else (1, 2, 3, 4):
-        packed = launch.pack(gate, 256, 32, version)
+        packed = portable.pack(gate, 256, 32, version)
         assert torch.equal(packed[..., 0], TwELL.from_gate(gate).counts)
 
 
@@ -42,16 +53,16 @@ def test_down_and_gated(d_model, dtype):
     bias, up_bias = down_t[7].clone(), down_t[:, 3].contiguous()
     packed = TwELL.from_gate(gate)
     tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
-    every = (1, 2, 3, 4) if launch.specialisation(dtype, d_model) else (1,)
+    every = (1, 2, 3, 4) if portable.specialisation(dtype, d_model) else (1,)
     wide = [t.double().cpu() for t in (x, gate, up, down_t.t(), up_bias, bias)]
     exact = reference.gated(*wide)
     plain = reference.relu(wide[1]) @ wide[3].t() + wide[5]
     for version in every:
         for source, rest in ((gate, NO_TAIL), (None, tail)):
-            y = launch.gated(x, packed.packed, source, rest, up, down_t, up_bias, bias, 256, version)
+            y = portable.gated(x, packed.packed, source, rest, up, down_t, up_bias, bias, 256, version)
             assert torch.allclose(y.double().cpu(), exact, rtol=0.02, atol=0.02 * float(exact[:4].abs().max()), equal_nan=True)
             if version < 4:
-                y = launch.down(packed.packed, source, rest, down_t, bias, 300, 256, version)
+                y = portable.down(packed.packed, source, rest, down_t, bias, 300, 256, version)
                 assert torch.allclose(y.double().cpu(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
 
 
@@ -90,13 +101,13 @@ def test_sm90_gate_pack(version, tokens, d_ff):
     x[3, 0], x[9:13, 0] = -8.0, 0.5  # everything fires; some tiles overflow into the pool
     for dtype, with_bias in ((torch.bfloat16, False), (torch.float16, True)):
         arguments = [t.to(dtype).cuda() for t in (x, weight)] + [bias.to(dtype).cuda() if with_bias else None]
-        gate = launch_sm90.dense_gate(*arguments)
+        gate = hopper_pack.dense_gate(*arguments)
         exact = torch.nn.functional.linear(*(t if t is None else t.double().cpu() for t in arguments))
         assert torch.allclose(gate.double().cpu(), exact, rtol=0.02, atol=0.02)
         if not version:
             continue
         packed, pool, _ = packed_and_pool(gate)
-        found, spilled = launch_sm90.gate_pack(*arguments, None, version)
+        found, spilled = hopper_pack.gate_pack(*arguments, None, version)
         used = torch.arange(32, device="cuda") <= packed[..., :1]
         assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
         used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
@@ -112,14 +123,14 @@ def test_sm80_gate_pack(tokens, d_ff):
     x[:, 0], weight[:, 0] = 4.0, -16.0
     x[3, 0] = -16.0  # everything fires
     packed, pool, _ = packed_and_pool(torch.nn.functional.linear(x, weight))
-    found, spilled = launch_sm80.gate_pack(x, weight)
+    found, spilled = ampere.gate_pack(x, weight)
     used = torch.arange(32, device="cuda") <= packed[..., :1]
     assert torch.equal(found[..., 0], packed[..., 0]) and torch.equal(found[used], packed[used])
     used = torch.arange(64, device="cuda") < pool_used(packed)[..., None]
     assert torch.equal(spilled[used], pool[used])
 
 
-@pytest.mark.parametrize("path", training.PATHS)
+@pytest.mark.parametrize("path", differentiable.PATHS)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [20, 700])
 def test_train(tokens, gated, path):
@@ -135,7 +146,7 @@ def test_train(tokens, gated, path):
     weights = made[1:3] if gated else [None, made[1]]
     leaves = [None if t is None else t.cuda().requires_grad_() for t in (made[0], *weights, made[3], made[4] if gated else None, *made[5:])]
     dy, dl1 = normal(tokens, 136).bfloat16(), torch.rand(tokens, generator=generator)
-    y, l1, kept = training.train_ffn(*leaves, path=path)
+    y, l1, kept = differentiable.train_ffn(*leaves, path=path)
     asked = [t for t in leaves if t is not None]
     found = [y, l1, *torch.autograd.grad([y, l1], asked, [dy.cuda(), dl1.cuda()])]
     wide = [None if t is None else t.detach().cpu().double().requires_grad_() for t in leaves]
@@ -156,18 +167,18 @@ def test_train_versions(gated):
     normal = lambda *shape: torch.randn(*shape, generator=generator).bfloat16().cuda()  # noqa: E731
     x, first, up, down_t, dy = normal(70, 136), normal(776, 136), normal(776, 136), normal(776, 136), normal(70, 136)
     x[:, 0], first[:, 0] = 1.0, -25.0
-    packed, pool = launch_sm80.gate_pack(x, first)
-    s = launch_train.survivors(x, packed, pool, up if gated else None, None, 776)
+    packed, pool = ampere.gate_pack(x, first)
+    s = train_rows.survivors(x, packed, pool, up if gated else None, None, 776)
     alive = slice(int(s.spans[:, 1].sum()))
     results = []
     for version in (1, 2):
-        dh = launch_train.hidden_gradient(dy, s, down_t, None, version)
-        results.append([launch_train.weighted_rows(s, down_t, None, version), dh[alive],
-                        launch_train.input_gradient(s, dh, first if gated else None, up, version),
-                        *launch_columns.weight_gradients(x, dy, s, dh, 776, True, version),
-                        *launch_train_dense.dense_hidden(first, up, version),
-                        *launch_train_dense.dense_gradients(first, up, down_t.clone(), None, version)])  # fmt: skip
+        dh = train_rows.hidden_gradient(dy, s, down_t, None, version)
+        results.append([train_rows.weighted_rows(s, down_t, None, version), dh[alive],
+                        train_rows.input_gradient(s, dh, first if gated else None, up, version),
+                        *train_columns.weight_gradients(x, dy, s, dh, 776, True, version),
+                        *train_dense.dense_hidden(first, up, version),
+                        *train_dense.dense_gradients(first, up, down_t.clone(), None, version)])  # fmt: skip
     assert alive.stop > 0
     for a, b in zip(*results):
         assert a is None or torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * float(b.float().abs().max()))
-    assert torch.equal(launch_transpose.transposed(down_t), down_t.t())
+    assert torch.equal(transpose.transposed(down_t), down_t.t())

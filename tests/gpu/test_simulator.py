@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from twell_lab import evidence, launch, simulator
+from twell_lab import simulator
 from twell_lab.formats import TwELL
+from twell_lab.ops import portable
+from twell_lab.records import evidence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")]
 NO_TAIL = (None, None, None)
@@ -35,7 +37,7 @@ def test_random_layers(rows, d_model, d_ff, dtype):
     here = (x, packed, gate, NO_TAIL, up, down_t, up_bias, bias)
     there = tuple(t.cuda() if isinstance(t, torch.Tensor) else t for t in here)
     for version in (1, 2, 3, 4):
-        assert same(launch.gated(*there, 256, version), launch.gated(*here, 256, version)), version
+        assert same(portable.gated(*there, 256, version), portable.gated(*here, 256, version)), version
     for version in (1, 2, 3):
-        down = [launch.down(*(args[i] for i in (1, 2, 3, 5, 7)), d_ff, 256, version) for args in (there, here)]
+        down = [portable.down(*(args[i] for i in (1, 2, 3, 5, 7)), d_ff, 256, version) for args in (there, here)]
         assert same(*down), version

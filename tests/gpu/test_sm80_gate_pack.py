@@ -9,10 +9,11 @@ import random
 import pytest
 import torch
 
-from twell_lab import launch_sm80
+from twell_lab.core import errors
 from twell_lab.formats import join_words, split_words
-from twell_lab.launch_sm80 import Setup, setup_for
-from twell_lab.pool import packed_and_pool, pool_used
+from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.ops import ampere
+from twell_lab.ops.ampere import Setup, setup_for
 
 pytestmark = pytest.mark.gpu
 SEED = random.SystemRandom().randrange(2**31)
@@ -77,8 +78,8 @@ def assert_all(x, weights, bias=None, some=None):
     gate = exact_gate(x, weights, bias)
     for setup in some or setups(x.dtype):
         lost = torch.full((3,), 7, dtype=torch.int32, device="cuda")
-        first = launch_sm80._run(x, weights, bias, lost, setup)
-        second = launch_sm80._run(x, weights, bias, None, setup)
+        first = ampere._run(x, weights, bias, lost, setup)
+        second = ampere._run(x, weights, bias, None, setup)
         assert_packed(first, gate)
         assert all(map(torch.equal, first, second)), setup
         assert lost.tolist() == [0, 7, 7]
@@ -141,7 +142,7 @@ def test_any_gate_at_all(dtype):
     weights[:, ::3] = -weights[:, ::3].abs()
     x = torch.eye(256, dtype=dtype, device="cuda")
     for setup in setups(dtype):
-        assert_packed(launch_sm80._run(x, weights, None, None, setup), weights.t().contiguous())
+        assert_packed(ampere._run(x, weights, None, None, setup), weights.t().contiguous())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,7 +151,7 @@ def test_real_numbers(dtype):
     x, weights = (torch.randn(n, 2048, device="cuda").to(dtype) for n in (300, 1000))
     exact = x.double() @ weights.double().t()
     for setup in setups(dtype):
-        packed, _ = launch_sm80._run(x, weights, None, None, setup)
+        packed, _ = ampere._run(x, weights, None, None, setup)
         counts = packed[..., 0]
         positive = torch.nn.functional.pad(exact > 0, (0, 24)).view(300, 4, 256).sum(2)
         assert ((counts - positive).abs() <= 1).all()  # a sum within rounding of zero may fall on either side
@@ -165,25 +166,25 @@ def test_real_numbers(dtype):
 def test_the_public_call():
     x, weights = problem(70, 64, 512, torch.float16, salt=5)
     gate = exact_gate(x, weights)
-    assert launch_sm80.takes(x, weights)
-    assert_packed(launch_sm80.gate_pack(x, weights), gate)
-    assert_packed(launch_sm80.gate_pack(x, weights, version=1), gate)
+    assert ampere.takes(x, weights)
+    assert_packed(ampere.gate_pack(x, weights), gate)
+    assert_packed(ampere.gate_pack(x, weights, version=1), gate)
     lost = torch.ones(1, dtype=torch.int32, device="cuda")
-    packed, pool = launch_sm80.gate_pack(x[:0], weights, lost=lost)
+    packed, pool = ampere.gate_pack(x[:0], weights, lost=lost)
     assert packed.shape == (0, 2, 32) and pool.shape == (0, 2, 64) and lost.item() == 0
 
 
 def test_what_is_not_taken():
     x, weights = problem(70, 64, 512, torch.float16)
-    assert not launch_sm80.takes(x.float(), weights.float())
-    assert not launch_sm80.takes(x, weights.bfloat16())
-    assert not launch_sm80.takes(x[:, :60], weights[:, :60])
-    assert not launch_sm80.takes(x, weights[:509])
-    assert not launch_sm80.takes(x[:, 8:], weights[:, 8:].contiguous())
+    assert not ampere.takes(x.float(), weights.float())
+    assert not ampere.takes(x, weights.bfloat16())
+    assert not ampere.takes(x[:, :60], weights[:, :60])
+    assert not ampere.takes(x, weights[:509])
+    assert not ampere.takes(x[:, 8:], weights[:, 8:].contiguous())
     wide = torch.empty(8, 2**22 + 8, dtype=torch.float16, device="cuda")
-    assert launch_sm80.takes(wide.view(-1)[: 2**23].view(2, -1), wide.view(-1)[: 2**25].view(8, -1))
-    assert not launch_sm80.takes(wide, wide)
+    assert ampere.takes(wide.view(-1)[: 2**23].view(2, -1), wide.view(-1)[: 2**25].view(8, -1))
+    assert not ampere.takes(wide, wide)
     shifted = torch.empty(512 * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(512, 64)
-    assert not launch_sm80.takes(x, shifted)
-    with pytest.raises(launch_sm80.InputError, match="16-byte alignment"):
-        launch_sm80.gate_pack(x, shifted)
+    assert not ampere.takes(x, shifted)
+    with pytest.raises(errors.InputError, match="16-byte alignment"):
+        ampere.gate_pack(x, shifted)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from twell_lab import launch_sm90_dense as dense
-from twell_lab.errors import InputError
+from twell_lab.core.errors import InputError
+from twell_lab.ops import hopper_dense as dense
 
 pytestmark = [
     pytest.mark.gpu,

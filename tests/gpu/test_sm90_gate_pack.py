@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from twell_lab import accuracy, launch_sm90, reference
+from twell_lab import formats
 from twell_lab.formats import TILE
-from twell_lab.pool import packed_and_pool, pool_used
+from twell_lab.formats.pool import packed_and_pool, pool_used
+from twell_lab.ops import accuracy, hopper_pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +43,7 @@ def layer(tokens, d_model, d_ff, nnz=None, dtype=BF16, bias=False, seed=1):
 
 def check_words(x, weight, bias=None, versions=VERSIONS):
     """The dense gate of the same main loop near float64's, and each version's words and pool those of that gate."""
-    gate = launch_sm90.dense_gate(x, weight, bias)
+    gate = hopper_pack.dense_gate(x, weight, bias)
     some = torch.linspace(0, len(x) - 1, min(len(x), 700), device="cuda").long()
     wide = [t if t is None else t.double() for t in (x[some], weight, bias)]
     ratio, row = accuracy.worst_row(gate[some], linear(x, weight, bias)[some], linear(*wide))
@@ -52,7 +53,7 @@ def check_words(x, weight, bias=None, versions=VERSIONS):
     pool_words = torch.arange(pool.shape[2], device="cuda") < pool_used(packed)[..., None]
     for version in versions:
         flags = torch.full((3,), 7, dtype=torch.int32, device="cuda")
-        found, spilled = launch_sm90.gate_pack(x, weight, bias, flags, version)
+        found, spilled = hopper_pack.gate_pack(x, weight, bias, flags, version)
         assert torch.equal(found[..., 0], packed[..., 0]), version
         assert torch.equal(found[used], packed[used]), version
         assert torch.equal(spilled[pool_words], pool[pool_words]), version
@@ -87,8 +88,8 @@ def test_rows_that_are_not_finite(dtype):
     packed, _ = check_words(x, weight)
     gate = linear(x, weight)
     rows = torch.tensor([3, 200, 201], device="cuda")
-    assert torch.equal(launch_sm90.dense_gate(x, weight)[rows].isnan(), gate[rows].isnan())
-    assert torch.equal(packed[rows, :, 0].sum(1), reference.fires(gate[rows]).sum(1))
+    assert torch.equal(hopper_pack.dense_gate(x, weight)[rows].isnan(), gate[rows].isnan())
+    assert torch.equal(packed[rows, :, 0].sum(1), formats.fires(gate[rows]).sum(1))
 
 
 def overflowing(tokens, d_model, d_ff, share):
@@ -114,15 +115,15 @@ def test_a_slice_of_rows_of_the_weights_and_rows_apart():
     x, weight, bias = layer(300, 256, 1536, bias=True)
     check_words(x, weight[512:], bias[512:])
     wide = torch.cat([x, x], 1)
-    assert torch.equal(launch_sm90.dense_gate(wide[:, :256], weight), launch_sm90.dense_gate(x, weight))
+    assert torch.equal(hopper_pack.dense_gate(wide[:, :256], weight), hopper_pack.dense_gate(x, weight))
 
 
 def test_the_same_input_gives_the_same_bits():
     x, weight = overflowing(3000, 512, 2816, 0.3)
-    first, pool = launch_sm90.gate_pack(x, weight)
+    first, pool = hopper_pack.gate_pack(x, weight)
     used = torch.arange(32, device="cuda") <= first[..., :1]  # what lies beyond is left over from other tiles
     for _ in range(4):
-        again, pool_again = launch_sm90.gate_pack(x, weight)
+        again, pool_again = hopper_pack.gate_pack(x, weight)
         assert torch.equal(first[..., 0], again[..., 0]) and torch.equal(first[used], again[used])
         assert torch.equal(pool, pool_again)  # with the same poison in what is not written
 
@@ -130,24 +131,24 @@ def test_the_same_input_gives_the_same_bits():
 def test_no_tokens_and_no_launch():
     x, weight, _ = layer(0, 64, 264)
     lost = torch.full((1,), 7, dtype=torch.int32, device="cuda")
-    packed, pool = launch_sm90.gate_pack(x, weight, lost=lost)
+    packed, pool = hopper_pack.gate_pack(x, weight, lost=lost)
     assert packed.shape == (0, 2, 32) and pool.shape == (0, 2, 64) and lost.item() == 0
 
 
 def test_on_a_side_stream_and_in_a_graph():
     x, weight, _ = layer(1000, 512, 1536, 20)
-    expected, _ = launch_sm90.gate_pack(x, weight)  # loads the kernel: not to be done while a graph is captured
+    expected, _ = hopper_pack.gate_pack(x, weight)  # loads the kernel: not to be done while a graph is captured
     used = torch.arange(32, device="cuda") <= expected[..., :1]
     held = torch.zeros_like(x)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         held.copy_(x)
-        found, _ = launch_sm90.gate_pack(held, weight)
+        found, _ = hopper_pack.gate_pack(held, weight)
     stream.synchronize()
     assert torch.equal(found[used], expected[used])
     with torch.cuda.graph(graph):
-        found, _ = launch_sm90.gate_pack(held, weight)
+        found, _ = hopper_pack.gate_pack(held, weight)
     held.zero_()
     graph.replay()
     assert not found[..., 0].any()

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab.errors import InputError
-from twell_lab.ffn import SparseFFN, sparsify
-from twell_lab.model import GatedFeedForward, PlainFeedForward
+from twell_lab.core.errors import InputError
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.swap import sparsify
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 pytestmark = pytest.mark.gpu
 

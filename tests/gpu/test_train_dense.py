@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.train_dense.cases import check_gradients, check_hidden, draw
-from twell_lab import launch_train_dense
+from tests.ops.train_dense.cases import check_gradients, check_hidden, draw
+from twell_lab.ops import train_dense
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -32,12 +32,12 @@ def test_as_torch_gives_it(rows, d_ff, gated, dtype):
 @pytest.mark.parametrize("d_ff", [5632, 5631])
 def test_the_same_bits_every_time_and_in_a_graph(d_ff):
     g, u, dh, dl1 = draw(2048, d_ff, torch.bfloat16, device="cuda")
-    first = launch_train_dense.dense_hidden(g, u), launch_train_dense.dense_gradients(g, u, dh.clone(), dl1)
+    first = train_dense.dense_hidden(g, u), train_dense.dense_gradients(g, u, dh.clone(), dl1)
     given = dh.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        forward = launch_train_dense.dense_hidden(g, u)
-        backward = launch_train_dense.dense_gradients(g, u, given, dl1)
+        forward = train_dense.dense_hidden(g, u)
+        backward = train_dense.dense_gradients(g, u, given, dl1)
     for _ in range(3):
         given.copy_(dh)
         graph.replay()

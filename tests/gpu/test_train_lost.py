@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.train_lost.cases import POISON, Case, bits
-from twell_lab import launch_lost, simulator
+from tests.ops.train_lost.cases import POISON, Case, bits
+from twell_lab import simulator
+from twell_lab.ops import train_lost
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
@@ -37,7 +38,7 @@ def test_what_there_is_no_room_for_is_computed_again(gated, monkeypatch):
     case = case.to("cuda")
     before = case.backward()
     for room in (1, 595):
-        monkeypatch.setattr(launch_lost, "_MOST_ENTRIES", room * 4 * (3 if gated else 2) * 1100)
+        monkeypatch.setattr(train_lost, "_MOST_ENTRIES", room * 4 * (3 if gated else 2) * 1100)
         case.check()
         for a, b in zip(before, case.backward()):
             assert a is None or torch.equal(bits(a), bits(b))
@@ -53,8 +54,8 @@ def test_the_same_bits_every_time_and_in_a_graph():
     gradients = [t.clone() for t in case.start[:3]]
     dx = torch.full_like(case.x, POISON)
     with torch.cuda.graph(graph):
-        launch_lost.lost_forward(lost, case.x, *weights, None, *out)
-        launch_lost.lost_backward(lost, case.x, case.dy, case.dl1, *weights, dx, *gradients, None, None)
+        train_lost.lost_forward(lost, case.x, *weights, None, *out)
+        train_lost.lost_backward(lost, case.x, case.dy, case.dl1, *weights, dx, *gradients, None, None)
     for count in (len(case.rows), 0):
         lost[0] = count
         graph.replay()
@@ -64,7 +65,7 @@ def test_the_same_bits_every_time_and_in_a_graph():
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_simulator_has_the_same_bits(gated, monkeypatch):
-    monkeypatch.setattr(launch_lost, "_grid", lambda x: launch_lost._BLOCKS_ON_CPU)
+    monkeypatch.setattr(train_lost, "_grid", lambda x: train_lost._BLOCKS_ON_CPU)
     case = Case.draw(120, 264, 70, torch.bfloat16, range(3, 110), gated=gated, biases=True)
     here, there = (*case.forward(), *case.backward()), (*case.to("cuda").forward(), *case.to("cuda").backward())
     for a, b in zip(here, there):

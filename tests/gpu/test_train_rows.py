@@ -7,9 +7,10 @@ lost row that somebody writes.
 import pytest
 import torch
 
-from tests.train_kernels.row_cases import RowCase, adversarial, gate_of, poisoned_pack, same_bits
-from twell_lab import launch_train, simulator
-from twell_lab.pool import packed_and_pool
+from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, poisoned_pack, same_bits
+from twell_lab import simulator
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import train_rows
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
@@ -92,10 +93,10 @@ def test_in_a_graph():
     packed, pool, _ = packed_and_pool(case.gate)
     graph, lost = torch.cuda.CUDAGraph(), case.expected_lost()
     with torch.cuda.graph(graph):
-        t = launch_train.survivors(case.x, packed, pool, case.up, case.up_bias, 1100)
-        again = launch_train.weighted_rows(t, case.down_t, case.down_bias)
-        gradient = launch_train.hidden_gradient(case.dy, t, case.down_t, case.dl1)
-        into_x = launch_train.input_gradient(t, gradient, case.Wg, case.up)
+        t = train_rows.survivors(case.x, packed, pool, case.up, case.up_bias, 1100)
+        again = train_rows.weighted_rows(t, case.down_t, case.down_bias)
+        gradient = train_rows.hidden_gradient(case.dy, t, case.down_t, case.dl1)
+        into_x = train_rows.input_gradient(t, gradient, case.Wg, case.up)
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
@@ -111,10 +112,10 @@ def test_another_stream_waits_for_nothing():
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            s = launch_train.survivors(case.x, packed, pool, case.up, None, 600)
-            y = launch_train.weighted_rows(s, case.down_t, None)
-            dh = launch_train.hidden_gradient(case.dy, s, case.down_t, None)
-            launch_train.input_gradient(s, dh, case.Wg, case.up)
+            s = train_rows.survivors(case.x, packed, pool, case.up, None, 600)
+            y = train_rows.weighted_rows(s, case.down_t, None)
+            dh = train_rows.hidden_gradient(case.dy, s, case.down_t, None)
+            train_rows.input_gradient(s, dh, case.Wg, case.up)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

@@ -8,9 +8,15 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from twell_lab import launch, ops, penalty, training
-from twell_lab.ffn import SparseFFN, feed_forwards, sparsify
-from twell_lab.model import GatedFeedForward, LanguageModel, ModelConfig
+from twell_lab import ops
+from twell_lab.cuda import launcher
+from twell_lab.layers import terms as penalty
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.swap import sparsify
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import differentiable
+from twell_lab.ops.reference import GatedFeedForward
 
 from .drawn import tensors
 
@@ -73,8 +79,8 @@ def assert_right(found, made, dy, dl1):
 @pytest.fixture
 def ran(monkeypatch):
     """The names of the kernels that were launched."""
-    names, real = [], launch._launch
-    monkeypatch.setattr(launch, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1])
+    names, real = [], launcher._launch
+    monkeypatch.setattr(launcher, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1])
     return names
 
 
@@ -89,7 +95,7 @@ def all_ran(names):
 def test_every_gradient(gated, biased, dtype, tokens, d_model, d_ff, ran):
     made = tensors(tokens, d_model, d_ff, gated, dtype, biased, rate=1.0 if d_ff < 300 else 2.3)
     dy, dl1 = upstream(made)
-    assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+    assert_right(step(differentiable.train_ffn, made, dy, dl1), made, dy, dl1)
     assert all_ran(ran)
 
 
@@ -97,10 +103,10 @@ def test_every_gradient(gated, biased, dtype, tokens, d_model, d_ff, ran):
 def test_at_the_size_of_the_tables(gated, ran):
     made = tensors(16384, 2048, 5632, gated, rate=2.57)
     dy, dl1 = upstream(made)
-    found = step(training.train_ffn, made, dy, dl1)
+    found = step(differentiable.train_ffn, made, dy, dl1)
     assert_right(found, made, dy, dl1)
     assert all_ran(ran)
-    for a, b in zip(found, step(training.train_ffn, made, dy, dl1)):
+    for a, b in zip(found, step(differentiable.train_ffn, made, dy, dl1)):
         assert a is None or torch.equal(a, b)  # the same bits
 
 
@@ -113,7 +119,7 @@ def test_overflowing_rows_lose_nothing(share, many, gated, ran):
     x[:: round(1 / share), 1] = 8.0
     first[256 : 256 + many, 1] = 4.0
     dy, dl1 = upstream(made)
-    assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+    assert_right(step(differentiable.train_ffn, made, dy, dl1), made, dy, dl1)
     assert all_ran(ran)
     lost = int(torch.ops.twell_lab.train_forward(*made)[-1][0])
     assert lost > 0 or many == 40  # 9 values past the words of a tile still have room in the pool
@@ -145,7 +151,7 @@ def test_a_term_says_how_many_tokens_found_no_room(compiled):
 def test_everything_half_and_nothing_fires(rate, ran):
     made = tensors(300, 256, 1000, rate=rate)
     dy, dl1 = upstream(made)
-    assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+    assert_right(step(differentiable.train_ffn, made, dy, dl1), made, dy, dl1)
     assert all_ran(ran)
 
 
@@ -155,7 +161,7 @@ def test_the_sparse_path_keeps_nothing_as_wide_as_the_layer():
     weights, kept = {t.shape for t in leaves[1:] if t is not None}, []
     weights |= {shape[::-1] for shape in weights}  # down is kept transposed
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.shape, t.nbytes)) or t, lambda t: t):
-        training.train_ffn(*leaves)
+        differentiable.train_ffn(*leaves)
     wide = 2048 * 3072 * 2  # one hidden tensor of 16 bits
     assert kept and sum(size for shape, size in kept if shape not in weights and shape != made[0].shape) < wide / 2
 
@@ -173,21 +179,21 @@ def test_opcheck(gated):
 def test_dense_path(dtype, gated):
     made = tensors(1000, 256, 1000, gated, dtype, biased=True, rate=0.3)
     dy, dl1 = upstream(made)
-    assert_right(step(lambda *a: training.train_ffn(*a, path="dense"), made, dy, dl1), made, dy, dl1)
+    assert_right(step(lambda *a: differentiable.train_ffn(*a, path="dense"), made, dy, dl1), made, dy, dl1)
 
 
 def test_what_the_kernels_do_not_take_is_right_too(ran):
     for sizes in ((33, 100, 1001, True, torch.bfloat16), (33, 128, 1000, True, torch.float32)):
         made = tensors(*sizes, biased=True)
         dy, dl1 = upstream(made)
-        assert_right(step(training.train_ffn, made, dy, dl1), made, dy, dl1)
+        assert_right(step(differentiable.train_ffn, made, dy, dl1), made, dy, dl1)
     assert not any(name.startswith("survivor") for name in ran)
 
 
 def test_a_row_that_is_not_finite_spoils_its_own_output_alone():
     made = tensors(64, 256, 1000)
     made[0][5, 3], made[0][9, 0] = torch.inf, torch.nan
-    y, l1, kept = training.train_ffn(*made)
+    y, l1, kept = differentiable.train_ffn(*made)
     bad = torch.tensor([5, 9], device="cuda")
     assert y[bad].isnan().all() and l1[bad].isnan().all()
     rest = torch.ones(64, dtype=torch.bool, device="cuda").index_fill(0, bad, False)
@@ -198,7 +204,7 @@ def test_kept_counts_every_row():
     made = tensors(640, 512, 1024)
     made[0][::5, 1], made[1][256:456, 1] = 8.0, 4.0
     g = linear(made[0], made[1])
-    kept = training.train_ffn(*made)[2]
+    kept = differentiable.train_ffn(*made)[2]
     assert ((kept - (g > 0).sum(1)).abs() <= 1).all()
 
 
@@ -290,13 +296,13 @@ def test_optimizer_steps_are_followed(fused, ran):
 def test_side_stream_and_deterministic_algorithms():
     made = tensors(300, 256, 1000)
     dy, dl1 = upstream(made)
-    expected = step(training.train_ffn, made, dy, dl1)
+    expected = step(differentiable.train_ffn, made, dy, dl1)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     torch.use_deterministic_algorithms(True)
     try:
         with torch.cuda.stream(stream):
-            found = step(training.train_ffn, made, dy, dl1)
+            found = step(differentiable.train_ffn, made, dy, dl1)
     finally:
         torch.use_deterministic_algorithms(False)
     torch.cuda.current_stream().wait_stream(stream)
@@ -310,7 +316,7 @@ def test_a_step_inside_a_cuda_graph():
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in made]
 
     def run():
-        y, l1, _ = training.train_ffn(*leaves)
+        y, l1, _ = differentiable.train_ffn(*leaves)
         return torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1])
 
     run()
@@ -328,10 +334,10 @@ def test_a_step_inside_a_cuda_graph():
 def test_nothing_waits_for_the_gpu():
     made = tensors(300, 256, 1000)
     dy, dl1 = upstream(made)
-    step(training.train_ffn, made, dy, dl1)
+    step(differentiable.train_ffn, made, dy, dl1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(training.train_ffn, made, dy, dl1)
+        step(differentiable.train_ffn, made, dy, dl1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -340,9 +346,9 @@ def test_a_thread_that_has_asked_the_gpu_for_nothing_yet():
     """Its context is not current: autograd's threads are such, and a user's. Memory comes from torch's cache."""
     made = tensors(64, 256, 1000)
     with torch.no_grad():
-        expected = training.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:])
+        expected = differentiable.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:])
         found = []
-        thread = threading.Thread(target=lambda: found.extend((training.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:]))))
+        thread = threading.Thread(target=lambda: found.extend((differentiable.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:]))))
         with torch.inference_mode(False):
             thread.start()
             thread.join()

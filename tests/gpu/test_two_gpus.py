@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.interrupting import assert_saves_once
-from twell_lab import checkpoint, training
-from twell_lab.model import LanguageModel
-from twell_lab.text import standard_library
-from twell_lab.train import TrainConfig, train
+from tests.training.train.interrupting import assert_saves_once
+from twell_lab.models.tiny import LanguageModel
+from twell_lab.ops import differentiable
+from twell_lab.training import checkpoint
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.loop import train
+from twell_lab.training.text.source import standard_library
 
 from .drawn import tensors
 from .test_trainer import BFLOAT16, FLOAT32, close
@@ -156,14 +158,14 @@ def test_more_processes_than_gpus_are_refused(base):
     assert ran.returncode and f"{gpus + 1} processes were started on a machine with {gpus} GPUs" in said and "nproc-per-node" in said
 
 
-@pytest.mark.parametrize("path", training.PATHS)
+@pytest.mark.parametrize("path", differentiable.PATHS)
 def test_a_layer_on_the_second_gpu_from_the_first(path):
     """Forwards and backwards, the same bits as on the first; weights' gradients are summed in a fixed order too."""
     made = tensors(300, 256, 1000)
     dy, results = torch.randn(made[0].shape, device="cuda").to(made[0].dtype), []
     for device in ("cuda:0", "cuda:1"):
         leaves = [None if t is None else t.to(device).requires_grad_() for t in made]
-        y, l1, _ = training.train_ffn(*leaves, path=path)
+        y, l1, _ = differentiable.train_ffn(*leaves, path=path)
         gradients = torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy.to(device), torch.ones_like(l1)])
         assert all(t.device == torch.device(device) for t in (y, l1, *gradients))
         results.append([t.cpu() for t in (y, l1, *gradients)])

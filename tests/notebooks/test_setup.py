@@ -8,7 +8,7 @@ import plotly.io as pio
 import pytest
 import torch
 
-from twell_lab.course import notebook
+from twell_lab.course import notebook as notebook_module
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 FIGURE, PICTURE = "application/vnd.plotly.v1+json", "image/png"
@@ -17,42 +17,42 @@ FIGURE, PICTURE = "application/vnd.plotly.v1+json", "image/png"
 @pytest.fixture(autouse=True)
 def _same_renderer_afterwards(monkeypatch):
     before = pio.renderers.default
-    monkeypatch.delenv(notebook.STORING, raising=False)
+    monkeypatch.delenv(notebook_module.STORING, raising=False)
     monkeypatch.delenv("PLOTLY_RENDERER", raising=False)
     yield
     pio.renderers.default = before
 
 
 def test_setup_names_the_machine_and_returns_the_device(capsys):
-    device = notebook.setup(seed=3)
+    device = notebook_module.setup(seed=3)
     assert device == ("cuda" if torch.cuda.is_available() else "cpu")
     line = capsys.readouterr().out
     assert line.startswith("This machine: ") and f"torch {torch.__version__}" in line and line.count("\n") == 1
     first = torch.rand(1)
-    notebook.setup(seed=3)
+    notebook_module.setup(seed=3)
     assert torch.equal(torch.rand(1), first)
 
 
 def test_dtype_on_a_cpu():
-    assert notebook.dtype_for("cpu") == torch.float32
+    assert notebook_module.dtype_for("cpu") == torch.float32
 
 
 @pytest.mark.parametrize(("before", "after"), [
     ("plotly_mimetype+notebook", "plotly_mimetype"), ("colab", "colab"), ("vscode", "vscode")])
 def test_a_host_keeps_its_renderer_and_no_script_is_written_into_a_notebook(before, after):
     pio.renderers.default = before
-    assert notebook.use_renderer() == after == pio.renderers.default
+    assert notebook_module.use_renderer() == after == pio.renderers.default
 
 
 def test_a_chosen_renderer_stays(monkeypatch):
     monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype+notebook")
     pio.renderers.default = "plotly_mimetype+notebook"
-    assert notebook.use_renderer() == "plotly_mimetype+notebook"
+    assert notebook_module.use_renderer() == "plotly_mimetype+notebook"
 
 
 def test_storing_adds_pictures(monkeypatch):
-    monkeypatch.setenv(notebook.STORING, "1")
-    assert notebook.use_renderer() == "plotly_mimetype+png"
+    monkeypatch.setenv(notebook_module.STORING, "1")
+    assert notebook_module.use_renderer() == "plotly_mimetype+png"
     assert not logging.getLogger("choreographer.channels.pipe").isEnabledFor(logging.ERROR)
 
 

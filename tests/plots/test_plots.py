@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab import formats, plain, plots
-from twell_lab.errors import InputError
-from twell_lab.model import LanguageModel, ModelConfig
-from twell_lab.profile import profile
-from twell_lab.train import TrainConfig, TrainResult
+from twell_lab import formats
+from twell_lab.analysis.profile import profile
+from twell_lab.core.errors import InputError
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.plots import data
+from twell_lab.plots import figures as plots
+from twell_lab.training.config import TrainConfig, TrainResult
 
 ROW = {"kind": "ffn_forward", "device": "CPU", "dtype": "float32", "tokens": 1, "d_model": 2048, "d_ff": 5632,
        "nnz": 29.0, "path": "twell", "ms": 2.0, "dense_ms": 6.0, "x_dense": 3.0}
@@ -102,12 +104,12 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
     gate = torch.where(torch.rand(2, width, generator=generator) < share, gate, -gate).to(dtype)
     packed = formats.TwELL.from_gate(gate, tile=32, words=words)
     for tile in range(packed.packed.shape[1]):
-        at = json.loads(json.dumps(plain.tile_of(packed, 1, tile)))
+        at = json.loads(json.dumps(data.tile_of(packed, 1, tile)))
         part = gate[1, 32 * tile:32 * (tile + 1)]
         kept = part.clamp(min=0).nonzero()[:, 0].tolist()
         assert at["count"] == at["words"][0] == len(kept) and at["width"] == len(part)
         assert len(at["words"]) == min(len(kept), words - 1) + 1
-        assert [plain.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] \
+        assert [data.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] \
             == [(part[column].item(), column) for column in kept]
 
 
@@ -116,7 +118,7 @@ def test_the_packed_tile_draws_values_where_they_were():
     gate[0, 5], gate[0, 40] = 0.5, 2.0
     packed = formats.TwELL.from_gate(gate.to(torch.bfloat16), tile=64)
     figure = plots.packed_tile(packed)
-    assert figure.to_json() == plots.packed_tile(plain.tile_of(packed, 0, 0)).to_json()
+    assert figure.to_json() == plots.packed_tile(data.tile_of(packed, 0, 0)).to_json()
     before, after = figure.data
     assert before.z[0][5] == 0.5 and before.z[1][8] == 2.0 and sum(map(sum, before.z)) == 2.5
     assert [cell for line in after.text for cell in line if cell] == ["<b>2</b>", "5:<br>0.5", "40:<br>2"]
@@ -189,16 +191,16 @@ def test_bytes_are_per_token():
     ([""], ["layer"]),
 ])
 def test_layers_are_never_merged_by_their_short_names(given, shown):
-    assert plain.layer_names(given) == shown
+    assert data.layer_names(given) == shown
 
 
 @pytest.mark.parametrize("value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"),
                                           (0.001, "0.1%"), (0.00012, "0.012%")])
 def test_shares_keep_two_digits_where_they_are_small(value, shown):
-    assert plain.share(value) == shown
+    assert data.share(value) == shown
 
 
 @pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)),
                                              ([0], (0, 0))])
 def test_percentiles_of_a_histogram(histogram, ends):
-    assert plain.percentiles(histogram) == ends
+    assert data.percentiles(histogram) == ends

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
-from twell_lab import attack, cli, paths, recordings, records
-from twell_lab.errors import InputError
+from twell_lab.app import cli, recordings
+from twell_lab.bench import attack
+from twell_lab.core import folders
+from twell_lab.core.errors import InputError
+from twell_lab.records import record as records
 
 SUITE = """def test_one(request):
     option = request.config.getoption
@@ -29,7 +32,7 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "tests" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
         patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
-        patch.setattr(paths, "kernels_dir", lambda: tmp_path / "kernels")
+        patch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
         yield tmp_path
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from twell_lab import paths, recordings
+from twell_lab.app import recordings
+from twell_lab.core import errors, folders
+from twell_lab.records import record as records
 
 GOOD = "def test_one():\n    pass\n\n\nimport pytest\n\n\n@pytest.mark.skip(reason='here')\ndef test_two():\n    pass\n"
 BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"
@@ -14,7 +16,7 @@ def folder(tmp_path, monkeypatch):
     """tests/gpu of a checkout without a GPU or sanitizers."""
     monkeypatch.setattr(recordings, "_need_gpu", lambda: None)
     monkeypatch.setattr(recordings.shutil, "which", lambda name: None)
-    monkeypatch.setattr(paths, "kernels_dir", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
     monkeypatch.delenv("TWELL_LAB_CUBINS", raising=False)
     made = tmp_path / "tests" / "gpu"
     made.mkdir(parents=True)
@@ -24,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def plain_record(monkeypatch):
     """No hash of kernels that are not there."""
-    monkeypatch.setattr(recordings.Record, "new", classmethod(lambda cls, name, purpose, rows, notes, kernels: (name, rows, notes)))
+    monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, name, purpose, rows, notes, kernels: (name, rows, notes)))
 
 
 def test_all_files_are_run_and_counted(folder):
@@ -55,5 +57,5 @@ def test_an_error_of_another_kind_is_not_hidden(folder, monkeypatch):
 
 def test_a_gpu_is_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(recordings.DeviceError, match="needs an NVIDIA GPU"):
+    with pytest.raises(errors.DeviceError, match="needs an NVIDIA GPU"):
         recordings.gpu_tests()

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab import paths, provenance, records
-from twell_lab.errors import RecordError
+from twell_lab.core import files, folders
+from twell_lab.core.errors import RecordError
+from twell_lab.records import provenance
+from twell_lab.records import record as records
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16", "tokens": 4, "d_model": 8,
        "d_ff": 16, "nnz": 2.5, "workload": "lognormal", "path": "twell", "ms": 0.5, "dense_ms": 1.0,
@@ -140,7 +142,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        records.write_atomically(tmp_path / "page.html", "text")
+        files.write_atomically(tmp_path / "page.html", "text")
     assert not list(tmp_path.iterdir())
 
 
@@ -149,14 +151,14 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(RecordError, match=f"{tmp_path}.*No space left"):
-        records.write_atomically(tmp_path / "page.html", "text")
+        files.write_atomically(tmp_path / "page.html", "text")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_a_file_is_an_error_that_names_it(tmp_path):
     (tmp_path / "build").write_text("in the way")
     with pytest.raises(RecordError, match="build"):
-        records.write_atomically(tmp_path / "build" / "page.html", "text")
+        files.write_atomically(tmp_path / "build" / "page.html", "text")
 
 
 def test_the_commit_can_be_told_to_a_tree_without_git(monkeypatch):
@@ -178,7 +180,7 @@ def test_the_commit_of_a_surrounding_project_is_not_ours(tmp_path, monkeypatch):
 
 
 def test_datasheet_figures_are_sourced_and_dated():
-    sheet = json.loads((paths.data_dir() / "gpus.json").read_text())
+    sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
     for gpu in sheet["gpus"]:
         assert set(gpu) == {"name", "driver_names", "capability", "memory_gb", "bandwidth_gb_s", "l2_mb",
                             "tensor_tflops", "tensor_dtype", "source", "source_date"}, gpu["name"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
-from twell_lab import accuracy, launch, reference
 from twell_lab.formats import TwELL
+from twell_lab.ops import accuracy, portable, reference
 
 NO_TAIL = (None, None, None)
 FINITE = ["sparse", "dense", "silent", "all", "full tiles", "one over", "some rows over", "denormal"]
@@ -58,7 +58,7 @@ def bits(t: Tensor) -> Tensor:
 
 def check_pack(gate: Tensor, tile: int, words: int, version: int) -> None:
     """Bit by bit as TwELL.from_gate has it; words that nobody may write still hold torch's poison."""
-    packed = launch.pack(gate, tile, words, version)
+    packed = portable.pack(gate, tile, words, version)
     expected = TwELL.from_gate(gate, tile, words)
     assert packed.dtype == expected.packed.dtype and packed.shape == expected.packed.shape
     assert torch.equal(packed[..., 0], expected.counts)
@@ -107,12 +107,12 @@ class Layer:
         return (self.gate, NO_TAIL), (None, tail)
 
     def gated(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
-        return launch.gated(
+        return portable.gated(
             self.x, self.packed.packed, gate, tail, self.up, self.down_t, self.up_bias, self.down_bias, self.tile, version
         )
 
     def plain(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
-        return launch.down(
+        return portable.down(
             self.packed.packed, gate, tail, self.down_t, self.down_bias, self.gate.shape[1], self.tile, version
         )
 
@@ -136,7 +136,7 @@ class Layer:
 def versions(name: str, dtype: torch.dtype, d_model: int) -> range:
     """The versions of the down or gated kernel that take this width."""
     newest = {"gated": 4, "down": 3}[name]
-    return range(1, newest + 1) if launch.specialisation(dtype, d_model) else range(1, 2)
+    return range(1, newest + 1) if portable.specialisation(dtype, d_model) else range(1, 2)
 
 
 @st.composite

@@ -18,8 +18,8 @@ import torch
 from tests.simulator import cases, mutants
 from tests.simulator.cases import Layer
 from tests.simulator.pooled_cases import Pooled, gate_of
-from twell_lab import launch as launching
 from twell_lab import simulator
+from twell_lab.cuda import launcher
 from twell_lab.formats import TwELL
 from twell_lab.simulator import Program
 
@@ -147,7 +147,7 @@ def token_checks(kernels: list[str], layers: list[Layer], both: bool = True) -> 
 
 def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
     """As the launch layer has it, with this program in the place of its own; of two passes the other is not a mutant."""
-    ours, sizes = launching._launch, program.defines
+    ours, sizes = launcher._launch, program.defines
 
     def in_its_place(file, kernel, defines, grid, block, device, arguments, shared=0):
         if kernel in program.kernels:
@@ -156,13 +156,13 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
             with simulator.watching("faults"):  # it reads what a mutant wrote
                 ours(file, kernel, defines, grid, block, device, arguments, shared)
 
-    launching._launch = in_its_place
+    launcher._launch = in_its_place
     try:
         layer.check(name, version)
     except AssertionError as error:
         raise Differs from error
     finally:
-        launching._launch = ours
+        launcher._launch = ours
 
 
 @cache

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from twell_lab import accuracy, launch, reference
 from twell_lab.formats import POOL_ROWS
-from twell_lab.pool import packed_and_pool
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import accuracy, portable, reference
 
 STATS = [50, 60, 70, 80]  # what stats holds before a launch
 POISON = 12345
@@ -63,8 +63,8 @@ class Pooled:
         self.stats = torch.tensor(STATS, **here) if stats else None
         rest = (self.start, self.lost, self.lost_x, self.stats, version, torch.full_like(self.x, POISON))
         if name == "down":
-            return launch.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
-        return launch.gated_pooled(self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
+            return portable.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
+        return portable.gated_pooled(self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
 
     def exact_and_dense(self, name: str) -> tuple[Tensor, Tensor]:
         wide = lambda t: None if t is None else t.double()  # noqa: E731

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from twell_lab import paths, simulator
+from twell_lab import simulator
+from twell_lab.core import folders
 from twell_lab.simulator import toolchain
 
 HERE = Path(__file__).parent
@@ -18,7 +19,7 @@ def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[
     """What arm64_driver.cpp prints, built by `cxx`."""
     common = ["-std=c++17", "-fstack-clash-protection", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
               "-fno-omit-frame-pointer", *machine,
-              "-I", str(toolchain.CUDA), "-I", str(paths.kernels_dir())]  # fmt: skip
+              "-I", str(toolchain.CUDA), "-I", str(folders.kernels_dir())]  # fmt: skip
     watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
     (folder / "unit.cpp").write_text(f'#include "smxx_pack.cu"\n{CRASHES}SIM_EXPORT(pack_v2)\nSIM_EXPORT(crashes)\n')
     (folder / "end.cpp").write_text(toolchain._KERNELS_END)

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from twell_lab import errors, launch, simulator
+from twell_lab import simulator
+from twell_lab.core import errors
+from twell_lab.ops import portable
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,13 +134,13 @@ def test_a_launch_can_be_interrupted(program, tmp_path, watch):
 @pytest.mark.parametrize("arguments", [(256, 32, 3), (256, 32, 4), (256, 0, None), (0, 32, None), (256, 32, 9), (256, 32, 0)])
 def test_launch_refuses_what_a_kernel_cannot_take(arguments):
     with pytest.raises(errors.InputError):
-        launch.pack(torch.randn(8, 333).bfloat16(), *arguments)
+        portable.pack(torch.randn(8, 333).bfloat16(), *arguments)
 
 
 def test_launch_refuses_other_gates_and_versions():
     with pytest.raises(errors.InputError, match="two dimensions"):
-        launch.pack(torch.randn(8).bfloat16(), 256, 32)
+        portable.pack(torch.randn(8).bfloat16(), 256, 32)
     gate = torch.randn(2, 64).bfloat16()
-    packed, none = launch.pack(gate, 64, 65), (None, None, None)
+    packed, none = portable.pack(gate, 64, 65), (None, None, None)
     with pytest.raises(errors.InputError, match="version is 9; 1 to 3"):
-        launch.down(packed, gate, none, torch.randn(64, 8).bfloat16(), None, 64, 64, 9)
+        portable.down(packed, gate, none, torch.randn(64, 8).bfloat16(), None, 64, 64, 9)

@@ -1,7 +1,7 @@
 """What is counted, against counts made by hand and against a model of the kernels."""
 
-import math
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator import modelled
-from twell_lab import paths, simulator
-from twell_lab.errors import InputError
+from twell_lab import simulator
+from twell_lab.core import folders
+from twell_lab.core.errors import InputError
 from twell_lab.simulator import counts as counting
-from twell_lab.simulator.counts import Counts, Gpu, H100, Traffic, predicted_time
+from twell_lab.simulator.counts import H100, Counts, Gpu, Traffic, predicted_time
 
 
 def gate(rows: int = 2, columns: int = 1024, seed: int = 0) -> np.ndarray:
@@ -131,7 +132,7 @@ def test_packing_is_predicted_as_the_kernel_header_says():
 
 
 def test_the_reachable_rates_are_below_the_datasheet():
-    sheet = json.loads((paths.data_dir() / "gpus.json").read_text())
+    sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
     listed = {gpu["name"]: gpu for gpu in sheet["gpus"]}
     assert H100.memory_bytes_per_s < 1e9 * listed[H100.name]["bandwidth_gb_s"]
 

@@ -12,9 +12,10 @@ from torch.nn.functional import linear
 
 from tests.simulator import cases
 from tests.simulator.cases import Layer
-from twell_lab import launch, ops, reference, simulator
-from twell_lab.errors import InputError
+from twell_lab import ops, simulator
+from twell_lab.core.errors import InputError
 from twell_lab.formats import TwELL
+from twell_lab.ops import operators, portable, reference
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -187,8 +188,8 @@ def shifted(t: torch.Tensor) -> torch.Tensor:
 def test_unaligned_tensors_take_the_slower_kernels():
     layer = Layer.draw(cases.gate_of("sparse", 3, 520, torch.bfloat16, 256, 32), 264, 256, 32)
     with simulator.watching("faults") as runs:
-        packed = launch.pack(shifted(layer.gate), 256, 32)
-        y = launch.gated(shifted(layer.x), packed, shifted(layer.gate), cases.NO_TAIL, shifted(layer.up),
+        packed = portable.pack(shifted(layer.gate), 256, 32)
+        y = portable.gated(shifted(layer.x), packed, shifted(layer.gate), cases.NO_TAIL, shifted(layer.up),
                          shifted(layer.down_t), None, None, 256)  # fmt: skip
     assert [run.kernel for run in runs] == ["pack_v2", "gated_v1"]
     assert layer.gated_error(y) <= 1.0
@@ -197,8 +198,8 @@ def test_unaligned_tensors_take_the_slower_kernels():
 def test_no_rows_launch_nothing():
     with simulator.watching("faults") as runs:
         empty = torch.empty(0, 520, dtype=torch.bfloat16)
-        assert launch.pack(empty, 256, 32).shape == (0, 3, 32)
-        assert launch.down(torch.empty(0, 3, 32, dtype=torch.int32), empty, cases.NO_TAIL, empty.new_empty(520, 8), None, 520,
+        assert portable.pack(empty, 256, 32).shape == (0, 3, 32)
+        assert portable.down(torch.empty(0, 3, 32, dtype=torch.int32), empty, cases.NO_TAIL, empty.new_empty(520, 8), None, 520,
                            256).shape == (0, 8)  # fmt: skip
     assert runs == []
 
@@ -250,7 +251,7 @@ def test_backends_that_cannot_be():
             ops.pack(layer.gate, backend=backend)
     for refused in ("gated_ffn", "plain_ffn"):
         with pytest.raises(InputError, match="backend is 'cuda'"):
-            getattr(ops, refused)(x.detach(), *(rest if refused == "gated_ffn" else rest[1:]), backend="cuda")
+            getattr(operators, refused)(x.detach(), *(rest if refused == "gated_ffn" else rest[1:]), backend="cuda")
     with pytest.raises(InputError, match="'meta'|on meta"):
         ops.pack(layer.gate.to("meta"), backend="simulator")
     with pytest.raises(InputError, match="watch is 'all'"), simulator.watching("all"):

@@ -8,10 +8,11 @@ import torch
 
 from tests.simulator import cases
 from tests.simulator.pooled_cases import Pooled, adversarial, bits, gate_of
-from twell_lab import launch, simulator
-from twell_lab.errors import InputError
+from twell_lab import simulator
+from twell_lab.core.errors import InputError
 from twell_lab.formats import TwELL
-from twell_lab.pool import packed_and_pool
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.ops import portable
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 DTYPES = [torch.bfloat16, torch.float16]
@@ -86,9 +87,9 @@ def test_the_bits_are_those_of_tiles_with_a_slot_for_every_column(name):
     layer = Pooled.draw(adversarial(35, 520, torch.bfloat16), 1032, biases=True)
     wide = TwELL.from_gate(layer.gate, 256, 257).packed
     if name == "gated":
-        expected = launch.gated(layer.x, wide, None, cases.NO_TAIL, layer.up, layer.down_t, layer.up_bias, layer.down_bias, 256, 3)
+        expected = portable.gated(layer.x, wide, None, cases.NO_TAIL, layer.up, layer.down_t, layer.up_bias, layer.down_bias, 256, 3)
     else:
-        expected = launch.down(wide, None, cases.NO_TAIL, layer.down_t, layer.down_bias, 520, 256, 2)
+        expected = portable.down(wide, None, cases.NO_TAIL, layer.down_t, layer.down_bias, 520, 256, 2)
     for version in {"gated": (5, 7), "down": (4,)}[name]:
         y = layer.run(name, version)
         kept = ~layer.expected_lost
@@ -126,7 +127,7 @@ def test_stats_and_the_list_are_wanted_or_not():
 def test_two_passes_over_more_rows_than_the_workspace_takes(monkeypatch):
     layer = Pooled.draw(adversarial(60, 520, torch.bfloat16), 264, biases=True, start=True)
     y = layer.check("gated", 7)
-    monkeypatch.setattr(launch, "_TWO_PASS_ROWS", 16)
+    monkeypatch.setattr(portable, "_TWO_PASS_ROWS", 16)
     with simulator.watching("faults") as runs:
         assert torch.equal(bits(layer.check("gated", 7)), bits(y))
     assert [run.kernel for run in runs] == ["up_v1", "down_v6"] * 4
@@ -138,7 +139,7 @@ def test_the_default_version_and_no_tokens():
         assert layer.run("gated", None).isfinite().all() and layer.run("down", None).isfinite().all()
         none = Pooled(layer.x[:0], layer.gate[:0], layer.up, layer.down_t, None, None, None)
         x, packed, pool = none.x, torch.empty(0, 2, 32, dtype=torch.int32), torch.empty(0, 2, 64, dtype=torch.int32)
-        assert launch.down_pooled(x, packed, pool, none.down_t, None, None, layer.lost, x, None).shape == (0, 264)
+        assert portable.down_pooled(x, packed, pool, none.down_t, None, None, layer.lost, x, None).shape == (0, 264)
     assert [run.kernel for run in runs] == ["up_v1", "down_v6", "down_v4"]
 
 
@@ -148,9 +149,9 @@ def test_what_is_refused():
     lost = torch.zeros(18, dtype=torch.int32)
 
     def down(x=layer.x, packed=packed, pool=pool, down_t=layer.down_t, version=None, lost=lost):
-        return launch.down_pooled(x, packed, pool, down_t, None, None, lost, x, None, version)
+        return portable.down_pooled(x, packed, pool, down_t, None, None, lost, x, None, version)
 
-    assert launch.pooled_takes(torch.bfloat16, 264) and not launch.pooled_takes(torch.bfloat16, 12)
+    assert portable.pooled_takes(torch.bfloat16, 264) and not portable.pooled_takes(torch.bfloat16, 12)
     with pytest.raises(InputError, match="16-bit values"):
         down(x=layer.x.float(), down_t=layer.down_t.float())
     with pytest.raises(InputError, match=r"pool is \[1, 2, 64\]"):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.declarations import COMPILERS, DECLARES, KERNEL, MORE
-from twell_lab import paths
-from twell_lab.errors import CompileError, InputError
+from twell_lab.core import folders
+from twell_lab.core.errors import CompileError, InputError
 from twell_lab.simulator import source, toolchain
 from twell_lab.simulator.faults import Unsupported
 from twell_lab.simulator.toolchain import Parameter, listing, refuse, sources, with_watches
@@ -43,7 +43,7 @@ def test_a_name_is_a_file_of_kernels_with_its_headers():
     found = sources("smxx_gated.cu")
     assert list(found)[0] == "smxx_gated.cu"
     assert set(found) == {"smxx_gated.cu", "dense_row.cuh", "row_walk.cuh", "pool_walk.cuh", "twell.cuh"}
-    assert found["twell.cuh"] == (paths.kernels_dir() / "twell.cuh").read_text()
+    assert found["twell.cuh"] == (folders.kernels_dir() / "twell.cuh").read_text()
 
 
 def test_own_headers_come_before_those_of_kernels(own):

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.simulator.declarations import COMPILERS, DECLARES, KERNEL, MORE, SHARED
-from twell_lab import paths
-from twell_lab.errors import CompileError, InputError, StackError
+from twell_lab.core import folders as paths
+from twell_lab.core.errors import CompileError, InputError, StackError
 from twell_lab.simulator import symbols, toolchain
 from twell_lab.simulator.faults import Unsupported
 from twell_lab.simulator.toolchain import Line, build, sources

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.simulator import modelled
 from tests.simulator.modelled import READ, WRITE, Array, Block, Line
-from twell_lab.errors import InputError
+from twell_lab.core.errors import InputError
 from twell_lab.formats import TwELL
 from twell_lab.simulator.trace import Trace, word_text
 

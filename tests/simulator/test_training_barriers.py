@@ -9,11 +9,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.columns.layers import Layer, pattern
-from tests.train_kernels.row_cases import RowCase, adversarial
-from tests.train_lost.cases import Case
-from twell_lab import launch_columns, launch_train, launch_transpose, paths, simulator
-from twell_lab.errors import TwellError
+from tests.ops.columns.layers import Layer, pattern
+from tests.ops.train_kernels.row_cases import RowCase, adversarial
+from tests.ops.train_lost.cases import Case
+from twell_lab import simulator
+from twell_lab.core import folders
+from twell_lab.core.errors import TwellError
+from twell_lab.ops import train_columns, train_rows
+from twell_lab.ops import transpose as launch_transpose
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 BARRIER = "__syncthreads();"
@@ -26,11 +29,11 @@ def rows(monkeypatch):
     case.check_rows(s, case.check_survivors(s))
     case = RowCase.draw(adversarial(36, 520, torch.bfloat16)[:8], 1032, biases=True)
     s = case.survivors()
-    launch_train.hidden_gradient(case.dy, s, case.down_t, None, 1)
+    train_rows.hidden_gradient(case.dy, s, case.down_t, None, 1)
 
 
 def columns(monkeypatch):
-    monkeypatch.setattr(launch_columns, "_COUNTS", 13 * 3)
+    monkeypatch.setattr(train_columns, "_COUNTS", 13 * 3)
     fires = pattern(700, 13, 0.1)
     fires[:, 7] = torch.arange(700) % 2 == 0
     Layer.draw(fires, 16).check(version=2)
@@ -56,7 +59,7 @@ WITHOUT = {"smxx_train_slabs.cu", "smxx_train_dense.cu"}  # a warp does its work
 def barriers():
     found = []
     for file in [*FILES, *HEADERS]:
-        text = (paths.kernels_dir() / file).read_text()
+        text = (folders.kernels_dir() / file).read_text()
         found += [pytest.param(file, match.start(), id=f"{file}:{text.count(chr(10), 0, match.start()) + 1}")
                   for match in re.finditer(re.escape(BARRIER), text)]  # fmt: skip
     return found
@@ -64,14 +67,14 @@ def barriers():
 
 def test_every_file_is_looked_at():
     for file in WITHOUT:
-        assert "__syncthreads" not in (paths.kernels_dir() / file).read_text()
+        assert "__syncthreads" not in (folders.kernels_dir() / file).read_text()
     assert len(barriers()) > 20
 
 
 @pytest.mark.parametrize("kernel", FILES)
 def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path, monkeypatch):
     for name in (kernel, *HEADERS):
-        (tmp_path / name).write_text((paths.kernels_dir() / name).read_text())
+        (tmp_path / name).write_text((folders.kernels_dir() / name).read_text())
     with simulator.watching("faults", replace={kernel: tmp_path / kernel}) as runs:
         FILES[kernel](monkeypatch)
     assert runs
@@ -80,10 +83,10 @@ def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path, monkeypatch):
 @pytest.mark.parametrize("file, at", barriers())
 def test_a_deleted_barrier_is_noticed(file, at, tmp_path, monkeypatch):
     kernel = HEADERS.get(file, file)
-    text = (paths.kernels_dir() / file).read_text()
+    text = (folders.kernels_dir() / file).read_text()
     (tmp_path / file).write_text(text[:at] + text[at + len(BARRIER) :])
     if kernel != file:
-        (tmp_path / kernel).write_text((paths.kernels_dir() / kernel).read_text())
+        (tmp_path / kernel).write_text((folders.kernels_dir() / kernel).read_text())
     spare = any(file == name and text[:at].endswith(before) for name, before in SPARE)
     noticed = nullcontext() if spare else pytest.raises((TwellError, AssertionError))
     with noticed, simulator.watching("faults", replace={kernel: tmp_path / kernel}):

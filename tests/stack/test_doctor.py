@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import doctor, jit, machine, paths
-from twell_lab.errors import StackError
+from twell_lab.app import doctor
+from twell_lab.core import folders, machine
+from twell_lab.core.errors import StackError
+from twell_lab.cuda import cubins
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
 P100 = {"name": "Tesla P100-PCIE-16GB", "capability": "6.0", "memory_gib": 16.0, "driver": "535.1"}
@@ -101,7 +103,7 @@ def test_a_compiler_that_does_not_load_says_why_in_one_line(on, monkeypatch):
     def compiler():
         raise StackError("needs NVRTC") from ImportError("\n======\nCuPy is not correctly installed.\nmore")
 
-    monkeypatch.setattr(jit, "compiler", compiler)
+    monkeypatch.setattr(cubins, "compiler", compiler)
     assert on(nvrtc=None)["NVRTC"].text.endswith("(ImportError: CuPy is not correctly installed.)")
 
 
@@ -128,7 +130,7 @@ def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tm
     a_file = tmp_path / "file"
     a_file.write_text("no folder can be made below a file")
     monkeypatch.setenv("TWELL_LAB_CACHE", str(a_file / "cache"))
-    assert paths.cache_dir() is None
+    assert folders.cache_dir() is None
     monkeypatch.setattr(doctor, "_installed", lambda package: True)
     monkeypatch.delenv("JUPYTER_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(Path, "home", lambda: a_file)
@@ -159,7 +161,7 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     def broken(*arguments):
         raise ValueError("unheard of")
 
-    monkeypatch.setattr(paths, "find_cache", broken)
+    monkeypatch.setattr(folders, "find_cache", broken)
     found = on()
     assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
     assert found["GPU kernels"].state == "ok"

@@ -68,7 +68,7 @@ def drawn_in(source: str) -> set[str]:
 def foreign_to_formats(source: str) -> set[str]:
     """What `formats` and `reference` must not import: all but the standard library, torch and errors."""
     allowed = sys.stdlib_module_names | {"torch"}
-    return {name for name in imports(source) if name.split(".")[0] not in allowed and name != "twell_lab.errors"}
+    return {name for name in imports(source) if name.split(".")[0] not in allowed and name != "twell_lab.core.errors"}
 
 
 def widget_state(notebook: str) -> bool:
@@ -127,10 +127,10 @@ def test_ordinary_words_are_let_through():
 def test_breaches_of_the_import_rules_are_found():
     assert drawn_in("def f():\n    from . import plots") == {"twell_lab.plots"}
     assert drawn_in("from .page import render\nimport plotly.graph_objects as go") == {
-        "twell_lab.page", "plotly.graph_objects"}
+        "twell_lab.app.page", "plotly.graph_objects"}
     assert not drawn_in("import torch\nfrom . import ops\nfrom .profile import profile")
     assert foreign_to_formats("import numpy\nfrom . import ops\nfrom .ffn import x") == {
-        "numpy", "twell_lab.ops", "twell_lab.ffn"}
+        "numpy", "twell_lab.ops", "twell_lab.layers.sparse_ffn"}
     assert not foreign_to_formats("import math, torch.nn\nfrom .errors import InputError\nfrom dataclasses import field")
 
 

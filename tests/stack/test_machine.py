@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from twell_lab import machine
-from twell_lab.errors import StackError
+from twell_lab.core import machine
+from twell_lab.core.errors import StackError
 
 KEYS = {"os", "cpu", "cores", "python", "torch", "torch_cuda", "numpy", "cupy", "cupy_package", "nvrtc", "gpus",
         "cuda_driver"}

@@ -12,7 +12,7 @@ pytest.importorskip("hatchling", reason="the build backend comes with the test e
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, twell_lab
-from twell_lab import paths
+from twell_lab.core import folders as paths
 print(json.dumps({"package": twell_lab.__file__, "kernels": str(paths.kernels_dir()), "data": str(paths.data_dir())}))
 """
 

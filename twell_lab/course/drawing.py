@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import plotly.graph_objects as go
 
-from .. import plots
-from ..errors import InputError
+from ..core.errors import InputError
+from ..plots import figures as plots
 
 
 def at(rows: Sequence, index: int, what: str = "runs"):

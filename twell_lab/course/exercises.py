@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..errors import CompileError, InputError, StackError
-from ..formats import CSR, TwELL
+from ..core.errors import CompileError, InputError, StackError
+from ..formats.classic import CSR
+from ..formats.twell import TwELL
+from ..ops import reference
 from .training.data import firing_share
 from .work.data import pool_table, waves
 

@@ -11,8 +11,8 @@ from importlib import metadata
 
 import torch
 
-from .. import machine
-from ..errors import StackError
+from ..core import machine
+from ..core.errors import StackError
 
 NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
 _LEFT_OUT = "Not run: this cell needs a C++ compiler."

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from .. import bench, records
-from ..errors import TwellError
+from ..core.errors import TwellError
+from ..ops import measure as clocks
+from ..records import record as records
 
 LOGNORMAL = "independent, lognormal"
 GRAPH = " (graph)"
@@ -67,8 +68,8 @@ def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
 
 def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: int, d_ff: int, nnz: float) -> list[dict]:
     """Milliseconds of calls on this machine's GPU as rows of a record, a row a path; "dense eager" is one of them."""
-    device, (dense, _) = torch.cuda.get_device_name(), bench.quartiles(samples["dense eager"])
+    device, (dense, _) = torch.cuda.get_device_name(), clocks.quartiles(samples["dense eager"])
     shared = {"kind": kind, "device": device, "where": f"yours, now, on {device}", "tokens": tokens, "d_model": d_model,
               "d_ff": d_ff, "gated": True, "nnz": nnz, "workload": LOGNORMAL, "dtype": "bfloat16", "dense_ms": dense}
     return [{**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms}
-            for path, values in samples.items() for ms, spread in [bench.quartiles(values)]]
+            for path, values in samples.items() for ms, spread in [clocks.quartiles(values)]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 from .faults import Unsupported
 from .source import CUDA_HEADER
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 SECTOR = 32  # bytes: the smallest piece that moves between the caches and the device memory
 READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER = range(6)  # kinds of a site

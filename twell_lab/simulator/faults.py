@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import TwellError
+from ..core.errors import TwellError
 
 
 class Unsupported(TwellError, RuntimeError):

@@ -9,8 +9,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from .. import paths
-from ..errors import StackError
+from ..core import folders
+from ..core.errors import StackError
 
 FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")  # the last: the linker, of a full disk
 
@@ -20,8 +20,8 @@ def writable(folder: Path | None) -> Path:
     reason = "no cache folder can be written"
     try:
         if folder is not None:
-            paths.make_folder(folder)
-            if why := paths.refusal(folder):
+            folders.make_folder(folder)
+            if why := folders.refusal(folder):
                 reason = f"not used as a cache, since others could put libraries there: {why}"
             else:
                 with tempfile.TemporaryFile(dir=folder):
@@ -34,19 +34,19 @@ def writable(folder: Path | None) -> Path:
 
 def session() -> Path:
     """A folder for as long as this process runs."""
-    folder = paths.private_folder()
+    folder = folders.private_folder()
     if folder is None:
         raise StackError("no folder can be written that others cannot write, too: TWELL_LAB_CACHE can name one")
     return folder.resolve()
 
 
 def sha256(path: Path) -> str:
-    return hashlib.sha256(paths.read_trusted(path)).hexdigest()
+    return hashlib.sha256(folders.read_trusted(path)).hexdigest()
 
 
 def text(path: Path) -> str:
     try:
-        return paths.read_trusted(path).decode()
+        return folders.read_trusted(path).decode()
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import InputError
+from ..core.errors import InputError
 from . import arguments as args
 from . import report as raw
 from . import toolchain
@@ -354,7 +354,7 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
 
 
-# ---- launches by twell_lab.launch ----
+# ---- launches by twell_lab.ops.portable ----
 
 
 @dataclass
@@ -389,7 +389,7 @@ def watching(watch: str | None = "faults", *, trace: int | None = None, values: 
 
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments) -> None:
-    """What twell_lab.launch calls for CPU tensors. Outside of `watching`: optimised code, nothing watched."""
+    """What twell_lab.ops.portable calls for CPU tensors. Outside of `watching`: optimised code, nothing watched."""
     session = _session.get() or _Session()
     program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
     run = program.launch(kernel, grid, block, arguments, watch=session.watch, trace=session.trace, values=session.values,

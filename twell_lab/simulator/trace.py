@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import InputError
-from ..plain import decode
+from ..core.errors import InputError
+from ..plots.data import decode
 
 KINDS = {0: "read", 1: "write", 2: "atomic", 4: "warp", 5: "barrier", 6: "watch"}
 SPACES = {0: None, 1: "global", 2: "shared"}

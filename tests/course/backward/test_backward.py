@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab import formats, launch_train
+from twell_lab import formats
+from twell_lab.core.errors import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward.live import small_layer
 from twell_lab.course.work.data import Rates
-from twell_lab.errors import InputError
+from twell_lab.ops import train_rows
 
 CASE = backward.drawn()
 FIRED = CASE.x @ CASE.gate.T > 0
@@ -99,7 +100,7 @@ def test_parameters_and_second_sights_are_not_counted():
 
 def test_the_sparse_sizes_are_those_of_the_lists():
     sizes = backward.sparse_saved(16384, 2048, 5632)
-    room = launch_train.capacity_for(16384, 5632)
+    room = train_rows.capacity_for(16384, 5632)
     assert sizes["words"] == sizes["ups"] == 4 * room and sizes["x"] == 2**26
     text = backward.memory_table({"a": {"x": 2**20}, "b": {"x": 2**20, "words": 2**19}})
     assert text.splitlines()[-1].split() == ["together", "1", "1.5"]

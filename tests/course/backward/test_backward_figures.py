@@ -3,9 +3,9 @@
 import pytest
 
 from tests.course.backward.test_measured import RATES, WHERE, compared, placed
+from twell_lab.core.errors import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import figures, measured
-from twell_lab.errors import InputError
 
 CASE = backward.drawn()
 FIRED = CASE.x @ CASE.gate.T > 0

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twell_lab import penalty, switching
-from twell_lab.course.backward import live
+from twell_lab.analysis import switching
+from twell_lab.core.errors import InputError
 from twell_lab.course import training
+from twell_lab.course.backward import live
 from twell_lab.course.work.data import Rates
-from twell_lab.errors import InputError
-from twell_lab.ffn import SparseFFN, feed_forwards
-from twell_lab.train import cross_entropy
+from twell_lab.layers import terms as penalty
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.training.objective import cross_entropy
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from twell_lab import bench, bench_inference, records
+from twell_lab.bench import inference
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import measured
 from twell_lab.course.work.data import LOGNORMAL, Rates
+from twell_lab.ops import measure
+from twell_lab.records import record as records
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
@@ -152,10 +154,10 @@ def a_gpu_that_is_none(monkeypatch):
     monkeypatch.setattr(measured, "D_FF", 256)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-    monkeypatch.setattr(bench_inference, "drawn", lambda tokens, d_model, d_ff, nnz: (
-        *bench.workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"), None))  # fmt: skip
-    monkeypatch.setattr(bench, "peak_bytes", lambda call: len(call(0)) * 2**20)
-    monkeypatch.setattr(bench, "time_cuda", lambda calls: {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]})
+    monkeypatch.setattr(inference, "drawn", lambda tokens, d_model, d_ff, nnz: (
+        *measure.workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"), None))  # fmt: skip
+    monkeypatch.setattr(measure, "peak_bytes", lambda call: len(call(0)) * 2**20)
+    monkeypatch.setattr(measure, "time_cuda", lambda calls: {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]})
 
 
 def test_your_own_steps_are_checked_and_come_as_rows(a_gpu_that_is_none):
@@ -166,9 +168,9 @@ def test_your_own_steps_are_checked_and_come_as_rows(a_gpu_that_is_none):
 
 
 def test_a_wrong_gradient_is_said_and_not_timed(a_gpu_that_is_none, monkeypatch, capsys):
-    from twell_lab import bench_training
+    from twell_lab.bench import training
 
-    monkeypatch.setattr(bench_training, "our_layer", lambda path: lambda x, gate, up, down: bench_training.dense_layer(x, gate, up, 2 * down))
+    monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: training.dense_layer(x, gate, up, 2 * down))
     assert measured.yours((8,), tokens=32) == []
     assert capsys.readouterr().out.startswith("Nothing was timed on My GPU: a gradient is off by ")
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from twell_lab import simulator
+from twell_lab.core.errors import InputError
 from twell_lab.course.first_kernels import data as kernels
-from twell_lab.errors import InputError
 from twell_lab.formats import TwELL
-from twell_lab.records import Record
+from twell_lab.records.record import Record
 from twell_lab.simulator.counts import Counts, Footprint, Traffic
 
 needs_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

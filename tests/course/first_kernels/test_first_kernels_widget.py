@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.simulator import modelled
+from twell_lab.core.errors import InputError
 from twell_lab.course.first_kernels import figures
 from twell_lab.course.first_kernels.widget import StepExplorer
-from twell_lab.errors import InputError
 from twell_lab.simulator.trace import Trace
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import RATES, compared, everything, gates, record, row
-from twell_lab import bench, bench_inference
+from twell_lab.analysis.planner import plan
+from twell_lab.analysis.profile import profile
+from twell_lab.bench import inference
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.work import data as work
-from twell_lab.planner import plan
-from twell_lab.profile import profile
+from twell_lab.ops import measure
 
 
 def test_the_newest_of_each_measurement_is_read(monkeypatch):
@@ -57,10 +58,10 @@ def test_without_a_gpu_nothing_is_measured():
 
 def test_what_a_gpu_measures_has_the_form_of_the_record(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-    drawn = bench.workload(4, 32, 512, 8, "lognormal", torch.float32, "cpu")
-    monkeypatch.setattr(bench_inference, "drawn", lambda tokens, d_model, d_ff, nnz: (*drawn, drawn[1][:2]))
-    monkeypatch.setattr(bench_inference, "plan_for", lambda layer, seen: plan(profile(layer, seen[:1]), layer, tokens=4, batches=seen[1:]))
-    monkeypatch.setattr(bench, "time_cuda", lambda calls: {name: [4.0, 4.0] if "dense" in name else [2.0, 2.0] for name in calls})
+    drawn = measure.workload(4, 32, 512, 8, "lognormal", torch.float32, "cpu")
+    monkeypatch.setattr(inference, "drawn", lambda tokens, d_model, d_ff, nnz: (*drawn, drawn[1][:2]))
+    monkeypatch.setattr(inference, "plan_for", lambda layer, seen: plan(profile(layer, seen[:1]), layer, tokens=4, batches=seen[1:]))
+    monkeypatch.setattr(measure, "time_cuda", lambda calls: {name: [4.0, 4.0] if "dense" in name else [2.0, 2.0] for name in calls})
     rows = hopper._compare(4, 8)  # on the CPU: a clock that was replaced, and real layers
     assert [each["path"] for each in rows] == ["dense eager", "planned", "forced twell"]
     assert [each["x_dense"] for each in rows] == [1, 2, 2] and rows[1]["choice"] in ("dense", "twell") or "hot_cold" in rows[1]["choice"]
@@ -128,6 +129,6 @@ def test_trained_layers_overflow_decode_and_shapes():
 
 
 def test_the_paths_that_the_benchmark_names_are_those_read():
-    source = inspect.getsource(bench_inference)
+    source = inspect.getsource(inference)
     for word in ("dense compiled", "planned compiled", "forced twell", "forced hot_cold", "independent, {kind}", "overflow: ", "(graph)"):
         assert word in source, word

@@ -2,8 +2,8 @@
 
 import pytest
 
+from twell_lab.core.errors import InputError
 from twell_lab.course.measure import figures
-from twell_lab.errors import InputError
 
 
 def test_bars_show_medians_and_ratios_to_the_base():

@@ -7,10 +7,10 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from twell_lab.core.errors import InputError
 from twell_lab.course import measure, widgets
 from twell_lab.course.measure import widget
-from twell_lab.errors import InputError
-from twell_lab.model import GatedFeedForward
+from twell_lab.ops.reference import GatedFeedForward
 
 THRESHOLDS = [0.0, 0.25, 0.5, 0.75, 1.0]
 

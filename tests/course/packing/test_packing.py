@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twell_lab.core.errors import InputError
 from twell_lab.course.packing import data as packing
-from twell_lab.errors import InputError
 from twell_lab.formats import TwELL
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from twell_lab.core.errors import InputError
 from twell_lab.course.packing import data as packing
 from twell_lab.course.packing import figures
-from twell_lab.errors import InputError
 
 
 def gate(columns: int = 300) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twell_lab.core.errors import InputError
 from twell_lab.course.packing.widget import TILES, TileExplorer
-from twell_lab.errors import InputError
 from twell_lab.formats import TwELL
 
 

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from twell_lab import records, sweep
+from twell_lab.core.errors import InputError, RecordError
 from twell_lab.course.sweep import data as course
-from twell_lab.errors import InputError, RecordError
+from twell_lab.records import record as records
+from twell_lab.training import sweep
 
 
 def fake(label, bits, nnz, l1=0.0, lr=1.0, seed=0, dead=(0, 0), first=10.0, **config):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from twell_lab import sweep
 from twell_lab.course.sweep import data as course
 from twell_lab.course.sweep import widget
+from twell_lab.training import sweep
 
 ROWS = course.recorded().rows
 RUNS = sweep.pressed(ROWS)

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from twell_lab.analysis.profile import profile
+from twell_lab.core.errors import InputError
 from twell_lab.course.training import data as training
-from twell_lab.errors import InputError
-from twell_lab.profile import profile
-from twell_lab.train import TrainConfig, TrainResult, l1_penalty, train
+from twell_lab.training.config import TrainConfig, TrainResult
+from twell_lab.training.loop import train
+from twell_lab.training.objective import l1_penalty
 
 
 def result(bits: float, nnz: float, dead=(0, 0)) -> TrainResult:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from twell_lab.core.errors import InputError
 from twell_lab.course.training import widget
-from twell_lab.errors import InputError
 
 RUNS = {
     name: {"config": {"d_ff": 100}, "mean_nnz": 50 * share, "validation_bits_per_byte": 3 - share,

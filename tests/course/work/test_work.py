@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import RATES, WHERE, compared, everything, gates, row
-from twell_lab import bench, bench_inference, launch, launch_sm80, launch_sm90, pool
+from twell_lab.bench import inference
 from twell_lab.course.work import data as work
-from twell_lab.formats import TwELL
+from twell_lab.formats import TwELL, pool
+from twell_lab.ops import ampere, hopper_pack, measure, portable
 
 
 def test_floors_name_what_limits_each_step():
@@ -97,13 +98,13 @@ def test_the_versions_that_the_benchmark_times_are_those_explained(monkeypatch):
     def packs(x, gate, gate_bias=None, lost=None, version=None):
         return pool.packed_and_pool(torch.nn.functional.linear(x, gate))[:2]
 
-    drawn = bench.workload(4, 64, 512, 8, "lognormal", torch.bfloat16, "cpu")
-    monkeypatch.setattr(bench_inference, "drawn", lambda *sizes: (*drawn, drawn[1]))
-    monkeypatch.setattr(launch_sm90, "gate_pack", packs)
-    monkeypatch.setattr(launch_sm80, "gate_pack", packs)
-    monkeypatch.setattr(launch, "pack", lambda gate, tile, words: TwELL.from_gate(gate, tile, words).packed)
-    monkeypatch.setattr(bench, "time_cuda", lambda calls: {name: [1.0, 1.0] for name in calls})
+    drawn = measure.workload(4, 64, 512, 8, "lognormal", torch.bfloat16, "cpu")
+    monkeypatch.setattr(inference, "drawn", lambda *sizes: (*drawn, drawn[1]))
+    monkeypatch.setattr(hopper_pack, "gate_pack", packs)
+    monkeypatch.setattr(ampere, "gate_pack", packs)
+    monkeypatch.setattr(portable, "pack", lambda gate, tile, words: TwELL.from_gate(gate, tile, words).packed)
+    monkeypatch.setattr(measure, "time_cuda", lambda calls: {name: [1.0, 1.0] for name in calls})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    rows = bench_inference.gate_rows(4, (8,))
+    rows = inference.gate_rows(4, (8,))
     assert {each["path"] for each in rows} == set(work.IDEAS) and {each["kind"] for each in rows} == {"gate"}
     assert len(work.versions([each | {"where": WHERE} for each in rows], rows[0]["nnz"], tokens=4)) == len(work.IDEAS)

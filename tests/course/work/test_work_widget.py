@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from twell_lab.core.errors import InputError
 from twell_lab.course.work import data as work
 from twell_lab.course.work import figures, widget
-from twell_lab.errors import InputError
 
 RATES = work.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 SHARES = torch.logspace(0, -4, 1500, dtype=torch.float64)

@@ -2,7 +2,26 @@
 
 from . import figures, live, measured
 from .data import (
-    Case, break_even_sentences, by_neuron, by_row, capacity_sweep, census, dense_floor, dense_saved, different_sums,
-    drawn, exact, floors, floors_table, hybrid, memory_sentence, memory_table, parts, rooms, saved_tensors,
-    sparse_saved, worst,
+    Case,
+    break_even_sentences,
+    by_neuron,
+    by_row,
+    capacity_sweep,
+    census,
+    dense_floor,
+    dense_saved,
+    different_sums,
+    drawn,
+    exact,
+    floors,
+    floors_table,
+    hybrid,
+    memory_sentence,
+    memory_table,
+    parts,
+    rooms,
+    saved_tensors,
+    sparse_saved,
+    worst,
 )
+

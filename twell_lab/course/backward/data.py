@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ... import launch_train, records
-from ...errors import InputError
+from ...core.errors import InputError
+from ...ops import train_rows
+from ...records import record as records
 from ..work.data import VALUE, Rates
 
 NAMES = ("dx", "dgate", "dup", "ddown")
@@ -184,7 +185,7 @@ def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> di
 
     down_t is down transposed, so that what a neuron adds to y is a row of it.
     """
-    entries = launch_train.capacity_for(tokens, d_ff)
+    entries = train_rows.capacity_for(tokens, d_ff)
     return {"x": value * tokens * d_model, "down_t": value * d_ff * d_model, "words": 4 * entries, "ups": 4 * entries,
             "spans": 8 * tokens, "kept": 4 * tokens, "lost": 4 * (1 + tokens)}
 

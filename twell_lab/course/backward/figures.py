@@ -5,8 +5,8 @@ from __future__ import annotations
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ... import plots
-from ...errors import InputError
+from ...core.errors import InputError
+from ...plots import figures as plots
 from ..drawing import at, flat, note
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE

@@ -11,15 +11,18 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from ...costs import Rates as Costs
-from ...errors import InputError
-from ...ffn import feed_forwards, sparsify
-from ...model import GatedFeedForward
-from ...penalty import LayerTerm, layer_terms
-from ...switching import break_even
-from ...text import random_windows
-from ...train import cross_entropy, initial_model
-from ...train_config import TrainConfig
+from ...analysis.costs import Rates as Costs
+from ...analysis.switching import break_even
+from ...core.errors import InputError
+from ...layers.anatomy import feed_forwards
+from ...layers.learner import LayerTerm
+from ...layers.terms import layer_terms
+from ...models.swap import sparsify
+from ...ops.reference import GatedFeedForward
+from ...training.config import TrainConfig
+from ...training.loop import initial_model
+from ...training.objective import cross_entropy
+from ...training.text.source import random_windows
 from ..work.data import Rates
 
 

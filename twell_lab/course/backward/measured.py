@@ -1,6 +1,6 @@
 """Recorded training steps, as notebook 06 shows them, and the reader's own beside them.
 
-Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench_training): path ("dense eager", "dense
+Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager", "dense
 compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "planned, compiled by layer" and
 "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
 """
@@ -12,7 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from ... import bench, launch_train, records
+from ...ops import measure, train_rows
+from ...records import record as records
 from ..recorded import LOGNORMAL, newest, rows_of, same, timed_here
 
 NAME, KIND = "training", "training"
@@ -142,7 +143,7 @@ def no_room(rows: list[dict]) -> str:
     """Rows whose entries cannot all be in the lists, whatever their order: how much is lost, and what that costs. A line each."""
     lines = []
     for line in _lines([row for each in series(rows).values() for row in each]):
-        room, entries = launch_train.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
+        room, entries = train_rows.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
         if entries > room and SPARSE in line:
             lines.append(f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of them are in lost rows. "
                          f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) {line['planned']:.1f}.")
@@ -183,7 +184,7 @@ def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
 def dense_ms(rows: list[dict]) -> float | None:
     """The recorded eager dense step in ms, the median over nnz (it does not depend on it); None where none is recorded."""
     found = [row["ms"] for row in steps(rows) if row["path"] == "dense eager"]
-    return bench.quartiles(found)[0] if found else None
+    return measure.quartiles(found)[0] if found else None
 
 
 def memory_sentence(rows: list[dict], nnz: float = 29) -> str:
@@ -205,10 +206,10 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
 
 
 def _measured(tokens: int, nnz: float) -> list[dict]:
-    from ... import bench_inference
-    from ... import bench_training as tables
+    from ...bench import inference
+    from ...bench import training as tables
 
-    layer, inputs, _ = bench_inference.drawn(tokens, D_MODEL, D_FF, nnz)
+    layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz)
     weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
     inputs = [x.detach().requires_grad_() for x in inputs]
     grads = [torch.randn_like(x) for x in inputs]
@@ -218,7 +219,7 @@ def _measured(tokens: int, nnz: float) -> list[dict]:
         mine, theirs = mine.detach().double(), theirs.detach().double()
         off = float((mine - theirs).norm() / theirs.norm())
         if not off < 0.05:
-            raise bench.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
-    peaks = {path: bench.peak_bytes(call) for path, call in calls.items()}
-    rows = rows_of(bench.time_cuda(calls), KIND, tokens, D_MODEL, D_FF, nnz)
+            raise measure.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
+    peaks = {path: measure.peak_bytes(call) for path, call in calls.items()}
+    rows = rows_of(measure.time_cuda(calls), KIND, tokens, D_MODEL, D_FF, nnz)
     return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]

@@ -2,6 +2,24 @@
 
 from . import figures
 from .data import (
-    Layer, against_time, altered, beside_hardware, busiest, fault_of, fused_traffic, gate, on_the_gpu, pack, recorded,
-    same_words, source, summary, table, traffic, verdicts, waiting, yours,
+    Layer,
+    against_time,
+    altered,
+    beside_hardware,
+    busiest,
+    fault_of,
+    fused_traffic,
+    gate,
+    on_the_gpu,
+    pack,
+    recorded,
+    same_words,
+    source,
+    summary,
+    table,
+    traffic,
+    verdicts,
+    waiting,
+    yours,
 )
+

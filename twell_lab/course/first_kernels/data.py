@@ -1,6 +1,6 @@
 """What the notebook on kernels computes: workloads, recorded times, predictions beside them, altered copies of kernels.
 
-Data in, data out, nothing drawn. The kernels themselves run through `twell_lab.launch` and `twell_lab.simulator`.
+Data in, data out, nothing drawn. The kernels themselves run through `twell_lab.ops.portable` and `twell_lab.simulator`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import bench, evidence, launch, paths, records
-from ...errors import DeviceError, InputError, StackError
-from ...evidence import noise
-from ...formats import TILE, WORDS, TwELL
+from ...bench import forward
+from ...core import folders
+from ...core.errors import DeviceError, InputError, StackError
+from ...formats.twell import TILE, WORDS, TwELL
+from ...ops import measure, portable
+from ...records import evidence
+from ...records import record as records
+from ...records.evidence import noise
 from ...simulator import H100, Counts, Fault, Gpu, available, predicted_time, watching
 from ...simulator.counts import SECTOR, LineCounts
 from ..recorded import device_and_day
@@ -33,7 +37,7 @@ def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
     """
     if not available():
         return TwELL.from_gate(gate).packed, "the reference"
-    return launch.pack(gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
+    return portable.pack(gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
 
 
 def same_words(words: Tensor, gate: Tensor) -> bool:
@@ -49,7 +53,7 @@ def on_the_gpu(gate: Tensor) -> str:
     if not torch.cuda.is_available():
         return "There is no GPU here: the simulator is all that runs them."
     try:
-        words = {f"v{version}": launch.pack(gate.cuda(), TILE, WORDS, version) for version in (1, 2, 3, 4)}
+        words = {f"v{version}": portable.pack(gate.cuda(), TILE, WORDS, version) for version in (1, 2, 3, 4)}
     except (DeviceError, StackError) as error:
         return f"The GPU here runs none of them: {error}"
     wrong = [name for name, found in words.items() if not same_words(found, gate)]
@@ -65,7 +69,7 @@ def gate(rows: int, d_ff: int = 5632, nnz: int = 29) -> Tensor:
 
     Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload.
     """
-    rates = np.maximum(bench.firing_rates(d_ff, nnz).numpy(), 1e-12)
+    rates = np.maximum(measure.firing_rates(d_ff, nnz).numpy(), 1e-12)
     draw = np.log((noise((rows, d_ff), 5) + 1) / 2 + 1e-12) / rates
     fires = np.zeros((rows, d_ff), bool)
     np.put_along_axis(fires, np.argsort(-draw, axis=1)[:, :nnz], True, axis=1)
@@ -88,11 +92,11 @@ class Layer:
 
     def gated(self, version: int) -> Tensor:
         """y [tokens, d_model] of a gated layer."""
-        return launch.gated(self.x, self.packed, self.gate, NO_TAIL, self.up, self.down_t, None, None, TILE, version)
+        return portable.gated(self.x, self.packed, self.gate, NO_TAIL, self.up, self.down_t, None, None, TILE, version)
 
     def down(self, version: int) -> Tensor:
         """y [tokens, d_model] of a plain ReLU layer."""
-        return launch.down(self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
+        return portable.down(self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
 
     def off_by(self, y: Tensor) -> float:
         """How far y of `gated` is from float64: |y - exact| / |exact|, over everything."""
@@ -109,7 +113,7 @@ def source(file: str, function: str, at: str | None = None) -> str:
 
     at: only the part from the line that begins with this to the end of the block that it opens.
     """
-    lines = (paths.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
+    lines = (folders.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
     named = re.compile(rf"\b{re.escape(function)}\(")
     # Definitions are not indented; what is may be a use of the name.
     first = next((i for i, line in enumerate(lines) if named.search(line) and line[:1] not in (" ", "#", "/")), None)
@@ -134,7 +138,7 @@ def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Pa
 
     to: the path of the copy. Raises InputError where `old` does not occur as often. Line numbers stay as they are.
     """
-    pieces = (paths.kernels_dir() / file).read_text(encoding="utf-8").split(old)
+    pieces = (folders.kernels_dir() / file).read_text(encoding="utf-8").split(old)
     if not 1 <= which < len(pieces):
         raise InputError(f"which is {which!r}; {old!r} occurs {len(pieces) - 1} times in {file}")
     new += "\n" * (old.count("\n") - new.count("\n"))
@@ -238,7 +242,7 @@ def yours(tokens: int = 16384) -> Times:
         return {}
     device = torch.cuda.get_device_name()
     try:
-        rows = bench.kernel_versions(tokens)
+        rows = forward.kernel_versions(tokens)
     except (DeviceError, StackError, torch.OutOfMemoryError) as error:
         print(f"Nothing was timed on {device}: {error}")
         return {}

@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from ... import plots
-from ...errors import InputError
-from ...plain import decode
+from ...core.errors import InputError
+from ...plots import figures as plots
+from ...plots.data import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace
 from ..drawing import flat

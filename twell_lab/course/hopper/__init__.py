@@ -2,7 +2,26 @@
 
 from . import figures
 from .data import (
-    UNIFORM, about, cells, decode, decode_table, estimates, headline, headline_table, losses, overflow_rows,
-    overflow_table, plan_points, plan_sentences, recorded, shapes, shapes_table, summary, trained, trained_sentences,
-    ways, yours,
+    UNIFORM,
+    about,
+    cells,
+    decode,
+    decode_table,
+    estimates,
+    headline,
+    headline_table,
+    losses,
+    overflow_rows,
+    overflow_table,
+    plan_points,
+    plan_sentences,
+    recorded,
+    shapes,
+    shapes_table,
+    summary,
+    trained,
+    trained_sentences,
+    ways,
+    yours,
 )
+

@@ -1,6 +1,6 @@
 """What the notebook on the Hopper kernels reads from the records, and measures beside them.
 
-Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench_inference), each with `where`:
+Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with `where`:
 "recorded on <device>, <day>", or "yours, now, on <device>".
 """
 
@@ -10,7 +10,8 @@ import copy
 import math
 from collections.abc import Iterable
 
-from ... import bench, records
+from ...ops import measure
+from ...records import record as records
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, newest, rows_of, same, select, timed_here
 from ..work.data import Rates, floors, work
 
@@ -89,9 +90,10 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dic
 
 
 def _compare(tokens: int, nnz: float) -> list[dict]:
-    from ... import bench_inference as inference
-    from ...ffn import SparseFFN, sparsify
-    from ...plans import Choice, LayerPlan
+    from ...bench import inference
+    from ...layers.choice import Choice, LayerPlan
+    from ...layers.sparse_ffn import SparseFFN
+    from ...models.swap import sparsify
 
     layer, inputs, seen = inference.drawn(tokens, inference.D_MODEL, inference.D_FF, nnz)
     plan = inference.plan_for(layer, seen)
@@ -104,7 +106,7 @@ def _compare(tokens: int, nnz: float) -> list[dict]:
     for name, call in calls.items():
         if name != "dense eager":
             inference.check(layer, call, inputs)
-    samples = bench.time_cuda({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
+    samples = measure.time_cuda({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
     rows = rows_of(samples, "inference", tokens, inference.D_MODEL, inference.D_FF, nnz)
     return [row | {"choice": str(choice)} if row["path"] == "planned" else row for row in rows]
 

@@ -10,7 +10,7 @@ import math
 
 import plotly.graph_objects as go
 
-from ... import plots
+from ...plots import figures as plots
 from ..drawing import nothing
 
 PATHS = {

@@ -1,9 +1,24 @@
 """Notebooks 00 and 01: how long sparse and dense products take here, and what a clock has to be told."""
 
-from ...bench_density import DENSITIES, DENSITY, SIZES, against_density, clock, multipliers, scattered
+from ...bench.density import DENSITIES, DENSITY, SIZES, against_density, clock, multipliers, scattered
 from . import figures
 from .data import (
-    Queue, break_even_sentence, compare, median, ms, one_by_one, recorded, recorded_layers, recorded_sentences,
-    relative_error, stop_watch, threshold_sweep, warm_and_cold, weights_or_activations, without_multiplying,
+    Queue,
+    break_even_sentence,
+    compare,
+    median,
+    ms,
+    one_by_one,
+    recorded,
+    recorded_layers,
+    recorded_sentences,
+    relative_error,
+    stop_watch,
+    threshold_sweep,
+    warm_and_cold,
+    weights_or_activations,
+    without_multiplying,
     zeros_sentence,
 )
+
+

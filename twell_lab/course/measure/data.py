@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ... import bench
-from ...bench_density import Samples, clock, runs_here
-from ...errors import InputError
-from ...formats import CSR
-from ...records import flat_rows, is_cpu, load_all
+from ...bench.density import Samples, clock, runs_here
+from ...core.errors import InputError
+from ...formats.classic import CSR
+from ...ops import measure
+from ...records.record import flat_rows, is_cpu, load_all
 
 # ---- what a clock says ----
 
 
 def median(samples: list[float]) -> float:
     """The middle of the samples."""
-    return bench.quartiles(samples)[0]
+    return measure.quartiles(samples)[0]
 
 
 def compare(samples: Samples, name: str, base: str) -> str:
     """One sentence on whether `name` is faster than `base`, with the spread of the samples in mind."""
-    (new, new_spread), (old, old_spread) = bench.quartiles(samples[name]), bench.quartiles(samples[base])
+    (new, new_spread), (old, old_spread) = measure.quartiles(samples[name]), measure.quartiles(samples[base])
     sentence = f"{name}: {ms(new)} against {ms(old)} for {base}"
     # Half a distance between quartiles either side of the median is where the middle half of the samples lies.
     if abs(new - old) <= (new_spread + old_spread) / 2 or 0.95 <= old / new <= 1.05:

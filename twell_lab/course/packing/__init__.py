@@ -2,5 +2,15 @@
 
 from . import figures
 from .data import (
-    forms, geometries, geometry_sentence, one_tile, row_errors, same_bits, sizes, toy_unpack, view, warp_slots,
+    forms,
+    geometries,
+    geometry_sentence,
+    one_tile,
+    row_errors,
+    same_bits,
+    sizes,
+    toy_unpack,
+    view,
+    warp_slots,
 )
+

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import InputError
-from ...formats import COO, CSR, ELL, TILE, WORDS, Hybrid, TwELL, check_geometry
-from ...plain import decode, tile_of
+from ...core.errors import InputError
+from ...formats.classic import COO, CSR, ELL, Hybrid
+from ...formats.twell import TILE, WORDS, TwELL, check_geometry
+from ...plots.data import decode, tile_of
 
 # How the sorts of columns in a tile are numbered in a view.
 SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...errors import InputError
-from ...formats import TILE, WORDS
+from ...core.errors import InputError
+from ...formats.twell import TILE, WORDS
 from ..widgets import Drawn, ipywidgets
 from . import data, figures
 

@@ -2,5 +2,15 @@
 
 from . import figures
 from .data import (
-    awake, checkpoint, position_sentence, quality, recorded, renewed_sentences, settled_sentence, table, verdict, where,
+    awake,
+    checkpoint,
+    position_sentence,
+    quality,
+    recorded,
+    renewed_sentences,
+    settled_sentence,
+    table,
+    verdict,
+    where,
 )
+

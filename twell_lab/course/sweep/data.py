@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ... import paths, records
-from ...errors import InputError, RecordError
-from ...ffn import feed_forwards
-from ...model import LanguageModel
-from ...profile import activations
-from ...reference import fires
-from ...sweep import best_sparse, cost, pressed, seed_spread, settled, twin
+from ...analysis.profile import activations
+from ...core import folders
+from ...core.errors import InputError, RecordError
+from ...formats.twell import fires
+from ...layers.anatomy import feed_forwards
+from ...models.tiny import LanguageModel
+from ...records import record as records
+from ...training.sweep import best_sparse, cost, pressed, seed_spread, settled, twin
 from ..recorded import device_and_day
 
 ZEROS, MORE = 0.97, 0.02  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
@@ -155,7 +156,7 @@ def extremes(row: dict, each: int = 8) -> list[tuple[str, float]]:
 
 def checkpoint(name: str) -> LanguageModel:
     """A model of data/checkpoints, "sparse" or "l1-free", on the CPU (their README.md says what they are)."""
-    folder = paths.data_dir() / "checkpoints"
+    folder = folders.data_dir() / "checkpoints"
     if not (folder / name / "model.safetensors").is_file():
         raise InputError(f"name is {name!r}; accepted: {', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}")
     return LanguageModel.load(folder / name).eval()

@@ -1,4 +1,4 @@
-"""Figures of the recorded L1 sweep, each a function of its rows (see twell_lab.sweep.run); in the style of `plots`.
+"""Figures of the recorded L1 sweep, each a function of its rows (see twell_lab.training.sweep.run); in the style of `plots`.
 
 `where` is what a figure says of its source, as `data.where` gives it.
 """
@@ -10,9 +10,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ... import plots
-from ...errors import InputError
-from ...sweep import cost, pressed, seed_spread, twin
+from ...core.errors import InputError
+from ...plots import figures as plots
+from ...training.sweep import cost, pressed, seed_spread, twin
 from ..drawing import at
 from . import data
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...sweep import pressed
+from ...training.sweep import pressed
 from ..widgets import Explorer
 from . import figures
 

@@ -11,11 +11,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...errors import InputError
-from ...profile import LayerProfile, activations
-from ...reference import fires
-from ...text import Text, load, spread_windows
-from ...train import TrainConfig, TrainResult, l1_penalty
+from ...analysis.profile import LayerProfile, activations
+from ...core.errors import InputError
+from ...formats.twell import fires
+from ...training.config import TrainConfig, TrainResult
+from ...training.objective import l1_penalty
+from ...training.text.source import Text, load, spread_windows
 
 SMALL = TrainConfig(steps=160, batch=8, context=64, d_model=96, layers=3, heads=3, d_ff=512, lr=1e-2,
                     warmup=20, eval_every=40, eval_windows=64)

@@ -2,6 +2,24 @@
 
 from . import figures
 from .data import (
-    break_even, datasheet, floors, floors_table, gained, of_the_roof, other_tokens, packing_left, points, pool_table,
-    pool_text, rates, read_back, split, split_sentence, story, versions, waves, work,
+    break_even,
+    datasheet,
+    floors,
+    floors_table,
+    gained,
+    of_the_roof,
+    other_tokens,
+    packing_left,
+    points,
+    pool_table,
+    pool_text,
+    rates,
+    read_back,
+    split,
+    split_sentence,
+    story,
+    versions,
+    waves,
+    work,
 )
+

@@ -1,6 +1,6 @@
 """The work behind the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and waves, the pool, hot and cold.
 
-Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench_inference) with `where`, as
+Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference) with `where`, as
 `course.hopper.recorded` returns them.
 """
 
@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ... import paths, records
-from ...formats import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ...core import folders
+from ...formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ...records import record as records
 from ...simulator import H100
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
 
@@ -111,7 +112,7 @@ def floors_table(found: list[dict]) -> str:
 
 def datasheet(name: str = "H100 SXM") -> dict:
     """The vendor's figures for a GPU (data/gpus.json)."""
-    gpus = json.loads((paths.data_dir() / "gpus.json").read_text(encoding="utf-8"))["gpus"]
+    gpus = json.loads((folders.data_dir() / "gpus.json").read_text(encoding="utf-8"))["gpus"]
     return next(gpu for gpu in gpus if gpu["name"] == name)
 
 
@@ -180,10 +181,10 @@ def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int
 
 def story(file: str) -> str:
     """The comment that a file of kernels/ begins with and, in a checkout, its worklog of docs/kernels/."""
-    lines = (paths.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
+    lines = (folders.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
     told = "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
-    log = paths.kernels_dir().parent / "docs" / "kernels" / f"{Path(file).stem}.md"
+    log = folders.kernels_dir().parent / "docs" / "kernels" / f"{Path(file).stem}.md"
     return f"{told}\n\n{log.read_text(encoding='utf-8')}" if log.is_file() else told
 
 
@@ -309,7 +310,7 @@ def pool_text(rows: list[dict]) -> str:
 def read_back(packed: Tensor, pool: Tensor, columns: int) -> tuple[Tensor, list[int]]:
     """(the gate that words and pool hold, float32 [tokens, columns]; the lost rows), read one word after the other.
 
-    packed: [tokens, tiles, 32], pool: [groups, tiles, 64], of bfloat16 values, as twell_lab.pool makes them.
+    packed: [tokens, tiles, 32], pool: [groups, tiles, 64], of bfloat16 values, as twell_lab.formats.pool makes them.
     """
     tokens, tiles = packed.shape[:2]
     gate, lost = torch.zeros(tokens, columns), set()

@@ -7,8 +7,8 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ... import plots
-from ...errors import InputError
+from ...core.errors import InputError
+from ...plots import figures as plots
 from ..drawing import at, flat, nothing
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}

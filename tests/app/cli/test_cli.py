@@ -1,0 +1,240 @@
+"""The command line: help, exit statuses, one-line errors, and JSON that parses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from twell_lab import bench
+from twell_lab.app import cli
+from twell_lab.records import record as records
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "records"]
+ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
+SMALL = ["--steps", "2", "--batch", "2", "--context", "16", "--d-model", "16", "--heads", "2",
+         "--layers", "1", "--d-ff", "32", "--device", "cpu"]
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("a small text that is long enough for a few windows\n" * 200)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with one synthetic record."""
+    record = records.Record(name="example", purpose="a test's own", rows=[ROW], date="2026-01-02T03:04:05Z",
+                            commit=None, dirty=None, kernels={"gone": "0" * 64}, machine={})
+    record.save(tmp_path / "records")
+    return tmp_path / "records"
+
+
+def ask(capsys, *arguments: str, status: int = 0) -> str:
+    assert cli.main(list(arguments)) == status
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, None])
+def test_every_command_has_help_that_fits_a_terminal(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"] if command else ["--help"])
+    out = capsys.readouterr().out
+    assert stopped.value.code == 0 and max(map(len, out.splitlines())) <= 80
+    assert all(each in out for each in (["--json", f"twell-lab {command}"] if command else COMMANDS))
+
+
+def test_help_and_version_load_neither_torch_nor_plotly():
+    code = ("import sys; from twell_lab.app.cli import main\n"
+            "try: main(sys.argv[1:])\n"
+            "except SystemExit: pass\n"
+            "sys.exit(bool({'torch', 'plotly', 'cupy'} & set(sys.modules)))")
+    for argument in ("--help", "--version"):
+        ran = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True,
+                             timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert ran.returncode == 0 and "twell-lab" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    [], ["unknown"], ["bench", "--tokens", "0"], ["bench", "--tokens", "x"], ["bench", "--dtype", "int8"],
+    ["train", "--steps", "many"]])
+def test_a_mistyped_command_line_is_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["train", "--steps", "-1"], "steps"),
+    (["train", "--text", "no/such/text"], "no/such/text"),
+    (["train", "--device", "nonsense"], "nonsense"),
+    (["profile", "no/such/model"], "no/such/model"),
+    (["plan", "no/such/model"], "no/such/model"),
+    (["tour", "--render", "no/such/tour.json"], "no/such/tour.json"),
+    (["records", "--folder", "HERE"], "broken.json"),
+    (["bench", "--tokens", "1", "--nnz", "-3"], "-3"),
+])
+def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, arguments, named):
+    (tmp_path / "broken.json").write_text("{")
+    status = cli.main([str(tmp_path) if each == "HERE" else each for each in arguments])
+    shown = capsys.readouterr()
+    assert status == 2 and shown.out == ""
+    assert shown.err.startswith("twell-lab: ") and named in shown.err and shown.err.count("\n") == 1
+
+
+def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, "ffn", stop)
+    again = "\ntwell-lab: interrupted; to run it again: "
+    monkeypatch.setattr(sys, "argv", [".venv/bin/twell-lab"])
+    assert cli.main(["bench", "--tokens", "1", "8", "--out", "a folder"]) == 130
+    assert capsys.readouterr().err == f"{again}.venv/bin/twell-lab bench --tokens 1 8 --out 'a folder'\n"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/twell-lab"])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    cli.main(["bench"])
+    assert capsys.readouterr().err == f"{again}twell-lab bench\n"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/twell_lab/__main__.py"])
+    cli.main(["bench"])
+    assert capsys.readouterr().err == f"{again}python -m twell_lab bench\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError
+    monkeypatch.setattr(bench, "ffn", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["bench"])
+
+
+def test_a_reader_who_leaves_is_no_error(folder):
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run([sys.executable, "-m", "twell_lab", "records", "--folder", str(folder)],
+                         stdout=write, stderr=subprocess.PIPE, text=True, timeout=60,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_doctor_speaks_to_people_and_to_programs(capsys):
+    findings = json.loads(ask(capsys, "doctor", "--json"))
+    assert findings and all(set(each) >= {"topic", "state", "text", "command"} for each in findings)
+    shown = ask(capsys, "doctor")
+    assert all(each["text"] in shown for each in findings)
+
+
+def test_records_are_flat_rows(capsys, folder):
+    rows = json.loads(ask(capsys, "records", "--json", "--folder", str(folder)))
+    assert [list(row) for row in rows] == [list(records.FLAT_KEYS)]
+    assert rows[0]["stale"] is True and rows[0]["ms"] == 0.5
+    assert "NVIDIA Example" in ask(capsys, "records", "--folder", str(folder))
+
+
+def test_no_records_are_an_empty_list(capsys, tmp_path):
+    assert json.loads(ask(capsys, "records", "--json", "--folder", str(tmp_path))) == []
+    assert "none" in ask(capsys, "records", "--folder", str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_named(capsys, tmp_path):
+    assert cli.main(["records", "--folder", str(tmp_path / "mistyped")]) == 2
+    assert "mistyped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--seconds", "inf"], ["bench", "--seconds", "-1"],
+                                       ["bench", "--seconds", "soon"], ["bench", "--tokens", "x"],
+                                       ["tour", "--text", ""]])
+def test_values_that_are_refused_before_anything_runs(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2 and "accepted" in capsys.readouterr().err.replace("is not a", "accepted")
+
+
+def test_what_does_not_fit_into_memory_is_one_line(capsys):
+    assert cli.main(["bench", "--tokens", "99999999999", "--d-model", "64", "--d-ff", "64", "--nnz", "4"]) == 2
+    assert "memory" in capsys.readouterr().err
+
+
+def test_verify_answers_by_its_status(capsys, folder):
+    answer = json.loads(ask(capsys, "records", "--verify", "--json", "--folder", str(folder), status=1))
+    assert answer["holds"] is False and answer["kernels"] == records.provenance.kernel_hashes()
+    entry = {"kernels": records.provenance.kernel_hashes(), "why": "a test", "date": "2026-01-02"}
+    (folder / records.UNVERIFIED).write_text(json.dumps(entry))
+    assert "a test" in ask(capsys, "records", "--verify", "--folder", str(folder))
+
+
+def test_train_then_plan(capsys, tmp_path, text):
+    model, saved = str(tmp_path / "model"), tmp_path / "plan.json"
+    ask(capsys, "train", "--text", text, "--out", model, "--json", *SMALL)
+    given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4", "64"]
+    rows = json.loads(ask(capsys, *given, "--out", str(saved), "--json"))
+    assert {row["tokens"] for row in rows if row["chosen"]} >= {4, 64} and any(row["measured_us"] for row in rows)
+    assert json.loads(saved.read_text())["inputs"] == "captured from the batches"
+    shown = ask(capsys, *given, "--predict-only", "--dtype", "bfloat16")
+    assert "plan for CPU, bfloat16" in shown and "nothing was timed" in shown and "x dense" in shown
+    assert "predicted us" in ask(capsys, *given, "--predict-only", "--all")
+
+
+def test_train_then_profile(capsys, tmp_path, text):
+    model, counts = str(tmp_path / "model"), str(tmp_path / "counts.json")
+    asked = ["train", "--text", text, *SMALL, "--l1", "0.001", "--out", model]
+    summary = json.loads(ask(capsys, *asked, "--json"))
+    assert summary["config"]["l1"] == 0.001 and len(summary["density"]) == 1
+    rows = json.loads(ask(capsys, "profile", model, "--text", text, "--out", counts, "--json"))
+    assert [row["d_ff"] for row in rows] == [32] and Path(counts).exists()
+    assert "tokens of text.txt, validation part" in ask(capsys, "profile", model, "--text", text, "--windows", "2")
+    (tmp_path / "other.txt").write_text(Path(text).read_text()[1:])
+    assert "tokens of other.txt;" in ask(capsys, "profile", model, "--text", str(tmp_path / "other.txt"), "--windows", "2", "--out", counts)
+
+
+def test_plain_layers_can_be_trained(capsys, text):
+    summary = json.loads(ask(capsys, "train", "--text", text, *SMALL, "--plain", "--json"))
+    assert summary["config"]["gated"] is False
+    assert "bits per byte" in ask(capsys, "train", "--text", text, *SMALL)
+
+
+def test_a_text_too_short_for_the_model_is_refused(capsys, tmp_path, text):
+    ask(capsys, "train", "--text", text, *SMALL, "--out", str(tmp_path / "model"), "--json")
+    (tmp_path / "short.txt").write_text("too short")
+    assert cli.main(["profile", str(tmp_path / "model"), "--text", str(tmp_path / "short.txt")]) == 2
+    assert "short.txt has 9 bytes" in capsys.readouterr().err
+
+
+def test_bench_prints_rows_and_saves_records(capsys, tmp_path):
+    small = ["bench", "--tokens", "1", "2", "--d-model", "64", "--d-ff", "512", "--nnz", "8",
+             "--seconds", "0.01", "--device", "cpu", "--dtype", "float32"]
+    rows = json.loads(ask(capsys, *small, "--json"))
+    assert {(row["tokens"], row["path"]) for row in rows} \
+        == {(tokens, path) for tokens in (1, 2) for name in ("dense eager", "twell")
+            for path in (name, f"{name} (cold)")}
+    shown = ask(capsys, *small, "--out", str(tmp_path))
+    assert shown.count("bench: saved ") == 2 and len(records.load_all(tmp_path)) == 2
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """One named recording, which makes a synthetic record."""
+    module = ModuleType("twell_lab.app.recordings")
+    module.RECORDINGS = {"example": lambda: records.Record.new("example", "a test's own", [ROW])}
+    monkeypatch.setitem(sys.modules, "twell_lab.app.recordings", module)
+    monkeypatch.setattr(sys.modules["twell_lab"], "recordings", module, raising=False)
+
+
+def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
+    assert ask(capsys, "record").split() == ["example"]
+    assert json.loads(ask(capsys, "record", "--json")) == ["example"]
+    assert "saved" in ask(capsys, "record", "example", "--out", str(tmp_path))
+    assert json.loads(ask(capsys, "record", "example", "--out", str(tmp_path), "--json"))["name"] == "example"
+    assert len(records.load_all(tmp_path)) == 2
+
+
+def test_an_unknown_recording_is_refused_with_the_names(capsys, recordings):
+    assert cli.main(["record", "other"]) == 2
+    assert "accepted: example" in capsys.readouterr().err

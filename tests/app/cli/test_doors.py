@@ -1,0 +1,287 @@
+"""The command's doors: hostile values of every option are one line and status 2, and what cannot be written to is no traceback."""
+
+import errno
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell_lab import bench
+from twell_lab.app import cli
+from twell_lab.core import errors
+from twell_lab.cuda import cubins
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import measure
+from twell_lab.records import record as records
+from twell_lab.training.config import TrainConfig
+
+ROOT = Path(__file__).parents[3]
+NUMBERS = ["0", "-1", "nan", "inf", "-inf", "", "1e400", "9223372036854775808", "1" + "0" * 30, "9" * 5000, "1.5", "x", "\0", "true"]
+HUGE = ["4611686018427387904", "9223372036854775807"]
+ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
+BENCH = ["bench", "--tokens", "1", "--d-model", "8", "--d-ff", "8", "--nnz", "1", "--seconds", "0.01", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with a text, a model, and things that are no files."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "text.txt").write_text("a small text that is long enough for a few windows\n" * 200)
+    LanguageModel(ModelConfig(d_model=16, layers=1, heads=2, d_ff=32, context=16)).save(folder / "model")
+    os.mkfifo(folder / "fifo")
+    (folder / "empty").write_bytes(b"")
+    (folder / "folder").mkdir()
+    (folder / "loop").symlink_to("loop")
+    return folder
+
+
+@pytest.fixture
+def tried(here, monkeypatch, capsys):
+    """Runs the command in that folder; what it said, held to the rules for a refusal if it is one."""
+    monkeypatch.chdir(here)
+
+    def run(*arguments: str, refused: bool = True) -> str:
+        try:
+            status = cli.main(list(arguments))
+        except SystemExit as stopped:
+            status = stopped.code
+        shown = capsys.readouterr()
+        assert status == (2 if refused else 0), (arguments, shown)
+        lines = [line for line in shown.err.splitlines() if line.startswith("twell-lab") and not line.startswith("twell-lab: warning")]
+        assert not refused or shown.out == "" and ("usage: " in shown.err and "accepted" in shown.err.replace("invalid", "accepted")
+                                                   .replace("is not", "accepted") or len(lines) == 1), (arguments, shown)
+        return shown.err
+
+    return run
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--d-model", "--d-ff"])
+def test_sizes_of_bench(tried, option):
+    for value in NUMBERS + HUGE:
+        tried(*BENCH, option, value)
+    assert "memory" in tried(*BENCH, option, HUGE[0])
+
+
+def test_other_options_of_bench(tried):
+    for value in ("-1", "nan", "inf", "", "x", "1e400", "5"):
+        tried(*BENCH, "--nnz", value)
+    for value in ("0", "-1", "nan", "inf", "", "x", "1e400"):
+        tried(*BENCH, "--seconds", value)
+    for value in ("", "\0", "x\ny", "\ud800", "cuda:99999999999999999999", "meta", "cpu:-1"):
+        tried(*BENCH, "--device", value)
+    for folder in ("", "\0", "\ud800", "fifo", "empty", "loop", "text.txt/below", os.devnull, "x" * 300):
+        tried(*BENCH, "--out", folder)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1, "1", None, True])
+def test_the_functions_of_bench_say_so_too(seconds):
+    for call in (lambda: bench.ffn(1, 8, 8, 1, device="cpu", seconds=seconds),
+                 lambda: bench.layer(torch.nn.Linear(2, 2), torch.ones(1, 2), seconds=seconds)):
+        with pytest.raises(errors.InputError, match="seconds is"):
+            call()
+    for seed in (-1, 2**63, 10**30, 1.5, None):
+        with pytest.raises(errors.InputError, match="seed is"):
+            measure.workload(1, 8, 8, 1, "uniform", torch.float32, "cpu", seed=seed)
+    with pytest.raises(errors.InputError, match="memory"):
+        measure.firing_rates(2**62, 1)
+
+
+def test_options_of_train(tried):
+    small = ["train", "--text", "text.txt", "--steps", "2", "--batch", "2", "--context", "16", "--device", "cpu"]
+    for option in ("--d-model", "--layers", "--heads", "--d-ff", "--batch", "--context"):
+        for value in [*NUMBERS, *HUGE, "2147483648"]:
+            tried(*small, option, value)
+    for option in ("--layers", "--d-ff"):
+        assert "memory" in tried(*small, option, "2000000000")
+    for value in ("1" + "0" * 30, "9223372036854775808"):
+        for option in ("--steps", "--log-every", "--warmup", "--l1-delay", "--eval-windows", "--dead-every"):
+            tried(*small, option, value)
+    for value in ("bpe:", "bpe:-1", "bpe:" + "9" * 5000, "", "fifo", "folder", "empty", "/dev/zero", "\0"):
+        tried(*small, "--tokenizer", value)
+    for value in ("", "\0", "\ud800", "fifo", "empty", "loop", "/dev/zero", "x" * 300, "no\nsuch"):
+        tried(*small, "--text", value)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_an_environment_that_torchrun_does_not_make(tried, monkeypatch, name):
+    for value in ("x", "", "-1", "1.5", "9" * 5000):
+        monkeypatch.setenv(name, value)
+        assert f"{name} is" in tried("train", "--text", "text.txt", "--device", "cpu", "--steps", "1")
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "cannot be joined" in tried("train", "--text", "text.txt", "--device", "cpu", "--steps", "1")
+
+
+def test_a_number_that_no_float_holds_is_named():
+    for field in ("steps", "warmup", "lr", "clip", "weight_decay", "dead_window"):
+        with pytest.raises(errors.InputError, match=f"^{field} is 1000"):
+            TrainConfig(**{field: 10**400})
+
+
+@pytest.mark.parametrize("command", ["profile", "plan"])
+def test_options_of_profile_and_plan(tried, command, here, monkeypatch):
+    small = ["--text", "text.txt", "--windows", "2", *(["--predict-only"] if command == "plan" else [])]
+    for value in NUMBERS:
+        tried(command, "model", *small, "--windows", value)
+    for value in ("", "\0", "\ud800", "fifo", "empty", "loop", "folder", "/dev/zero", "text.txt/below", "x" * 300, "no\nsuch"):
+        tried(command, value, *small)
+    for value in ("", "\0", "fifo", "empty", "loop", "folder", "/dev/zero", "no\nsuch"):
+        tried(command, "model", *small, "--text", value)
+    monkeypatch.setattr(LanguageModel, "load", None)  # refused before it is called
+    for value in ("", "\0", "fifo", "loop", "folder", "text.txt/below", "x" * 300):  # no device: a fault here would replace it
+        tried(command, "model", *small, "--out", value)
+    assert (here / "fifo").is_fifo() and (here / "loop").is_symlink()
+
+
+def test_tokens_of_plan(tried):
+    small = ["plan", "model", "--text", "text.txt", "--windows", "2", "--device", "cpu"]
+    for value in NUMBERS:
+        tried(*small, "--tokens", value)
+    tried(*small, "--tokens", HUGE[1], refused=False)
+
+
+def test_options_of_the_others(tried, monkeypatch):
+    for value in ("", "\0", "\ud800", "fifo", "empty", "/dev/zero", "folder", "x" * 300, "no\nsuch"):
+        tried("tour", "--render", value)
+        tried("tour", "--quick", "--text", value)
+        tried("prepare", value, "--out", "prepared")
+        tried("prepare", "text.txt", "--out", "prepared", "--tokenizer", value)
+        tried("record", value)
+        if value != "folder":
+            tried("records", "--folder", value)
+    from twell_lab.training import loop
+    monkeypatch.setattr(loop, "train", None)  # refused before it is called
+    for value in ("", "\0", "fifo", "loop", os.devnull, "text.txt/below", "x" * 300):
+        tried("tour", "--quick", "--text", "text.txt", "--record-only", "--out", value)
+        tried("record", "cpu", "--out", value)
+    monkeypatch.setattr(cubins, "compile", None)
+    for value in ("", "\0", "fifo", "loop", "text.txt/below", "x" * 300):
+        tried("compile", value)
+    for value in NUMBERS:
+        tried("compile", "cubins", "--d-model", value)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(tried, tmp_path, monkeypatch):
+    from twell_lab.training import loop
+    monkeypatch.setattr(loop, "train", None)
+    (tmp_path / "index.html").mkdir()
+    assert "index.html" in tried("tour", "--quick", "--text", "text.txt", "--out", str(tmp_path))
+
+
+# ---- what is written to -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with one record of a device of a name that some terminals cannot show."""
+    record = records.Record(name="example", purpose="a test's own", rows=[{**ROW, "device": "žluť \x1b[31m"}],
+                            date="2026-01-02T03:04:05Z", commit=None, dirty=None, kernels={}, machine={})
+    record.save(tmp_path / "žluť")
+    return tmp_path / "žluť"
+
+
+class Full(io.RawIOBase):
+    """A disk without space."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("arguments", [["records", "--folder"], ["records", "--json", "--folder"], ["--help"], ["doctor"]])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_disk_is_one_line(monkeypatch, capsys, folder, arguments, buffered):
+    arguments = [*arguments, str(folder)] if arguments[0] == "records" else arguments
+    raw = io.BufferedWriter(Full()) if buffered else Full()
+    stdout = io.TextIOWrapper(raw, encoding="utf-8", write_through=not buffered)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(arguments) == 2
+    monkeypatch.setattr(Full, "write", lambda _, data: len(data))
+    stdout.close()
+    assert capsys.readouterr().err == "twell-lab: the output cannot be written: No space left on device\n"
+
+
+def test_a_closed_stdout_is_one_line(monkeypatch, capsys, folder):
+    for arguments in (["records", "--folder", str(folder)], ["doctor"], ["--help"]):
+        monkeypatch.setattr(sys, "stdout", None)
+        assert cli.main(arguments) == 2
+        assert "output is closed" in capsys.readouterr().err
+
+
+def test_reports_that_nobody_can_read_do_not_end_the_work(monkeypatch, capsys, folder):
+    for stderr in (None, io.TextIOWrapper(Full(), write_through=True)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setattr(records, "load_all", lambda _: print("a report", file=sys.stderr, flush=True) or [])
+        assert cli.main(["records", "--json"]) == 0
+        assert capsys.readouterr().out == "[]\n"  # and nothing of the report
+        monkeypatch.setattr(records, "load_all", lambda _: (_ for _ in ()).throw(errors.InputError("a mistake")))
+        assert cli.main(["records"]) == 2 and capsys.readouterr().out == ""
+
+
+def test_an_encoding_without_the_characters_shows_escapes(monkeypatch, capsys, folder):
+    for encoding in ("ascii", "utf-8"):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+        assert cli.main(["records", "--folder", str(folder)]) == 0
+        shown = raw.getvalue().decode(encoding)
+        assert "\x1b" not in shown and "\\x1b[31m" in shown and ("žluť" if encoding == "utf-8" else "\\u017elu\\u0165") in shown
+    (folder / "na\udcffme").mkdir()
+    assert cli.main(["tour", "--render", str(folder / "na\udcffme")]) == 2
+    assert "na" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no /dev/full")
+def test_streams_of_a_shell(folder):
+    """The same from outside, where the interpreter also has its say at the end."""
+    for shell, status, told in ((">/dev/full", 2, "No space left"), (">&-", 2, "is closed"), (">/dev/full 2>&1", 2, ""), (">&- 2>&-", 2, "")):
+        command = f"{sys.executable} -m twell_lab records --folder '{folder}' {shell}"
+        ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60,
+                             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
+        assert (ran.returncode, ran.stdout) == (status, "") and told in ran.stderr and ran.stderr.count("\n") == bool(told), ran.stderr
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise OSError(28, os.strerror(28), "some/file")
+    monkeypatch.setattr(bench, "ffn", fail)
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == "twell-lab: 'some/file': No space left on device\n"
+
+
+# ---- strict JSON ----------------------------------------------------------------------------------------------------------
+
+
+def strict(text: str):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_number_that_json_does_not_have_is_refused_in_a_record(folder, capsys):
+    (path,) = folder.glob("*.json")
+    text = path.read_text()
+    for number in ("NaN", "Infinity", "1e999"):
+        path.write_text(text.replace('"tokens": 4', f'"tokens": {number}'))
+        assert path.read_text() != text and cli.main(["records", "--json", "--folder", str(folder)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and path.name in shown.err
+    path.write_text(text)
+    assert cli.main(["records", "--json", "--folder", str(folder)]) == 0
+    assert strict(capsys.readouterr().out)[0]["tokens"] == 4
+
+
+def test_what_is_not_finite_is_null_in_json(monkeypatch, capsys):
+    record = records.Record.new("ffn", "a test's own", [{**ROW, "nnz": 2.0}])
+    record.rows[0] |= {"nnz": math.nan, "x_dense": math.inf}
+    monkeypatch.setattr(bench, "ffn", lambda *_, **__: record)
+    assert cli.main([*BENCH, "--json"]) == 0
+    (row,) = strict(capsys.readouterr().out)
+    assert row["nnz"] is None and row["x_dense"] is None and row["ms"] == 0.5

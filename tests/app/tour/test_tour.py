@@ -1,0 +1,397 @@
+"""The tour end to end, small: its record, its page, its sentences, and what an interruption leaves behind."""
+
+import copy
+import dataclasses
+import errno
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell_lab import formats
+from twell_lab.app import cli, page, tour
+from twell_lab.app import options as options_module
+from twell_lab.core.errors import RecordError, TextError, TwellError
+from twell_lab.plots import data as plain
+from twell_lab.records import record as records
+from twell_lab.training import loop
+
+ROOT = Path(__file__).parents[3]
+TEXT = str(ROOT / "twell_lab")  # small, and there in every checkout
+FIGURES = {"training", "firing", "frequency", "tile", "bytes", "own", "large"}
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory):
+    """One quick tour on one thread: (record, folder, the two training results)."""
+    folder, results = tmp_path_factory.mktemp("tour") / "build" / "tour", []
+    threads, train = torch.get_num_threads(), loop.train
+
+    def remembered(*arguments, **options):
+        results.append(train(*arguments, **options))
+        return results[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train", remembered)
+        torch.set_num_threads(1)
+        try:
+            record, _, _ = tour.run(options_module.TourOptions(text=TEXT, out=folder, quick=True, progress=False))
+        finally:
+            torch.set_num_threads(threads)
+    return record, folder, results
+
+
+@pytest.fixture
+def trained(taken, monkeypatch):
+    """The tour with its trainings already done, for tests of what comes after them."""
+    results = {result.config.l1 > 0: result for result in taken[2]}
+    monkeypatch.setattr(loop, "train", lambda config, **_: results[config.l1 > 0])
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+# ---- the record ------------------------------------------------------------------------------------------
+
+
+def test_a_tour_leaves_a_page_and_a_record_and_nothing_else(taken):
+    record, folder, _ = taken
+    assert files(folder) == {"index.html", "tour.json"}
+    assert records.load(folder / "tour.json") == record
+
+
+def test_the_two_trainings_differ_in_l1_alone(taken):
+    runs = taken[0].notes["tour"]["runs"]
+    without, sparse = runs["without L1"]["config"], runs["with L1"]["config"]
+    assert without["l1"] == 0 < sparse["l1"]
+    assert {**without, "l1": 0} == {**sparse, "l1": 0}
+    assert runs["without L1"]["history"][0]["ce"] == runs["with L1"]["history"][0]["ce"]
+
+
+def test_the_record_names_its_text_and_no_path(taken):
+    text = taken[0].notes["tour"]["text"]
+    assert re.fullmatch("[0-9a-f]{64}", text["sha256"]) and text["size"] > 10_000
+    assert str(ROOT) not in taken[0].to_json()
+
+
+def test_every_layer_is_timed_and_every_flat_row_is_whole(taken):
+    record = taken[0]
+    flat = records.flat_rows([record])
+    assert all(tuple(row) == records.FLAT_KEYS for row in flat)
+    own, large = page.split_rows(record.rows)
+    assert {(row["label"], row["tokens"]) for row in own if row["path"] == "twell"} \
+        >= {(f"layer {i}", tokens) for i in range(2) for tokens in (1, 8, 64)}
+    assert {row["tokens"] for row in large if row["path"] == "twell"} >= {1, 8, 64}
+    assert all(row["samples"] for row in record.rows)
+
+
+def test_what_was_packed_adds_up(taken):
+    notes = taken[0].notes["tour"]
+    for packed, layer in zip(notes["packing"]["layers"], notes["profile"]["layers"], strict=True):
+        assert packed["slots_used"] + packed["tail"] == packed["nnz"]
+        tiles = -(-packed["d_ff"] // packed["tile"])
+        assert packed["slots"] == packed["tokens"] * tiles * (packed["words"] - 1)
+        assert packed["bytes"]["dense"] == 2 * packed["tokens"] * packed["d_ff"]
+        # The profile ran in other batches, where a gate that is almost zero may fall on the other side.
+        assert packed["nnz"] == pytest.approx(layer["mean_nnz"] * layer["tokens"], rel=1e-3)
+        assert packed["overflow_rows"] == pytest.approx(layer["overflow_rows"] * layer["tokens"], abs=3)
+
+
+def test_the_summary_names_text_layers_and_timings(taken):
+    record = taken[0]
+    text = tour.summary(record)
+    assert record.notes["tour"]["text"]["sha256"] in text and "quick" in text
+    for layer in record.notes["tour"]["packing"]["layers"]:
+        assert f"{round(layer['bytes']['TwELL'] / layer['tokens']):,}" in text
+    assert sum("  twell" in line for line in text.splitlines()) \
+        == sum("twell" in row["path"] for row in record.rows)
+
+
+def test_a_value_that_does_not_come_back_stops_the_tour():
+    gate = torch.randn(3, 40).to(torch.bfloat16)
+    packed = formats.TwELL.from_gate(gate)
+    tour.check_packing("layers.0", gate, packed)
+    packed.packed[1, 0, 1] ^= 1 << 16
+    with pytest.raises(TwellError, match="layers.0: 1 of 120 values"):
+        tour.check_packing("layers.0", gate, packed)
+
+
+# ---- the page --------------------------------------------------------------------------------------------
+
+
+class Loads(HTMLParser):
+    """Collects what a page would fetch, its scripts, and the figures it makes room for."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.fetched, self.scripts, self.figures, self.inside = [], [], set(), False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.inside = tag == "script"
+        self.fetched += [attributes[name] for name in ("src", "srcset", "href", "data") if name in attributes]
+        if attributes.get("id", "").startswith("figure-"):
+            self.figures.add(attributes["id"].removeprefix("figure-"))
+
+    def handle_data(self, data):
+        if self.inside:
+            self.scripts.append(data)
+
+
+def test_the_page_needs_no_network(taken):
+    text = (taken[1] / "index.html").read_text(encoding="utf-8")
+    loads = Loads(text)
+    assert loads.fetched == []
+    (style,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
+    assert "url(" not in style and "@import" not in style
+    assert "default-src 'none'" in text
+    assert sum(len(script) > 1_000_000 for script in loads.scripts) == 1
+    assert loads.figures == FIGURES
+    drawing = [script for script in loads.scripts if len(script) < 1_000_000 and "Plotly.newPlot(" in script]
+    assert len(drawing) == len(FIGURES)
+
+
+def test_a_quick_tour_says_that_it_was_one(taken):
+    assert "figures say nothing" in (taken[1] / "index.html").read_text(encoding="utf-8")
+
+
+def test_figures_on_the_page_are_those_of_the_record(taken):
+    notes = taken[0].notes["tour"]
+    text = page.render(taken[0])
+    for run in notes["runs"].values():
+        assert f"{run['validation_bits_per_byte']:.3f}" in text
+    assert notes["text"]["sha256"] in text
+    for row in plain.layer_rows(notes):
+        cells = "</td><td>".join(str(row[key]) for key in ("layer", "before", "after", "dead_before"))
+        assert f"<td>{cells}</td>" in text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_every_figure(taken, tmp_path):
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000", "--dump-dom",
+               (taken[1] / "index.html").as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    for name in FIGURES:
+        assert re.search(rf'id="figure-{name}"[^>]*>(\s*<div[^>]*>)+\s*<svg class="main-svg"', drawn), name
+
+
+RECORDED = {"record": "example", "kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16",
+            "tokens": 16384, "d_model": 2048, "d_ff": 5632, "nnz": 29.0, "workload": "independent, lognormal",
+            "path": "twell", "ms": 1.0, "dense_ms": 2.0, "x_dense": 2.0, "spread": 0.1,
+            "date": "2026-01-02T03:04:05Z", "commit": None, "stale": True}
+
+
+def test_recorded_points_are_marked_and_only_alike_ones_are_drawn(taken):
+    others = [{**RECORDED, "device": "CPU"}, {**RECORDED, "d_ff": 8192}, {**RECORDED, "kind": "decode"},
+              {**RECORDED, "workload": "uniform"}, {**RECORDED, "nnz": 300.0}, {**RECORDED, "nnz": None}]
+    with_it, without = page.render(taken[0], [RECORDED, *others]), page.render(taken[0], others)
+    assert with_it.count("recorded on NVIDIA Example, 2026-01-02, stale") == 1
+    assert "Those marked stale ran kernels that have changed since." in with_it
+    assert "recorded on" not in without.split("<body>")[1] and "is recorded in this checkout yet" in without
+
+
+def test_what_the_record_says_cannot_become_markup(taken):
+    changed = json.loads(taken[0].to_json())
+    changed["machine"]["cpu"] = changed["notes"]["tour"]["text"]["name"] = "<script>alert(1)</script>"
+    assert "<script>alert" not in page.render(records.Record(**changed))
+
+
+def test_of_two_records_of_the_same_the_latest_counts():
+    older, newer = {**RECORDED, "ms": 3.0, "nnz": 29.4}, {**RECORDED, "date": "2026-02-02T03:04:05Z"}
+    other = {**RECORDED, "nnz": 8.0}
+    assert page.comparable([older, newer, other], [RECORDED]) == [newer, other]
+
+
+@pytest.mark.parametrize("notes", [{}, {"tour": None}, {"tour": {"format": 99}}, {"tour": {"format": 1}}])
+def test_a_record_of_something_else_is_refused(taken, notes):
+    other = records.Record(**{**json.loads(taken[0].to_json()), "notes": notes})
+    with pytest.raises(RecordError, match="tour"):
+        page.render(other)
+
+
+# ---- sentences -------------------------------------------------------------------------------------------
+
+
+def timed(*ratios: float) -> list[dict]:
+    return [{"path": "twell", "dtype": "float32", "tokens": 2**i, "ms": 1.0, "dense_ms": ratio,
+             "x_dense": ratio} for i, ratio in enumerate(ratios)]
+
+
+def test_the_verdict_on_speed_follows_the_numbers():
+    faster = page.see_speed(timed(1.5, 3.0))
+    assert "None was slower than dense; the least gain, at 1 token in float32: 1.50x" in faster
+    assert "3.00 times as fast, the best of 2 points" in faster
+    mixed = page.see_speed(timed(3.0, 0.8))
+    assert "1 of them was slower than dense, at worst 2 tokens in float32: 1.25 times the dense time" in mixed
+    slower = page.see_speed(timed(0.5, 0.8))
+    assert "slower than torch's dense one at all 2 points, by 1.2 to 2.0 times" in slower
+    assert page.see_speed([]) == "No sparse path was timed."
+
+
+def test_dense_rows_and_parts_are_no_sparse_points():
+    row = timed(9.0)[0]
+    rows = [{**row, "path": "dense compiled"}, {**row, "path": "part: pack", "x_dense": None}]
+    assert page.see_speed(rows) == "No sparse path was timed."
+
+
+@pytest.mark.parametrize("without, sparse, said", [
+    (2.0, 2.5, "0.500 bits per byte worse"), (2.5, 2.0, "0.500 bits per byte better"),
+    (2.0, 2.0, "the same validation loss")])
+def test_the_verdict_on_the_loss_follows_the_numbers(without, sparse, said):
+    def run(bits, nnz):
+        return {"validation_bits_per_byte": bits, "mean_nnz": nnz, "config": {"d_ff": 512}}
+    assert said in page.see_training(run(without, 200.0), run(sparse, 10.0))
+    assert "did not fall" in page.see_training(run(without, 10.0), run(sparse, 200.0))
+
+
+# ---- running, elsewhere and interrupted ------------------------------------------------------------------
+
+
+# What a tour on a CPU has no use for; so has it for any compiler, be it for CUDA or C++.
+UNUSED = "cupy cupy_backends cupyx nvidia pandas scipy transformers datasets tokenizers ipywidgets anywidget IPython"
+
+
+def run_without(modules: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The command in a process of its own in which these modules cannot be imported."""
+    code = (f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r})); "
+            "from twell_lab.app.cli import main; sys.exit(main(sys.argv[1:]))")
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True,
+                          timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+
+
+def test_a_tour_on_a_cpu_needs_only_what_it_uses(tmp_path):
+    done = run_without(UNUSED, "tour", "--quick", "--text", TEXT, "--out", str(tmp_path), PATH="",
+                       CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path) == {"tour.json", "index.html"} and "done in" in done.stdout
+    assert "[5/5]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
+
+
+def test_a_record_is_made_without_plotly_and_drawn_without_torch(tmp_path):
+    made = run_without("plotly", "tour", "--quick", "--record-only", "--text", TEXT,
+                       "--out", str(tmp_path))
+    assert made.returncode == 0, made.stderr
+    assert files(tmp_path) == {"tour.json"} and "bits per byte" in made.stdout
+    drawn = run_without("torch cupy numpy", "tour", "--render", str(tmp_path / "tour.json"),
+                        "--out", str(tmp_path / "page"))
+    assert drawn.returncode == 0, drawn.stderr
+    assert files(tmp_path / "page") == {"index.html"}
+    assert Loads((tmp_path / "page" / "index.html").read_text(encoding="utf-8")).figures == FIGURES
+
+
+def test_a_page_without_plotly_is_refused_before_the_work_starts(tmp_path):
+    refused = run_without("plotly", "tour", "--out", str(tmp_path / "out"))
+    assert refused.returncode == 2 and "pip install plotly" in refused.stderr
+    assert refused.stderr.count("\n") == 1 and not files(tmp_path / "out")
+
+
+@pytest.mark.parametrize("step", ["train", "profile", "pack_layers", "time_layers", "time_llm_layer"])
+def test_an_interrupted_tour_leaves_nothing_behind(trained, monkeypatch, tmp_path, capsys, step):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(tour, step, stop)
+    out = str(tmp_path / "out")
+    assert cli.main(["tour", "--quick", "--text", TEXT, "--out", out]) == 130
+    assert files(tmp_path / "out") == set()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("twell-lab: interrupted")
+    assert last.endswith(f"tour --quick --text {TEXT} --out {out}")
+
+
+def test_an_interruption_while_writing_keeps_the_page_of_before(trained, monkeypatch, tmp_path):
+    (tmp_path / "index.html").write_text("the page of before")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(os, "replace", stop)
+    assert cli.main(["tour", "--quick", "--text", TEXT, "--out", str(tmp_path)]) == 130
+    assert files(tmp_path) == {"index.html"}
+    assert (tmp_path / "index.html").read_text() == "the page of before"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "train", None)  # calling it would raise
+    (tmp_path / "file").write_text("in the way")
+    assert cli.main(["tour", "--text", TEXT, "--out", str(tmp_path / "file" / "tour")]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "file" / "tour") in error and error.count("\n") == 1
+
+
+def test_a_full_disk_is_refused_before_the_work_starts(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(tour.tempfile, "TemporaryFile", full)
+    with pytest.raises(RecordError, match=f"{tmp_path}.*No space left.*--out"):
+        tour.check_folder(tmp_path)
+
+
+def test_a_text_that_is_not_there_is_refused_and_nothing_is_written(tmp_path):
+    with pytest.raises(TextError, match="missing.txt"):
+        tour.run(options_module.TourOptions(text=str(tmp_path / "missing.txt"), out=tmp_path / "out", progress=False))
+    assert files(tmp_path / "out") == set()
+
+
+@pytest.mark.parametrize("name", [b"na\xffme.txt", "žluť.txt".encode(), b"two\nlines.txt", b"<b>&amp;.txt"])
+def test_a_text_of_any_name_has_a_page(taken, trained, monkeypatch, tmp_path, name):
+    path = os.fsencode(tmp_path) + b"/" + name
+    with open(path, "wb") as file:
+        file.write(b"def f(x):\n    return x\n" * 2000)
+    results = loop.train
+
+    def named(config, **_):  # what was trained for other tests, on this text
+        result = results(config)
+        return dataclasses.replace(result, text={**result.text, **config.text.describe()})
+    monkeypatch.setattr(loop, "train", named)
+    monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
+    monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
+    assert cli.main(["tour", "--quick", "--text", os.fsdecode(path), "--out", str(tmp_path / "out")]) == 0
+    assert files(tmp_path / "out") == {"index.html", "tour.json"}
+    shown = records.load(tmp_path / "out" / "tour.json").notes["tour"]["text"]["name"]
+    assert shown.isprintable() and shown.encode() and shown.endswith(".txt")
+    assert html.escape(shown) in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_record_of_before_whose_text_has_no_readable_name_is_drawn(taken, tmp_path):
+    notes = copy.deepcopy(taken[0].notes)
+    notes["tour"]["text"]["name"] = "na\udcffme"
+    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], notes=notes).to_json())
+    assert "na\\udcffme" in page.render_file(tmp_path / "tour.json", tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_page_that_fails_leaves_the_record(taken, trained, monkeypatch, tmp_path):
+    def fail(*_):
+        raise RecordError("no page today")
+    monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
+    monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
+    monkeypatch.setattr(page, "render", fail)
+    assert cli.main(["tour", "--quick", "--text", TEXT, "--out", str(tmp_path)]) == 2
+    assert files(tmp_path) == {"tour.json"}
+
+
+@pytest.mark.parametrize("where, value", [
+    (("seconds",), {"train": 10**400}), (("profile", "layers"), []), (("packing", "layers"), []), (("tile",), {}),
+    (("runs", "with L1", "mean_nnz"), "x"),
+    (("runs", "with L1", "config", "d_ff"), 0), (("packing", "layers", 0, "slots"), 0), (("text", "size"), None), (("profile", "tokens"), 10**400)])
+def test_a_tour_that_is_none_inside_is_refused(taken, tmp_path, capsys, where, value):
+    notes = copy.deepcopy(taken[0].notes)
+    held = notes["tour"]
+    for step in where[:-1]:
+        held = held[step]
+    held[where[-1]] = value
+    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], notes=notes).to_json())
+    status = cli.main(["tour", "--render", str(tmp_path / "tour.json"), "--out", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert status in (0, 2) and (status == 0 or told.count("\n") == 1 and "is not as a tour writes it" in told)
+    assert files(tmp_path) == ({"tour.json"} if status else {"tour.json", "index.html"})

@@ -1,0 +1,144 @@
+"""Tensor maps without a driver: what is asked of it, what is refused, and where the gate's maps put each weight row."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+
+from twell_lab.core.errors import DeviceError, InputError, StackError
+from twell_lab.cuda import tma
+from twell_lab.ops import hopper_pack
+
+ADDRESS, BF16 = 1 << 20, torch.bfloat16
+
+
+class Driver:
+    """Stands for cuTensorMapEncodeTiled: keeps what it was told, and writes the call's number into the map."""
+
+    def __init__(self):
+        self.calls, self.answer = [], 0
+
+    def __call__(self, out, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill):
+        assert out.value % 64 == 0 and list(steps) == [1] * rank.value
+        self.calls.append((dtype, address.value, list(dims), list(strides), list(box), swizzle))
+        ctypes.memset(out.value, len(self.calls), 128)
+        return self.answer
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(tma, "_encode", lambda: made)
+    for cached in (tma.tensor_map, hopper_pack._gate_maps):
+        cached.cache_clear()
+    yield made
+    for cached in (tma.tensor_map, hopper_pack._gate_maps):
+        cached.cache_clear()
+
+
+def test_a_matrix_is_described_innermost_first(driver):
+    x = torch.zeros(10, 72, dtype=torch.float16)
+    made = tma.matrix_map(x[2:, 8:40], 128)
+    assert driver.calls == [(6, x.data_ptr() + (2 * 72 + 8) * 2, [32, 8], [144], [64, 128], 3)]
+    assert bytes(made) == b"\1" * 128 and isinstance(made, ctypes.Array)
+
+
+def test_a_single_row_may_have_any_stride(driver):
+    row = torch.zeros(64, dtype=BF16).as_strided((1, 64), (1, 1))
+    tma.matrix_map(row, 128)
+    assert driver.calls[0][2:4] == ([64, 1], [128])
+
+
+def test_maps_are_made_once(driver):
+    numbers = (ADDRESS, BF16, (64, 9), (128,), (64, 128))
+    assert tma.tensor_map(*numbers) is tma.tensor_map(*numbers) and len(driver.calls) == 1
+    assert bytes(tma.tensor_map(ADDRESS + 16, *numbers[1:])) == b"\2" * 128
+
+
+GOOD = {"address": ADDRESS, "dtype": BF16, "dims": (64, 9), "strides": (128,), "box": (64, 128)}
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ({"address": ADDRESS + 8}, "multiples of 16"), ({"strides": (120,)}, "multiples of 16"), ({"strides": (0,)}, "multiples of 16"),
+    ({"strides": (2**40,)}, "below 2"), ({"strides": ()}, "one stride fewer"), ({"box": (64,)}, "one stride fewer"),
+    ({"dims": (64,) * 6, "strides": (128,) * 5, "box": (1,) * 6}, "1 to 5 dims"), ({"dims": (64, 0)}, "1 to 2"),
+    ({"box": (64, 257)}, "1 to 256"), ({"box": (128, 8)}, "at most the swizzle"), ({"box": (60, 8)}, "multiple of 16"),
+    ({"dtype": torch.bool}, "a tensor map of torch.bool"), ({"swizzle": 16}, "swizzle of 16"),
+])  # fmt: skip
+def test_what_the_engine_does_not_take_is_refused(driver, wrong, told):
+    tma.tensor_map(**GOOD)
+    with pytest.raises(InputError, match=told):
+        tma.tensor_map(**GOOD | wrong)
+    assert len(driver.calls) == 1
+
+
+def test_a_refusal_by_the_driver_names_the_numbers(driver):
+    driver.answer = 1
+    with pytest.raises(DeviceError, match=r"error 1.*bfloat16 at 0x100000, dims \(64, 9\)"):
+        tma.tensor_map(**GOOD)
+
+
+def test_without_a_driver_it_says_so(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    tma._encode.cache_clear()
+    tma.tensor_map.cache_clear()
+    with pytest.raises(StackError, match="NVIDIA driver.*libcuda"):
+        tma.tensor_map(**GOOD)
+    tma._encode.cache_clear()
+
+
+def box_of(call, first_row, corner):
+    """Weight rows that a copy brings, as numbers, None beyond the matrix. Row i of the weights lies at ADDRESS + i * stride."""
+    _, address, dims, strides, box, _ = call
+    row = strides[0]
+    brought = []
+    for index in product(*(range(b) for b in reversed(box[1:]))):
+        at = [c + i for c, i in zip(corner, reversed(index))]
+        inside = all(a < d for a, d in zip(at, dims[1:]))
+        offset = address - ADDRESS + sum(a * s for a, s in zip(at, strides))
+        assert offset % row == 0
+        brought.append(offset // row if inside else None)
+    return brought
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("d_ff", [8, 232, 256, 512, 768 + 16, 1000])
+def test_each_lane_of_a_quad_gets_neighbouring_columns(driver, d_ff, cluster):
+    """The tile that the kernel's copies build in shared memory, column by column of the product."""
+    hopper_pack._gate_maps(ADDRESS, BF16, d_ff, 128, 144, cluster)
+    tiles, width = divmod(d_ff, 256)
+    calls = {"last": driver.calls[0]} if width else {}
+    calls |= {"whole": driver.calls[-1]} if tiles else {}
+    assert len(driver.calls) == len(calls)
+    for n in range(-(-d_ff // 256)):
+        last = (n + 1) * 256 > d_ff
+        span = width // 4 if last else 64
+        column = []
+        for rank in range(cluster):
+            column += box_of(calls["last" if last else "whole"], n, (0, 0, rank * (32 // cluster), 0 if last else n))
+        assert len(column) == 256
+        for at, row in enumerate(column):  # column `at` of the product is in lane q, register pair j, half e
+            j, q, e = at // 8, at % 8 // 2, at % 2
+            assert row == (256 * n + span * q + 2 * j + e if 2 * j + e < span else None)
+
+
+def test_what_the_hopper_kernel_takes(monkeypatch):
+    monkeypatch.setattr(hopper_pack, "_device", lambda index: (True, 132))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, gate = torch.zeros(3, 64, dtype=BF16), torch.zeros(24, 64, dtype=BF16)
+    assert hopper_pack.takes(x, gate) and hopper_pack.takes(x[:1], gate[8:]) and hopper_pack.takes(x[:0], gate)
+    assert not hopper_pack.takes(x, gate[:20]) and not hopper_pack.takes(x, gate.half())
+    assert not hopper_pack.takes(x.float(), gate.float()) and not hopper_pack.takes(x[:, :32], gate)
+    assert not hopper_pack.takes(x[:, 1:], gate[:, 1:]) and not hopper_pack.takes(x[:, :60].contiguous(), gate[:, :60].contiguous())
+    assert not hopper_pack.takes(x.t().contiguous().t(), gate)
+
+
+def test_other_devices_are_refused():
+    x = torch.zeros(3, 64, dtype=BF16)
+    assert not hopper_pack.takes(x, x)
+    with pytest.raises(InputError, match="compute capability 9.0"):
+        hopper_pack.gate_pack(x, torch.zeros(8, 64, dtype=BF16))

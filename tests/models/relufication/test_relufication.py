@@ -1,0 +1,261 @@
+"""Relufication: which activations change, what is saved, and that training on brings the loss back."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from twell_lab.core.errors import InputError
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.models.relufy import relufy
+from twell_lab.models.swap import sparsify
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops.reference import GatedFeedForward, SquaredReLU
+from twell_lab.training.objective import hidden_activations, l1_penalty, mean_nnz
+from twell_lab.training.text.source import random_windows, standard_library
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def llama(**changes):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=256, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=2, max_position_embeddings=32, hidden_act="silu", initializer_range=0.02,
+                 tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
+
+
+def opt(**changes):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=2,
+                 num_attention_heads=2, max_position_embeddings=32, activation_function="gelu",
+                 bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**{**sizes, **changes}))
+
+
+def course(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(**{**dict(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=24, context=12),
+                                        **changes}))
+
+
+def train_on(model, steps, lr=3e-3, l1=0.0):
+    """The docstring's loop; returns the mean loss of the last five steps and the neurons firing then."""
+    data, order = standard_library().data[:300_000], torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    last = []
+    for step in range(1, steps + 1):
+        tokens = random_windows(data, 8, 31, order)
+        if l1:
+            with hidden_activations(model) as hidden:
+                loss = model(tokens, labels=tokens).loss
+            last.append((loss.item(), mean_nnz(hidden)))
+            loss = loss + l1 * min(1.0, step / 20) * l1_penalty(hidden)
+        else:
+            loss = model(tokens, labels=tokens).loss
+            last.append((loss.item(), 0.0))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [sum(each) / 5 for each in zip(*last[-5:], strict=True)]
+
+
+def loss_of(model):
+    tokens = random_windows(standard_library().data[:300_000], 64, 31, torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model(tokens, labels=tokens).loss.item()
+
+
+def test_a_trained_silu_model_is_changed_trained_on_and_swapped():
+    model = llama()
+    train_on(model, 150)
+    smooth = loss_of(model)
+    names = relufy(model)
+    assert names == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert [layer.name for layer in feed_forwards(model)] == names
+    jumped = loss_of(model)
+    assert jumped > smooth + 0.005  # a model this small leans little on its feed-forward layers
+    train_on(model, 40, lr=1e-3)
+    assert loss_of(model) < smooth
+    _, many = train_on(model, 5, lr=1e-3, l1=1e-9)
+    _, few = train_on(model, 50, lr=2e-3, l1=2e-2)
+    assert few < 0.75 * many and loss_of(model) < smooth
+    tokens = torch.randint(256, (2, 20))
+    expected = model(tokens).logits
+    torch.testing.assert_close(sparsify(model)(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_saved_comes_back_as_a_relu_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for model in (llama(), opt()):
+        relufy(model)
+        model.eval().save_pretrained(tmp_path / "saved")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        tokens = torch.randint(2, 60, (1, 9))
+        assert len(feed_forwards(loaded)) == 2 and torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "swish", "relu2"])
+def test_smooth_activations_of_transformers_are_known(activation):
+    model = llama(hidden_act=activation)
+    assert len(relufy(model)) == 2 and model.config.hidden_act == "relu"
+    assert relufy(model) == []  # done already
+
+
+def test_functions_and_this_projects_modules_change_too():
+    mlp = GatedFeedForward(8, 20)
+    del mlp.act_fn
+    mlp.act_fn = F.silu
+    x = torch.randn(3, 8)
+    assert relufy(mlp) == [""] and isinstance(mlp.act_fn, nn.ReLU)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x)))
+
+
+def test_a_squared_model_becomes_a_relu_model_and_is_saved_as_one(tmp_path):
+    model = course(activation="relu2")
+    assert relufy(model) == ["layers.0.mlp", "layers.1.mlp"] and model.config.activation == "relu"
+    assert len(feed_forwards(LanguageModel.load(model.save(tmp_path)))) == 2
+
+
+def test_layers_with_a_relu_stay_dense_or_swapped():
+    model = course()
+    before = [layer.mlp.act_fn for layer in model.layers]
+    assert relufy(model) == [] and [layer.mlp.act_fn for layer in model.layers] == before
+    assert relufy(sparsify(model)) == []
+
+
+def test_what_cannot_be_changed_is_left_alone_and_named():
+    model = course(activation="relu2")
+    model.layers[1].mlp.act_fn = nn.Tanh()
+    with pytest.raises(InputError, match="layers.1.mlp uses Tanh.*SiLU"):
+        relufy(model)
+    assert isinstance(model.layers[0].mlp.act_fn, SquaredReLU) and model.config.activation == "relu2"
+    with pytest.raises(InputError, match="no feed-forward layer in Linear"):
+        relufy(nn.Linear(3, 3))
+    with pytest.raises(InputError, match="torch.nn.Module"):
+        relufy("model")
+
+
+# ---- which layers, and what their configuration says ----
+
+
+SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+             max_position_embeddings=32, bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=12, num_experts_per_tok=2)
+
+
+def of(family, **changes):
+    """A small model with random weights of that family of transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if family == "Gemma3":
+        vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+        text = SMALL | dict(head_dim=8, sliding_window=8)
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        return transformers.Gemma3ForConditionalGeneration(config).eval()
+    special = {"Qwen2Moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12, decoder_sparse_step=1),
+               "DeepseekV3": EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
+                                            kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)}  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **special.get(family, {}), **changes})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def answer(model):
+    with torch.no_grad():
+        return model(torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))).logits
+
+
+def reloaded(model, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder).eval()
+
+
+def activations(model):
+    return {name: type(module).__name__ for name, module in model.named_modules() if name.endswith(("act_fn", "activation_fn"))}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Gemma", "Gemma2", "OPT", "Gemma3"])
+def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
+    changes = {"OPT": dict(ffn_dim=24, word_embed_proj_dim=16, activation_function="gelu")}.get(family, {})
+    model = of(family, **changes)
+    before = answer(model)
+    names = relufy(model)
+    assert len(names) == 2 and not any("vision" in name for name in names)
+    after = answer(model)
+    assert not torch.equal(after, before)
+    again = reloaded(model, tmp_path)
+    assert torch.equal(answer(again), after) and activations(again) == activations(model)
+
+
+@pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])
+def test_experts_that_share_the_field_are_not_made_relu_behind_ones_back(family, tmp_path):
+    model = of(family)
+    before, kinds = answer(model), activations(model)
+    with pytest.raises(InputError, match="experts.*would become a ReLU.*only"):
+        relufy(model)
+    assert activations(model) == kinds and model.config.hidden_act == "silu" and torch.equal(answer(model), before)
+    with pytest.warns(UserWarning, match="experts"):
+        names = relufy(model, only=lambda name, module: True)
+    assert names and model.config.hidden_act == "silu" and not torch.equal(answer(model), before)
+    again = reloaded(model, tmp_path)
+    assert activations(again) == kinds  # as the documentation says: to be changed once more
+    with pytest.warns(UserWarning, match="experts"):
+        assert relufy(again, only=lambda name, module: True) == names
+    assert torch.equal(answer(again), answer(model))
+
+
+def test_experts_do_not_matter_where_there_are_none(tmp_path):
+    model = of("DeepseekV3", first_k_dense_replace=2)
+    assert len(relufy(model)) == 2 and model.config.hidden_act == "relu"
+    assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
+
+
+def test_a_filter_reaches_the_vision_tower_and_its_own_configuration(tmp_path):
+    model = of("Gemma3")
+    with pytest.warns(UserWarning, match="vision_tower.head.*configuration stays"):
+        names = relufy(model, only=lambda name, module: "vision_tower.encoder" in name)
+    assert len(names) == 2 and all("vision_tower" in name for name in names)
+    config = model.config
+    # The pooling head of the tower keeps its activation, and shares the field.
+    assert config.text_config.hidden_activation == config.vision_config.hidden_act == "gelu_pytorch_tanh"
+    assert len(relufy(model, only=lambda name, module: "vision_tower" in name)) == 1
+    assert config.vision_config.hidden_act == "relu"  # now it is true of the whole tower
+    assert config.text_config.hidden_activation == "gelu_pytorch_tanh"
+    assert type(model.model.language_model.layers[0].mlp.act_fn) is not nn.ReLU
+    assert activations(reloaded(model, tmp_path)) == activations(model)
+
+
+def test_some_layers_alone_are_not_what_the_configuration_says(tmp_path):
+    model = of("Llama")
+    with pytest.warns(UserWarning, match="layers.0.mlp.act_fn"):
+        assert relufy(model, only=lambda name, module: ".1." in name) == ["model.layers.1.mlp"]
+    assert model.config.hidden_act == "silu"
+    assert relufy(model) == ["model.layers.0.mlp"] and model.config.hidden_act == "relu"  # now it is true of all
+    assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
+
+
+def test_a_part_of_a_model_does_not_change_the_configuration_of_the_whole():
+    model = of("Llama")
+    assert relufy(model.model.layers[0].mlp) == [""] and model.config.hidden_act == "silu"
+
+
+class Scaled(GatedFeedForward):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def test_a_layer_that_computes_something_else_is_refused_and_nothing_changed():
+    model = nn.ModuleList([GatedFeedForward(8, 20, "relu2"), Scaled(8, 20, "relu2")])
+    with pytest.raises(InputError, match="1 .Scaled. does not compute.*200% off"):
+        relufy(model)
+    assert all(isinstance(layer.act_fn, SquaredReLU) for layer in model)
+    assert relufy(model, only=lambda name, module: name == "0") == ["0"] and isinstance(model[1].act_fn, SquaredReLU)

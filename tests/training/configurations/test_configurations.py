@@ -1,0 +1,69 @@
+"""Named configurations: each makes a config, has about the size in its name, and the paper's shapes are the paper's."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from twell_lab.core.errors import InputError
+from twell_lab.models import tiny
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.training import presets
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.loop import TOUR
+
+ROWS = {row["name"]: row for row in presets.rows()}
+
+
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_each_makes_a_config_whose_model_has_the_parameters_counted(name):
+    config = TrainConfig(**presets.named(name))
+    kind, _, size = (config.tokenizer or "bytes").partition(":")
+    sizes = config.model({"bytes": 256, "bpe": int(size or 0)}[kind])
+    assert sizes.vocabulary == ROWS[name]["vocabulary"]
+    with torch.device("meta"):
+        model = LanguageModel(sizes)
+    assert sum(weight.numel() for weight in model.parameters()) == ROWS[name]["parameters"]
+    assert ROWS[name]["tokens"] == config.steps * config.batch * config.context
+    number, unit = float(name[:-1]), {"M": 1e6, "B": 1e9}[name[-1]]
+    assert 0.9 < ROWS[name]["parameters"] / (number * unit) < 1.15
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_count_is_that_of_a_real_model(gated):
+    sizes = ModelConfig(vocabulary=70, d_model=12, layers=3, heads=3, d_ff=20, context=8, gated=gated)
+    real = sum(weight.numel() for weight in LanguageModel(sizes).parameters())
+    assert tiny.parameters(sizes) == real
+
+
+@pytest.mark.parametrize("name, layers, billions", [("0.5B", 8, 10), ("1B", 18, 20), ("1.5B", 28, 30), ("2B", 38, 40)])
+def test_the_papers_shapes_and_settings(name, layers, billions):
+    fields = presets.named(name)
+    assert {key: fields[key] for key in ("d_model", "d_ff", "layers", "heads", "context", "batch", "lr", "warmup",
+                                         "weight_decay", "clip", "l1")} == {
+        "d_model": 2048, "d_ff": 5632, "layers": layers, "heads": 32, "context": 2048, "batch": 512, "lr": 1e-3,
+        "warmup": 600, "weight_decay": 0.1, "clip": 1.0, "l1": 2e-5}
+    assert ROWS[name]["tokens_a_step"] == 2**20 and ROWS[name]["tokens"] == pytest.approx(billions * 1e9, rel=0.06)
+
+
+def test_the_smallest_is_the_tours():
+    assert dataclasses.replace(TrainConfig(**presets.named("1M")), eval_every=TOUR.eval_every) == TOUR
+
+
+def test_a_change_to_one_answer_leaves_the_next_alone():
+    presets.named("1M")["layers"] = 99
+    assert presets.named("1M")["layers"] == 4
+
+
+@pytest.mark.parametrize("name", ["3B", "", None, "1m", []])
+def test_an_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(InputError, match="1M, 5M.*2B"):
+        presets.named(name)
+
+
+def test_the_table_has_a_line_for_each_and_the_rows_are_json():
+    lines = presets.table().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(presets.NAMES)
+    assert max(map(len, lines)) <= 100 and "545M" in lines[6]
+    assert json.loads(json.dumps(presets.rows())) == presets.rows()

@@ -1,0 +1,415 @@
+"""Texts prepared on disk: the same bytes and tokens as in memory, a cut between documents, typed errors for what is damaged."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
+from twell_lab.app import cli
+from twell_lab.core.errors import InputError, TextError
+from twell_lab.training import run
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.loop import train
+from twell_lab.training.text import load, prepared, source
+from twell_lab.training.text import tokenizer as tokenizer_module
+from twell_lab.training.text.source import BYTES
+from twell_lab.training.text.tokenizer import BPE
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twenty files of one line and more."""
+    made = tmp_path / "poems"
+    made.mkdir()
+    for number in range(20):
+        (made / f"{number:02}.txt").write_text(f"Poem {number}: the straße is long, and the poem is not.\n" * (3 + number % 4))
+    return made
+
+
+def bytes_of(made) -> bytes:
+    return made.tokenizer.decode(made.tokens)
+
+
+
+
+@pytest.mark.parametrize("tokenizer", [None, "bytes", "bpe:300"])
+def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
+    if tokenizer == "bpe:300":
+        pytest.importorskip("tokenizers")
+    whole = source.read(folder)
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
+    assert bytes_of(made) == whole.data.numpy().tobytes()
+    assert (made.sha256, made.size, made.name) == (whole.sha256, whole.size, whole.name)
+    assert made.describe() == whole.read_as(made.tokenizer).describe()
+    assert torch.equal(made.tokens, whole.read_as(made.tokenizer).tokens)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path / "out" / "tokens.bin") in maps.read_text()  # mapped, not read
+    training, validation = made.split()
+    assert training.size in whole.starts and training.size + validation.size == whole.size
+    assert abs(validation.size - whole.size / 10) < 400
+    raw = whole.data.numpy().tobytes()
+    for part, own in ((training, raw[:training.size]), (validation, raw[training.size:])):
+        assert made.tokenizer.decode(part.tokens) == own
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
+    assert str(tmp_path) not in (tmp_path / "out" / prepared.MANIFEST).read_text()
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=30), st.integers(1, 200))
+def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk):
+    documents = [each.replace(b"\0", b" ") for each in documents]
+    raw, starts = b"".join(documents), [sum(map(len, documents[:i])) for i in range(len(documents))]
+    whole = source.Text("some", hashlib.sha256(raw).hexdigest(), torch.frombuffer(bytearray(raw), dtype=torch.uint8), tuple(starts))
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "CHUNK", chunk)
+        try:
+            made = prepared.prepare(whole, folder)
+        except TextError as error:
+            assert "none of which begins so that" in str(error) and not list(folder.parent.glob(folder.name + "/*"))
+            return
+    assert bytes_of(made) == raw and made.cut[0] == made.cut[1] and made.cut[0] in starts[1:]
+    assert json.loads((folder / prepared.MANIFEST).read_text())["pieces"] == len(documents)
+
+
+def test_the_cut_falls_after_the_same_document_however_it_is_read(folder, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    made = prepared.prepare(folder, tmp_path / "one", tokenizer="bpe:300")
+    for chunk in (1, 500):
+        monkeypatch.setattr(prepared, "CHUNK", chunk)
+        seen = []
+        other = prepared.prepare(folder, tmp_path / f"chunk {chunk}", tokenizer=made.tokenizer, on_bytes=seen.append)
+        assert other.cut == made.cut and torch.equal(other.tokens, made.tokens)
+        assert seen == sorted(seen) and seen[-1] == made.size and len(seen) > 5
+
+
+@pytest.mark.parametrize("sample", [1, 1000, 10**9])
+def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatch, sample):
+    pytest.importorskip("tokenizers")
+    learned, real = [], prepared.train_tokenizer
+    monkeypatch.setattr(prepared, "SAMPLE", sample)
+    monkeypatch.setattr(prepared, "train_tokenizer", lambda some, size: learned.append(some) or real(some, size))
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    raw = source.read(folder).data.numpy().tobytes()
+    (some,) = learned
+    assert some.size <= made.cut[0] and some.data.numpy().tobytes() == raw[:some.size]
+    assert bytes_of(made) == raw
+
+
+def test_no_more_is_held_out_than_asked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "HELD_OUT", 200)
+    made = prepared.prepare(folder, tmp_path / "out")
+    assert 100 <= made.size - made.cut[0] <= 400 < made.size // 10
+
+
+def test_no_more_is_kept_for_a_sample_than_it_takes():
+    documents = iter([b"a" * 10] * 5)
+    assert len(next(tokenizer_module.batches(documents, 25))) == 3 and len(list(documents)) == 2
+    assert prepared.CHUNK <= 2**25
+
+
+def test_tokens_of_32_bits_and_a_file_that_stays_as_it_is(folder, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    encode = BPE.encode
+    monkeypatch.setattr(BPE, "encode", lambda *given: encode(*given).int())
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    assert made.tokens.dtype == torch.int32 and bytes_of(made) == source.read(folder).data.numpy().tobytes()
+    before = (tmp_path / "out" / "tokens.bin").read_bytes()
+    made.tokens[0] += 1
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == before
+
+
+def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path):
+    pytest.importorskip("tokenizers")
+    lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(60_000))
+    (tmp_path / "long.txt").write_bytes(lines + b"x" * 300_000 + b"\xe2\x82\xac" * 100_000)
+    whole = source.read(tmp_path / "long.txt")
+    made = prepared.prepare(tmp_path / "long.txt", tmp_path / "out", tokenizer="bpe:300")
+    assert torch.equal(made.tokens, whole.read_as(made.tokenizer).tokens) and made.sha256 == whole.sha256
+    same = prepared.prepare(whole, tmp_path / "same", tokenizer=made.tokenizer)
+    assert torch.equal(same.tokens, made.tokens) and same.cut == made.cut
+    (tmp_path / "binary").write_bytes(b"a" * 2**20 + b"\0")
+    with pytest.raises(TextError, match="binary holds no text"):
+        prepared.prepare(tmp_path / "binary", tmp_path / "none")
+
+
+def test_files_are_not_held_to_what_memory_can_hold(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "LARGEST", 100)
+    with pytest.raises(TextError, match="or what twell-lab prepare makes of it"):
+        source.read(folder)
+    assert prepared.prepare(folder, tmp_path / "out").size > 1000
+
+
+def test_a_folder_of_plain_files_as_a_dataset_is_files_not_lines(folder, tmp_path):
+    pytest.importorskip("datasets")
+    made = prepared.prepare(f"hf:{folder}", tmp_path / "out")
+    assert made.source["documents"] == 20
+    assert bytes_of(made) == b"".join(path.read_bytes() + b"\n\n" for path in sorted(folder.iterdir()))
+
+
+def test_a_dataset_of_any_size_is_read_to_its_end(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "train.jsonl").write_text("".join(json.dumps({"text": f"Letter {i}. " * 9}) + "\n" for i in range(40)))
+    monkeypatch.setattr("twell_lab.training.text.source.LARGEST", 100)  # of what is held in memory
+    made = prepared.prepare(f"hf:{tmp_path / 'letters'}", tmp_path / "out")
+    assert made.name == "letters, train" and made.source["documents"] == 40 and bytes_of(made).count(b"\n\n") == 40
+    less = prepared.prepare(f"hf:{tmp_path / 'letters'}?bytes=1000", tmp_path / "less")
+    assert less.size == 1000 and bytes_of(made).startswith(bytes_of(less))
+
+
+def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "HELD_OUT", 300)  # less than text.split would hold out
+    prepared.prepare(folder, tmp_path / "text")
+    config = TrainConfig(text=tmp_path / "text", steps=8, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2,
+                         eval_every=4, eval_windows=4, warmup=2, checkpoint_every=4)
+    whole = train(config, progress=False)
+
+    class Enough(Exception):
+        pass
+
+    def until(row):
+        if row["step"] >= 6:
+            raise Enough
+
+    with pytest.raises(Enough):
+        train(config, out=tmp_path / "out", progress=False, on_step=until)
+    again = train(config, resume=tmp_path / "out", progress=False)
+    assert [row["loss"] for row in again.history] == [row["loss"] for row in whole.history]
+    assert whole.text["training_size"] + whole.text["validation_size"] == whole.text["size"]
+    monkeypatch.undo()
+    other = prepared.prepare(source.standard_library(), tmp_path / "other")
+    with pytest.raises(InputError, match="the text's training part has .* bytes, and .* in the checkpoint"):
+        train(dataclasses.replace(config, text=folder), resume=tmp_path / "out", progress=False)
+    with pytest.raises(InputError, match="the text's sha256 is"):
+        train(dataclasses.replace(config, text=other), resume=tmp_path / "out", progress=False)
+
+
+def test_windows_are_the_same_wherever_the_tokens_lie(monkeypatch):
+    config, data = SimpleNamespace(batch=5, context=7, seed=3), torch.randint(256, (900,), dtype=torch.uint8)
+    resident = run.Order(data, config, torch.device("cpu"))
+    monkeypatch.setattr(run, "RESIDENT", 0)
+    moved = run.Order(data, config, torch.device("cpu"))
+    assert moved.data is data
+    for _ in range(3):
+        a, b = resident.next(), moved.next()
+        assert a.shape == (5, 8) and a.dtype == torch.int64 and torch.equal(a, b)
+
+
+def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
+    pytest.importorskip("tokenizers")
+    made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    for same in (None, "bpe:300", made.tokenizer, tmp_path / "out" / "tokenizer.json"):
+        assert load.load_any(tmp_path / "out", tokenizer=same).tokenizer == made.tokenizer
+    for other in ("bytes", "bpe:301", BYTES):
+        with pytest.raises(InputError, match="is not the tokenizer that the text 'poems' was prepared with, 'bpe:300'; accepted: that one, or"):
+            load.load_any(tmp_path / "out", tokenizer=other)
+
+
+# What is refused
+
+
+def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_path):
+    prepared.prepare(folder, tmp_path / "out")
+    with pytest.raises(InputError, match="out is .* which holds 'tokenizer.json'; accepted: a new folder"):
+        prepared.prepare(folder, tmp_path / "out")
+    for made in (tmp_path / "out", prepared.load(tmp_path / "out")):
+        with pytest.raises(InputError, match="is a prepared text already"):
+            prepared.prepare(made, tmp_path / "again")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tokens.bin").write_bytes(b"of somebody else")
+    with pytest.raises(InputError, match="which holds 'tokens.bin'; accepted"):
+        prepared.prepare(folder, tmp_path / "mine")
+    assert (tmp_path / "mine" / "tokens.bin").read_bytes() == b"of somebody else"
+    with pytest.raises(InputError, match="cannot prepare a text in"):
+        prepared.prepare(folder, tmp_path / "mine" / "tokens.bin" / "out")
+    with pytest.raises(InputError, match="is inside of the text"):
+        prepared.prepare(folder, folder / "out")
+
+
+def test_one_preparation_at_a_time_and_nothing_left_of_one_that_fails(folder, tmp_path):
+    def second(size):
+        with pytest.raises(InputError, match=f"in use by another preparation, process {os.getpid()} on .*, since .*; accepted: another"):
+            prepared.prepare(folder, tmp_path / "out")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared.prepare(folder, tmp_path / "out", on_bytes=second)
+    assert not (tmp_path / "out").exists()
+
+    def full(size):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InputError, match="cannot prepare a text in .*No space left"):
+        prepared.prepare(folder, tmp_path / "out", on_bytes=full)
+    assert prepared.prepare(folder, tmp_path / "out").size == source.read(folder).size
+
+
+def whole_or_cleared(out, folder):
+    """What another preparation finds there: a text, or nothing that is in its way."""
+    if prepared.is_prepared(out):
+        assert bytes_of(prepared.load(out)) == source.read(folder).data.numpy().tobytes()
+        with pytest.raises(InputError, match="which holds"):
+            prepared.prepare(folder, out)
+    else:
+        prepared.prepare(folder, out)
+    assert sorted(path.name for path in out.iterdir()) == ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("harmed_at", [killed_at, full_at])
+def test_a_preparation_that_fails_anywhere_is_cleared_away_by_the_next(folder, tmp_path, harmed_at):
+    change, left = 0, set()
+    while True:
+        change += 1
+        out = tmp_path / str(change)
+        harmed = harmed_at(change, lambda: prepared.prepare(folder, out))
+        assert harmed_at is killed_at or not out.exists() or prepared.is_prepared(out)
+        left |= {path.name for path in out.iterdir()} if out.exists() else set()
+        whole_or_cleared(out, folder)
+        if not harmed:
+            break
+    assert change > 8 and (harmed_at is full_at or {"tokens.bin.part", "twell-lab-text.json.part"} <= left)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_clearing_away_may_be_killed_as_well(folder, tmp_path):
+    out, change, harmed = tmp_path / "out", 0, True
+    while harmed:
+        change += 1
+        assert killed_at(8, lambda: prepared.prepare(folder, out)) and not prepared.is_prepared(out)
+        harmed = killed_at(change, lambda: prepared.prepare(folder, out))
+        whole_or_cleared(out, folder)
+        shutil.rmtree(out)
+    assert change > 12
+
+
+def test_files_of_others_beside_those_of_a_killed_preparation_stay(folder, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("tokens.bin.part", "tokenizer.json", "mine.txt"):
+        (out / name).write_text("mine")
+    with pytest.raises(InputError, match="which holds 'mine.txt'; accepted: a new folder"):
+        prepared.prepare(folder, out)
+    assert sorted(path.name for path in out.iterdir()) == ["mine.txt", "tokenizer.json", "tokens.bin.part"]
+
+
+@pytest.mark.parametrize("sizes", [[100], [10, 90], [1], [100_000, 6]])
+def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
+    (tmp_path / "some").mkdir()
+    for number, size in enumerate(sizes):
+        (tmp_path / "some" / str(number)).write_text("a" * size)
+    with pytest.raises(TextError, match="some has .*, none of which begins so that about .* are held out; accepted: more and shorter "):
+        prepared.prepare(tmp_path / "some", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe:5", "bpe:many", "nowhere.json"])
+def test_a_tokenizer_that_cannot_be_is_refused_before_anything_is_read(folder, tmp_path, monkeypatch, tokenizer):
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(prepared, "_blocks", None)
+    with pytest.raises((InputError, TextError), match="accepted"):
+        prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "no tokens", "no tokenizer", "no json", "a list", "another format", "a cut outside",
+                                    "bytes outside", "another tokenizer"])
+def test_what_is_damaged_is_named(folder, tmp_path, damage):
+    out = tmp_path / "out"
+    prepared.prepare(folder, out)
+    tokens, manifest = out / "tokens.bin", out / prepared.MANIFEST
+    fields = json.loads(manifest.read_text())
+    if damage in ("short", "long"):
+        tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "short" else tokens.read_bytes() + b"a")
+    elif damage == "another tokenizer":
+        manifest.write_text(json.dumps({**fields, "tokenizer": "0" * 64}))
+    elif damage.startswith("no t"):
+        (tokens if damage == "no tokens" else out / "tokenizer.json").unlink()
+    else:
+        manifest.write_text({"no json": "{", "a list": "[]", "another format": json.dumps({**fields, "format": 2}),
+                             "bytes outside": json.dumps({**fields, "cut": {"bytes": 10**12, "tokens": 5}}),
+                             "a cut outside": json.dumps({**fields, "cut": {"bytes": 5, "tokens": fields["count"]}})}[damage])
+    with pytest.raises(TextError, match=str(out)):
+        load.load_any(out)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_no_flipped_bit_is_read(folder, tmp_path, tokenizer):
+    if tokenizer == "bpe:300":
+        pytest.importorskip("tokenizers")
+    out = tmp_path / "out"
+    whole = prepared.prepare(folder, out, tokenizer=tokenizer)
+    for name in (prepared.MANIFEST, "tokens.bin", "tokenizer.json"):
+        content, refused = (out / name).read_bytes(), 0
+        for at in some_bits(content, 100, seed=1):
+            (out / name).write_bytes(flipped(content, at))
+            try:
+                assert same(prepared.load(out), whole), (name, at)
+            except TextError as error:
+                assert str(out) in str(error)
+                refused += 1
+        assert refused >= 95  # the name of the digest may change
+        (out / name).write_bytes(content)
+    assert same(prepared.load(out), whole)
+
+
+def same(one, other):
+    fields = [each.name for each in dataclasses.fields(one)]
+    return torch.equal(one.tokens, other.tokens) and all(getattr(one, name) == getattr(other, name) for name in fields)
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["with digests", "from before"])
+def test_no_value_of_another_kind_in_the_manifest_is_an_error_without_a_name(folder, tmp_path, sealed):
+    """Infinity for a count among them."""
+    out = tmp_path / "out"
+    prepared.prepare(folder, out)
+    fields = json.loads((out / prepared.MANIFEST).read_text())
+    if not sealed:
+        assert fields.pop("own_sha256") and fields.pop("files")
+        write_json(out / prepared.MANIFEST, fields)
+    whole, tried, refused = prepared.load(out), 0, 0
+    for what, changed in mutations(fields):
+        write_json(out / prepared.MANIFEST, changed)
+        tried += 1
+        try:
+            read = prepared.load(out)
+        except TextError as error:
+            assert str(out) in str(error)
+            refused += 1
+            continue
+        assert same(read, whole) if sealed else torch.equal(read.tokens, whole.tokens), what
+        assert json.dumps(read.describe(), allow_nan=False)  # as a checkpoint keeps it
+    assert tried > 200 and refused > (0.95 if sealed else 0.6) * tried
+
+
+def test_tokens_of_a_large_text_are_checked_when_asked(folder, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    prepared.prepare(folder, out)
+    content = (out / "tokens.bin").read_bytes()
+    monkeypatch.setattr(prepared, "CHECKED", len(content))
+    prepared.load(out).check()
+    (out / "tokens.bin").write_bytes(flipped(content, 77))
+    with pytest.raises(TextError, match="tokens.bin' was altered after it was written: its SHA-256 is .*: prepare the text again"):
+        prepared.load(out)
+    monkeypatch.setattr(prepared, "CHECKED", len(content) - 1)
+    made = prepared.load(out)
+    with pytest.raises(TextError, match="tokens.bin' was altered"):
+        made.check()
+
+
+def test_the_command(folder, tmp_path, capsys):
+    assert cli.main(["prepare", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "prepare: " in (said := capsys.readouterr().out) and "of poems as" in said and "held out" in said
+    assert cli.main(["prepare", str(folder), "--out", str(tmp_path / "json"), "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["training_tokens"] + fields["validation_tokens"] == fields["size"]
+    assert cli.main(["prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "none")]) == 2
+    assert "cannot read the text" in capsys.readouterr().err and not (tmp_path / "none").exists()

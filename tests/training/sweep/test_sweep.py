@@ -1,0 +1,189 @@
+"""The sweep: which runs it makes, what a row says, and what is concluded from rows. Real trainings, tiny."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from twell_lab.analysis.profile import profile
+from twell_lab.core.errors import InputError
+from twell_lab.records.record import Record
+from twell_lab.training import sweep
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.loop import initial_model
+from twell_lab.training.text.source import standard_library
+
+PLAN = dict(lrs=(5e-3, 1e-2), l1=(1e-3, 3e-2), reinit=(3e-2,), again=(3e-2,), window=200, every=4)
+
+
+@pytest.fixture(scope="module")
+def base():
+    library = standard_library()
+    text = replace(library, data=library.data[:100_000], starts=(0,))
+    return TrainConfig(steps=24, batch=4, context=24, d_model=16, layers=2, heads=2, d_ff=32, warmup=4, log_every=4, eval_every=12,
+                       eval_windows=60, device="cpu", text=text)
+
+
+@pytest.fixture(scope="module")
+def rows(base):
+    return sweep.sweep(sweep.Plan(base=base, **PLAN))
+
+
+# Which runs are made
+
+
+def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
+    assert [row["label"] for row in rows] == ["lr 0.005", "lr 0.01", "L1 0.001", "L1 0.03", "seed 1", "L1 0.03, seed 1",
+                                          "L1 0.03, dead rows renewed"]
+    best = sweep.twin(rows)["config"]["lr"]
+    assert {row["config"]["lr"] for row in rows[2:]} == {best}
+    assert rows[-1]["config"]["reinit"] == 0.1 and rows[-1]["config"]["dead_every"] == 4
+    assert [row["config"]["seed"] for row in rows] == [0, 0, 0, 0, 1, 1, 0]
+
+
+def test_what_is_done_is_not_made_again_and_time_ends_it(base, rows, monkeypatch):
+    made = []
+    monkeypatch.setattr(sweep, "run", lambda label, config: made.append(label) or ({"label": label}, None))
+    plan = sweep.Plan(base=base, **PLAN)
+    assert len(sweep.sweep(plan, done=rows[:-1])) == len(rows) and made == [rows[-1]["label"]]
+    assert sweep.sweep(plan, seconds=-1) == [] and len(made) == 1
+
+
+def test_rows_are_handed_out_as_they_are_made(base):
+    seen = []
+    rows = sweep.sweep(sweep.Plan(base=base, lrs=(1e-2,), l1=(1e-3,), reinit=(), seeds=(), again=()),
+                       on_run=lambda rows, result: seen.append((len(rows), result.config.l1)))
+    assert seen == [(1, 0.0), (2, 1e-3)] and len(rows) == 2
+
+
+def test_all_runs_read_the_same_text_in_the_same_order(rows):
+    first = {row["history"]["ce"][0] for row in rows if row["config"]["seed"] == 0}
+    assert len(first) == 1
+
+
+# What a row says
+
+
+def test_a_row_is_a_records_row(rows):
+    saved = json.loads(Record.new("sweep", "a test", rows).to_json())["rows"]
+    assert saved == rows
+    assert not any("text" in row["config"] or "device" in row["config"] for row in saved)
+
+
+def test_counts_are_those_of_the_profile(base):
+    model, windows = initial_model(base), sweep.held_out(base)
+    counted, profiled = sweep.who_fires(model, windows), profile(model, [windows[:, :-1]])
+    for layer, found in zip(profiled.layers, counted["layers"], strict=True):
+        assert found["nnz"] == pytest.approx(layer.mean_nnz, abs=1e-3) and found["dead"] == layer.dead
+        assert 0 <= found["low"] <= found["high"] <= found["most"] <= layer.d_ff
+    assert counted["counted"] == windows[:, :-1].numel()
+
+
+def test_positions_and_bytes_add_up_to_the_mean(base):
+    model, windows = initial_model(base), sweep.held_out(base)
+    found = sweep.who_fires(model, windows)
+    starts = [*found["positions"]["start"], base.context]
+    widths = [b - a for a, b in zip(starts, starts[1:])]
+    for layer, nnz in zip(found["layers"], found["positions"]["nnz"], strict=True):
+        assert sum(n * w for n, w in zip(nnz, widths, strict=True)) / base.context == pytest.approx(layer["nnz"], abs=2e-3)
+    whole = sweep.who_fires(model, windows.clamp(97, 98))  # two bytes alone, so that none is left out as rare
+    values = whole["bytes"]
+    assert values["value"] == [97, 98] and sum(values["count"]) == whole["counted"]
+    for layer, nnz in zip(whole["layers"], values["nnz"], strict=True):
+        assert sum(n * c for n, c in zip(nnz, values["count"], strict=True)) / whole["counted"] == pytest.approx(layer["nnz"], abs=0.01)
+
+
+def test_a_first_token_that_fires_more_is_seen_at_its_position(base):
+    model, windows = initial_model(base), sweep.held_out(base)
+    gate = model.layers[0].mlp.gate_proj
+    hook = gate.register_forward_hook(lambda module, args, output: torch.cat([output[:, :1].abs() + 1, output[:, 1:] * 0], 1),
+                                      )
+    found = sweep.who_fires(model, windows)
+    hook.remove()
+    assert found["positions"]["nnz"][0][:3] == [base.d_ff, 0, 0]
+
+
+def test_the_busy_share():
+    assert sweep._busy(torch.tensor([8, 1, 1, 0])) == 0.25
+    assert sweep._busy(torch.ones(10)) == 0.8
+    assert sweep._busy(torch.zeros(4)) == 0.0
+
+
+def test_long_numbers_are_cut_and_gaps_kept():
+    history = [{"step": 1, "ce": 1.23456789}, {"step": 2, "ce": 1e-7 / 3, "val": 2.0, "layers": [1 / 3, None]}]
+    assert sweep.columns(history) == {"step": [1, 2], "ce": [1.2346, 3.3333e-08], "val": [None, 2.0], "layers": [None, [0.33333, None]]}
+
+
+# What the rows say
+
+
+def fake(label, bits, zeros, l1=0.0, nnz=(4, 4, 4, 4), **config):
+    return {"label": label, "validation_bits_per_byte": bits, "zeros": zeros, "config": {"l1": l1, "lr": 1.0, **config},
+            "history": {"step": [10, 20, 30, 40], "nnz": list(nnz)}}
+
+
+FAKES = [fake("lr 1", 2.0, 0.5), fake("lr 2", 2.2, 0.5), fake("L1 2", 2.3, 0.99, 2.0), fake("L1 1", 2.02, 0.98, 1.0),
+         fake("seed 1", 2.01, 0.5), fake("L1 1, dead rows renewed", 2.0, 0.9, 1.0, reinit=0.1)]
+
+
+def test_the_twin_is_the_best_without_l1_and_the_cost_is_a_share_of_its_loss():
+    assert sweep.twin(FAKES)["label"] == "lr 1"
+    assert sweep.cost(FAKES[3], FAKES) == pytest.approx(0.01)
+    assert [row["label"] for row in sweep.pressed(FAKES)] == ["lr 1", "L1 1", "L1 2"]
+    other = fake("L1 1, seed 1", 2.211, 0.98, 1.0, seed=1)
+    assert sweep.cost(other, [*FAKES, other]) == pytest.approx(0.1) and len(sweep.pressed([*FAKES, other])) == 3
+    assert sweep.twin(FAKES, 1)["label"] == "seed 1" and sweep.twin(FAKES, 7)["label"] == "lr 1"
+    assert sweep.seed_spread(FAKES) == pytest.approx(0.005) and sweep.seed_spread(FAKES[:4]) is None
+
+
+def test_the_best_sparse_run_has_the_zeros_and_then_the_lowest_loss():
+    assert sweep.best_sparse(FAKES)["label"] == "L1 1"
+    assert sweep.best_sparse(FAKES, zeros=0.985)["label"] == "L1 2"
+    assert sweep.best_sparse(FAKES, zeros=0.999) is None
+
+
+def test_settled_compares_the_last_quarter_with_itself():
+    def run_of(nnz):
+        return fake("x", 1, 1, nnz=nnz) | {"history": {"step": list(range(1, len(nnz) + 1)), "nnz": nnz}}
+
+    assert sweep.settled(run_of([90] * 9 + [8] * 3)) == 0
+    assert sweep.settled(run_of([9] * 9 + [9] * 3 + [6] * 3 + [3] * 3), part=0.5) == pytest.approx(3 / 9 - 1)
+    assert sweep.settled(run_of([0] * 12)) == 0
+
+
+def test_the_table_has_one_line_a_run(rows):
+    lines = sweep.table(rows)
+    assert [line["run"] for line in lines] == [row["label"] for row in rows]
+    assert all(math.isfinite(line["above_twin"]) for line in lines)
+
+
+@pytest.mark.parametrize("wrong", [dict(lrs=()), dict(l1=(0.0,)), dict(l1=(-1e-3,)), dict(reinit=(0.5,)), dict(again=(0.5,)), dict(lrs=(1,))])
+def test_a_plan_that_cannot_be_is_refused(wrong):
+    with pytest.raises(InputError, match="accepted"):
+        sweep.Plan(**wrong)
+
+
+def test_rows_without_a_twin_are_refused():
+    with pytest.raises(InputError, match="without L1"):
+        sweep.twin(FAKES[2:4])
+
+
+def test_a_sweep_wants_a_text_that_was_read():
+    with pytest.raises(InputError, match="takes a Text"):
+        sweep.held_out(TrainConfig())
+
+
+def test_the_models_are_of_the_size_they_are_said_to_be():
+    def parameters(config):
+        with torch.device("meta"):
+            from twell_lab.models.tiny import LanguageModel
+
+            return sum(weight.numel() for weight in LanguageModel(config.model()).parameters())
+
+    assert 50e6 <= parameters(sweep.MODEL) <= 60e6
+    assert 2 * parameters(sweep.SMALL) < 11.9e6  # bytes in bfloat16
+    trained_on = sweep.NOVELS["size"] * 0.9
+    assert sweep.MODEL.steps * sweep.MODEL.batch * sweep.MODEL.context < trained_on
+    assert sweep.SMALL.steps * sweep.SMALL.batch * sweep.SMALL.context < trained_on

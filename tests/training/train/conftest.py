@@ -1,0 +1,40 @@
+"""What the trainer's tests share: one thread, a short text, a run of a few steps."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from twell_lab.training.config import TrainConfig
+from twell_lab.training.text.source import standard_library
+
+TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by a second thread, most of all where other tests run beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def some_text():
+    library = standard_library()
+    return dataclasses.replace(library, data=library.data[:200_000], starts=(0,))
+
+
+@pytest.fixture(scope="session")
+def tiny(some_text):
+    """A config of 12 steps of four windows, with changes."""
+    base = TrainConfig(steps=12, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2, eval_every=4,
+                       eval_windows=16, device="cpu", l1=0.01, text=some_text)
+    return lambda **changes: dataclasses.replace(base, **changes)
+
+
+@pytest.fixture(scope="session")
+def curve():
+    """The rows of a history without wall times."""
+    return lambda history: [{k: v for k, v in row.items() if k not in TIMES} for row in history]

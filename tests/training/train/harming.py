@@ -1,0 +1,122 @@
+"""Harm done to what lies on a disk, for the tests here and for longer attacks: bits that flip, JSON values of other kinds, and a
+process that is killed, or finds the disk full, at its n-th change to it."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from twell_lab.core.errors import InputError
+
+# What may stand in the place of any value: other types, and numbers that no file of ours holds.
+STRANGE = (None, True, -1, 0, 2, 10**30, 0.5, float("nan"), float("inf"), -float("inf"), "", "x", "\ud800", [], [None], {}, {"x": None})
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    """The bytes with one bit, counted from the beginning, turned over."""
+    changed = bytearray(content)
+    changed[at // 8] ^= 1 << at % 8
+    return bytes(changed)
+
+
+def some_bits(content: bytes, count: int, seed: int) -> list[int]:
+    """Bits to flip: half of them anywhere, half in the first 2,000 bytes, where headers are."""
+    drawn = random.Random(seed)
+    return [drawn.randrange(8 * (min(len(content), 2000) if number % 2 else len(content))) for number in range(count)]
+
+
+def mutations(value) -> Iterator[tuple[str, object]]:
+    """(what was done, the JSON value with it): each value anywhere in it replaced by each of STRANGE, and each entry left out. Of a long
+    list the first and the last entries."""
+    for strange in STRANGE:
+        yield f"= {strange!r}", strange
+    if not isinstance(value, (dict, list)):
+        return
+    keys = list(value) if isinstance(value, dict) else [*range(len(value))][:1] + [*range(len(value))][1:][-1:]
+    for key in keys:
+        less = type(value)(value)
+        del less[key]
+        yield f"without {key!r}", less
+        for what, changed in mutations(value[key]):
+            copy = type(value)(value)
+            copy[key] = changed
+            yield f"[{key!r}] {what}", copy
+
+
+def write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def killed_at(change: int, act: Callable[[], object]) -> bool:
+    """Do it in a child process that ends without a word just before its change number `change` (from 1) to the disk: a file or folder
+    that is made, written, renamed, removed or waited for. Returns whether it came so far; where it did not, the act is done. A POSIX
+    system is needed. The child inherits this process's memory and nothing of its threads: nothing that it does may need them."""
+    def end() -> None:
+        os._exit(HARMED)
+
+    return _in_child(act, change, end)
+
+
+def full_at(change: int, act: Callable[[], object]) -> bool:
+    """As killed_at, but that one change fails as on a full disk. Then the act is to raise InputError, or to do without."""
+    def refuse() -> None:
+        raise OSError(28, "No space left on device")
+
+    return _in_child(act, change, refuse)
+
+
+HARMED = 9
+
+
+def _in_child(act: Callable[[], object], change: int, harm: Callable[[], None]) -> bool:
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            torch.set_num_threads(1)
+            left = _count_down(change, harm)
+            try:
+                act()
+            except InputError as error:
+                assert "No space left" in str(error)
+            status = HARMED if left() < 1 else 0
+        finally:
+            if status == 3:
+                traceback.print_exc()
+            os._exit(status)
+    deadline, ended = time.monotonic() + 60, (0, 0)
+    while not ended[0]:
+        ended = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.001)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            deadline += 60
+    status = os.waitstatus_to_exitcode(ended[1])
+    assert status in (0, HARMED), f"the act failed in the child: {status}"
+    return status == HARMED
+
+
+def _count_down(left: int, harm: Callable[[], None]) -> Callable[[], int]:
+    def pass_one() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            harm()
+
+    def seen(event: str, details: tuple) -> None:
+        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree", "shutil.copyfile"):
+            pass_one()
+        elif event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            pass_one()
+
+    sync = os.fsync
+    os.fsync = lambda handle: (pass_one(), sync(handle))[1]
+    sys.addaudithook(seen)
+    return lambda: left

@@ -1,0 +1,27 @@
+"""Ctrl-C as a terminal sends it, to a training in processes of its own; on CPUs and on GPUs."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from twell_lab.training import checkpoint
+
+
+def assert_saves_once(started: subprocess.Popen, out: Path, steps: int, number: int = signal.SIGINT) -> None:
+    """A signal once some rows are there, and torchrun sends each process another one: they agree where to stop, and one of them says
+    how to go on. SIGINT and SIGHUP go to all of a new session's processes, as a terminal sends them, others to torchrun alone."""
+    wait_for_rows(started, out)
+    (os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill)(started.pid, number)
+    said = started.communicate(timeout=120)[1]
+    state = checkpoint.load(out)
+    assert state.history[-1]["step"] == state.step
+    assert said.count(f"twell-lab: stopped after step {state.step} of {steps}") == 1 and f"with --resume {out}" in said
+
+
+def wait_for_rows(started: subprocess.Popen, out: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not ((out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") > 3):
+        assert started.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,62 @@
+"""What `torchrun -m twell_lab.train` does, several times in one group of processes: importing torch is most of the time.
+
+    torchrun ... tests/train/several.py DEVICE '[[["--steps=12", "--out=..."], 0], ...]'
+
+Each run with its options and the exit status that it is to end with: 130 also has it interrupted, as if Ctrl-C came before the
+fourth row of its history. Process N leaves the names of the kernels that it launched in kernels-N.json of the run's folder.
+"""
+
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+
+from twell_lab.cuda import launcher
+from twell_lab.training import compiled
+from twell_lab.training.parallel import joined
+
+trainer = importlib.import_module("twell_lab.training.loop")  # the module: the package's `train` is the function
+Stop = trainer.Stop
+FOURTH = 4
+
+
+class Interrupt(Stop):
+    """A Stop that is asked to at the fourth row."""
+
+    rows = 0
+
+    @property
+    def asked(self):
+        self.rows += 1
+        return self.rows >= FOURTH
+
+    @asked.setter
+    def asked(self, value):
+        pass
+
+
+def run(options, status, names):
+    names.clear()
+    trainer.Stop = Interrupt if status == 130 else Stop
+    sys.argv = ["train", *options]
+    try:
+        runpy.run_module("twell_lab.train", run_name="__main__")
+    except SystemExit as ended:
+        assert (ended.code or 0) == status, (options, ended.code)
+
+
+def main(device, asked):
+    compiled.QUIET, compiled.WORTH = 12, 1  # so that runs as short as these are compiled layer by layer, and as a whole
+    names, real = set(), launcher._launch
+    launcher._launch = lambda file, name, *more, **also: (names.add(name), real(file, name, *more, **also))[1]
+    with joined(device) as world:
+        for options, status in asked:
+            run(options, status, names)
+            out = Path(next(each for each in options if each.startswith("--out=")).removeprefix("--out="))
+            if out.is_dir():
+                (out / f"kernels-{world.rank}.json").write_text(json.dumps(sorted(names)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,76 @@
+"""Squared ReLU: what it computes, how it is saved, and that no sparse layer takes it for a ReLU."""
+
+import json
+
+import pytest
+import torch
+
+from twell_lab.core.errors import InputError
+from twell_lab.layers.anatomy import feed_forwards, firing_layers
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.swap import sparsify
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward, SquaredReLU
+
+SMALL = dict(vocabulary=50, d_model=24, layers=2, heads=3, d_ff=40, context=12)
+
+
+def model(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(**{**SMALL, **changes})).eval()
+
+
+def test_squared_layers_compute_their_formulas():
+    x = torch.randn(5, 8)
+    gated, plain = GatedFeedForward(8, 20, "relu2"), PlainFeedForward(8, 20, "relu2")
+    gate, up, down = (part.weight for part in (gated.gate_proj, gated.up_proj, gated.down_proj))
+    torch.testing.assert_close(gated(x), ((x @ gate.T).clamp(min=0) ** 2 * (x @ up.T)) @ down.T)
+    torch.testing.assert_close(plain(x), (x @ plain.up_proj.weight.T).clamp(min=0) ** 2 @ plain.down_proj.weight.T)
+
+
+def test_the_squared_gradient_is_that_of_the_formula():
+    x = torch.randn(30, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(SquaredReLU(), x)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_squared_model_is_saved_with_its_activation(tmp_path, gated):
+    saved = model(gated=gated, activation="relu2")
+    loaded = LanguageModel.load(saved.save(tmp_path))
+    tokens = torch.randint(50, (1, 9))
+    assert loaded.config == saved.config and torch.equal(loaded(tokens), saved(tokens))
+    assert not torch.equal(saved(tokens), model(gated=gated)(tokens))
+
+
+def test_files_from_before_the_field_are_relu_models_and_stay_readable_there(tmp_path):
+    fields = json.loads((model().save(tmp_path) / "config.json").read_text())
+    assert "activation" not in fields
+    assert LanguageModel.load(tmp_path).config.activation == "relu"
+
+
+@pytest.mark.parametrize("value", ["silu", "ReLU", None, True])
+def test_other_activations_are_refused_by_name(value):
+    with pytest.raises(InputError, match="activation.*'relu', 'relu2'"):
+        ModelConfig(**SMALL, activation=value)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_sparse_layers_refuse_a_squared_model_and_say_why(gated):
+    squared = model(gated=gated, activation="relu2")
+    for refused in (lambda: sparsify(squared), lambda: SparseFFN(squared.layers[0].mlp),
+                    lambda: feed_forwards(squared)):
+        with pytest.raises(InputError, match="SquaredReLU.*ReLU"):
+            refused()
+    assert not any(isinstance(module, SparseFFN) for module in squared.modules())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_layers_that_fire_are_found_with_either_activation(gated):
+    squared = firing_layers(model(gated=gated, activation="relu2"))
+    assert [layer.name for layer in squared] == ["layers.0.mlp", "layers.1.mlp"]
+    assert all(layer.pattern is (layer.gate if gated else layer.up) for layer in squared)
+    plain = model(gated=gated)
+    assert firing_layers(plain) == feed_forwards(plain)
+    assert [layer.name for layer in firing_layers(sparsify(plain))] == ["layers.0.mlp", "layers.1.mlp"]
+    with pytest.raises(InputError, match="no ReLU feed-forward layer"):
+        firing_layers(torch.nn.Linear(3, 3))

@@ -1,0 +1,178 @@
+"""Several processes: two of them, started by torchrun, train what one trains, replicated and sharded."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.train.interrupting import assert_saves_once, wait_for_rows
+from twell_lab.core.errors import DeviceError, InputError
+from twell_lab.models.tiny import LanguageModel
+from twell_lab.training import checkpoint
+from twell_lab.training import parallel as distributed
+from twell_lab.training.loop import train
+
+ROOT = Path(__file__).resolve().parents[3]
+SEVERAL = ROOT / "tests" / "train" / "several.py"
+# Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning rate
+# high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
+CLOSE = dict(rel=1e-4, abs=1e-6)
+EVERYTHING = dict(dead_window=60, reinit=0.1, dead_every=3, accumulate=2, l1=1.0, lr=0.08, warmup=2)
+
+RUNS = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}, "ddp-sparse": {"parallel": "ddp", "kernels": "sparse"},
+        "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"}}
+STOPPED = {f"{name}-stopped": how for name, how in RUNS.items() if name != "ddp"}  # the same, interrupted at their fourth row
+
+@pytest.fixture(scope="module")
+def runs(tiny, some_text, tmp_path_factory):
+    """{name of RUNS: folder} of two processes each, the config that all share, and what they printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    config = tiny(text=folder / "text.py", **EVERYTHING)
+    options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
+        "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows", "device",
+        "text", *EVERYTHING)]
+    asked = [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
+             for name, how in RUNS.items()]
+    asked += [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 130)
+              for name, how in STOPPED.items()]
+    (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
+    asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                          SEVERAL, "cpu", json.dumps(asked)], capture_output=True, text=True, timeout=300,
+                         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    return {name: folder / name for name in (*RUNS, *STOPPED)}, config, ran.stdout, ran.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(runs):
+    return train(runs[1], progress=False)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_give_the_curve_of_one(runs, alone, name):
+    rows = [json.loads(line) for line in (runs[0][name] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in alone.history]
+    for two, one in zip(rows, alone.history, strict=True):
+        for field in ("loss", "ce", "l1_term", "l1_layers", "lr"):
+            assert two[field] == pytest.approx(one[field], **CLOSE), (field, two["step"])
+        assert two["nnz_layers"] == pytest.approx(one["nnz_layers"], rel=1e-3)
+        assert two["dead_layers"] == one["dead_layers"]
+    assert any(sum(row["dead_layers"]) for row in rows)  # or nothing was re-initialised
+    assert rows[-1]["val_bits_per_byte"] == pytest.approx(alone.validation_bits_per_byte, **CLOSE)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_their_model_and_checkpoint_are_whole(runs, alone, parallel):
+    folder = runs[0][parallel]
+    saved, state = LanguageModel.load(folder), checkpoint.load(folder)
+    for (name, weight), other in zip(saved.named_parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+        assert torch.equal(state.weights[name], weight)
+        assert state.optimizer[f"exp_avg.{name}"].shape == weight.shape
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_one_process_goes_on_where_two_stopped(runs, alone, name):
+    """Saved by two in the middle of a run, resumed by one: its last steps are those of the run that one made."""
+    state = checkpoint.load(runs[0][name])
+    assert 1 < state.step < runs[1].steps
+    result = train(dataclasses.replace(runs[1], kernels=STOPPED[name].get("kernels", "off")), resume=runs[0][name], progress=False)
+    assert result.history[:len(state.history)] == state.history
+    for one, unbroken in zip(result.history, alone.history, strict=True):
+        for field in ("step", "loss", "ce", "lr"):
+            assert one[field] == pytest.approx(unbroken[field], **CLOSE), (field, one["step"])
+    for weight, other in zip(result.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+
+
+def started(out, *more):
+    """Two processes that train for a long time."""
+    sizes = ["--steps=100000", "--d-model=16", "--heads=2", "--layers=1", "--d-ff=32", "--device=cpu", "--eval-windows=4"]
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+                             "twell_lab.train", *sizes, "--out", out, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                            start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path, number):
+    out = tmp_path / "out"
+    with started(out) as stopped:
+        assert_saves_once(stopped, out, 100_000, number)
+    assert not list(out.glob(".*"))  # nobody has it any more
+
+
+def test_where_one_of_several_processes_is_killed_the_others_end_and_what_was_saved_is_there(tmp_path):
+    """torchrun tells the others to stop, and they can't agree to any more."""
+    out = tmp_path / "out"
+    with started(out, "--checkpoint-every=10") as stopped:
+        wait_for_rows(stopped, out)
+        (lead,) = [json.loads(path.read_text())["pid"] for path in out.glob(".*.lock")]
+        children = Path(f"/proc/{stopped.pid}/task/{stopped.pid}/children")
+        if not children.exists():
+            os.killpg(stopped.pid, signal.SIGKILL)
+            pytest.skip("the kernel does not list the children of a process")
+        (other,) = {int(number) for number in children.read_text().split()} - {lead}
+        os.kill(other, signal.SIGKILL)
+        stopped.communicate(timeout=60)
+    assert stopped.returncode and checkpoint.load(out).step >= 10
+
+
+def test_only_the_first_process_prints(runs):
+    assert runs[2].count("bits per byte") == len(RUNS)
+
+
+# What is refused
+
+
+def test_what_the_first_process_cannot_write_ends_them_all(runs):
+    """As the same error in each, so none is left to wait for the others; they then train what else is asked of them."""
+    for process in ("twell-lab: ", "twell-lab, process 1: "):
+        assert f"{process}cannot save in" in runs[3]
+    assert "Traceback" not in runs[3]
+
+
+def pretend(monkeypatch, processes, gpus):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_more_processes_than_gpus_are_refused_with_both_numbers(tiny, monkeypatch, device):
+    pretend(monkeypatch, 4, 2)
+    with pytest.raises(DeviceError, match="4 processes were started on a machine with 2 GPUs; accepted: .*2 or fewer"):
+        train(tiny(device=device), progress=False)
+
+
+def test_a_machine_without_gpus_is_not_told_to_start_none(tiny, monkeypatch):
+    pretend(monkeypatch, 2, 0)
+    with pytest.raises(DeviceError, match="2 processes were started on a machine with 0 GPUs; accepted: --device cpu"):
+        train(tiny(device="cuda"), progress=False)
+
+
+def test_one_gpu_named_for_several_processes_is_refused(tiny, monkeypatch):
+    pretend(monkeypatch, 2, 2)
+    with pytest.raises(InputError, match="device is 'cuda:1' for 2 processes"):
+        train(tiny(device="cuda:1"), progress=False)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tiny, monkeypatch):
+    world = distributed.World(torch.device("cpu"), rank=0, size=3)
+    monkeypatch.setattr(distributed, "joined", lambda device: __import__("contextlib").nullcontext(world))
+    with pytest.raises(InputError, match="batch is 4 with accumulate 1 and 3 processes; accepted: a multiple of 3"):
+        train(tiny(), progress=False)
+
+
+def test_shares_make_up_the_batch():
+    windows = torch.arange(12).view(6, 2)
+    shares = [distributed.World(torch.device("cpu"), rank, 3).share(windows) for rank in range(3)]
+    assert torch.equal(torch.cat(shares), windows) and {len(share) for share in shares} == {2}

@@ -1,0 +1,184 @@
+"""The small language model: what it computes, that it cannot see ahead, and that it comes back from disk."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from twell_lab.core.errors import InputError
+from twell_lab.models.tiny import LanguageModel, ModelConfig, rotate
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+
+SMALL = dict(vocabulary=50, d_model=24, layers=2, heads=3, d_ff=40, context=12)
+
+
+def model(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(**{**SMALL, **changes})).eval()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_scores_have_the_shape_of_the_vocabulary_and_no_token_sees_ahead(gated):
+    tokens = torch.randint(50, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 50
+    with torch.no_grad():
+        before, after = model(gated=gated)(tokens), model(gated=gated)(changed)
+    assert before.shape == (2, 12, 50)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert (before[:, 7:] != after[:, 7:]).any(-1).all()
+
+
+def test_the_feed_forward_layers_compute_their_formulas():
+    x = torch.randn(5, 8)
+    gated, plain = GatedFeedForward(8, 20), PlainFeedForward(8, 20)
+    gate, up, down = (part.weight for part in (gated.gate_proj, gated.up_proj, gated.down_proj))
+    torch.testing.assert_close(gated(x), ((x @ gate.T).clamp(min=0) * (x @ up.T)) @ down.T)
+    torch.testing.assert_close(plain(x), (x @ plain.up_proj.weight.T).clamp(min=0) @ plain.down_proj.weight.T)
+
+
+def test_attention_is_softmax_of_rotated_products():
+    whole = model()
+    attention, x = whole.layers[0].attention, torch.randn(2, 12, 24)
+    query, key, value = (part.view(2, 12, 3, 8).transpose(1, 2)
+                         for part in F.linear(x, attention.qkv_proj.weight).chunk(3, dim=-1))
+    query, key = rotate(query, whole.cosine, whole.sine), rotate(key, whole.cosine, whole.sine)
+    ahead = torch.ones(12, 12).triu(1).bool()
+    scores = (query @ key.transpose(-1, -2) / 8**0.5).masked_fill(ahead, -torch.inf)
+    expected = attention.out_proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(2, 12, 24))
+    torch.testing.assert_close(attention(x, whole.cosine, whole.sine), expected)
+
+
+def test_rotary_positions_leave_lengths_and_depend_on_distance_alone():
+    whole = model()
+    query, key = torch.randn(8).expand(12, 8), torch.randn(8).expand(12, 8)
+    query, key = rotate(query, whole.cosine, whole.sine), rotate(key, whole.cosine, whole.sine)
+    torch.testing.assert_close(query.norm(dim=-1), query[0].norm().expand(12))
+    products = query @ key.T
+    for distance in range(-11, 12):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[0].expand_as(along))
+    assert products[0].std() > 1e-3
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_saved_model_comes_back_with_the_same_scores(tmp_path, gated):
+    tokens = torch.randint(50, (1, 9))
+    saved = model(gated=gated)
+    folder = saved.save(tmp_path / "new" / "folder")
+    loaded = LanguageModel.load(folder)
+    assert loaded.config == saved.config
+    assert torch.equal(loaded(tokens), saved(tokens))
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_broken_saved_models_are_refused(tmp_path):
+    with pytest.raises(InputError, match="missing"):
+        LanguageModel.load(tmp_path / "missing")
+    saved = model().save(tmp_path / "saved")
+    fields = json.loads((saved / "config.json").read_text())
+    for change, words in (({"format": 99}, "format"), ({"d_ff": 41}, r"gate_proj.weight has shape \[40, 24\] .* and \[41, 24\] in this model"),
+                          ({"heads": 5}, "d_model"), ({"layers": 3}, "lack 'layers.2"), ({"new": 1}, "new")):
+        (saved / "config.json").write_text(json.dumps({**fields, **change}))
+        with pytest.raises(InputError, match=words):
+            LanguageModel.load(saved)
+    (saved / "config.json").write_text(json.dumps(fields))
+    weights = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(weights[:-10])
+    with pytest.raises(InputError, match="no model can be loaded"):
+        LanguageModel.load(saved)
+
+
+def test_a_stopped_run_names_the_checkpoint_that_holds_its_model(tmp_path):
+    for step in (5, 10):
+        model().save(tmp_path / f"checkpoint-{step:06d}")
+    with pytest.raises(InputError, match="there is no model in .*: no config.json; a run was stopped there, whose model is in .*000010'"):
+        LanguageModel.load(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="file"):
+        model().save(tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("name, value", [
+    ("vocabulary", 0), ("d_model", 24.0), ("layers", -1), ("heads", True), ("d_ff", "40"), ("context", 0),
+    ("gated", 1), ("d_model", 25), ("heads", 24)])
+def test_wrong_sizes_are_refused_by_name(name, value):
+    with pytest.raises(InputError, match=name):
+        ModelConfig(**{**SMALL, name: value})
+
+
+@pytest.mark.parametrize("shape", [(1, 13), (1, 0), (5,), (1, 2, 3)])
+def test_inputs_longer_than_the_context_or_of_other_shapes_are_refused(shape):
+    with pytest.raises(InputError, match="context"):
+        model()(torch.zeros(shape, dtype=torch.int64))
+
+
+# What is said of a model before it is built
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"layers": 10**30}, "layers is 1000"), ({"layers": 2**31 - 1}, "lack 'layers.2"), ({"layers": 1}, "unknown 'layers.1"),
+    ({"context": 2**31 - 1}, "GiB of memory|altered"), ({"vocabulary": 2**31 - 1}, "embedding.weight has shape"),
+    ({"d_model": 2**31 - 2, "heads": 1, "d_ff": 2**31 - 1}, "config|cannot|shape"), ({"layers": 2.0}, "layers is 2.0"),
+    ({"layers": None}, "layers is None"), ({"gated": 1}, "gated is 1"), ({"activation": ["relu"]}, "activation is"), ({"format": True}, "format")])
+def test_a_config_is_held_against_the_weights_before_anything_is_built(tmp_path, monkeypatch, change, words):
+    saved = model().save(tmp_path)
+    fields = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**fields, **change}))
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, **_: tensor.is_meta or pytest.fail("weights were drawn"))
+    with pytest.raises(InputError, match=words):
+        LanguageModel.load(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"format": 1, "layers": NaN}',
+                                     b'{"format": 1, "layers": 2, "layers": 2}', b'{"format": 1, "d_ff": ' + b"9" * 5000 + b"}"])
+def test_a_config_that_is_none_is_refused(tmp_path, content):
+    saved = model().save(tmp_path)
+    (saved / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match="config.json"):
+        LanguageModel.load(saved)
+
+
+def test_weights_that_are_no_numbers_of_the_kind_are_refused(tmp_path):
+    import safetensors.torch
+    saved = model().save(tmp_path)
+    weights = safetensors.torch.load_file(saved / "model.safetensors")
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        safetensors.torch.save_file({**weights, "norm.weight": weights["norm.weight"].to(dtype)}, saved / "model.safetensors")
+        with pytest.raises(InputError, match=f"norm.weight is {dtype}"):
+            LanguageModel.load(saved)
+    safetensors.torch.save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, saved / "model.safetensors")
+    assert LanguageModel.load(saved).norm.weight.dtype == torch.float32
+
+
+def test_a_pipe_or_a_device_in_the_place_of_a_model_is_not_waited_for(tmp_path):
+    saved = model().save(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        content = (saved / name).read_bytes()
+        (saved / name).unlink()
+        (saved / name).symlink_to("/dev/zero")
+        with pytest.raises(InputError, match=f"no {name}"):
+            LanguageModel.load(saved)
+        (saved / name).unlink()
+        (saved / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("sizes", [{"layers": 10**8}, {"d_ff": 2**31 - 1}, {"context": 2**31 - 1, "d_model": 512}, {"vocabulary": 2**31 - 1}])
+def test_a_model_beyond_the_memory_is_not_begun(sizes):
+    config = ModelConfig(**{"d_model": 64, "layers": 1, "heads": 2, "d_ff": 64, **sizes})
+    with pytest.raises(InputError, match=f"{next(iter(sizes))} {sizes[next(iter(sizes))]}.*GiB of memory"):
+        LanguageModel(config)
+    with torch.device("meta"):
+        if "layers" not in sizes:
+            LanguageModel(config)  # takes none
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "d_model", "layers", "heads", "d_ff", "context"])
+def test_a_size_beyond_what_a_tensor_holds_is_named(name):
+    for value in (2**31, 2**63, 10**30):
+        with pytest.raises(InputError, match=f"{name} is {value}; accepted: .* up to 2147483647"):
+            ModelConfig(**{name: value})

@@ -1,0 +1,375 @@
+"""The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels, tokenizers."""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import re
+import warnings
+from typing import Literal
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from twell_lab.analysis import switching
+from twell_lab.app import cli
+from twell_lab.app import options as options_module
+from twell_lab.core.errors import InputError
+from twell_lab.layers.terms import layer_l1, layer_nnz
+from twell_lab.models.tiny import LanguageModel
+from twell_lab.ops import differentiable
+from twell_lab.training import checkpoint as checkpoint_module
+from twell_lab.training import compiled, presets
+from twell_lab.training import config as train_config
+from twell_lab.training import run as running
+from twell_lab.training.config import l1_coefficient
+from twell_lab.training.loop import initial_model, train
+from twell_lab.training.objective import Objective, hidden_activations, l1_penalty, mean_nnz
+from twell_lab.training.text.source import random_windows
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return train(tiny(), progress=False)
+
+
+def close(history, other, rel):
+    for one, two in zip(history, other, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=rel)
+        assert one["nnz"] == pytest.approx(two["nnz"], rel=max(rel, 1e-3))
+        assert one["l1_layers"] == pytest.approx(two["l1_layers"], rel=max(rel, 1e-4))
+
+
+def test_the_numbers_of_each_layer_are_those_of_its_activations(tiny, some_text):
+    config = tiny(steps=1)
+    row = train(config, progress=False).history[0]
+    model = initial_model(config)
+    windows = random_windows(some_text.split()[0].data, 4, 16, torch.Generator().manual_seed(0))
+    with hidden_activations(model) as hidden:
+        model(windows[:, :-1])
+    assert row["nnz_layers"] == pytest.approx([(h != 0).sum().item() / 64 for h in hidden])
+    assert row["l1_layers"] == pytest.approx([h.abs().sum().item() / 64 for h in hidden], rel=1e-5)
+    assert row["nnz"] == pytest.approx(sum(row["nnz_layers"]) / 2) and row["nnz"] == pytest.approx(mean_nnz(hidden))
+    assert row["l1_term"] == pytest.approx(0.01 * l1_penalty(hidden).item(), rel=1e-5)
+    assert row["tokens_per_s"] > 0 and row["dead_layers"] is None
+    assert layer_l1(hidden[0]).item() == pytest.approx(row["l1_layers"][0]) and layer_nnz(hidden[1]) == row["nnz_layers"][1]
+
+
+def test_a_step_in_parts_is_the_step(tiny, plain):
+    for parts in (2, 4):
+        close(train(tiny(accumulate=parts), progress=False).history, plain.history, 1e-4)
+
+
+def test_bfloat16_trains_the_same_weights_with_coarser_products(tiny, plain):
+    result = train(tiny(dtype="bfloat16"), progress=False)
+    close(result.history, plain.history, 5e-3)
+    assert result.history != plain.history
+    assert {weight.dtype for weight in result.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_run_has_one_graph_and_the_same_curve(tiny, monkeypatch, dtype):
+    """torch.compile's tracing without its code generation, which takes half a minute; L1 begins in mid-run."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    options = dict(dtype=dtype, l1_delay=4, l1_warmup=4, accumulate=2, dead_window=100)
+    result = train(tiny(compile=True, **options), progress=False)
+    assert len(graphs) == 1
+    close(result.history, train(tiny(**options), progress=False).history, 1e-6)
+
+
+def test_the_coefficient_waits_and_then_climbs(tiny):
+    config = tiny(l1=2.0, l1_delay=3, l1_warmup=4)
+    assert [l1_coefficient(config, step) for step in range(1, 10)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert l1_coefficient(tiny(l1=2.0), 1) == 2.0
+    terms = {row["step"]: row["l1_term"] / (sum(row["l1_layers"]) / 2) for row in train(config, progress=False).history}
+    assert {step: round(value, 5) for step, value in terms.items()} == {1: 0, 2: 0, 4: 0.5, 6: 1.5, 8: 2.0, 10: 2.0, 12: 2.0}
+
+
+# Dead neurons
+
+DYING = dict(l1=1.0, lr=0.08, warmup=2, steps=40, dead_window=60, log_every=1)
+
+
+def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text):
+    """Counted from gradients in training; here from the activations themselves, with the weights standing still."""
+    config = tiny(**{**DYING, "lr": 1e-30, "steps": 4}, d_ff=512)
+    rows = train(config, progress=False).history
+    model, order = initial_model(config), torch.Generator().manual_seed(0)
+    fired = []
+    for row in rows:
+        windows = random_windows(some_text.split()[0].data, 4, 16, order)
+        with hidden_activations(model) as hidden:
+            model(windows[:, :-1])
+        fired.append([(h != 0).flatten(0, 1).any(0) for h in hidden])
+        assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
+    assert any(sum(row["dead_layers"]) for row in rows)
+    both = train(tiny(**{**DYING, "lr": 1e-30, "steps": 2, "dead_window": 128}, d_ff=512), progress=False).history
+    assert [row["dead_layers"] for row in both] == [[0, 0], [int((~(a | b)).sum()) for a, b in zip(*fired[:2], strict=True)]]
+
+
+@pytest.mark.filterwarnings("ignore:step .*no neuron fires")
+def test_reinitialised_rows_bring_dead_neurons_back(tiny):
+    left = train(tiny(**DYING), progress=False)
+    brought = train(tiny(**DYING, reinit=0.5, reinit_sigma=1.0, dead_every=1), progress=False)
+    assert sum(left.history[-1]["dead_layers"]) > 2 * sum(brought.history[-1]["dead_layers"])
+
+
+def test_a_coefficient_that_kills_every_neuron_is_told_with_the_numbers(tiny):
+    with pytest.warns(UserWarning, match=r"step \d+: no neuron fires in any of the 2 layers of 32 .*with l1 1000 the") as seen:
+        result = train(tiny(l1=1000.0, lr=0.1, warmup=0, steps=40), progress=False)
+    assert result.history[-1]["nnz"] == 0 and math.isfinite(result.history[-1]["loss"])
+    assert len([each for each in seen if "no neuron fires" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tiny(), progress=False)
+
+
+def test_a_text_read_many_times_over_is_told_with_the_numbers(tiny, some_text):
+    few = dataclasses.replace(some_text, data=some_text.data[:190])  # 171 to train on, 768 read
+    with pytest.warns(UserWarning, match=r"^12 steps of 4 windows of 16 tokens read a text of 171 training tokens 4 times over"):
+        train(tiny(text=few), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tiny(text=few, steps=10), progress=False)  # 3.7 times
+
+
+@pytest.mark.parametrize("kernels", ["auto", "sparse"])
+def test_squared_relu_has_no_sparse_layers(tiny, kernels):
+    with pytest.raises(InputError, match=f"kernels is '{kernels}' with activation 'relu2'; accepted: kernels 'off', or activation 'relu'"):
+        tiny(kernels=kernels, activation="relu2")
+
+
+def test_what_is_no_config_is_named():
+    with pytest.raises(InputError, match="config is a dict; accepted: a TrainConfig"):
+        train({"l1": 1.0})
+
+
+def test_checkpoints_need_a_folder(capsys):
+    assert cli.main(["train", "--checkpoint-every", "10"]) == 2
+    assert "--checkpoint-every is 10 without --out; accepted" in capsys.readouterr().err
+
+
+# Other ways to compute the same
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "auto"])
+def test_sparse_layers_train_to_the_same_curve(tiny, plain, kernels):
+    result = train(tiny(kernels=kernels), progress=False)
+    close(result.history, plain.history, 1e-5)
+    assert [type(module) for module in result.model.modules()] == [type(module) for module in plain.model.modules()]
+    assert result.validation_bits_per_byte == pytest.approx(plain.validation_bits_per_byte, rel=1e-5)
+    assert not any(module._forward_pre_hooks for module in result.model.modules())
+
+
+def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some_text):
+    """From dense to sparse, each by its own number, at the rows of the history."""
+    seen = []
+    follow = running.Run.follow
+    monkeypatch.setattr(switching, "Switch", functools.partial(switching.Switch, below=8.0))
+
+    def watched(run, nnz, lost):
+        follow(run, nnz, lost)
+        seen.append((nnz, [layer.module.learning for layer in run.layers]))
+
+    monkeypatch.setattr(running.Run, "follow", watched)
+    config = dict(l1=1.0, lr=0.05, warmup=2, steps=16)
+    result = train(tiny(kernels="auto", **config), progress=False)
+    close(result.history, train(tiny(**config), progress=False).history, 1e-3)
+    assert [nnz for nnz, _ in seen] == [row["nnz_layers"] for row in result.history]
+    assert {"dense"} == set(seen[0][1]) and {"twell"} == set(seen[-1][1])
+    for nnz, paths in seen:
+        assert all(path == ("twell" if value < 7.2 else "dense") for value, path in zip(nnz, paths, strict=True)
+                   if not 7.2 <= value <= 8.8)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts what is compiled, by a compiler that changes nothing."""
+    made = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=made))
+    torch._dynamo.reset()
+    return made
+
+
+def change_over(run, *_):
+    """One layer of ten after another goes over, at each of the first ten rows of the history."""
+    run.layers[min(run.step - 1, 9)].module.learn("twell")
+    run.graphs.follow(tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps - run.step)
+
+
+def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, graphs, monkeypatch):
+    """torch gives up compiling a function after eight times."""
+    monkeypatch.setattr(running.Run, "follow", change_over)
+    config = dict(layers=10, log_every=1, kernels="auto")
+    result = train(tiny(**config, compile=True), progress=False)
+    assert graphs.frame_count == 3  # the two, and the cross-entropy
+    monkeypatch.undo()
+    close(result.history, train(tiny(**config), progress=False).history, 1e-5)
+
+
+def test_the_whole_is_compiled_once_no_layer_changes_any_more(tiny, graphs, monkeypatch, tmp_path):
+    monkeypatch.setattr(running.Run, "follow", change_over)
+    monkeypatch.setattr(compiled, "QUIET", 4)
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    counts, states = [], []
+    config = tiny(layers=10, log_every=1, kernels="auto", compile=True, steps=18, checkpoint_every=1)
+    save = checkpoint_module.save
+    monkeypatch.setattr(checkpoint_module, "save", lambda *a, **k: (states.append(a[1].paths["graphs"]), save(*a, **k)))
+    result = train(config, out=tmp_path, progress=False, on_step=lambda row: counts.append(graphs.frame_count))
+    assert counts == [2] + [3] * 13 + [4] * 4  # the whole is one graph, from the step after row 14 on
+    assert [state["whole"] for state in states] == [False] * 13 + [True] * 5 and states[-1]["changed_at"] == 10
+    monkeypatch.undo()
+    close(result.history, train(tiny(layers=10, log_every=1, steps=18), progress=False).history, 1e-5)
+
+
+def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
+    """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
+    real, calls = differentiable.train_layer, []
+
+    def losing(*arguments, path):
+        calls.append(path)
+        y, l1, kept, _ = real(*arguments, path=path)
+        return y, l1, kept, torch.tensor(kept.numel() // 2 if len(calls) % 2 == 0 else 0) if path == "twell" else None
+
+    monkeypatch.setattr(differentiable, "train_layer", losing)
+    monkeypatch.setattr(switching, "Switch", functools.partial(switching.Switch, below=1000.0))
+    runs, init = [], running.Run.__init__
+    monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
+    monkeypatch.setattr(switching, "LOST", 1e4)
+    result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), progress=False)
+    lost = [row["lost_layers"] for row in result.history]
+    assert lost[0] == [0, 0] and lost[1] == [0, pytest.approx(0.5)] and lost[2:] == [[0, 0]] * 4
+    assert [layer.module.learning for layer in runs[0].layers] == ["twell", "dense"]
+    assert runs[0].switch.below["layers.0.mlp"] == 1000 > runs[0].switch.below["layers.1.mlp"] == result.history[1]["nnz_layers"][1]
+    assert "lost_layers" not in train(tiny(steps=2), progress=False).history[0]
+
+
+def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
+    model = initial_model(tiny())
+    objective = Objective(model)
+    windows = torch.randint(256, (2, 17))
+    model(windows[:, :-1])
+    assert objective.hidden == [[], []]
+    loss, numbers, l1, nnz, lost = objective(windows, None, False)
+    assert loss.requires_grad and l1.numel() == nnz.numel() == lost.numel() == 0 and numbers[1] == 0 and objective.hidden == [[], []]
+    objective.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_squared_relu_trains(tiny):
+    result = train(tiny(activation="relu2"), progress=False)
+    assert result.history[-1]["nnz"] > 0 and result.model.config.activation == "relu2"
+
+
+def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    out = tmp_path / "out"
+    asked = ["train", "--text", str(tmp_path / "text.py"), "--tokenizer", "bpe:300", "--steps", "4", "--batch", "4", "--context",
+             "16", "--d-model", "16", "--heads", "2", "--layers", "1", "--d-ff", "32", "--device", "cpu", "--json"]
+    assert cli.main([*asked, "--out", str(out)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert LanguageModel.load(out).config.vocabulary == summary["text"]["tokenizer"]["vocabulary"] == 300
+    assert (out / "tokenizer.json").is_file() and 5 < summary["validation_bits_per_byte"] < 9
+    assert cli.main(["profile", str(out), "--text", str(tmp_path / "text.py"), "--json"]) == 0
+    assert cli.main(["train", "--resume", str(out), "--json"]) == 0
+    checkpoint = out / "checkpoint-000004"  # a model of its own, wherever it is taken
+    counted = []
+    for model in (out, checkpoint):
+        capsys.readouterr()
+        assert cli.main(["profile", str(model), "--text", str(tmp_path / "text.py"), "--json"]) == 0
+        counted.append(json.loads(capsys.readouterr().out))
+    assert counted[0] == counted[1]
+    (checkpoint / "tokenizer.json").unlink()
+    assert cli.main(["profile", str(checkpoint), "--text", str(tmp_path / "text.py")]) == 2
+    assert "a vocabulary of 300, and 256 would be read: bytes, as there is no" in capsys.readouterr().err
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name, value", [
+    ("activation", "gelu"), ("dtype", "float16"), ("compile", 1), ("accumulate", 0), ("accumulate", 3), ("l1_delay", -1),
+    ("l1_warmup", 0.5), ("dead_window", -1), ("dead_every", 0), ("reinit", 1.5), ("reinit", 0.1), ("reinit_sigma", -1),
+    ("checkpoint_every", -1), ("kernels", "fast"), ("parallel", "tp"), ("tokenizer", 7), ("l1", -0.1), ("l1", math.nan)])
+def test_a_wrong_value_is_refused_by_name(tiny, name, value):
+    with pytest.raises(InputError, match=f"^{name} is "):
+        tiny(**{name: value})
+
+
+def test_the_help_names_every_field_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(train_config.TrainConfig):
+        option = f"--{field.name.replace('_', '-')}"
+        assert option in shown, field.name
+        if field.default is not None and not isinstance(field.default, bool):
+            told = shown[shown.index("the model:"):]
+            stated = re.search(rf"{option} (?:[NX]|WORD|{{[a-z0-9,]+}}) [^\[]*\[([^]]*)\]", told)[1]
+            assert type(field.default)(stated) == field.default, field.name
+    for word in ("--resume", "--out", "--plain", "torchrun", "twell-lab profile", ", ".join(presets.NAMES)):
+        assert word in shown
+
+
+@pytest.mark.parametrize("config", [train_config.TrainConfig, options_module.TourOptions])
+def test_every_field_has_its_text_in_the_docstring(config):
+    for field in dataclasses.fields(config):
+        assert re.search(rf"^ *{field.name}: \w", inspect.getdoc(config), re.MULTILINE), field.name
+
+
+@dataclasses.dataclass
+class Settings:
+    """What a test of its own is told: 100% its own.
+
+    text: a file.
+
+    The sizes:
+        d_model: how wide
+            it is.
+        size_of_all: all of them, with d_model.
+    """
+
+    text: str | None = None
+    d_model: int = 3
+    size_of_all: float = 2e-3
+    kind: Literal["one", "two"] = "one"
+    fast: bool = False
+    loud: bool = True
+    every: int | None = None
+
+
+def test_any_field_of_a_dataclass_is_an_option(capsys):
+    parser = argparse.ArgumentParser(prog="settings")
+    options_module.add_fields(parser, Settings)
+    assert options_module.given(parser.parse_args([]), Settings) == {}
+    asked = "--text a --d-model 4 --size-of-all 1e-4 --kind two --fast --no-loud --every 5"
+    assert options_module.given(parser.parse_args(asked.split()), Settings) == {
+        "text": "a", "d_model": 4, "size_of_all": 1e-4, "kind": "two", "fast": True, "loud": False, "every": 5}
+    first, sizes = " ".join(parser.format_help().split()).split(" the sizes: ")
+    assert "--every N" in first and "--kind {one,two} [one]" in first and "--no-loud [--loud]" in first
+    assert sizes == "--d-model N how wide it is [3] --size-of-all X all of them, with --d-model [0.002]"
+    for mistake in ("--d-model x", "--size-of-all x", "--text ", "--unknown"):
+        with pytest.raises(SystemExit) as stopped:
+            parser.parse_args(mistake.split(" "))
+        assert stopped.value.code == 2
+
+
+def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
+    assert cli.main(["train", "--config", "list"]) == 0
+    assert capsys.readouterr().out == presets.table() + "\n"
+    asked = ["train", "--config", "1M", "--steps", "1", "--batch", "1", "--layers", "1", "--eval-windows", "1", "--device", "cpu"]
+    assert cli.main([*asked, "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["l1"], config["d_ff"], config["layers"], config["steps"]) == (2e-3, 512, 1, 1)
+    assert cli.main(["train", "--config", "3M"]) == 2 and "accepted: 1M, 5M" in capsys.readouterr().err

@@ -1,0 +1,236 @@
+"""Training: the loss is the one written down, the same seed repeats, and L1 really makes layers sparse."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from twell_lab.core.errors import DeviceError, InputError, TextError, TwellError
+from twell_lab.models.swap import sparsify
+from twell_lab.models.tiny import LanguageModel
+from twell_lab.training.config import TrainConfig, learning_rate
+from twell_lab.training.loop import TOUR, initial_model, train
+from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty, mean_nnz
+from twell_lab.training.text.source import Text, random_windows
+
+TINY = TrainConfig(steps=6, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2,
+                   eval_every=4, eval_windows=16, device="cpu")
+
+
+def tiny(**changes):
+    return dataclasses.replace(TINY, **changes)
+
+
+# The loss
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_l1_gradient_is_that_of_the_written_out_formula(gated):
+    """Against autograd of the definition, token by token and neuron by neuron, in float64."""
+    model = initial_model(tiny(gated=gated)).double()
+    windows = torch.randint(256, (2, 17))
+    with hidden_activations(model) as hidden:
+        cross_entropy(model, windows)
+    penalty = l1_penalty(hidden)
+    penalty.backward()
+    got = {name: weight.grad for name, weight in model.named_parameters()}
+
+    inputs = []
+    hooks = [layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+             for layer in model.layers]
+    model(windows[:, :-1])
+    for hook in hooks:
+        hook.remove()
+    total = 0.0
+    for layer, x in zip(model.layers, inputs, strict=True):
+        for token in x.flatten(0, 1):
+            h = layer.mlp.up_proj.weight @ token
+            h = h * (layer.mlp.gate_proj.weight @ token).clamp(min=0) if gated else h.clamp(min=0)
+            total = total + sum(abs(value) for value in h)
+    expected = total / (2 * 16) / 2  # tokens, layers
+    expected_grads = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(penalty, expected)
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in expected_grads)
+    for (name, _), grad in zip(model.named_parameters(), expected_grads, strict=True):
+        if grad is None:
+            assert got[name] is None or not got[name].any(), name
+        else:
+            torch.testing.assert_close(got[name], grad, msg=name)
+
+
+def test_the_loss_of_the_history_is_cross_entropy_plus_l1_times_the_penalty(some_text):
+    """The first row against the model before training, on the first windows of the same order."""
+    config = tiny(l1=0.37, text=some_text, steps=1, seed=3)
+    row = train(config, progress=False).history[0]
+    model = initial_model(config)
+    training, _ = some_text.split()
+    windows = random_windows(training.data, 2, 16, torch.Generator().manual_seed(3))
+    with hidden_activations(model) as hidden:
+        scores = model(windows[:, :-1])
+    chosen = scores.log_softmax(-1).gather(-1, windows[:, 1:, None])
+    penalty = sum(h.abs().sum(-1).mean() for h in hidden) / 2
+    assert row["ce"] == pytest.approx(-chosen.mean().item(), rel=1e-5)
+    assert row["l1_term"] == pytest.approx(0.37 * penalty.item(), rel=1e-5)
+    assert row["loss"] == pytest.approx(row["ce"] + row["l1_term"], rel=1e-6)
+    assert row["nnz"] == pytest.approx(sum((h != 0).sum().item() for h in hidden) / 2 / 32)
+
+
+def test_counts_of_hand_made_activations():
+    hidden = [torch.tensor([[[1.0, -2.0, 0.0], [0.0, 0.0, 0.0]]]),
+              torch.tensor([[[0.5, 0.0, 0.0], [1.0, 1.0, -1.0]]])]
+    assert mean_nnz(hidden) == (2 + 0 + 1 + 3) / 4
+    assert l1_penalty(hidden).item() == (3.0 + 3.5) / 2 / 2
+
+
+def test_bits_per_byte_of_a_model_that_knows_nothing_are_eight():
+    model = initial_model(TINY)
+    with torch.no_grad():
+        model.norm.weight.zero_()
+    windows = torch.randint(256, (70, 17))  # more than one batch of them, the last one short
+    assert bits_per_byte(model, windows) == pytest.approx(8.0, abs=1e-5)
+
+
+def test_bits_per_byte_weighs_every_byte_alike():
+    model = initial_model(TINY)
+    windows = torch.randint(256, (70, 17))
+    with torch.no_grad():
+        nats = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), windows[:, 1:])
+    assert bits_per_byte(model, windows) == pytest.approx(nats.item() / math.log(2), rel=1e-5)
+
+
+def test_hooks_come_off_after_an_exception():
+    model = initial_model(TINY)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        with hidden_activations(model):
+            raise RuntimeError("on purpose")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_swapped_layers_have_no_activations_to_penalise():
+    model = sparsify(initial_model(TINY))
+    with pytest.raises(InputError, match=r"layers\.0\.mlp, layers\.1\.mlp: a SparseFFN"):
+        with hidden_activations(model):
+            pass
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
+    config = tiny(steps=100, warmup=10, lr=1.0)
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0, abs=0.03)
+    assert rates.index(max(rates)) == 9 and rates[-1] == pytest.approx(0.1, abs=0.001)
+    assert learning_rate(tiny(warmup=0, lr=1.0), 1) == 1.0
+
+
+# The run
+
+
+def test_the_same_seed_gives_the_same_curve_bit_for_bit(some_text):
+    def curve(**changes):
+        result = train(tiny(l1=0.01, text=some_text, **changes), progress=False)
+        return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in result.history], result
+
+    torch.manual_seed(1)
+    first, result = curve()
+    state = torch.random.get_rng_state()
+    torch.manual_seed(2)
+    torch.rand(7)
+    second, again = curve()
+    assert first == second
+    for one, other in zip(result.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    one, other = initial_model(tiny(seed=0)), initial_model(tiny(seed=1))
+    assert not torch.equal(one.head.weight, other.head.weight)
+    torch.manual_seed(1)
+    assert torch.equal(torch.random.get_rng_state(), state)  # train left the reader's generator alone
+
+
+def test_l1_makes_the_layers_sparse_and_training_lowers_the_loss(some_text):
+    config = tiny(steps=100, batch=8, d_model=32, d_ff=64, lr=1e-2, warmup=10, text=some_text, eval_every=50)
+    dense, sparse = (train(dataclasses.replace(config, l1=l1), progress=False) for l1 in (0.0, 0.1))
+    assert dense.validation_bits_per_byte < 4.5 and sparse.validation_bits_per_byte < 4.5
+    assert sparse.mean_nnz < 0.25 * dense.mean_nnz
+    assert dense.history[-1]["l1_term"] == 0 < sparse.history[-1]["l1_term"]
+
+
+def test_the_history_and_the_summary_say_what_happened(some_text):
+    seen = []
+    result = train(tiny(l1=0.01, text=some_text), progress=False, on_step=seen.append)
+    assert [row["step"] for row in result.history] == [1, 2, 4, 6]
+    assert [row["step"] for row in result.history if "val_bits_per_byte" in row] == [4, 6]
+    assert seen == result.history
+    seconds = [row["seconds"] for row in result.history]
+    assert seconds == sorted(seconds) and seconds[-1] <= result.seconds
+    assert result.validation_bits_per_byte == result.history[-1]["val_bits_per_byte"]
+    assert result.tokens == 6 * 2 * 16
+    assert len(result.density) == len(result.dead) == 2
+    assert result.mean_nnz == pytest.approx(sum(result.density) / 2 * 32)
+    assert result.text["sha256"] == some_text.sha256
+    assert result.text["training_size"] + result.text["validation_size"] == some_text.size
+    assert isinstance(result.model, LanguageModel) and not result.model.training
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in result.model.modules())
+    summary = json.loads(json.dumps(result.summary(), allow_nan=False))
+    assert summary["config"]["l1"] == 0.01 and "text" not in summary["config"]
+    assert summary["parameters"] == sum(weight.numel() for weight in result.model.parameters())
+
+
+def test_a_plain_model_trains_on_a_folder_of_ones_own(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} says the same again and again.\n" * 50)
+    result = train(tiny(gated=False, text=tmp_path), progress=False)
+    assert result.text["name"] == tmp_path.name
+    assert str(tmp_path) not in json.dumps(result.summary())
+    assert not hasattr(result.model.layers[0].mlp, "gate_proj")
+
+
+def test_the_progress_bar_is_on_a_terminals_stderr_and_can_be_silent(some_text, capsys, monkeypatch):
+    train(tiny(text=some_text), progress=True)
+    assert capsys.readouterr() == ("", "")  # no bar for a file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    train(tiny(text=some_text), progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "6/6" in shown.err
+    assert re.search(r"step/s, loss=\d+\.\d{3}, nnz=\d+, tokens_s=[\d,]+\]", shown.err)
+    train(tiny(text=some_text), progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_diverging_run_stops_and_says_where(some_text):
+    with pytest.raises(TwellError, match=r"(loss|gradient) is (nan|inf) at step \d+ with lr 1e\+30"):
+        train(tiny(text=some_text, lr=1e30, warmup=0, steps=50), progress=False)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name, value", [
+    ("l1", -1e-9), ("l1", float("nan")), ("l1", "0.1"), ("l1", None), ("steps", 0), ("steps", 1.5),
+    ("batch", -1), ("context", 0), ("d_model", 0), ("layers", 0), ("heads", 0), ("heads", 3), ("d_ff", 0),
+    ("d_ff", 12.5), ("gated", "yes"), ("lr", 0), ("lr", float("inf")), ("warmup", -1), ("weight_decay", -0.1),
+    ("clip", 0), ("seed", -1), ("seed", True), ("seed", 2**64), ("device", "gpu"), ("device", 3.5),
+    ("text", 7), ("log_every", 0), ("eval_every", 0), ("eval_windows", 0)])
+def test_a_wrong_value_is_refused_by_name_before_anything_runs(name, value):
+    with pytest.raises(InputError, match=name):
+        tiny(**{name: value})
+
+
+def test_a_missing_device_is_named():
+    missing = "cuda:99" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(DeviceError, match=missing):
+        train(tiny(device=missing), progress=False)
+
+
+def test_too_little_text_names_what_it_needs():
+    short = Text("short", "", torch.zeros(100, dtype=torch.uint8))
+    with pytest.raises(TextError, match="a batch of 8 windows of 16 needs at least 129"):
+        train(tiny(text=short, batch=8), progress=False)
+    with pytest.raises(TextError, match="at least 2"):
+        train(tiny(text=Text("two", "", torch.zeros(1, dtype=torch.uint8))), progress=False)
+
+
+def test_the_tour_trains_a_layer_that_twell_can_cut_into_tiles():
+    assert TOUR.l1 > 0 and TOUR.d_ff >= 512 and TOUR.d_ff % 256 == 0 and TOUR.gated

@@ -1,0 +1,30 @@
+from . import bench as bench
+from . import formats as formats
+from . import ops as ops
+from . import plots as plots
+from . import records as records
+from . import simulator as simulator
+from .analysis.plan import Plan as Plan
+from .analysis.planner import plan as plan
+from .analysis.profile import FiringProfile as FiringProfile
+from .analysis.profile import profile as profile
+from .core.errors import DeviceError as DeviceError
+from .core.errors import InputError as InputError
+from .core.errors import StackError as StackError
+from .core.errors import TwellError as TwellError
+from .layers.anatomy import feed_forwards as feed_forwards
+from .layers.choice import Choice as Choice
+from .layers.choice import LayerPlan as LayerPlan
+from .layers.sparse_ffn import SparseFFN as SparseFFN
+from .layers.terms import layer_terms as layer_terms
+from .models.relufy import relufy as relufy
+from .models.swap import densify as densify
+from .models.swap import sparsify as sparsify
+from .ops.differentiable import train_ffn as train_ffn
+from .ops.operators import gated_ffn as gated_ffn
+from .ops.operators import pack as pack
+from .ops.operators import plain_ffn as plain_ffn
+from .training.config import TrainConfig as TrainConfig
+from .training.loop import train as train
+
+__version__: str

@@ -1,0 +1,1 @@
+"""The analysers: who fires, what a path costs, and which one a plan picks. May import layers and all below."""

@@ -1,0 +1,62 @@
+"""A layer that plans itself: it counts who fires in the first batches it sees, then decides. Used by sparsify(plan="auto")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOKENS, FORWARDS = 4096, 8  # a layer has seen enough after so many tokens, or after so many forwards
+
+
+class Shared:
+    """What the watching layers of one model share: the measured rates of each device and dtype."""
+
+    def __init__(self, measure: bool = True) -> None:
+        self.measure = measure
+        self.rates: dict = {}
+
+
+class Watch:
+    """Watches one SparseFFN. Counting stays on the layer's device; only the decision waits for it, once.
+
+    The batch that is at hand when enough was counted is not counted itself: the candidates are timed on it.
+    """
+
+    def __init__(self, shared: Shared, name: str) -> None:
+        self.shared, self.name = shared, name
+        self.tokens = self.forwards = 0
+        self.counter = None
+
+    @torch.no_grad()
+    def see(self, layer, x: Tensor):
+        """Count one input of `layer`, a SparseFFN. Returns the LayerPlan once there is one, and None before."""
+        rows = x.reshape(-1, x.shape[-1])
+        weight = layer.up.weight
+        if not rows.shape[0] or rows.dtype != weight.dtype or rows.device != weight.device or rows.shape[1] != weight.shape[1]:
+            return None  # nothing to count, or nothing that this layer takes: its forward says so
+        if self.tokens >= TOKENS or self.forwards >= FORWARDS:
+            return self._decide(layer, rows)
+        from ..layers.anatomy import FeedForward
+        from .profile import _Counter
+
+        if self.counter is None:
+            found = FeedForward(self.name, layer, layer.gate, layer.up, layer.down)
+            self.counter = _Counter(found, layer.tile, layer.words)
+        pattern = layer.up if layer.gate is None else layer.gate
+        self.counter.add(rows, torch.nn.functional.linear(rows, pattern.weight, pattern.bias))
+        self.tokens += rows.shape[0]
+        self.forwards += 1
+        return None
+
+    def _decide(self, layer, rows: Tensor):
+        from . import costs, planner
+
+        weight = layer.up.weight
+        kind = (str(weight.device), weight.dtype)
+        if kind not in self.shared.rates:
+            self.shared.rates[kind] = costs.measure_rates(weight.device, weight.dtype)
+        found = self.counter.layer if self.shared.measure else None
+        # Repeating a few rows many times would time a batch in which every token fires the same neurons.
+        timed = [most for most in planner.TOKENS if most <= 4 * rows.shape[0]]
+        rates = self.shared.rates[kind]
+        return planner.plan_layer(self.counter.result(), rates, planner.TOKENS, found, rows.detach(), timed)

@@ -1,0 +1,126 @@
+"""While a model is trained: each sparse layer on the dense path until its measured density says that the sparse one is faster.
+
+Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each side costs, for a
+token, d_model x d_ff weights of `b` bytes and n neurons firing (twell_lab.ops.differentiable):
+  dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
+  sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down forwards;
+          down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
+So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins. A token that the sparse
+path has no room for (a "lost" row: exact, and finished from the dense weights without tensor cores) costs as much as LOST of the
+layer's neurons firing; how many there are is seen on that path alone.
+
+Under torch.compile a changed path is another graph. Have a model's layers compiled one by one (`layer.compile()` for each), so
+that two graphs serve all of them; of a whole model there is one for each combination of paths, and after eight torch gives up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..core.errors import InputError
+from ..layers.anatomy import feed_forwards
+from ..layers.learner import LayerTerm
+from ..layers.sparse_ffn import SparseFFN
+from ..ops import differentiable, train_rows
+from . import costs
+
+MARGIN = 0.1  # a layer changes over when it is this far past the break-even, so that noise does not send it to and fro
+ROOM_USED = 0.9  # of the room for entries: with the margin a layer still changes over before rows do not fit, which costs much more
+LOST = 0.3  # of d_ff: on an H100 5 us where 4% fire in it, 7 where 10%, 10 where 30% do, beside 4 ns for an entry
+_REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
+
+
+def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) -> float:
+    """Neurons firing at a token, below which a training step of this layer is faster on the sparse path; 0 if never."""
+    size = getattr(torch, rates.dtype).itemsize
+    gemm = 2 * d_model * d_ff / rates.matmul
+    gemms, values, rows = (9, 11, 7) if gated else (6, 5, 5)
+    dense = gemms * gemm + values * d_ff * size / rates.bandwidth
+    packed = 2 * d_ff * 4 / 8 / rates.bandwidth  # the words are written whole
+    fixed = gemm + packed + _REST * d_model * size / rates.bandwidth
+    return max(0.0, (dense - fixed) / (rows * d_model * size / rates.l2))
+
+
+def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
+    """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens found no room on
+    the sparse path; returns {layer: new path} of the changes.
+
+    terms: of one forward pass (twell_lab.layers.terms.layer_terms). below: the break-even, one number or one for each layer. Reads
+    the terms' nnz and lost, which waits for the device. A layer without a term stays as it is. A layer whose `learning` is None
+    counts as sparse. Raises InputError for a threshold that is no number from 0 up.
+    """
+    layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
+    changes = {}
+    for term in terms:
+        layer = layers.get(term.name)
+        limit = below.get(term.name, math.nan) if isinstance(below, dict) else below
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+            raise InputError(f"below is {limit!r} for layer {term.name!r}; a number from 0 up is accepted")
+        if layer is None:
+            continue
+        cost, now = _cost(term, layer), "dense" if layer.learning == "dense" else "twell"
+        path = "twell" if cost < limit * (1 - MARGIN) else "dense" if not cost <= limit * (1 + MARGIN) else now
+        if layer.learning != path:
+            layer.learn(path)
+            if path != now:
+                changes[term.name] = path
+    return changes
+
+
+def _cost(term: LayerTerm, layer: SparseFFN) -> float:
+    """What a token costs on the sparse path, in neurons firing."""
+    return float(term.nnz) + (0.0 if term.lost is None else LOST * layer.up.weight.shape[0] * float(term.lost))
+
+
+class Switch:
+    """`switch` with break-evens of this model on its device: measured once, when the first terms come.
+
+    A layer that lost tokens send back to the dense path, where they are not seen, tries again when fewer neurons fire than then:
+    its break-even becomes that number.
+
+    below: a break-even for every layer instead, in neurons firing at a token.
+    """
+
+    def __init__(self, model: nn.Module, below: float | None = None) -> None:
+        self.model = model
+        self.below = below
+
+    def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
+        """Have the layers follow what the terms of one forward pass say; returns the changes, as `switch` does."""
+        if self.below is None:
+            self.below = self.measure()
+        terms = list(terms)
+        changes = switch(self.model, terms, below=self.below)
+        for term in terms:
+            if changes.get(term.name) == "dense" and term.lost is not None and float(term.lost):
+                names = (layer.name for layer in feed_forwards(self.model))
+                self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(names, self.below)
+                self.below[term.name] = min(self.below[term.name], float(term.nnz))
+        return changes
+
+    def measure(self, tokens: int = 4096) -> dict[str, float]:
+        """The break-even of each layer, from rates measured on its device now; 0 (never) where the kernels do not take it.
+
+        tokens: how many a forward pass of training has. At most what the kernels have room for (launch_train.capacity_for):
+        the break-even of wide layers lies above that. Without the kernels (a CPU, float32) the sparse path is torch's own
+        operations, and the gate twice: slower, however few neurons fire. Raises InputError for tokens below 1.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise InputError(f"tokens is {tokens!r}; a whole number from 1 up is accepted")
+        layers = feed_forwards(self.model)
+        weight = layers[0].up.weight
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        rates = costs.measure_rates(weight.device, dtype)
+        made = {}
+        for each in layers:
+            d_ff, d_model = each.up.weight.shape
+            x = torch.empty(1, d_model, dtype=dtype, device=weight.device).expand(tokens, d_model)  # one row's memory
+            taken = differentiable.takes(x, None, each.up.weight)
+            room = ROOM_USED * train_rows.capacity_for(tokens, d_ff) / tokens
+            made[each.name] = min(break_even(rates, d_model, d_ff, each.gate is not None), room) if taken else 0.0
+        return made

@@ -1,0 +1,374 @@
+"""The `twell-lab` command. Each subcommand imports what it needs when it runs, so `--help` is quick.
+
+Exit status: 0 done, 1 a check failed, 2 a mistake in the input or the set-up (one line on stderr says which),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from tqdm import tqdm
+
+from .. import __version__
+from ..core.errors import InputError, RecordError, TwellError
+from ..core.files import check_folder, check_target, strict_json
+from . import terminal, train_command
+from .options import TourOptions, add_fields, given, path, positive, seconds, source, whole
+from .terminal import Answer
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+_ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_model": "d_model",
+                "d_ff": "d_ff", "nnz": "mean nnz", "path": "path", "ms": "ms", "spread": "spread",
+                "x_dense": "x dense"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit status."""
+    if arguments is None:  # this is what the process does, and all that it does
+        arguments = sys.argv[1:]
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(signal.SIGINT, _interrupt_once)
+    try:
+        with terminal.ready() as output:
+            return _run(arguments, output)
+    except TwellError as error:
+        number = os.environ.get("RANK", "0")  # under torchrun each process speaks for itself
+        terminal.tell(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for a CPU allocation that fails, only this wording.
+        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate|alloc_cpu", str(error)):
+            raise
+        terminal.tell("twell-lab: this does not fit into memory; smaller sizes are accepted")
+        return 2
+    except KeyboardInterrupt as error:
+        if signal.getsignal(signal.SIGINT) is _interrupt_once:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # One may have come while the first was on its way.
+        while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):
+            error = error.__context__
+        if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
+            several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+            again = (f"torchrun as before, with --resume {shlex.quote(folder)}" if several else
+                     _again(["train", "--resume", folder]))
+            said = f"{error}; to go on: {again}"
+        else:
+            said = f"interrupted; to run it again: {_again(arguments)}"
+        if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
+            terminal.tell(f"\ntwell-lab: {said}")
+        return 130
+    except OSError as error:  # a file or device that nothing else has a word for
+        if error.errno is None:
+            raise
+        what = "the system says" if error.filename is None else repr(error.filename)
+        terminal.tell(f"twell-lab: {what}: {error.strerror}")
+        return 2
+
+
+def _run(arguments: list[str], output: terminal.Stream) -> int:
+    """The exit status of what these arguments ask for, once all of the output is written."""
+    try:
+        try:
+            options = _parser(arguments).parse_args(arguments)
+            answer = options.run(options)  # None from a process that leaves the answer to another
+            if answer is not None:
+                answer.say(options.json)
+        except SystemExit as stopped:
+            if not stopped.code:  # --help, which argparse prints without a word if it cannot
+                output.flush()
+                if output.failed is not None:
+                    raise output.failed from None
+            raise
+        output.flush()
+        return answer.status if answer else 0
+    except BrokenPipeError:
+        # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.
+        return 0
+    except OSError as error:
+        if error is not output.failed:
+            raise
+        raise InputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _interrupt_once(number: int, frame) -> None:
+    """Ctrl-C is an exception once: another one, while that is dealt with and Python ends, would print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _again(arguments: list[str]) -> str:
+    """The command line that was interrupted, as one would type it here."""
+    folder, name = os.path.split(sys.argv[0])
+    if not name.startswith("twell-lab"):
+        started = ["python", "-m", "twell_lab"]
+    elif folder in os.environ.get("PATH", "").split(os.pathsep):
+        started = ["twell-lab"]
+    else:
+        started = [sys.argv[0]]
+    return shlex.join([*started, *arguments])
+
+
+def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of the command line. The options of `train`, which are those of a class that needs torch, are there if
+    `arguments` ask for that command."""
+    parser = argparse.ArgumentParser(
+        prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed.")
+    parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, run, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text[0].lower() + text[1:].rstrip("."), description=text)
+        added.set_defaults(run=run)
+        added.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+        return added
+
+    command("doctor", _doctor, "Say what this machine has, what will run where, and what is missing.")
+
+    tour = command("tour", _tour, "Train with and without L1, profile, pack, time, and write a page.")
+    add_fields(tour, TourOptions)
+    tour.add_argument("--render", metavar="TOUR_JSON", type=path,
+                      help="do nothing but draw the page of an earlier tour, from this or another machine")
+
+    train = command("train", train_command.run, "Train a small ReLU language model, with an L1 penalty if asked for.")
+    if "train" in arguments:
+        train_command.add_options(train)
+
+    prepared = command("prepare", _prepare, "Read a text of any length once, encode it, and keep its tokens for "
+                       "training.")
+    prepared.add_argument("text", type=source, metavar="TEXT", help="a file, a folder of files, or "
+                          "hf:owner/name?bytes=10e9 for a Hugging Face dataset, all of it unless ?bytes says how much")
+    prepared.add_argument("--out", metavar="DIR", type=path, required=True,
+                          help="a new folder, for twell-lab train --text")
+    prepared.add_argument("--tokenizer", metavar="WORD", help="bytes, bpe:4096 (a BPE of that size, trained on the "
+                          "text's beginning), or a file [bytes]")
+
+    profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
+    plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
+    for each, counts, kept in ((profile, "how many windows", "counts"),
+                               (plan, "how many windows to profile, and how many others to time on", "plan")):
+        each.add_argument("model", metavar="DIR", type=path, help="a folder that twell-lab train --out wrote")
+        each.add_argument("--text", type=source, metavar="PATH", help="a file or folder, read whole, but of the text "
+                          "that the model was trained on the held-out part [that of the source of Python's standard "
+                          "library]")
+        each.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
+        each.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
+    plan.add_argument("--tokens", type=positive, nargs="+", default=[1, 64, 2048, 16384], metavar="N",
+                      help="tokens at once to plan for [1 64 2048 16384]")
+    plan.add_argument("--predict-only", action="store_true", help="time none of the candidates")
+    plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+
+    bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
+    bench.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N",
+                       help="one or more [1 8 64]")
+    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="[%(default)s]")
+    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="[%(default)s]")
+    bench.add_argument("--nnz", type=float, default=29.0, metavar="X",
+                       help="mean number of neurons firing for a token [%(default)s]")
+    bench.add_argument("--workload", choices=["lognormal", "uniform"], default="lognormal",
+                       help="how neurons share the firing [%(default)s]")
+    bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
+    bench.add_argument("--seconds", type=seconds, default=2.0, metavar="S",
+                       help="how long to measure each size on a CPU [%(default)s]")
+    bench.add_argument("--out", metavar="DIR", type=path, help="save the records here")
+    for each, several in ((plan, None), (bench, "+")):
+        each.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
+        each.add_argument("--dtype", choices=_DTYPES, nargs=several, metavar="DTYPE",
+                          help=f"{', '.join(_DTYPES)} [bfloat16 on a GPU, else float32]")
+
+    record = command("record", _record, "Make one of the recordings that the course's figures come from.")
+    record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
+    record.add_argument("--out", metavar="DIR", type=path, help="where the record goes [data/records]")
+    record.add_argument("--seed", type=whole, metavar="N", help="of attack alone: other cases")
+    record.add_argument("--seconds", type=seconds, metavar="S", help="of attack alone, on a GPU: how long")
+    record.add_argument("--cases", type=positive, metavar="N", help="of attack alone: how many")
+
+    built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
+    built.add_argument("out", metavar="DIR", type=path, help="where the cubins go; name it in TWELL_LAB_CUBINS there")
+    built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="sm_75 ... [sm_90]")
+    built.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"], metavar="DTYPE",
+                       help=f"{', '.join(_DTYPES)} [bfloat16]")
+    built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N", help="model widths [2048]")
+
+    kept = command("records", _records, "List every recorded measurement.")
+    kept.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
+    kept.add_argument("--verify", action="store_true",
+                      help="instead, check that these kernels were tested on a GPU or are named as untested")
+    return parser
+
+
+# ---- the commands ----------------------------------------------------------------------------------------
+
+
+def _doctor(options) -> Answer:
+    from .doctor import examine
+    findings = examine()
+    width = max(len(finding.topic) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<8} {finding.topic:<{width}}  {finding.text}")
+        if finding.command:
+            lines.append(f"{'':<8} {'':<{width}}  -> {finding.command}")
+    return Answer([asdict(finding) for finding in findings], "\n".join(lines))
+
+
+def _tour(options) -> Answer:
+    if options.render is not None:
+        from .page import render_file
+        page = render_file(options.render, options.out or TourOptions.out)
+        return Answer(strict_json({"page": str(page)}), f"tour: the page is {page}")
+    from . import tour as tour_module
+    record, saved, page = tour_module.run(TourOptions(**given(options, TourOptions)))
+    where = (f"the page is {page}" if page else
+             f"the record is {saved}, and twell-lab tour --render {saved} draws its page")
+    taken = sum(record.notes["tour"]["seconds"].values())
+    return Answer(record.to_json(), f"{tour_module.summary(record)}\ntour: done in {taken:.0f} s; {where}")
+
+
+def _profile(options) -> Answer:
+    from ..analysis.profile import profile
+    from ..models.tiny import LanguageModel
+    if options.out is not None:
+        check_target(options.out)
+    model = LanguageModel.load(options.model)
+    part, windows = _windows(options, options.windows, model.config)
+    firing = profile(model, windows.split(32))
+    if options.out is not None:
+        firing.save(options.out)
+    return Answer(firing.table(), f"{firing}\nprofile: {firing.tokens:,} tokens of {part.name}" +
+                  (f"; the counts are in {options.out}" if options.out else ""))
+
+
+def _prepare(options) -> Answer:
+    from ..training.text.prepared import prepare
+    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        made = prepare(options.text, options.out, tokenizer=options.tokenizer,
+                       on_bytes=lambda size: bar.update(size - bar.n))
+    training, validation = (len(part.tokens) for part in made.split())
+    return Answer({**made.describe(), "training_tokens": training, "validation_tokens": validation},
+                  f"prepare: {made.size:,} bytes of {made.name} as {made.count:,} {made.tokenizer.unit}, {validation:,} "
+                  f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them")
+
+
+def _windows(options, count: int, config):
+    """(the text, windows [count, context] spread over it): of the text that the model was trained on, of the default
+    one and of a prepared one the held-out part, another whole; read through the tokenizer that training left in the
+    model's folder, or as bytes. config: the model's."""
+    from ..training.checkpoint import text_of
+    from ..training.text.load import load_any
+    from ..training.text.prepared import PreparedText
+    from ..training.text.source import spread_windows
+    own = options.model / "tokenizer.json"
+    text = load_any(options.text, tokenizer=own if own.is_file() else None)
+    if text.vocabulary != config.vocabulary:
+        read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
+        raise InputError(f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
+                         "accepted: a model with the tokenizer it was trained with beside it")
+    seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
+    part = text.split()[1] if seen else text
+    if len(part.tokens) <= config.context:
+        raise InputError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
+                         f"{config.context}, so at least {config.context + 1} are needed")
+    return part, spread_windows(part.tokens, count, config.context)[:, :-1]
+
+
+def _plan(options) -> Answer:
+    import torch
+
+    from ..analysis.planner import plan
+    from ..analysis.profile import profile
+    from ..models.tiny import LanguageModel
+    from ..ops.measure import _device
+    if options.out is not None:
+        check_target(options.out)
+    device = _device(options.device)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
+    part, windows = _windows(options, 2 * options.windows, model.config)
+    # Every other window is profiled, and the ones between are timed: the same text, other tokens.
+    firing = profile(model, windows[::2].split(32))
+    made = plan(firing, model, tokens=options.tokens, device=device, measure=not options.predict_only,
+                batches=windows[1::2].split(32) if len(windows) > 1 else None)
+    if options.out is not None:
+        made.save(options.out)
+    shown = "\n\n".join(map(str, made.layers)) if options.all else made
+    timed = f"timed on inputs {made.inputs}" if made.inputs else "nothing was timed"
+    return Answer(made.table(), f"{shown}\nplan: from {firing.tokens:,} tokens of {part.name}; {timed}" +
+                  (f"; the plan is in {options.out}" if options.out else ""))
+
+
+def _bench(options) -> Answer:
+    import torch
+
+    from ..bench import forward
+    from ..records import record as records
+    if options.out is not None:
+        check_folder(options.out)
+    dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
+    made = [forward.ffn(tokens, options.d_model, options.d_ff, options.nnz, dtype=dtype, device=options.device,
+                      workload_kind=options.workload, compiled=options.compiled, seconds=options.seconds)
+            for dtype in dtypes for tokens in options.tokens]
+    saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
+    rows = records.flat_rows(made)
+    return Answer(rows, "\n".join([records.table(rows, _ROW_COLUMNS), *saved]))
+
+
+def _record(options) -> Answer:
+    from ..core import folders
+    from ..records import record as records
+    from . import recordings
+    names = sorted(recordings.RECORDINGS)
+    if options.name is None:
+        return Answer(strict_json(names), "\n".join(names))
+    if options.name not in names:
+        raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
+    told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
+    if told and options.name != "attack":
+        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
+    check_folder(options.out or folders.records_dir())
+    record = recordings.RECORDINGS[options.name](**told)
+    saved = f"record: saved {record.save(options.out)}"
+    rows = records.flat_rows([record])
+    return Answer(record.to_json(), f"{records.table(rows, _ROW_COLUMNS)}\n{saved}" if rows else saved)
+
+
+def _compile(options) -> Answer:
+    import torch
+
+    from ..cuda import cubins
+    from ..ops.prebuild import prebuild
+    if unknown := sorted(set(options.arch) - set(cubins.ARCHITECTURES)):
+        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(cubins.ARCHITECTURES)}")
+    with tqdm(unit="cubin", disable=None) as bar:
+        def built(done: int, of: int, name: str) -> None:
+            bar.total = of
+            bar.set_postfix_str(name[:60], refresh=False)
+            bar.update(done - bar.n)
+        dtypes = [getattr(torch, name) for name in options.dtype]
+        names = prebuild(options.out, options.arch, dtypes, options.d_model, built)
+    return Answer(names, f"compile: {len(names)} cubins in {options.out}")
+
+
+def _records(options) -> Answer:
+    from ..records import provenance
+    from ..records import record as records
+    if options.verify:
+        try:
+            why, holds = records.verify(options.folder), True
+        except RecordError as error:
+            why, holds = str(error), False
+        value = {"holds": holds, "kernels": provenance.kernel_hashes(), "why": why}
+        return Answer(value, f"records: {why}", int(not holds))
+    if options.folder is not None and not options.folder.is_dir():
+        raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
+    rows = records.flat_rows(records.load_all(options.folder))
+    table = records.table(rows, {"record": "record", **_ROW_COLUMNS, "date": "date", "stale": "stale"})
+    return Answer(rows, table if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")

@@ -1,0 +1,264 @@
+"""What this machine has, what will run on it, what is missing, and the command that installs it.
+
+Every finding is worked out on its own: one that cannot be says so, and the others still stand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ..core import folders, machine
+from ..core.errors import StackError
+from ..cuda import cubins
+
+STATES = ("ok", "missing", "limited")
+COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """topic: what was looked at; state: one of STATES; text: a sentence; command: what would mend it, or None.
+
+    "missing": something can be installed; "limited": it works in part, or cannot work on this machine.
+    """
+
+    topic: str
+    state: str
+    text: str
+    command: str | None = None
+
+
+def examine() -> list[Finding]:
+    """What this machine has, then what will run on it. Never raises."""
+    try:
+        facts = machine.describe()
+        facts["usable"] = machine.gpu() is not None
+    except Exception as error:  # the doctor is run where things are broken, so no kind of error is unexpected
+        return [Finding("machine", "limited", _unexamined(error))]
+    probes = {
+        "Python": _python,
+        "PyTorch": _torch,
+        "GPU": _gpu,
+        "CuPy": _cupy,
+        "NVRTC": _nvrtc,
+        "kernel cache": _cache,
+        "CPU operators": _cpu_operators,
+        "GPU kernels": _gpu_kernels,
+        "kernel compilation": _compilation,
+        "simulator": _simulator,
+        "notebooks": _notebooks,
+    }
+    return [_examined(topic, probe, facts) for topic, probe in probes.items()]
+
+
+def _examined(topic: str, probe: Callable[[dict], tuple], facts: dict) -> Finding:
+    try:
+        return Finding(topic, *probe(facts))
+    except Exception as error:
+        return Finding(topic, "limited", _unexamined(error))
+
+
+def _unexamined(error: Exception) -> str:
+    return f"could not be examined ({type(error).__name__}: {error})"
+
+
+def install_command(extra: str) -> str:
+    """What installs one of pyproject's extras here: make in the checkout's own .venv, pip anywhere else."""
+    if Path(sys.prefix).resolve() == _CHECKOUT / ".venv":
+        return f"make setup STACK={extra}" if extra in ("cu12", "cu13") else "make setup"
+    try:
+        metadata.version("twell-lab")
+    except metadata.PackageNotFoundError:  # a checkout on the path, not installed
+        return f"pip install -e '.[{extra}]'"
+    return f"pip install 'twell-lab[{extra}]'"
+
+
+# ---- what the machine has ----
+
+
+def _python(facts: dict) -> tuple:
+    return "ok", f"{facts['python']} on {facts['os']}; {facts['cpu'] or 'unnamed CPU'}, {facts['cores']} cores"
+
+
+def _torch(facts: dict) -> tuple:
+    if facts["torch"] is None:
+        return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
+    import torch  # an installed torch that does not load shows its reason in the finding
+
+    build = f"built for CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "a build without CUDA"
+    return "ok", f"{torch.__version__}, {build}"
+
+
+def _gpu(facts: dict) -> tuple:
+    if not facts["gpus"]:
+        return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works without one"
+    named = "; ".join(
+        f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB, driver {gpu['driver']}"
+        for gpu in facts["gpus"]
+    )
+    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < cubins.OLDEST]:
+        oldest = "sm_{}{}".format(*cubins.OLDEST)
+        return "limited", f"{named}; the kernels need {oldest} or newer, which {too_old[0]['name']} is not"
+    if facts["usable"]:
+        return "ok", named
+    return "limited", f"{named}; {_why_unusable(facts)}", _stack_command(facts)
+
+
+def _capability(gpu: dict) -> tuple[int, ...]:
+    return tuple(int(part) for part in gpu["capability"].split("."))
+
+
+def _why_unusable(facts: dict) -> str:
+    """Why torch cannot use a GPU that the driver lists."""
+    build, driver = facts["torch_cuda"], facts["cuda_driver"]
+    if facts["torch"] is None:
+        return "torch is not installed"
+    if build is None:
+        return f"torch {facts['torch']} is a build without CUDA"
+    if driver and machine.major(driver) < machine.major(build):
+        return f"its driver runs CUDA up to {driver}, and torch is built for CUDA {build}"
+    return f"torch, built for CUDA {build}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+
+
+def _stack_command(facts: dict) -> str | None:
+    """What installs a stack that this machine's driver runs, where the installed one cannot use the GPU."""
+    build, driver = facts["torch_cuda"], facts["cuda_driver"]
+    if build and not (driver and machine.major(driver) < machine.major(build)):
+        return None
+    command = install_command("cu12")
+    if command.startswith("make"):
+        return command
+    with_torch = command.replace("install ", "install 'torch>=2.8,<2.11' ")
+    return f"pip uninstall -y torch && {with_torch}"
+
+
+def _cupy(facts: dict) -> tuple:
+    if fault := machine.stack_fault():
+        if facts["gpus"]:
+            return "limited", fault[0], fault[1]
+        return "ok", f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
+    if facts["cupy"] is None:
+        return "missing", "not installed; it loads and launches the CUDA kernels", _cupy_command(facts)
+    return "ok", f"{facts['cupy']} ({facts['cupy_package']})"
+
+
+def _cupy_command(facts: dict) -> str | None:
+    if facts["gpus"]:
+        return install_command("cu13" if facts["torch_cuda"] and machine.major(facts["torch_cuda"]) == 13 else "cu12")
+    return install_command("compile") if sys.platform == "linux" else None
+
+
+def _nvrtc(facts: dict) -> tuple:
+    if facts["nvrtc"]:
+        return "ok", f"the CUDA compiler library, {facts['nvrtc']}"
+    return "missing", f"the CUDA compiler library does not load{_why_no_compiler()}", _cupy_command(facts)
+
+
+def _why_no_compiler() -> str:
+    """What loading it raised, cut to one line: CuPy's own message fills a screen."""
+    try:
+        cubins.compiler()
+    except StackError as error:
+        cause = error.__cause__ or error
+        lines = [line.strip(" =") for line in str(cause).splitlines()]
+        return f" ({type(cause).__name__}: {next(filter(None, lines), '')})"
+    return ""
+
+
+def _cache(facts: dict) -> tuple:
+    folder, refused = folders.find_cache()
+    if refused:
+        return "limited", f"others could put kernels there: {'; '.join(refused)}", "export TWELL_LAB_CACHE=/a/folder/of/your/own"
+    if folder is None:
+        return (
+            "limited", "no folder can be written, so each process compiles its kernels again",
+            "export TWELL_LAB_CACHE=/a/folder/that/can/be/written",
+        )
+    return "ok", f"compiled kernels are kept in {folder}"
+
+
+# ---- what will run ----
+
+
+def _cpu_operators(facts: dict) -> tuple:
+    if facts["torch"] is None:
+        return "missing", "need torch", "pip install 'torch>=2.6'"
+    from .. import ops  # noqa: F401  registering the operators is what can fail
+
+    return "ok", "pack, gated_ffn, plain_ffn and SparseFFN run on CPU tensors, in torch operations that skip zeros"
+
+
+def _gpu_kernels(facts: dict) -> tuple:
+    if not facts["gpus"]:
+        return "limited", "no GPU to run them; plots show recorded runs instead"
+    reasons = [f"{topic}: {found[1]}" for topic, found in _gpu_needs(facts) if found[0] != "ok"]
+    if reasons:
+        return "limited", f"will not run yet ({'; '.join(reasons)})"
+    return "ok", "run on CUDA tensors, compiled on first use"
+
+
+def _gpu_needs(facts: dict) -> list[tuple[str, tuple]]:
+    needs = [("GPU", _gpu(facts)), ("CuPy", _cupy(facts))]
+    prebuilt = os.environ.get("TWELL_LAB_CUBINS")  # cubins compiled elsewhere need no compiler here
+    return needs if prebuilt else [*needs, ("NVRTC", _nvrtc(facts))]
+
+
+def _compilation(facts: dict) -> tuple:
+    if facts["nvrtc"]:
+        return "ok", f"for {', '.join(cubins.ARCHITECTURES)}, with or without a GPU"
+    if sys.platform not in ("linux", "win32"):
+        return "limited", f"NVRTC is not made for {sys.platform}"
+    return "missing", "needs NVRTC", _cupy_command(facts)
+
+
+def _simulator(facts: dict) -> tuple:
+    if facts["torch"] is None:
+        return "missing", "needs torch", "pip install 'torch>=2.6'"
+    from ..simulator import toolchain
+
+    try:
+        found = toolchain.compiler()
+    except StackError as error:
+        return "missing" if sys.platform == "linux" else "limited", str(error)
+    return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
+
+
+def _notebooks(facts: dict) -> tuple:
+    # Inside a running kernel (Colab, an editor) the host brings its own front end.
+    needed = [name for name in COURSE if name != "jupyterlab" or "ipykernel" not in sys.modules]
+    if absent := [name for name in needed if not _installed(name)]:
+        return "missing", f"not installed: {', '.join(absent)}", install_command("course")
+    if not _writable(Path(os.environ.get("JUPYTER_RUNTIME_DIR") or Path.home())):
+        return (
+            "limited", "Jupyter keeps its runtime files in the home folder, which cannot be written",
+            "export JUPYTER_RUNTIME_DIR=$(mktemp -d)",
+        )
+    return "ok", f"{', '.join(needed)} are installed; `make lab` opens the course"
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+        return True
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _writable(folder: Path) -> bool:
+    """Tried rather than read off permission bits, which neither bind root nor tell of a read-only mount.
+
+    A folder that is not there yet counts as its nearest parent that is.
+    """
+    folder = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

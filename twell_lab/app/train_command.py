@@ -1,0 +1,100 @@
+"""`twell-lab train`: the options of a training run and what it says. Imports torch only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..core.errors import InputError
+from .options import add_fields, given, path
+from .terminal import Answer
+
+EPILOG = """\
+on a text of your own, a file or a folder of files:
+
+  twell-lab train --text my-texts --l1 1e-3 --out build/mine
+  twell-lab profile build/mine --text my-texts
+
+Ctrl-C, SIGTERM or SIGHUP saves the run and says how to go on; about every five
+minutes it is saved anyway:
+
+  twell-lab train --resume build/mine
+
+On a GPU, --dtype bfloat16 --compile is several times faster. On two of them:
+
+  torchrun --nproc-per-node 2 -m twell_lab.train --text my-texts \\
+    --out build/mine
+
+A text of more than a gigabyte is read and encoded once, and training then maps
+it into memory:
+
+  twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" \\
+    --tokenizer bpe:32768 --out texts/edu
+  twell-lab train --config 0.5B --text texts/edu --out build/edu
+
+About a tenth of the text is held out for validation. metrics.jsonl in --out has
+a line for every --log-every steps."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Every field of TrainConfig as an option, and where the run is kept."""
+    from ..training import presets
+    from ..training.config import TrainConfig
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add_fields(parser, TrainConfig)
+    parser.add_argument("--plain", action="store_false", default=None, dest="gated", help="the same as --no-gated")
+    parser.add_argument("--out", metavar="DIR", type=path, help="save metrics and checkpoints here, for --resume, and "
+                        "in the end the model, for twell-lab profile; a folder that holds another run or model is refused")
+    parser.add_argument("--resume", metavar="DIR", type=path, help="go on with the run that was saved there; of its "
+                        "options only where and how it computes and --checkpoint-every may change")
+    parser.add_argument("--config", metavar="NAME", help="sizes, steps and rates to begin from, which every option "
+                        f"here overrides: {', '.join(presets.NAMES)}; 'list' says what they are")
+
+
+def run(options: argparse.Namespace) -> Answer | None:
+    """Train, save, and say what came of it; under torchrun only the first process does."""
+    from ..records import record as records
+    from ..training import checkpoint, presets
+    from ..training.config import TrainConfig
+    from ..training.loop import train
+    if options.config == "list":
+        return Answer(presets.rows(), presets.table())
+    told = given(options, TrainConfig)
+    if options.config is not None:
+        told = {**presets.named(options.config), **told}
+    if options.checkpoint_every and not (options.out or options.resume):
+        raise InputError(f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, where "
+                         "they go")
+    config = checkpoint.config_of(options.resume, **told) if options.resume else TrainConfig(**told)
+    with _warnings_in_one_line():
+        result = train(config, out=options.out, resume=options.resume)
+    if int(os.environ.get("RANK", "0")):
+        return None
+    table = records.table([{"layer": i, "density": share, "dead": dead} for i, (share, dead)
+                           in enumerate(zip(result.density, result.dead, strict=True))],
+                          {"layer": "layer", "density": "density", "dead": "dead neurons"})
+    where = options.out or options.resume
+    return Answer(result.summary(), f"{table}\ntrain: {result.validation_bits_per_byte:.3f} bits per byte on held-out "
+                  f"text, mean nnz {result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s" +
+                  (f"; the model is in {where}" if where else ""))
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Within this context warnings of this package look like its errors, without the line of source."""
+    usual, here = warnings.formatwarning, os.path.dirname(__file__)
+
+    def in_one_line(message, category, filename, lineno, line=None) -> str:
+        if os.path.dirname(filename) != here:
+            return usual(message, category, filename, lineno, line)
+        return f"\ntwell-lab: warning: {message}\n"  # the line before it may be a progress bar's
+
+    warnings.formatwarning = in_one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual

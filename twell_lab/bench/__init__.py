@@ -1,0 +1,5 @@
+"""Benchmarks: rows of records, never prose. May import sparsities and all below."""
+
+from .forward import ffn, kernel_versions, layer
+
+__all__ = ["ffn", "kernel_versions", "layer"]

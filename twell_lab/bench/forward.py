@@ -1,0 +1,227 @@
+"""One layer's forward pass, dense beside sparse: check first, then time, medians with spread (ops.measure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..core.errors import InputError
+from ..formats import twell
+from ..formats.twell import TILE, WORDS
+from ..layers.anatomy import feed_forwards
+from ..layers.sparse_ffn import SparseFFN
+from ..ops import ampere, dispatch
+from ..ops import portable as launch
+from ..ops.measure import (
+    _GRAPH_TOKENS,
+    _ROTATED,
+    As,
+    WrongResult,
+    _device,
+    check,
+    graphed,
+    peak_bytes,
+    quartiles,
+    time_cpu,
+    time_cuda,
+    workload,
+)
+from ..plots.data import OTHER_KERNELS
+from ..records.record import Record
+
+
+def _check_seconds(seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
+        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
+
+
+# ---- benchmarks ----
+
+
+def ffn(
+    tokens: int = 16384,
+    d_model: int = 2048,
+    d_ff: int = 5632,
+    nnz: float = 29,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    workload_kind: str = "lognormal",
+    compiled: bool = False,
+    others: bool = False,
+    seconds: float = 2.0,
+    seed: int = 0,
+) -> Record:
+    """Time a gated layer of the given size on a drawn workload (see `workload`), dense beside sparse.
+
+    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer. others: on a
+    GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
+    seconds: how long to measure on a CPU. Returns a Record with a row for each path.
+    """
+    _check_seconds(seconds)
+    device = _device(device)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
+    return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
+
+
+def layer(
+    module: nn.Module, x: Tensor, *, label: str = "trained", compiled: bool = False, seconds: float = 2.0
+) -> Record:
+    """Time a feed-forward module on the real inputs x [tokens, d_model], dense beside its SparseFFN."""
+    _check_seconds(seconds)
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
+        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"x is {shape}; a tensor [tokens, d_model] with at least one token is accepted")
+    return _compare(module, [x], label, compiled=compiled, seconds=seconds)
+
+
+@torch.no_grad()
+def _compare(
+    dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float, others: bool = False
+) -> Record:
+    x = inputs[0]
+    (found,) = feed_forwards(dense)[:1]
+    if found.module is not dense:
+        raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
+    sparse = SparseFFN(found.module, _check=False)  # what the two compute is checked on these inputs now, in float64
+    worst = max(check(dense, sparse, each) for each in inputs)
+    pattern = found.pattern
+    fired = [twell.fires(linear(each, pattern.weight, pattern.bias)).sum(1).double().mean() for each in inputs]
+    shared = {
+        "kind": "ffn_forward",
+        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "CPU",
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "tokens": x.shape[0],
+        "d_model": x.shape[1],
+        "d_ff": pattern.weight.shape[0],
+        "nnz": round(float(sum(fired) / len(fired)), 2),
+        "workload": label,
+        "error_over_allowed": round(worst, 4),
+    }
+
+    def over_inputs(f):
+        return lambda turn: f(inputs[turn % len(inputs)])
+
+    calls = {"dense eager": over_inputs(dense), "twell": over_inputs(sparse)}
+    if others and x.is_cuda:
+        calls |= {name: over_inputs(call) for name, call in _other_kernels(dense, sparse, inputs).items()}
+    if compiled:
+        torch._dynamo.reset()
+        calls["dense compiled"] = over_inputs(torch.compile(dense))
+    if not x.is_cuda:
+        samples = time_cpu(calls, seconds / 2)
+        samples |= {f"{name} (cold)": each for name, each in time_cpu(calls, seconds / 2, cold=True).items()}
+    else:
+        with torch.cuda.device(x.device):
+            samples = time_cuda({**calls, **_parts(sparse, inputs)})
+            if x.shape[0] <= _GRAPH_TOKENS:
+                replays = {f"{name} (graph)": graphed(call) for name, call in calls.items() if "compiled" not in name}
+                samples |= time_cuda(replays)
+            memory = {name: peak_bytes(call) for name, call in calls.items()}
+    rows = []
+    for path, values in samples.items():
+        how = path.partition(" (")[2]
+        base = f"dense eager ({how}" if how else "dense eager"
+        median, spread = quartiles(values)
+        dense_ms = quartiles(samples[base])[0]
+        row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense_ms, "x_dense": dense_ms / median}
+        if path.startswith("part: "):
+            row |= {"dense_ms": None, "x_dense": None}
+        elif x.is_cuda and path in memory:
+            row["peak_bytes"] = memory[path]
+        rows.append({**row, "samples": [round(v, 6) for v in values]})
+    return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
+
+
+def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The layer on kernels that dispatch may pass over on this GPU, each checked: the portable ones behind torch's gate
+    GEMM, and, on Hopper, where they can be finished, those whose gate GEMM packs through mma.sync."""
+    gate, up, down = sparse.gate, sparse.up, sparse.down
+    first, weights = up if gate is None else gate, (None if gate is None else gate.weight, up.weight)
+    biases = (None if gate is None else gate.bias, up.bias, down.bias)
+
+    def portable(x):
+        return dispatch.twell(x, *weights, sparse.down_t, *biases, sparse.tile, sparse.words)
+
+    def through_mma(x):
+        return dispatch.sm90(x, *weights, down.weight, sparse.down_t, *biases, None, 0, packs=ampere)
+
+    found = {OTHER_KERNELS[0]: portable}
+    x = inputs[0]
+    if (sparse.tile, sparse.words) == (TILE, WORDS) and ampere.takes(x, first.weight) and dispatch.fuses(first.weight):
+        found[OTHER_KERNELS[1]] = through_mma
+    for call in found.values():
+        check(dense, As(sparse, call), x)
+    return found
+
+
+def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int], object]]:
+    """The portable forward cut into its three launches, each on the real output of the one before."""
+    pattern, up, down = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
+    gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
+    packs = [launch.pack(g, sparse.tile, sparse.words) for g in gates]
+    none = (None, None, None)
+
+    def project(turn):
+        return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
+
+    def pack(turn):
+        return launch.pack(gates[turn % len(inputs)], sparse.tile, sparse.words)
+
+    def rest(turn):
+        i = turn % len(inputs)
+        if sparse.gate is None:
+            return launch.down(packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
+        weights = (up.weight, sparse.down_t, up.bias, down.bias)
+        return launch.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
+
+    return {"part: gate GEMM": project, "part: pack": pack, "part: sparse": rest}
+
+
+@torch.no_grad()
+def kernel_versions(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29, *, seed: int = 0) -> list[dict]:
+    """Rows of kind "kernel": every version of every portable kernel on one workload, bf16, on this GPU.
+
+    Each version is first compared with the newest one, which `ffn` has checked against float64.
+    """
+    dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cuda", seed=seed)
+    sparse = SparseFFN.from_module(dense)
+    check(dense, sparse, inputs[0])
+    gates = [linear(x, sparse.gate.weight) for x in inputs]
+    packs = [launch.pack(g, TILE, WORDS) for g in gates]
+    none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
+
+    def pack(version):
+        return lambda turn: launch.pack(gates[turn % _ROTATED], TILE, WORDS, version)
+
+    def down(version):
+        return lambda turn: launch.down(packs[turn % _ROTATED], gates[turn % _ROTATED], none, down_t, None, d_ff, TILE, version)
+
+    def gated(version):
+        def call(turn):
+            i = turn % _ROTATED
+            return launch.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
+
+        return call
+
+    families = {"pack": (pack, 4), "down": (down, 3), "gated": (gated, 4)}
+    calls = {f"{name}_v{v}": make(v) for name, (make, newest) in families.items() for v in range(1, newest + 1)}
+    for name, (make, newest) in families.items():
+        if name == "pack":
+            continue  # words past a count are unwritten, so packed tensors are compared by the tests, not here
+        best = make(newest)(0).float()
+        for v in range(1, newest):
+            if (off := float((make(v)(0).float() - best).norm() / best.norm())) > 0.01:
+                raise WrongResult(f"{name}_v{v} differs from v{newest} by {off:.3g} of its norm: nothing was timed")
+    shared = {"kind": "kernel", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": tokens,
+              "d_model": d_model, "d_ff": d_ff, "nnz": nnz, "workload": "independent, lognormal"}  # fmt: skip
+    rows = []
+    for path, values in time_cuda(calls).items():
+        median, spread = quartiles(values)
+        rows.append({**shared, "path": path, "ms": median, "spread": spread, "dense_ms": None, "x_dense": None,
+                     "samples": [round(v, 6) for v in values]})  # fmt: skip
+    return rows

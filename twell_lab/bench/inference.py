@@ -1,0 +1,328 @@
+"""The inference tables: each path of a layer beside torch's dense layer, eager and compiled, in one run.
+
+Every function returns rows (see twell_lab.records). Each result is checked before any clock starts: 64 rows of it against
+float64, all of it against the dense layer. Times are device events with cold L2 and rotated inputs, taken in turns
+(bench.time_cuda); for few tokens, CUDA-graph replays. The planner sees other tokens than those that are timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..analysis import costs, planner
+from ..analysis.plan import Plan
+from ..analysis.profile import profile
+from ..formats import twell
+from ..layers.anatomy import feed_forwards
+from ..layers.choice import Choice, LayerPlan
+from ..layers.sparse_ffn import SparseFFN
+from ..models.swap import sparsify
+from ..ops import measure
+from ..ops.reference import GatedFeedForward, PlainFeedForward
+
+D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
+SHAPES = ((768, 3072, True), (1024, 4096, False), (2048, 8192, False), (3584, 18944, True), (4096, 14336, True), (5120, 13824, True))
+_GRAPH_TOKENS = 256  # up to here replays of a CUDA graph are timed
+_DENSITY = 29 / 5632  # of the shapes' workload
+
+
+# ---- one layer, every path ----
+
+
+@functools.cache
+def _compiled(gated: bool):
+    """torch.compile of the dense layer as a function of its weights, so that one compilation serves every workload."""
+
+    def gated_layer(x, gate, up, down):
+        return linear(torch.relu(linear(x, gate)) * linear(x, up), down)
+
+    def plain_layer(x, gate, up, down):
+        return linear(torch.relu(linear(x, up)), down)
+
+    return torch.compile(gated_layer if gated else plain_layer, dynamic=False)
+
+
+def _compiled_dense(layer: nn.Module):
+    gate = getattr(layer, "gate_proj", None)
+    weights = (None if gate is None else gate.weight, layer.up_proj.weight, layer.down_proj.weight)
+    call = _compiled(gate is not None)
+    return lambda x: call(x, *weights)
+
+
+@functools.cache
+def _rates() -> costs.Rates:
+    return costs.measure_rates("cuda", torch.bfloat16)
+
+
+def plan_for(layer: nn.Module, seen: list[Tensor]) -> Plan:
+    """The plan of one layer from the inputs `seen`: profiled on the first, timed on the others."""
+    tokens = seen[0].shape[0]
+    return planner.plan(profile(layer, seen[:1]), layer, tokens=(tokens,), batches=seen[1:], rates=_rates())
+
+
+def _forced(layer: nn.Module, plan: LayerPlan, path: str, hot: int = 0) -> SparseFFN:
+    """The layer on one path whatever the number of tokens: what the planner's choice is judged against."""
+    return SparseFFN.from_module(copy.deepcopy(layer), plan=LayerPlan.forced(plan, Choice(path, hot)))
+
+
+@torch.no_grad()
+def compare(layer: nn.Module, inputs: list[Tensor], seen: list[Tensor], label: str, *, forced: bool = True) -> list[dict]:
+    """Rows of every path for `layer` on `inputs`, planned on `seen`; forced: also each path on its own."""
+    plan = plan_for(layer, seen)
+    chosen = plan.layers[0].choice(inputs[0].shape[0])
+    planned = sparsify(copy.deepcopy(layer), plan)
+    torch._dynamo.reset()
+    calls = {"dense eager": layer, "dense compiled": _compiled_dense(layer), "planned": planned,
+             "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False)}  # fmt: skip
+    if forced:
+        hot = chosen.hot or _usual_hot(layer)
+        ways = {"forced dense": ("dense",), "forced twell": ("twell",), f"forced hot_cold {hot}": ("hot_cold", hot)}
+        calls |= {name: _forced(layer, plan.layers[0], *way) for name, way in ways.items()}
+    worst = {name: check(layer, call, inputs) for name, call in calls.items() if name != "dense eager"}
+    shared = _describe(layer, inputs, label)
+    turns = {name: _over(call, inputs) for name, call in calls.items()}
+    samples = measure.time_cuda(turns)
+    if inputs[0].shape[0] <= _GRAPH_TOKENS:
+        replayed = {f"{name} (graph)": measure.graphed(call) for name, call in turns.items() if "compiled" not in name}
+        samples |= measure.time_cuda(replayed)
+    notes = {"planned": {"choice": str(chosen)}, "planned compiled": {"choice": str(chosen)}}
+    rows = _rows(shared, samples, {name: {"error_over_allowed": round(r, 4)} for name, r in worst.items()}, notes)
+    return [*rows, *_candidate_rows(shared, plan)]
+
+
+def _usual_hot(layer: nn.Module) -> int:
+    return max(256, layer.up_proj.weight.shape[0] // 8 // 256 * 256)
+
+
+def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
+    """What the planner predicted and measured for each candidate: rows of kind "plan"."""
+    rows = []
+    for entry in plan.layers[0].table():
+        if entry["measured_us"] is None:
+            continue
+        path = f"plan: {entry['path']} {entry['hot']}" if entry["hot"] else f"plan: {entry['path']}"
+        rows.append({**shared, "kind": "plan", "path": path, "ms": entry["measured_us"] / 1e3,
+                     "predicted_ms": entry["predicted_us"] / 1e3, "chosen": bool(entry["chosen"]), "dense_ms": None, "x_dense": None})  # fmt: skip
+    return rows
+
+
+def _over(call, inputs):
+    return lambda turn: call(inputs[turn % len(inputs)])
+
+
+def _describe(layer: nn.Module, inputs: list[Tensor], label: str) -> dict:
+    pattern = getattr(layer, "gate_proj", layer.up_proj)
+    fired = [twell.fires(linear(each, pattern.weight)).sum(1).double().mean() for each in inputs]
+    x = inputs[0]
+    return {"kind": "inference", "device": torch.cuda.get_device_name(), "dtype": str(x.dtype).removeprefix("torch."), "tokens": x.shape[0],
+            "d_model": x.shape[1], "d_ff": pattern.weight.shape[0], "gated": hasattr(layer, "gate_proj"),
+            "nnz": round(float(sum(fired) / len(fired)), 2), "workload": label}  # fmt: skip
+
+
+def _rows(shared: dict, samples: dict, *extra: dict) -> list[dict]:
+    medians = {path: measure.quartiles(values) for path, values in samples.items()}
+    rows = []
+    for path, values in samples.items():
+        name, how, _ = path.partition(" (graph")  # a replay is set beside a replay
+        dense = medians["dense eager" + path[len(name) :]][0]
+        median, spread = medians[path]
+        row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense, "x_dense": dense / median}
+        if not how:
+            row["x_compiled"] = medians["dense compiled"][0] / median
+        for each in extra:
+            row |= each.get(name, {})
+        rows.append({**row, "samples": [round(v, 6) for v in values]})
+    return rows
+
+
+def check(layer: nn.Module, call, inputs: list[Tensor]) -> float:
+    """The worst ratio of error to what is allowed, over the inputs; bench.WrongResult if it is above 1.
+
+    Also compares every row of the first input with the dense layer's.
+    """
+    judge = measure.As(feed_forwards(layer)[0], call)
+    worst = max(measure.check(layer, judge, each) for each in inputs)
+    y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
+    there = dense.isfinite().all(1)
+    off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
+    if not off <= 0.05:
+        raise measure.WrongResult(f"a row differs from the dense layer's by {off:.3g} of its norm: nothing was timed")
+    return worst
+
+
+# ---- the tables ----
+
+
+def drawn(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str = "lognormal", *, gated: bool = True, seed: int = 0):
+    """(layer, inputs to time, inputs to plan on): a drawn workload (bench.workload), bf16; plain if not gated."""
+    layer, seen = measure.workload(tokens, d_model, d_ff, nnz, kind, torch.bfloat16, "cuda", seed=seed)
+    generator = torch.Generator("cuda").manual_seed(seed + 1000)
+    inputs = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in seen]
+    for x, like in zip(inputs, seen):
+        x[:, 0] = like[0, 0]
+    if not gated:
+        plain = PlainFeedForward(8, 8).requires_grad_(False)
+        plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
+        layer = plain
+    return layer, inputs, seen[:2]
+
+
+def table(tokens: int, nnzs, kind: str, *, forced: bool = True) -> list[dict]:
+    rows = []
+    for nnz in nnzs:
+        rows += compare(*drawn(tokens, D_MODEL, D_FF, nnz, kind), f"independent, {kind}", forced=forced)
+    return rows
+
+
+def overflow_rows() -> list[dict]:
+    """nnz 60, then with 20% of the rows holding a tile of 40 positives, then with every row beyond the pool."""
+    rows = []
+    for label, share, many in (("no overflow", 0.0, 0), ("20% of rows with a tile of 40", 0.2, 40), ("every row beyond the pool", 1.0, 128)):
+        layer, inputs, seen = drawn(TOKENS, D_MODEL, D_FF, 60)
+        overflow(layer, [*inputs, *seen], share, many)
+        rows += compare(layer, inputs, seen, f"overflow: {label}")
+    return rows
+
+
+def overflow(layer: GatedFeedForward, inputs: list[Tensor], share: float, many: int, tile: int = 3) -> None:
+    """Make `many` neighbouring neurons of one tile fire in a `share` of the rows of each input, spread evenly."""
+    for x in inputs:
+        x[:, 1] = 0
+        if share:
+            x[:: round(1 / share), 1] = 8.0
+    layer.gate_proj.weight[tile * 256 : tile * 256 + many, 1] = 4.0
+
+
+def decode_rows() -> list[dict]:
+    rows = []
+    for nnz in (8, 29, 120):
+        for tokens in (1, 4, 16, 64) if nnz == 29 else (1, 16):
+            rows += compare(*drawn(tokens, D_MODEL, D_FF, nnz), "independent, lognormal", forced=nnz == 29)
+    for tokens in (1, 4, 16, 64):
+        rows += stack_rows(tokens)
+    return rows
+
+
+@torch.no_grad()
+def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
+    """A layer's share of a CUDA graph of `layers` layers, each with weights of its own, as a model is decoded: so many that none
+    of them is left in the L2 cache by the replay before."""
+    stack = [drawn(tokens, D_MODEL, D_FF, nnz, seed=seed) for seed in range(layers)]
+    sparse = [SparseFFN.from_module(layer) for layer, _, _ in stack]
+    for (layer, inputs, _), each in zip(stack, sparse):
+        check(layer, each, inputs)
+    gate = [functools.partial(linear, weight=layer.gate_proj.weight) for layer, _, _ in stack]
+    ways = {"dense eager": [layer for layer, _, _ in stack], "forced twell": sparse, "gate GEMM (torch)": gate}
+
+    def through(calls):
+        return lambda turn: [call(inputs[turn % len(inputs)]) for call, (_, inputs, _) in zip(calls, stack)]
+
+    shared = _describe(stack[0][0], stack[0][1], "independent, lognormal")
+    suffix = f" (graph of {layers} layers)"
+    samples = measure.time_cuda({name + suffix: measure.graphed(through(calls)) for name, calls in ways.items()})
+    return _rows(shared, {name: [ms / layers for ms in values] for name, values in samples.items()})
+
+
+def shape_rows() -> list[dict]:
+    rows = []
+    for d_model, d_ff, gated in SHAPES:
+        for tokens in (1, 64, 2048, TOKENS):
+            made = drawn(tokens, d_model, d_ff, max(4.0, _DENSITY * d_ff), gated=gated)
+            rows += compare(*made, "independent, lognormal", forced=False)
+            torch.cuda.empty_cache()
+    return rows
+
+
+# ---- the gate GEMM alone, and layers that were trained ----
+
+
+@torch.no_grad()
+def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
+    """The gate GEMM with packing, version by version, beside torch's GEMM and torch's GEMM followed by the packing kernel."""
+    from ..formats.twell import TILE, WORDS
+    from ..ops import ampere, hopper_pack, portable
+
+    rows = []
+    for nnz in nnzs:
+        layer, inputs, _ = drawn(tokens, D_MODEL, D_FF, nnz)
+        gate = layer.gate_proj.weight
+        calls = {"gate GEMM (torch)": lambda x: linear(x, gate),
+                 "gate GEMM (torch), then pack": lambda x: portable.pack(linear(x, gate), TILE, WORDS)}  # fmt: skip
+        calls |= {f"sm90 gate_pack v{v}": functools.partial(hopper_pack.gate_pack, gate=gate, gate_bias=None, version=v) for v in hopper_pack.PACK_VERSIONS}
+        calls["sm80 gate_pack"] = functools.partial(ampere.gate_pack, gate=gate, gate_bias=None)
+        want = portable.pack(linear(inputs[0], gate), TILE, WORDS)
+        for name, call in calls.items():
+            if name != "gate GEMM (torch)":
+                _same_counts(name, call(inputs[0]), want)
+        samples = measure.time_cuda({name: _over(call, inputs) for name, call in calls.items()})
+        shared = _describe(layer, inputs, "independent, lognormal") | {"kind": "gate"}
+        for path, values in samples.items():
+            median, spread = measure.quartiles(values)
+            rows.append({**shared, "path": path, "ms": median, "spread": spread, "dense_ms": None, "x_dense": None,
+                         "tflops": round(2e-9 * tokens * D_MODEL * D_FF / median, 1), "samples": [round(v, 6) for v in values]})  # fmt: skip
+    return rows
+
+
+def _same_counts(name: str, got, want: Tensor) -> None:
+    """Another order of summing may move a value across zero or by an ulp, so only nearly all counts can be equal."""
+    packed = got[0] if isinstance(got, tuple) else got
+    off = (packed[..., 0].long() != want[..., 0].long()).double().mean().item()
+    if off > 0.01:
+        raise measure.WrongResult(f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed")
+
+
+def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
+    """Four layers of d_model 2048 trained here with each L1; every layer timed on its own inputs, planned on others."""
+    from ..training.config import TrainConfig
+    from ..training.loop import train
+
+    rows = []
+    for l1 in l1s:
+        config = TrainConfig(l1=l1, steps=steps, batch=16, context=512, d_model=D_MODEL, layers=4, heads=16, d_ff=D_FF,
+                             lr=5e-4, warmup=100, log_every=50, eval_every=steps, eval_windows=64)  # fmt: skip
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):  # its cache would keep the first step's weights
+            result = train(config, progress=False)
+        model = result.model.to(torch.bfloat16).requires_grad_(False)
+        inputs = _layer_inputs(model, config)
+        facts = {"l1": l1, "steps": steps, "validation_bits_per_byte": round(result.validation_bits_per_byte, 4),
+                 "nnz_curve": [[row["step"], round(row["nnz"], 1)] for row in result.history]}  # fmt: skip
+        for i, seen in enumerate(inputs):
+            layer = feed_forwards(model)[i].module
+            rows += [{**row, "layer": i, **facts} for row in compare(layer, seen[:3], seen[3:], f"trained, L1 {l1:g}, layer {i}")]
+    return rows
+
+
+@torch.no_grad()
+def _layer_inputs(model: nn.Module, config) -> list[list[Tensor]]:
+    """For each feed-forward layer five inputs of TOKENS tokens of held-out text: three to time, two to plan on."""
+    from ..training.text.source import load, spread_windows
+
+    _, validation = load(config.text).split()
+    windows = spread_windows(validation.data, 5 * TOKENS // config.context, config.context).to("cuda")[:, :-1]
+    caught: list[list[Tensor]] = [[] for _ in feed_forwards(model)]
+    hooks = [found.module.register_forward_pre_hook(lambda module, args, kept=kept: kept.append(args[0].reshape(-1, D_MODEL).contiguous()))
+             for found, kept in zip(feed_forwards(model), caught)]  # fmt: skip
+    try:
+        for batch in windows.split(TOKENS // config.context):
+            model(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return caught
+
+
+SECTIONS = {
+    "gate": lambda: gate_rows() + gate_rows(131072, (29,)),
+    "16,384 tokens": lambda: table(TOKENS, (8, 29, 60, 120, 300), "lognormal"),
+    "16,384 tokens, uniform": lambda: table(TOKENS, (8, 29, 60, 120, 300), "uniform", forced=False),
+    "131,072 tokens": lambda: table(131072, (8, 29, 60, 120, 300), "lognormal", forced=False),
+    "overflow": overflow_rows,
+    "decode": decode_rows,
+    "shapes": shape_rows,
+    "trained": trained_rows,
+}

@@ -1,0 +1,338 @@
+"""The training tables: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a model.
+
+Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
+before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device events, cold
+L2, inputs and output gradients rotated, taken in turns (bench.time_cuda). peak_bytes: what one call holds at most beyond what
+was there, its output and all gradients included.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..analysis import costs, switching
+from ..layers.anatomy import feed_forwards
+from ..models.swap import sparsify
+from ..ops import differentiable, measure
+from . import inference
+
+D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
+L1 = 2e-5  # the penalty is on in every step; its size changes no time
+NAMES = ("y", "dx", "dgate", "dup", "ddown")
+Weights = tuple[Tensor | None, Tensor, Tensor]
+
+
+# ---- one step of one layer ----
+
+
+def dense_layer(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """(y, l1) by torch's own operations; l1 is the mean over tokens of sum |h|."""
+    first = torch.relu(linear(x, up if gate is None else gate))
+    h = first if gate is None else first * linear(x, up)
+    return linear(h, down), h.abs().sum(dtype=torch.float32) / len(x)
+
+
+def our_layer(path: str):
+    """The same through twell_lab.ops.differentiable."""
+
+    def layer(x, gate, up, down):
+        y, l1, _ = differentiable.train_ffn(x, gate, up, down, path=path)
+        return y, l1.mean()
+
+    return layer
+
+
+@functools.cache
+def _compiled(path: str):
+    """One compilation serves every workload of a shape."""
+    return torch.compile(dense_layer if path == "torch" else our_layer(path), fullgraph=True, dynamic=False)
+
+
+def step_of(layer, weights: Weights, inputs: list[Tensor], grads: list[Tensor]):
+    """A call of one forward and backward pass: turn -> (y, dx, gradients of the weights that are there)."""
+    l1 = torch.full((), L1, device=inputs[0].device)
+    asked = [w for w in weights if w is not None]
+
+    def call(turn: int) -> list[Tensor]:
+        x = inputs[turn % len(inputs)]
+        y, norm = layer(x, *weights)
+        return [y, *torch.autograd.grad([y, norm], [x, *asked], [grads[turn % len(grads)], l1])]
+
+    return call
+
+
+@torch.no_grad()
+def check(ours: list[Tensor], dense: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+    """For y and each gradient, the norm of our error against `exact` over twice that of torch's dense layer.
+
+    Raises bench.WrongResult for a ratio above 1.
+    """
+    names = NAMES if len(exact) == len(NAMES) else [name for name in NAMES if name != "dgate"]
+    ratios = {}
+    for name, a, b, e in zip(names, ours, dense, exact):
+        allowed = 2 * (b.double() - e).norm() + 1e-12 * e.norm()
+        ratios[name] = round(float((a.double() - e).norm() / allowed), 4)
+        if not ratios[name] <= 1.0:
+            raise measure.WrongResult(f"{name} is off by {ratios[name]} times what is allowed: nothing was timed")
+    return ratios
+
+
+@torch.no_grad()
+def _exact(weights: Weights, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx and the gradients in float64, from the gate as torch rounds it: that decides which neurons fire, and differs between
+    orders of summing only where a value is all but zero."""
+    gate, up, down = weights
+    g = linear(x, up if gate is None else gate).double()
+    x, dy, gate, up, down = (None if t is None else t.double() for t in (x, dy, gate, up, down))
+    keep = g > 0
+    g = torch.where(keep, g, 0.0)
+    u = None if gate is None else linear(x, up)
+    h = g if u is None else g * u
+    dh = dy @ down + L1 / len(x) * h.sign()
+    dg = torch.where(keep, dh if u is None else dh * u, 0.0)
+    if u is None:
+        return [linear(h, down), dg @ up, dg.t() @ x, dy.t() @ h]
+    du = dh * g
+    return [linear(h, down), dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h]
+
+
+@functools.cache
+def _rates() -> costs.Rates:
+    return costs.measure_rates("cuda", torch.bfloat16)
+
+
+def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
+    """The path that switching chooses for a layer of this density: what "planned" means in these rows."""
+    return "twell" if nnz < switching.break_even(_rates(), d_model, d_ff, gated) else "dense"
+
+
+def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | None = None) -> list[dict]:
+    """Rows of a training step on every path. inputs: several [tokens, d_model]."""
+    weights = tuple(None if w is None else w.detach().requires_grad_() for w in weights)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    generator = torch.Generator(inputs[0].device).manual_seed(7)
+    grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
+    shared = _describe(weights, inputs, label) | (facts or {})
+    path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], weights[0] is not None)
+    layers = {"dense eager": dense_layer, "dense compiled": _compiled("torch"), "forced dense": our_layer("dense"),
+              "forced twell": our_layer("twell"), "planned": our_layer(path), "planned compiled": _compiled(path)}  # fmt: skip
+    calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
+    base, exact = calls["dense eager"](0), _exact(weights, inputs[0].detach(), grads[0])
+    notes = {}
+    for name, call in calls.items():
+        first = call(0)  # compiled, loaded
+        notes[name] = {} if name == "dense eager" else {"error_over_allowed": max(check(first, base, exact).values())}
+        del first
+        notes[name]["peak_bytes"] = measure.peak_bytes(call)
+    del base, exact
+    for name in ("planned", "planned compiled"):
+        notes[name]["choice"] = path
+    return _rows(shared, measure.time_cuda(calls, rounds=20), notes)
+
+
+def _describe(weights: Weights, inputs: list[Tensor], label: str) -> dict:
+    first = weights[1] if weights[0] is None else weights[0]
+    x = inputs[0]
+    with torch.no_grad():
+        fired = [(linear(each, first) > 0).sum(1).double().mean() for each in inputs]
+    device = torch.cuda.get_device_name() if x.is_cuda else "cpu"
+    return {"kind": "training", "device": device, "dtype": str(x.dtype).removeprefix("torch."), "tokens": len(x),
+            "d_model": first.shape[1], "d_ff": first.shape[0], "gated": weights[0] is not None,
+            "nnz": round(float(sum(fired) / len(fired)), 2), "workload": label}  # fmt: skip
+
+
+def _rows(shared: dict, samples: dict[str, list[float]], notes: dict[str, dict]) -> list[dict]:
+    medians = {path: measure.quartiles(values) for path, values in samples.items()}
+    dense, compiled = medians["dense eager"][0], medians["dense compiled"][0]
+    return [{**shared, "path": path, "ms": medians[path][0], "spread": medians[path][1], "dense_ms": dense, "x_dense": dense / medians[path][0],
+             "x_compiled": compiled / medians[path][0], **notes.get(path, {}), "samples": [round(v, 5) for v in values]}
+            for path, values in samples.items()]  # fmt: skip
+
+
+# ---- the tables ----
+
+
+def _weights(layer: nn.Module) -> Weights:
+    gate = getattr(layer, "gate_proj", None)
+    return None if gate is None else gate.weight, layer.up_proj.weight, layer.down_proj.weight
+
+
+def table(kind: str, nnzs=(8, 29, 60, 120)) -> list[dict]:
+    rows = []
+    for nnz in nnzs:
+        layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, nnz, kind)
+        rows += compare(_weights(layer), inputs, f"independent, {kind}")
+        torch.cuda.empty_cache()
+    return rows
+
+
+def plain_rows() -> list[dict]:
+    layer, inputs, _ = inference.drawn(TOKENS, 2048, 8192, 40, gated=False)
+    return compare(_weights(layer), inputs, "independent, lognormal, plain layer")
+
+
+def overflow_rows() -> list[dict]:
+    """nnz 29 with 20% of the rows holding a tile of 40 positives (in the pool), and with 1% holding one of 200 (lost)."""
+    rows = []
+    for label, share, many in (("20% of rows with a tile of 40", 0.2, 40), ("1% of rows with a tile of 200", 0.01, 200)):
+        layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, 29)
+        inference.overflow(layer, inputs, share, many)
+        rows += compare(_weights(layer), inputs, f"overflow: {label}")
+    return rows
+
+
+def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
+    """Layers of a 4-layer model of d_model 2048 trained here, each on its own inputs."""
+    from ..training.config import TrainConfig
+    from ..training.loop import train
+
+    rows = []
+    for l1 in l1s:
+        config = TrainConfig(l1=l1, steps=steps, batch=16, context=512, d_model=D_MODEL, layers=4, heads=16, d_ff=D_FF, lr=5e-4,
+                             warmup=100, log_every=50, eval_every=steps, eval_windows=64)  # fmt: skip
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            model = train(config, progress=False).model.to(torch.bfloat16)
+        for i, seen in enumerate(inference._layer_inputs(model, config)):
+            layer = feed_forwards(model)[i].module
+            rows += compare(_weights(layer), seen[:3], f"trained, L1 {l1:g}, layer {i}", {"l1": l1, "layer": i, "steps": steps})
+    return rows
+
+
+# ---- whole steps ----
+
+
+def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads: int = 16, vocabulary: int = 32768,
+               layers: int = 8, context: int = 2048, batch: int = 8, name: str = "") -> list[dict]:  # fmt: skip
+    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside layers as they are planned, and
+    beside sparse ones. name: what the workload is called beside "whole step".
+
+    The gate's thresholds are drawn so that the layers fire at about `nnz`: see _quiet. The learning rate is zero, so that every
+    step is the same step; AdamW does its work all the same.
+    """
+    import copy
+
+    from ..models.tiny import LanguageModel, ModelConfig
+
+    torch._dynamo.reset()
+    config = ModelConfig(vocabulary=vocabulary, d_model=d_model, layers=layers, heads=heads, d_ff=d_ff, context=context)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        dense = LanguageModel(config)
+    dense = dense.to(torch.bfloat16)
+    tokens = torch.randint(0, config.vocabulary, (3, batch, context + 1), device="cuda")
+    fired = _quiet(dense, tokens[0, :2, :-1], nnz)
+    twin, sparse = sparsify(copy.deepcopy(dense)), sparsify(copy.deepcopy(dense))
+    choice = plan(twin, tokens[0, :, :-1])
+    by_layer = copy.deepcopy(twin)  # as the trainer does with layers that may change their path; the loss is compiled in none of these
+    for layer in by_layer.layers:
+        layer.compile(dynamic=False)
+    steps = {"dense compiled": _model_step(dense, tokens, True), "planned compiled": _model_step(twin, tokens, True),
+             "planned, compiled by layer": _model_step(by_layer, tokens, False),
+             "forced twell compiled": _model_step(sparse, tokens, True),
+             "dense eager": _model_step(dense, tokens, False), "planned": _model_step(twin, tokens, False)}  # fmt: skip
+    losses = {name: float(call(0)) for name, call in steps.items()}
+    if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
+        raise measure.WrongResult(f"the losses differ: {losses}; nothing was timed")
+    peaks = {name: {"peak_bytes": measure.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()}
+    for path in ("planned", "planned compiled", "planned, compiled by layer"):
+        peaks[path]["choice"] = choice
+    peaks["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
+    peaks["dense compiled"]["gradients_apart"] = gradients_apart(torch.compile(dense, dynamic=False), dense, tokens[0])  # a yardstick
+    shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": d_model,
+              "d_ff": d_ff, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
+              "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {name or f'{layers} layers'}"}  # fmt: skip
+    return _rows(shared, measure.time_cuda(steps, rounds=10), peaks)
+
+
+def plan(model: nn.Module, tokens: Tensor) -> str:
+    """Have each sparse layer take the path that switching chooses for it; returns in how many it is the sparse one, in words."""
+    from ..layers.terms import layer_terms
+
+    with layer_terms(model) as terms:
+        model(tokens)
+    found = [layer.module for layer in feed_forwards(model)]
+    d_ff, d_model = found[0].up.weight.shape
+    switching.switch(model, terms, below=switching.break_even(_rates(), d_model, d_ff, found[0].gate is not None))
+    return f"{sum(layer.learning != 'dense' for layer in found)} of {len(found)} layers sparse"
+
+
+def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
+    """How far two models' gradients of the loss with L1 are apart: the largest over parameters of |a - b| / |b|, in norms."""
+    a, b = (_gradients(each, windows) for each in (model, other))
+    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
+
+
+def _gradients(model: nn.Module, windows: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    _loss(model, model, windows).backward()
+    found = [p.grad.double() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
+    from ..layers.terms import layer_terms
+
+    with layer_terms(model) as terms:
+        scores = call(windows[:, :-1])
+    loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
+    return loss + L1 * sum(term.l1 for term in terms) / len(terms)
+
+
+def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
+    """One step: loss with L1, backward, AdamW of learning rate 0. turn -> the loss, a tensor."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    call = torch.compile(model, dynamic=False) if compiled else model
+
+    def step(turn: int) -> Tensor:
+        loss = _loss(model, call, tokens[turn % len(tokens)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+@torch.no_grad()
+def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
+    """Lower the gates of every layer until it fires at about `nnz`, lognormal rates; returns what they do, on average.
+
+    Coordinate 0 of the stream is made a constant that no layer changes, and each gate row gets there what its neuron's
+    quantile of the products asks for.
+    """
+    model.embedding.weight[:, 0] = 8.0
+    for block in model.layers:
+        block.attention.out_proj.weight[0] = 0
+        block.mlp.down_proj.weight[0] = 0
+    fired = []
+    for i, found in enumerate(feed_forwards(model)):
+        gate, seen = found.gate.weight, []
+        hook = found.gate.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2)))
+        model(tokens)
+        hook.remove()
+        gate[:, 0] = 0
+        products = (seen[0] @ gate.t()).float()
+        rates = measure.firing_rates(len(gate), nnz, "lognormal", seed=i).to(products.device, torch.float64)
+        place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
+        threshold = products.sort(0).values.gather(0, place[None])[0]
+        threshold = torch.where(rates < 1 / len(products), threshold.abs() * 2 + 1, threshold)
+        gate[:, 0] = (-threshold / seen[0][:, 0].float().mean()).to(gate.dtype)
+        fired.append(float((seen[0] @ gate.t() > 0).sum(1).double().mean()))
+    return sum(fired) / len(fired)
+
+
+SECTIONS = {
+    "lognormal": lambda: table("lognormal"),
+    "uniform": lambda: table("uniform"),
+    "plain": plain_rows,
+    "overflow": overflow_rows,
+    "whole step": model_rows,
+    "whole step, the sweep's model": lambda: [row for nnz in (42, 20) for row in model_rows(  # as with L1 1e-4 and 2e-4
+        nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model")],
+    "trained": trained_rows,
+}

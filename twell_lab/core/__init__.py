@@ -1,0 +1,1 @@
+"""Errors, files and folders, and what this machine is. Imports nothing of the package."""

@@ -1,0 +1,220 @@
+"""Compiles the CUDA sources with NVRTC into cubins, for the GPU at hand or, on a machine without one, for any.
+
+A cubin is cached under the kernel's name, the architecture, a digest of everything that went into it (the
+source, every header it includes, the flags) and the compiler's version. `TWELL_LAB_CUBINS` names a folder of
+cubins compiled elsewhere (`twell-lab compile` fills one): they are used first, and need no compiler here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..core import folders
+from ..core.errors import CompileError, DeviceError, InputError, StackError
+from ..core.machine import let_cupy_start
+
+OLDEST = (7, 5)  # the portable kernels start at Turing
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+NEEDS_NVRTC = (
+    "compiling CUDA kernels needs CuPy 14 and NVRTC; on a GPU machine `pip install 'twell-lab[cu12]'` "
+    "(or [cu13], to match torch), elsewhere `pip install 'twell-lab[compile]'`"
+)
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel file. image: the ELF bytes; log: what ptxas reported (registers, spills)."""
+
+    name: str
+    image: bytes
+    log: str
+
+
+def _nvrtc():
+    let_cupy_start()
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+        return nvrtc
+    except (ImportError, RuntimeError, OSError) as error:
+        raise StackError(f"{NEEDS_NVRTC} ({type(error).__name__}: {error})") from error
+
+
+@cache
+def compiler() -> tuple[int, int]:
+    """NVRTC's version, for example (12, 9). Raises StackError, with the command that helps, without one."""
+    return tuple(_nvrtc().getVersion())
+
+
+@cache
+def _cuda_include() -> str:
+    """The folder of cuda_bf16.h and cuda_fp16.h that belongs to this NVRTC."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    found = find_nvidia_header_directory("cudart")
+    if not found or not Path(found, "cuda_fp16.h").is_file():
+        raise StackError(f"cuda_fp16.h was not found beside NVRTC {compiler()}; {NEEDS_NVRTC}")
+    return str(found)
+
+
+def architecture(capability: tuple[int, int], file: str) -> str:
+    """The NVRTC target of `file` for a GPU of `capability`, for example (9, 0) -> "sm_90".
+
+    A GPU newer than the compiler gets the newest target of its own major version, whose cubins it runs.
+    Raises DeviceError for a GPU older than sm_75 or one that this compiler knows no target for.
+    """
+    if capability < OLDEST:
+        raise DeviceError(
+            f"this GPU is sm_{capability[0]}{capability[1]}; the kernels run on sm_75 (Turing, 2018) and newer"
+        )
+    if capability == (9, 0) and file.startswith("sm90_"):
+        return "sm_90a"
+    number = capability[0] * 10 + capability[1]
+    if prebuilt := _prebuilt():
+        known = {int(m[1]) for f in prebuilt.glob("*.cubin") if (m := re.search(r"-sm_(\d+)-", f.name))}
+    else:
+        known = set(_nvrtc().getSupportedArchs())
+    usable = [k for k in known if k // 10 == capability[0] and k <= number]
+    if not usable:
+        raise DeviceError(f"no target for this GPU (sm_{number}): NVRTC or the cubin folder offers {sorted(known)}")
+    return f"sm_{max(usable)}"
+
+
+def _prebuilt() -> Path | None:
+    """The folder that TWELL_LAB_CUBINS names. Raises InputError for one that others than this user and root can fill."""
+    if not (named := os.environ.get("TWELL_LAB_CUBINS")):
+        return None
+    try:
+        why = folders.refusal(Path(named), roots_too=True)
+    except OSError:
+        why = None  # not there: it offers nothing
+    if why:
+        raise InputError(f"TWELL_LAB_CUBINS is {named}, where others could put kernels: {why}")
+    return Path(named)
+
+
+def _source_with_headers(file: str, seen: dict[str, str] | None = None) -> dict[str, str]:
+    """The file and, recursively, every header of kernels/ that it includes: name -> text."""
+    seen = {} if seen is None else seen
+    if file not in seen:
+        path = folders.kernels_dir() / file
+        if not path.is_file():
+            raise CompileError(f"no kernel source {file} in {folders.kernels_dir()}")
+        seen[file] = path.read_text(encoding="utf-8")
+        for header in re.findall(r'^\s*#\s*include\s+"([^"]+)"', seen[file], re.M):
+            _source_with_headers(header, seen)
+    return seen
+
+
+def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
+    values = [f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items())]
+    # Without --fmad=false the compiler may join a product and a sum as it likes; the kernels say fma where they mean it,
+    # so that they compute the same bits on every GPU and in the simulator.
+    fixed = ["--std=c++17", "--fmad=false", "--generate-line-info", "--ptxas-options=-v"]
+    return [*fixed, f"--gpu-architecture={arch}", *values]
+
+
+def _stem(file: str, arch: str, defines: Mapping[str, object]) -> str:
+    digest = hashlib.sha256()
+    for part in (*_flags(arch, defines), *(t for kv in sorted(_source_with_headers(file).items()) for t in kv)):
+        digest.update(part.encode() + b"\0")
+    return f"{Path(file).stem}-{arch}-{digest.hexdigest()[:20]}"
+
+
+def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_in: Path | None = None) -> Cubin:
+    """The cubin of kernels/`file` for `arch`, with `defines` as macros (True: defined without a value).
+
+    Looks in TWELL_LAB_CUBINS, then in the cache (`cache_in`, or the user's), then compiles. A cache that
+    cannot be written costs a warning and the time to compile again, nothing else; so does one where others can write.
+    Raises InputError for a folder or file of TWELL_LAB_CUBINS that others than this user and root could have written.
+    """
+    stem = _stem(file, arch, defines)
+    if prebuilt := _prebuilt():
+        for path in sorted(prebuilt.glob(f"{stem}-nvrtc*.cubin")):
+            try:
+                return Cubin(path.stem, folders.read_trusted(path), "")
+            except PermissionError as error:
+                raise InputError(f"a cubin of TWELL_LAB_CUBINS cannot be used: {error.strerror}") from error
+    name = f"{stem}-nvrtc{'.'.join(map(str, compiler()))}"
+    folder = cache_in or folders.cache_dir()
+    if folder is not None and (hit := _read_cached(folder, name)):
+        return hit
+    image, log = _run_nvrtc(file, arch, defines)
+    cubin = Cubin(name, image, log)
+    _write_cached(folder, cubin)
+    return cubin
+
+
+def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(_source_with_headers(file)[file], file, (), ())
+    includes = (f"-I{folders.kernels_dir()}", f"-I{_cuda_include()}")
+    try:
+        nvrtc.compileProgram(program, (*_flags(arch, defines), *includes))
+        # CuPy's getCUBIN has been seen to drop the last byte; an ELF image ignores one too many.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        raise CompileError(f"{file} for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _read_cached(folder: Path, name: str) -> Cubin | None:
+    """A cached cubin, or None where there is none or it is not whole (its log holds its SHA-256)."""
+    try:
+        if folders.refusal(folder):
+            return None
+        image = folders.read_trusted(folder / f"{name}.cubin")
+        digest, _, log = folders.read_trusted(folder / f"{name}.log").decode().partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Cubin(name, image, log) if digest == hashlib.sha256(image).hexdigest() else None
+
+
+def _write_cached(folder: Path | None, cubin: Cubin) -> None:
+    if folder is None:
+        warnings.warn("no cache folder can be written: kernels are compiled anew in each process", stacklevel=3)
+        return
+    digest = hashlib.sha256(cubin.image).hexdigest()
+    try:
+        folders.make_folder(folder)
+        folders.sweep(folder)
+        _replace(folder / f"{cubin.name}.cubin", cubin.image)
+        _replace(folder / f"{cubin.name}.log", f"{digest}\n{cubin.log}".encode())
+    except OSError as error:
+        warnings.warn(f"kernel cache not written ({error.strerror}): it will be compiled again", stacklevel=3)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write to a temporary file and rename, so that no reader ever sees half a file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=folders.temporary_prefix())
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """What ptxas said of each kernel: {"registers", "spill_bytes", "stack_bytes", "shared_bytes"} by name."""
+    found = {}
+    for block in re.split(r"Compiling entry function '", log)[1:]:
+        number = lambda pattern: int(m[1]) if (m := re.search(pattern, block)) else 0  # noqa: E731
+        found[block[: block.index("'")]] = {
+            "registers": number(r"Used (\d+) registers"),
+            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            "stack_bytes": number(r"(\d+) bytes stack frame"),
+            "shared_bytes": number(r"(\d+) bytes smem"),
+        }
+    return found

@@ -1,0 +1,22 @@
+"""Sparse matrix formats over torch tensors, exact both ways. Imports core alone."""
+
+from .classic import COO, CSR, ELL, Hybrid
+from .twell import (
+    POOL_ROWS,
+    POOL_WORDS,
+    TILE,
+    VALUE_DTYPES,
+    WORDS,
+    TwELL,
+    check_geometry,
+    fires,
+    join_words,
+    split_words,
+    tail_of,
+    word_dtype,
+)
+
+__all__ = [
+    "COO", "CSR", "ELL", "POOL_ROWS", "POOL_WORDS", "TILE", "VALUE_DTYPES", "WORDS", "Hybrid", "TwELL", "check_geometry", "fires", "join_words",
+    "split_words", "tail_of", "word_dtype",
+]

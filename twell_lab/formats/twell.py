@@ -1,0 +1,152 @@
+"""TwELL: tile-wise ELLPACK, its geometry, and its words. Exact both ways, on every input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from .classic import _BITS_DTYPE, _check_matrix, _Format, _names, _nbytes, _row_pointers, _rows_of
+
+TILE, WORDS = 256, 32
+POOL_ROWS, POOL_WORDS = 16, 64  # each 16 rows share 64 words for each tile, for what its words cannot hold (pool.py)
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The word that holds one (value, column) pair, and the integer type of the value's bits.
+_WORD_DTYPE = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
+
+
+def word_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer dtype of one TwELL word for values of `dtype`: 32 bits for 16-bit values, else 64."""
+    if dtype not in _WORD_DTYPE:
+        raise InputError(f"TwELL holds {_names(VALUE_DTYPES)}, not {dtype}")
+    return _WORD_DTYPE[dtype]
+
+
+def check_geometry(tile: int, words: int) -> None:
+    """Raise InputError unless a tile of `tile` columns may be packed into `words` words."""
+    if isinstance(tile, bool) or not isinstance(tile, int) or not 1 <= tile <= 65536:
+        raise InputError(f"tile is {tile!r}; a column index within a tile has 16 bits: 1 to 65536 accepted")
+    if not isinstance(words, int) or not 2 <= words <= tile + 1:
+        raise InputError(f"words is {words!r}; a tile of {tile} takes 2 (a count and one slot) to {tile + 1}")
+
+
+@dataclass(frozen=True, eq=False)
+class TwELL(_Format):
+    """Tile-wise ELLPACK: each row is cut into tiles, each tile packed into a fixed number of words.
+
+    packed: [rows, tiles, words], int32 holding uint32 bits for 16-bit values (int64 holding uint64 bits
+    for float32). Word 0 is the true count of kept values, also when it exceeds words - 1. Each other word
+    is `value bits << 16 | column within the tile` (`<< 32` for float32), columns ascending. Words past the
+    count are never read.
+    What a tile cannot hold lives in the tail, row by row, columns ascending: row i owns
+    tail_pointer[i]:tail_pointer[i + 1] of tail_column (int32, column within the matrix) and tail_value.
+    Words carry no gradient, so neither does the tail: packing detaches.
+    """
+
+    packed: Tensor
+    tail_pointer: Tensor
+    tail_column: Tensor
+    tail_value: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    tile: int = TILE
+
+    @classmethod
+    def from_gate(cls, gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
+        """TwELL of relu(gate): keeps `not (g <= 0)`, so positives and NaN. gate: [rows, d_ff]."""
+        _check_matrix(gate)
+        return _pack(gate, ~(gate <= 0), tile, words)
+
+    @classmethod
+    def from_dense(cls, x: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
+        """TwELL of a matrix that already is sparse: keeps every value that is not zero, of either sign."""
+        _check_matrix(x)
+        return _pack(x, x != 0, tile, words)
+
+    def to_dense(self) -> Tensor:
+        """[rows, columns], exact on every input."""
+        words = self.packed[..., 1:]
+        used = torch.arange(self.slots, device=words.device) < self.counts[..., None]
+        row, tile, _ = used.nonzero(as_tuple=True)
+        value, column = split_words(words[used], self.dtype)
+        out = value.new_zeros(self.shape)
+        out[row, tile * self.tile + column] = value
+        out[_rows_of(self.tail_pointer), self.tail_column.long()] = self.tail_value
+        return out
+
+    def _geometry(self) -> tuple:
+        return (self.words,)
+
+    @property
+    def words(self) -> int:
+        return self.packed.shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Values a tile can hold: its words less the count."""
+        return self.words - 1
+
+    @property
+    def counts(self) -> Tensor:
+        """True number of kept values of each row and tile, integer [rows, tiles]."""
+        return self.packed[..., 0]
+
+    @property
+    def nnz(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def overflow_rows(self) -> Tensor:
+        """Numbers of the rows in which at least one tile had more values than slots, int64."""
+        return self.tail_pointer.diff().nonzero()[:, 0]
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.packed, self.tail_pointer, self.tail_column, self.tail_value)
+
+
+def join_words(value: Tensor, column: Tensor) -> Tensor:
+    """Pack values and their columns within the tile into words (see TwELL)."""
+    word = word_dtype(value.dtype)
+    shift = 16 if word == torch.int32 else 32
+    bits = value.contiguous().view(_BITS_DTYPE[value.dtype]).to(word)
+    return (bits << shift) | column.to(word)
+
+
+def split_words(words: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Words -> (values of `dtype`, int64 columns within the tile), the inverse of join_words."""
+    shift = 16 if word_dtype(dtype) == torch.int32 else 32
+    bits = (words >> shift).to(_BITS_DTYPE[dtype]).contiguous()
+    return bits.view(dtype), (words & ((1 << shift) - 1)).long()
+
+
+def tail_of(x: Tensor, keep: Tensor, slots: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(counts a row, columns, values) of what the tiles of x cannot hold, for [rows, columns] x and keep."""
+    tiles = -(-x.shape[1] // tile)
+    padded = torch.nn.functional.pad(keep, (0, tiles * tile - x.shape[1])).view(-1, tiles, tile)
+    late = padded & (padded.cumsum(2, dtype=torch.int32) > slots)
+    late = late.view(-1, tiles * tile)[:, : x.shape[1]]
+    row, column = late.nonzero(as_tuple=True)
+    return late.sum(1), column.to(torch.int32), x[row, column]
+
+
+def _pack(x: Tensor, keep: Tensor, tile: int, words: int) -> TwELL:
+    check_geometry(tile, words)
+    x, word = x.detach(), word_dtype(x.dtype)
+    rows, width = x.shape
+    tiles = -(-width // tile)
+    padded = torch.nn.functional.pad(keep, (0, tiles * tile - width)).view(rows, tiles, tile)
+    slot = padded.cumsum(2, dtype=torch.int32)  # 1-based position among the kept: also the word's index
+    row, part, column = (padded & (slot < words)).nonzero(as_tuple=True)
+    packed = torch.zeros(rows, tiles, words, dtype=word, device=x.device)
+    packed[..., 0] = padded.sum(2)
+    packed[row, part, slot[row, part, column].long()] = join_words(x[row, part * tile + column], column)
+    late, tail_column, tail_value = tail_of(x, keep, words - 1, tile)
+    return TwELL(packed, _row_pointers(late), tail_column, tail_value, (rows, width), x.dtype, tile)
+
+
+def fires(gate: Tensor) -> Tensor:
+    """Which neurons pack() keeps: positives and NaN, boolean, the shape of gate."""
+    return ~(gate <= 0)

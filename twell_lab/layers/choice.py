@@ -1,0 +1,148 @@
+"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan that makes it, with what was weighed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..records import record as records
+
+PATHS = ("dense", "twell", "hot_cold")
+STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way through a layer: "dense", "twell", or "hot_cold" with the `hot` most used neurons computed densely."""
+
+    path: str = "twell"
+    hot: int = 0
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise InputError(f"path is {self.path!r}; {', '.join(map(repr, PATHS))} are accepted")
+        if isinstance(self.hot, bool) or not isinstance(self.hot, int) or self.hot < 0 or self.hot % STEP:
+            raise InputError(f"hot is {self.hot!r}; a multiple of {STEP} is accepted")
+        if (self.path == "hot_cold") != (self.hot > 0):
+            accepted = f"a multiple of {STEP} above 0" if self.path == "hot_cold" else "0"
+            raise InputError(f"hot is {self.hot} on path {self.path!r}; {accepted} is accepted")
+
+    def check(self, d_ff: int) -> None:
+        """InputError where a layer of d_ff neurons cannot be cut so."""
+        if self.hot >= d_ff:
+            raise InputError(f"hot is {self.hot} of {d_ff} neurons; a multiple of {STEP} below {d_ff} is accepted")
+
+    def __str__(self) -> str:
+        return f"hot_cold {self.hot}" if self.hot else self.path
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed."""
+
+    tokens: int
+    path: str
+    hot: int
+    predicted_us: float
+    measured_us: float | None
+    chosen: bool
+    why: str
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.path, self.hot)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The plan of one layer.
+
+    profiled: at how many tokens its neurons were watched; neuron_counts: at how many of them each of the d_ff neurons
+    fired. candidates: what was weighed; of each class of token counts exactly one is chosen. A class is named by its
+    largest count: classes 1, 64 and 2048 hold 1, 2 to 64, and 65 to 2048 tokens, and the last one all beyond.
+    """
+
+    name: str
+    d_model: int
+    d_ff: int
+    gated: bool
+    profiled: int
+    neuron_counts: tuple[int, ...] = field(repr=False)
+    candidates: tuple[Candidate, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.neuron_counts) != self.d_ff:
+            raise InputError(f"{len(self.neuron_counts)} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted")
+        classes = [each.tokens for each in self.candidates]
+        chosen = [each.tokens for each in self.candidates if each.chosen]
+        if not chosen or sorted(chosen) != sorted(set(classes)):
+            raise InputError(f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(set(classes))}; "
+                             "one for each is accepted")  # fmt: skip
+        for each in self.candidates:
+            each.choice.check(self.d_ff)
+
+    @classmethod
+    def forced(cls, layer, choice: Choice) -> LayerPlan:
+        """One choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that says how it fires."""
+        profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
+        counts = tuple(int(count) for count in layer.neuron_counts)
+        only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
+        return cls(layer.name, layer.d_model, layer.d_ff, layer.gated, profiled, counts, (only,))
+
+    @property
+    def choices(self) -> dict[int, Choice]:
+        """Class of token counts -> what is done there, classes ascending."""
+        found = {each.tokens: each.choice for each in self.candidates if each.chosen}
+        return dict(sorted(found.items()))
+
+    def choice(self, tokens: int) -> Choice:
+        """What is done with this many tokens at once."""
+        return next((each for most, each in self.choices.items() if tokens <= most), [*self.choices.values()][-1])
+
+    @property
+    def nnz(self) -> float:
+        """Neurons firing at a token, on average over the profile."""
+        return self.packed_nnz(Choice())
+
+    def packed_nnz(self, choice: Choice) -> float:
+        """How many of them the packed part of a choice is expected to keep: none, all, or the cold ones; NaN unprofiled."""
+        if choice.path == "dense":
+            return 0.0
+        rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
+        return sum(rest) / self.profiled if self.profiled else math.nan
+
+    def order(self, hot: int) -> Tensor:
+        """The neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
+        return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64, device="cpu"), hot)
+
+    def table(self) -> list[dict]:
+        """One row a candidate: tokens, path, hot, predicted_us, measured_us, chosen, why."""
+        return [dict(vars(each)) for each in self.candidates]
+
+    def __str__(self) -> str:
+        rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
+        columns = {"tokens": "tokens", "path": "path", "hot": "hot", "predicted_us": "predicted us",
+                   "measured_us": "measured us", "chosen": "chosen", "why": "why"}  # fmt: skip
+        kind = "gated" if self.gated else "plain"
+        head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
+        return f"{head}\n{records.table(rows, columns)}"
+
+
+def hot_first(counts: Tensor, hot: int) -> Tensor:
+    """An order of the neurons, int64: the `hot` with the highest counts first, by count; then the others, dealt to tiles.
+
+    Dealt like cards, back and forth, so that every tile of 256 gets its share of what still fires often: packed in the
+    order of their counts, the first tile would overflow while the last ones stay empty. Equal counts keep their order.
+    """
+    order = counts.argsort(descending=True, stable=True)
+    rest = order[hot:]
+    place = torch.arange(rest.numel(), device=rest.device)
+    tile, slot, tiles = place // STEP, place % STEP, -(-rest.numel() // STEP)
+    turn = slot * tiles + torch.where(slot % 2 == 1, tiles - 1 - tile, tile)
+    dealt = torch.empty_like(rest)
+    dealt[turn.argsort()] = rest
+    return torch.cat([order[:hot], dealt])

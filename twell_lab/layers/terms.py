@@ -1,0 +1,106 @@
+"""What a training loop wants of every feed-forward layer at every step: its L1 norm, with a gradient, and who fires.
+
+    with layer_terms(model) as terms:
+        loss = cross_entropy(model, batch)
+    loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
+
+Works on dense layers and on SparseFFN, and on models that have both. Sum over neurons, mean over tokens and layers: the
+convention of the published code of arXiv 2603.23198, whose 2e-5 is meant so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.copies import all_finite
+from .anatomy import firing_layers
+from .learner import LayerTerm, Told
+from .sparse_ffn import SparseFFN
+
+
+def layer_l1(h: Tensor) -> Tensor:
+    """Sum over neurons of |h|, averaged over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
+    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
+
+
+def layer_nnz(h: Tensor) -> Tensor:
+    """Neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
+    return torch.count_nonzero(h) / h[..., 0].numel()
+
+
+class LayerTerms(Sequence[LayerTerm]):
+    """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers.
+
+    Passes are told apart by counting, which a layer that is skipped in one of several, or runs twice in one, confuses.
+    """
+
+    def __init__(self, told: dict[str, list[Told]], layers: list) -> None:
+        self._told, self._layers = told, layers
+
+    def _all(self) -> list[LayerTerm]:
+        passes = zip_longest(*self._told.values())
+        return [LayerTerm(name, *each) for one in passes for name, each in zip(self._told, one, strict=True) if each is not None]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._told.values()))
+
+    def __getitem__(self, at):
+        return self._all()[at]
+
+    def __iter__(self) -> Iterator[LayerTerm]:
+        return iter(self._all())
+
+    def clear(self) -> None:
+        """Forget them, as between the parts of a step."""
+        for each in self._told.values():
+            each.clear()
+
+    def finite(self) -> Tensor:
+        """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read together with
+        the loss, now and then. Kernels that skip silent neurons never read what the dense layer's loss would show: a NaN there."""
+        return all_finite([p.detach() for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None
+                           for p in part.parameters()])
+
+    def __repr__(self) -> str:
+        return f"LayerTerms({self._all()})"
+
+
+@contextmanager
+def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
+    """Within this context each forward pass with gradients adds a LayerTerm for every feed-forward layer, in order.
+
+    Enter it for each pass anew, or `clear` the terms between them: each further pass has torch.compile make another graph. One at
+    a time for a model. A layer that runs twice, as under gradient checkpointing, adds two if the second time falls into the
+    context: leave it before the backward pass; of dense layers torch refuses such a second time, which misses the hook of the
+    first. Where a dense model is compiled, compile it within the context: torch does not look for hooks again. Raises
+    InputError for a model without a ReLU or squared ReLU feed-forward layer.
+    """
+    layers = firing_layers(model)
+    told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
+    hooks = [layer.down.register_forward_pre_hook(_told_by_dense(told[layer.name])) for layer in layers
+             if not isinstance(layer.module, SparseFFN)]
+    sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]
+    for layer in sparse:
+        layer.module.tell(told[layer.name])
+    try:
+        yield LayerTerms(told, layers)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in sparse:
+            layer.module.tell(None)
+
+
+def _told_by_dense(told: list[Told]):
+    """A hook for a down projection, which gets the hidden activations h [..., d_ff] as a whole."""
+
+    def tell(module: nn.Module, args: tuple) -> None:
+        if torch.is_grad_enabled():
+            told.append(Told(layer_l1(args[0]), layer_nnz(args[0].detach())))
+
+    return tell

@@ -1,0 +1,130 @@
+"""How the mma.sync kernels are launched: any GPU from compute capability 7.5, fp16; bf16 from 8.0.
+
+As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..cuda import launcher
+from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+
+VECTOR = 8  # values in 16 bytes
+ROWS, COLUMNS, THREADS = 128, TILE, 256  # a block's tile and its threads, as in sm80_gate_pack.cu
+_VALUES, _MASKS = ROWS * COLUMNS, ROWS * COLUMNS // 16  # bytes of half a tile laid out for packing: values, a bit for each
+_WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
+_DTYPES = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)
+# KiB of shared memory that one block may have; for a GPU that is not named here, what the smallest since Ampere has.
+_SHARED = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED = 99
+
+
+class Setup(NamedTuple):
+    """Macros of one specialisation; turing: without what came after sm_75."""
+
+    version: int
+    k_step: int  # of d_model, a stage of the pipeline
+    stages: int
+    turing: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory a block asks for."""
+        pipeline = self.stages * (ROWS + COLUMNS) * self.k_step * 2
+        halves = 1 if self.turing and self.version > 2 else 2  # at a time
+        packing = halves * (_VALUES + (_MASKS if self.version > 2 else 0))
+        return pipeline + packing if self.version > 3 else max(pipeline, packing)
+
+    def defines(self, dtype: torch.dtype) -> tuple:
+        sizes = (("VERSION", self.version), ("BK", self.k_step), ("STAGES", self.stages))
+        return ((launcher._DEFINE[dtype], True), *sizes, *((("TURING", True),) if self.turing else ()))
+
+
+@lru_cache
+def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
+    """The specialisation for a GPU: version 1 to 4 as sm80_gate_pack.cu lists them, None for the newest that fits it.
+
+    Raises InputError for a version that the GPU has too little shared memory for.
+    """
+    limit = _SHARED.get(capability, _LEAST_SHARED) * 1024
+    if capability < _AMPERE:
+        made = {1: Setup(1, 32, 1, True), 2: Setup(2, 32, 2, True), 3: Setup(3, 32, 2, True)}
+    else:
+        # A barrier for every 64 of d_model rather than 32 is worth 5% on an H100, a pipeline that runs on while a tile is
+        # packed 1%: where there is not enough memory for both, v3 with the longer steps.
+        steps = (64, 3) if Setup(3, 64, 3).shared <= limit else (32, 4)
+        made = {1: Setup(1, 32, 1), **{number: Setup(number, *steps) for number in (2, 3, 4)}}
+        made = {number: setup for number, setup in made.items() if setup.shared <= limit}
+    if version not in (None, *made):
+        raise InputError(f"version is {version}; {min(made)} to {max(made)} are accepted on a GPU of compute capability {capability}")
+    return made[version or max(made)]
+
+
+@lru_cache
+def _device(index: int) -> tuple[tuple[int, int], int]:
+    """Compute capability of a GPU, and its multiprocessors."""
+    found = torch.cuda.get_device_properties(index)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+def takes(x: Tensor, gate: Tensor) -> bool:
+    """Whether gate_pack takes x [tokens, d_model] and gate [d_ff, d_model]: contiguous, on 16-byte boundaries."""
+    if not (x.is_cuda and x.dtype in _DTYPES and x.dtype == gate.dtype and x.device == gate.device):
+        return False
+    if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1] or not gate.numel():
+        return False
+    if x.shape[1] % VECTOR or gate.shape[0] % VECTOR or not (x.is_contiguous() and gate.is_contiguous()):
+        return False
+    capability, _ = _device(x.device.index)
+    supported = capability >= (_AMPERE if x.dtype == torch.bfloat16 else (7, 5))
+    small = x.shape[1] <= _WIDEST and _tiles(x.shape[0], gate.shape[0]) < 2**30
+    return supported and small and launcher._aligned(x, gate)
+
+
+def _tiles(tokens: int, d_ff: int) -> int:
+    return -(-tokens // ROWS) * -(-d_ff // COLUMNS)
+
+
+def gate_pack(
+    x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, lost: Tensor | None = None, version: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has them.
+
+    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0 for
+    the kernels that follow. version: as setup_for takes it. Raises InputError unless takes(x, gate).
+    """
+    if not takes(x, gate):
+        raise InputError(
+            f"the mma.sync gate kernel takes contiguous bfloat16 (compute capability 8.0 and newer) or float16 (7.5), d_model and "
+            f"d_ff multiples of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a gate "
+            f"{list(gate.shape)}"
+        )
+    return _run(x, gate, gate_bias, lost, setup_for(_device(x.device.index)[0], version))
+
+
+def _run(x: Tensor, gate: Tensor, bias: Tensor | None, lost: Tensor | None, setup: Setup) -> tuple[Tensor, Tensor]:
+    (tokens, d_model), d_ff = x.shape, gate.shape[0]
+    tiles = -(-d_ff // TILE)
+    packed = torch.empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
+    pool = torch.empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
+    if tokens == 0:
+        if lost is not None:
+            lost[:1].zero_()
+        return packed, pool
+    blocks = _tiles(tokens, d_ff)
+    if setup.version > 3:  # each block takes one tile after the other
+        blocks = min(blocks, _device(x.device.index)[1])
+    sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
+    launcher._launch(
+        "sm80_gate_pack.cu", f"gate_pack_v{setup.version}", setup.defines(x.dtype), (blocks, 1), (THREADS, 1), x.device,
+        (x, gate, None if bias is None else bias.contiguous(), packed, pool, lost, *sizes), setup.shared,
+    )  # fmt: skip
+    return packed, pool

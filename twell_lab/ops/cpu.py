@@ -1,0 +1,202 @@
+"""The feed-forward layer on a CPU, in torch operations that skip the zeros.
+
+After the gate, one kept value ("entry") costs a row of `up`, gathered and multiplied, and a row of `down_t`, gathered,
+scaled and added to the output. Entries are taken 128 at a time, so that what is gathered stays in the L2 cache
+instead of travelling to memory and back.
+
+Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
+means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
+adding them in float32 is sure to come as close. So the gate of an entry is summed again there, in float64, where its
+weights are at hand; and where all neurons are computed, this follows torch's layer operation by operation on the tensors as
+they came, or, where the tensors are no longer those (permuted, packed), takes float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag, linear
+
+from ..formats import twell
+from . import reference
+
+_ENTRIES_AT_ONCE = 128
+# An entry costs about as much as the dense layer's work on this many of a neuron's two weight rows, and the
+# dense layer's cost grows with tokens only past this many. Measured on two AVX-512 cores at d_model 2048,
+# d_ff 5632; they decide when too many neurons fire for skipping to pay.
+_ENTRY_COST = 6.0
+_TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tensor, up_bias, down_bias, made_by=None, follow=True) -> Tensor:
+    """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU.
+
+    down may be None where only its transpose is at hand. made_by: the weight and bias that gate was made with from x, or None
+    where the values of the gate are what was asked for. follow: whether these are the tensors that torch's layer would have.
+    """
+    token, neuron, value = _entries(gate)
+    if _pays(gate, token.numel()):
+        if x.dtype == torch.float32:
+            value = value if made_by is None else _summed_again(x, token, neuron, *made_by)
+            y = _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias)
+        else:
+            y = _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias)
+    elif not follow and x.dtype == torch.float32:
+        x, gate, up, down_t, up_bias, down_bias, *made_by = _double(x, gate, up, down_t, up_bias, down_bias, *made_by or ())
+        first = linear(x, *made_by) if made_by else gate
+        return reference.gated(x, first, up, down_t.t(), up_bias, down_bias).float()
+    else:
+        hidden = torch.where(twell.fires(gate), gate * linear(x, up, up_bias), torch.zeros_like(gate))
+        y = linear(hidden, _as_stored(down, down_t), down_bias)
+    # An infinity or NaN in x leaves no finite sum (nor may an overflow: then this looks in vain).
+    if not math.isfinite(x.sum()):
+        y[reference.spoilt(x, twell.fires(gate))] = torch.nan
+    return y
+
+
+def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | None = None, made_by=None, follow=True) -> Tensor:
+    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down, made_by, follow: see gated; x: what gate was made from."""
+    token, neuron, value = _entries(gate)
+    if not _pays(gate, token.numel()):
+        if not follow and gate.dtype == torch.float32:
+            x, gate, down_t, bias, *made_by = _double(x, gate, down_t, bias, *made_by or ())
+            return linear(reference.relu(linear(x, *made_by) if made_by else gate), down_t.t(), bias).float()
+        return linear(reference.relu(gate), _as_stored(down, down_t), bias)
+    tokens = gate.shape[0]
+    if gate.dtype != torch.float32:
+        return _sum_short(value, token, neuron, down_t, tokens, bias)
+    value = value if made_by is None else _summed_again(x, token, neuron, *made_by)
+    y = _start_wide(tokens, down_t, bias)
+    for t, n, v in _chunks(token, neuron, value):
+        _add_wide(y, v.double(), t, down_t.index_select(0, n))
+    return y.float()
+
+
+def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, down_t: Tensor, up_bias, down_bias) -> Tensor:
+    """start + what `gated`, or `plain` where up is None, makes of 16-bit values: summed in start, float32 [tokens, d_model] that is
+    written over, and rounded once. A part that is rounded by itself may overflow float16 where the whole does not."""
+    token, neuron, value = _entries(gate)
+    if _pays(gate, token.numel()):
+        hidden = value if up is None else _hidden_short(x, value, token, neuron, up, up_bias)
+        for t, n, h in _chunks(token, neuron, hidden):
+            _add_wide(start, h.to(start.dtype), t, down_t.index_select(0, n))
+    else:
+        hidden = reference.relu(gate)
+        if up is not None:
+            hidden = torch.where(twell.fires(gate), hidden * linear(x, up, up_bias), torch.zeros_like(gate))
+        start += linear(hidden.to(start.dtype), down.to(start.dtype))
+    return (start if down_bias is None else start + down_bias).to(gate.dtype)
+
+
+def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, neuron, value) of what fires, tokens ascending. relu leaves NaN as it is, and NaN is not zero.
+
+    With one token every operation here costs more to start than to do, so there are as few as can be.
+    """
+    fired = torch.relu(gate)
+    token, neuron = fired.nonzero(as_tuple=True)
+    return token, neuron, fired[0].index_select(0, neuron) if gate.shape[0] == 1 else fired[token, neuron]
+
+
+def _summed_again(x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The gate of each entry after the ReLU, float64: an entry that rounding alone made positive is 0."""
+    x = x.double()
+    made = [_dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
+            for t, n in _chunks(token, neuron)]  # fmt: skip
+    return torch.relu(torch.cat([x.new_empty(0), *made]))
+
+
+def _double(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in tensors]
+
+
+def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
+    """down as the dense layer stores it: over a transposed view the GEMM would sum in another order."""
+    return down_t.t().contiguous() if down is None else down
+
+
+def _pays(gate: Tensor, entries: int) -> bool:
+    tokens, d_ff = gate.shape
+    return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[gate.dtype])
+
+
+def _chunks(*lists: Tensor):
+    return zip(*(each.split(_ENTRIES_AT_ONCE) for each in lists)) if lists[0].numel() else ()
+
+
+def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
+    """float32 values, float64 sums; value is of either."""
+    if x.shape[0] == 1:
+        hidden = torch.mv(up.index_select(0, neuron).double(), x[0].double())
+        hidden = value * (hidden if up_bias is None else hidden + up_bias[neuron])
+        y = hidden @ down_t.index_select(0, neuron).double()
+        return (y if down_bias is None else y + down_bias).float()[None]
+    y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
+    for t, n, v in _chunks(token, neuron, value):
+        bias = None if up_bias is None else up_bias[n].double()
+        _add_wide(y, v * _dots(x, up.index_select(0, n).double(), bias, t), t, down_t.index_select(0, n))
+    return y.float()
+
+
+def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Tensor:
+    """16-bit values: torch's own GEMM and embedding_bag sum them in float32, biases included."""
+    return _sum_short(_hidden_short(x, value, token, neuron, up, up_bias), token, neuron, down_t, x.shape[0], down_bias)
+
+
+def _hidden_short(x, value, token, neuron, up, up_bias) -> Tensor:
+    hidden = [v * _dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t)
+              for t, n, v in _chunks(token, neuron, value)]  # fmt: skip
+    return hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
+
+
+def _span(token: Tensor, tokens: int) -> tuple[int, int]:
+    """The first and last of some ascending tokens, of `tokens` in all."""
+    return (0, 0) if tokens == 1 else (int(token[0]), int(token[-1]))
+
+
+def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor:
+    """x[token] . rows + bias, one of each (tokens ascend).
+
+    A small GEMM of the tokens concerned with all the rows computes some products nobody asked for; that is cheaper
+    than gathering x, and sums in a wider type, which an elementwise product in 16 bits would not.
+    """
+    first, last = _span(token, x.shape[0])
+    dots = linear(x[first : last + 1], rows, bias)
+    return dots[0] if first == last else dots[token - first, torch.arange(token.numel(), device="cpu")]
+
+
+def _start_wide(tokens: int, down_t: Tensor, bias: Tensor | None) -> Tensor:
+    """The float64 sums [tokens, d_model] before the first entry: the bias, or zero."""
+    y = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64, device="cpu")
+    return y if bias is None else y + bias
+
+
+def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
+    """y[token] += hidden * rows, in y's dtype."""
+    first, last = _span(token, y.shape[0])
+    if first == last:
+        y[first] += hidden @ rows.to(y.dtype)
+        return
+    spread = y.new_zeros(last - first + 1, token.numel())
+    spread[token - first, torch.arange(token.numel(), device="cpu")] = hidden
+    y[first : last + 1].addmm_(spread, rows.to(y.dtype))
+
+
+def _sum_short(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:
+    """For each token, the bias and the sum of hidden * down_t[neuron] over its entries (tokens ascend)."""
+    if hidden.numel() == 0:
+        y = down_t.new_zeros(tokens, down_t.shape[1])
+        return y if bias is None else y + bias
+    first = token.new_zeros(1) if tokens == 1 else torch.searchsorted(token, torch.arange(tokens, device="cpu"))
+    if bias is not None:
+        # The bias joins the sum as a neuron that fires with 1 on every token, ahead of the token's entries:
+        # added to a sum that is already rounded, it could cancel all but the rounding.
+        used, place = neuron.unique(return_inverse=True)
+        down_t = torch.cat([down_t[used], bias[None]])
+        entries = torch.arange(token.numel(), device="cpu") + token + 1
+        first = first + torch.arange(tokens, device="cpu")
+        neuron = token.new_full((token.numel() + tokens,), used.numel()).index_copy_(0, entries, place)
+        hidden = hidden.new_ones(neuron.shape).index_copy_(0, entries, hidden)
+    return embedding_bag(neuron, down_t, first, mode="sum", per_sample_weights=hidden)

@@ -1,0 +1,349 @@
+"""The operator of a layer that is being trained: its output, its L1 norm, and gradients that skip the silent neurons too.
+
+`train_forward` keeps, for the backward pass, the entries that fired and nothing as wide as d_ff: for each row of x its
+survivors' columns, gate values and up values (twell_lab.ops.train_rows). `train_backward` makes every gradient from them:
+
+  dh = dy . down[:, j] + dl1 * sign(h)    where neuron j fired, and nowhere else; L1 reaches the gate through h = g * u
+  dg = dh * u,  du = dh * g
+  dx = dg gate + du up                    rows of the weights, per token
+  dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
+
+Rows that do not fit into the compact form are finished densely, on the device, exactly (launch_lost). On a CPU, for
+float32 and for shapes the kernels do not take, the same operators recompute the gate and use torch's own operations.
+Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries a row, and what exceeds it in a dense tail).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.nn.functional import linear
+
+from ..core.errors import InputError
+from ..formats import twell
+from . import checks, reference, train_dense, train_rows
+
+PATHS = ("dense", "twell")
+_VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
+
+_library = torch.library.Library("twell_lab", "FRAGMENT")
+_library.define(
+    "train_forward(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias) -> "
+    "(Tensor y, Tensor l1, Tensor kept, Tensor down_t, Tensor spans, Tensor words, Tensor ups, Tensor lost)"
+)
+_library.define(
+    "train_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
+    "Tensor? down_bias, Tensor kept, Tensor down_t, Tensor spans, Tensor words, Tensor ups, Tensor lost) -> Tensor[]"
+)
+_library.define(
+    "train_dense(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias) -> "
+    "(Tensor y, Tensor l1, Tensor kept, Tensor g, Tensor u)"
+)
+_library.define(
+    "train_dense_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
+    "Tensor? up_bias, Tensor? down_bias, Tensor g, Tensor u) -> Tensor[]"
+)
+
+
+def train_ffn(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    path: str = "twell",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One feed-forward layer with gradients: (y, l1, kept).
+
+    x: [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]; gate None for a plain layer. y: [..., d_model].
+    l1: float32 [...], the sum over neurons of |h| at each token, differentiable: add it to the loss with any factor. kept: int32
+    [...], how many neurons fired. path: "twell" computes and differentiates only neurons that fire; "dense" all of
+    them, with the element-wise middle of the layer in one kernel each way. Same function, same gradients, either way.
+    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Raises InputError for arguments
+    that do not fit together.
+    """
+    return train_layer(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)[:3]
+
+
+def train_layer(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    path: str = "twell",
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`train_ffn`, and how many tokens did not fit into the compact form and were finished densely: an int32 scalar on the
+    device, None where no such form was made (path "dense", and wherever `takes` says no)."""
+    checks.check_tensor("x", x)
+    x, gate, up, down, gate_bias, up_bias, down_bias = checks.autocast(x, gate, up, down, gate_bias, up_bias, down_bias)
+    named = dict(up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    checks.check_together(x, x.dtype, **named, **({} if gate is None else {"gate": gate}))
+    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    if path not in PATHS:
+        raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
+    rows = x.reshape(-1, x.shape[-1])
+    arguments = (rows, gate, up, down, gate_bias, up_bias, down_bias)
+    if checks.transformed():
+        (y, l1, kept), lost = _by_torch(*arguments), None
+    elif path == "dense":
+        (y, l1, kept), lost = _dense(*arguments), None
+    else:
+        y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
+        lost = listed[0] if listed.shape[0] else None
+    return y.view(x.shape), l1.view(x.shape[:-1]), kept.view(x.shape[:-1]), lost
+
+
+def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
+    """Whether the sparse kernels train this layer: x [tokens, d_model] and the weights, 16-bit values on one GPU."""
+    d_ff, d_model = up.shape
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not x.shape[0]:
+        return False
+    if d_ff % _VECTOR or not train_rows.takes(x.dtype, x.shape[0], d_model, d_ff):
+        return False
+    supported = (8, 0) if x.dtype == torch.bfloat16 else (7, 5)
+    return torch.cuda.get_device_capability(x.device) >= supported
+
+
+# ---- the sparse path ----
+
+
+@torch.library.impl(_library, "train_forward", "CUDA")
+@torch.no_grad()
+def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
+    if not takes(x, gate, up):
+        return _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias)
+    from . import ampere, hopper_pack, train_lost, transpose
+
+    x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
+    down_t = transpose.transposed(down)
+    first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
+    packs = hopper_pack if hopper_pack.takes(x, first) else ampere
+    packed, pool = packs.gate_pack(x, first, first_bias)
+    multiplied = (None, None) if gate is None else (up, up_bias)
+    s = train_rows.survivors(x, packed, pool, *multiplied, up.shape[0])
+    del packed, pool
+    y = train_rows.weighted_rows(s, down_t, down_bias)
+    train_lost.lost_forward(s.lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, s.l1, s.kept)
+    ups = x.new_empty(0, dtype=torch.float32) if s.ups is None else s.ups
+    return y, s.l1, s.kept, down_t, s.spans, s.words, ups, s.lost
+
+
+@torch.library.impl(_library, "train_backward", "CUDA")
+@torch.no_grad()
+def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
+    if not takes(x, gate, up):
+        return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
+    from . import train_columns, train_lost, transpose
+
+    x, gate, up, gate_bias, up_bias, dy = map(checks.plain, (x, gate, up, gate_bias, up_bias, dy))
+    dl1 = None if dl1 is None else checks.plain(dl1)
+    s = train_rows.Survivors(spans, words, None if gate is None else ups, lost, kept, None)
+    dh = train_rows.hidden_gradient(dy, s, down_t, dl1)
+    biased = gate_bias is not None or up_bias is not None
+    # The weights' gradients first: their workspace is freed before dx is there.
+    dgate, dup, ddown_t, dgate_bias, dup_bias = train_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased)
+    dx = train_rows.input_gradient(s, dh, gate, up)
+    train_lost.lost_backward(lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias)
+    ddown = transpose.transposed(ddown_t)
+    biases = (None if gate_bias is None else dgate_bias, None if up_bias is None else dup_bias,
+              None if down_bias is None else dy.sum(0))  # fmt: skip
+    return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
+
+
+def _or_nothing(like: Tensor, t: Tensor | None) -> Tensor:
+    """An operator returns tensors alone: an empty one stands for None."""
+    return like.new_empty(0) if t is None else t
+
+
+# ---- the same operator by torch's operations: on a CPU, and for what the kernels do not take ----
+
+
+@torch.library.impl(_library, "train_forward", "CPU")
+@torch.no_grad()
+def _forward_dense(*arguments):
+    y, l1, kept, _, _ = _dense_forward(*arguments)
+    return y, l1, kept, *_nothing(arguments[0])
+
+
+def _nothing(x: Tensor) -> list[Tensor]:
+    """Where nothing is kept for the backward pass: it computes the gate again."""
+    return [x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32)]
+
+
+@torch.library.impl(_library, "train_backward", "CPU")
+@torch.no_grad()
+def _backward_dense_cpu(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
+    return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
+    g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
+    return _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, _or_nothing(x, u))
+
+
+# ---- the dense path: torch's GEMMs, and the middle of the layer fused (h is not kept: it is made again on the way) ----
+
+
+def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return torch.ops.twell_lab.train_dense(x, gate, up, down, gate_bias, up_bias, down_bias)[:3]
+    return _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
+    """(y, l1, kept), differentiable any number of times."""
+    first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
+    h = first if gate is None else first * linear(x, up, up_bias)  # torch's compiler fuses these; on a CPU nothing is gained
+    return linear(h, down, down_bias), h.abs().sum(1, dtype=_wide(h)), twell.fires(first.detach()).sum(1, dtype=torch.int32)
+
+
+def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
+    """The gate before its ReLU, and up; of a plain layer its up, and None."""
+    with torch.autocast(x.device.type, enabled=False):
+        if gate is None:
+            return linear(x, up, up_bias), None
+        return linear(x, gate, gate_bias), linear(x, up, up_bias)
+
+
+@torch.library.impl(_library, "train_dense", "CPU")
+@torch.library.impl(_library, "train_dense", "CUDA")
+@torch.no_grad()
+def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
+    g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
+    h, l1, kept = _middle(g, u)
+    if u is not None and not x.is_cuda:  # a silent neuron's zero times an infinity: the kernel multiplies these as torch does
+        spoilt = reference.spoilt(x, twell.fires(g))
+        h[spoilt], l1[spoilt] = torch.nan, torch.nan
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(h, down, down_bias), l1, kept, g, _or_nothing(x, u)
+
+
+@torch.library.impl(_library, "train_dense_backward", "CPU")
+@torch.library.impl(_library, "train_dense_backward", "CUDA")
+@torch.no_grad()
+def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
+    with torch.autocast(x.device.type, enabled=False):
+        h, dg, du = _middle_gradients(g, None if gate is None else u, dy @ down, dl1)
+        ddown = dy.t() @ h
+        del h
+        if gate is None:
+            dgate, dup, dx = None, dg.t() @ x, dg @ up
+        else:
+            dgate, dup, dx = dg.t() @ x, du.t() @ x, torch.addmm(dg @ gate, du, up) if x.is_cuda else dg @ gate + du @ up
+        biases = (None if gate_bias is None else dg.sum(0), None if up_bias is None else (dg if gate is None else du).sum(0),
+                  None if down_bias is None else dy.sum(0))  # fmt: skip
+        return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
+
+
+def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, l1, kept) from the gate before its ReLU and up."""
+    if g.is_cuda:
+        return train_dense.dense_hidden(g, u)
+    keep = twell.fires(g)
+    h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
+    return h, h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
+
+
+def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
+    """(h, dg, du) from dL/dh, with L1's part of it added. dh may be written over."""
+    if g.is_cuda:
+        return train_dense.dense_gradients(g, u, dh, None if dl1 is None else dl1.contiguous())
+    keep, zero = twell.fires(g), g.new_zeros(())
+    h = torch.where(keep, g if u is None else g * u, zero)
+    if dl1 is not None:
+        dh = (dh + dl1[:, None] * h.sign()).to(dh.dtype)
+    if u is None:
+        return h, torch.where(keep, dh, zero), None
+    return h, torch.where(keep, dh * u, zero), torch.where(keep, dh * g, zero)
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    """What sums over neurons are made in: float32, and float64 for itself."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+# ---- shapes for torch.compile ----
+
+
+@torch.library.register_fake("twell_lab::train_forward", lib=_library)
+def _(x, gate, up, down, gate_bias, up_bias, down_bias):
+    new = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)  # noqa: E731
+    facts = (new(x.shape[0], dtype=_wide(x)), new(x.shape[0], dtype=torch.int32))
+    if not takes(x, gate, up):
+        return torch.empty_like(x), *facts, *_nothing(x)
+    room = train_rows.capacity_for(x.shape[0], up.shape[0])
+    return (torch.empty_like(x), *facts, new(*up.shape, dtype=x.dtype), new(x.shape[0], 2, dtype=torch.int32),
+            new(room, dtype=torch.int32), new(0 if gate is None else room, dtype=torch.float32),
+            new(1 + x.shape[0], dtype=torch.int32))  # fmt: skip
+
+
+@torch.library.register_fake("twell_lab::train_backward", lib=_library)
+def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
+    like = lambda t: x.new_empty(0 if t is None else t.shape)  # noqa: E731
+    return [like(t) for t in (x, gate, up, down, gate_bias, up_bias, down_bias)]
+
+
+@torch.library.register_fake("twell_lab::train_dense", lib=_library)
+def _(x, gate, up, down, gate_bias, up_bias, down_bias):
+    wide = (x.shape[0], up.shape[0])
+    return (torch.empty_like(x), x.new_empty(x.shape[0], dtype=_wide(x)), x.new_empty(x.shape[0], dtype=torch.int32), x.new_empty(wide),
+            x.new_empty(0 if gate is None else wide))  # fmt: skip
+
+
+@torch.library.register_fake("twell_lab::train_dense_backward", lib=_library)
+def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
+    return [x.new_empty(0 if t is None else t.shape) for t in (x, gate, up, down, gate_bias, up_bias, down_bias)]
+
+
+# ---- autograd ----
+
+
+def _keeping(ctx, inputs, output):
+    _, _, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *saved)
+
+
+def _gradients(operator, ctx, dy, dl1, saved_for: slice):
+    everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
+    inputs, saved = everything[:7], everything[7:]
+    dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
+    # create_graph: these gradients are to be differentiated themselves; or they are asked for many dy at once.
+    if torch.is_grad_enabled() or any(t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)):
+        return _differentiable_gradients(dy, dl1, inputs)
+    made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
+    return tuple(None if t is None else d for t, d in zip(inputs, made))
+
+
+def _differentiable_gradients(dy, dl1, inputs):
+    """The same gradients by torch's operations, all neurons computed, so that autograd can go on through them."""
+    again = torch.is_grad_enabled()
+    with torch.autocast(dy.device.type, enabled=False), torch.enable_grad():
+        # Views, so that an input which depends on another one, or is the same, is not followed back to it.
+        inputs = [None if t is None else t.view_as(t) for t in inputs]
+        y, l1, _ = _by_torch(*inputs)
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        results, upstream = ([y], [dy]) if dl1 is None else ([y, l1], [dy, dl1])
+        found = iter(torch.autograd.grad(results, wanted, upstream, create_graph=again))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
+
+
+def _backward(ctx, dy, dl1, *_):
+    return _gradients(torch.ops.twell_lab.train_backward, ctx, dy, dl1, slice(0, None))
+
+
+def _dense_layer_backward(ctx, dy, dl1, *_):
+    return _gradients(torch.ops.twell_lab.train_dense_backward, ctx, dy, dl1, slice(1, None))
+
+
+torch.library.register_autograd("twell_lab::train_forward", _backward, setup_context=_keeping, lib=_library)
+torch.library.register_autograd("twell_lab::train_dense", _dense_layer_backward, setup_context=_keeping, lib=_library)

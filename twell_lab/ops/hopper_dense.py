@@ -1,0 +1,169 @@
+"""Launches of the Hopper kernels that compute neurons densely: kernels/sm90_gate_up.cu and kernels/sm90_down_rows.cu.
+
+They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path gives up. Everything runs
+on torch's current stream and nothing waits for the GPU. Only CUDA tensors of compute capability 9.0: `takes` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..cuda import tma
+from ..cuda.launcher import _DEFINE, _launch
+from .hopper_pack import BM, BN, RING_BYTES, THREADS, VECTOR, fits, multiprocessors
+
+CHUNK = 8192  # lost rows whose h has room at a time
+_CLUSTER = 2  # CLUSTER in sm90_mainloop.cuh
+_OUT_ROWS = 16  # of one consumer warp
+_WARPS = 8 * _CLUSTER  # consumer warps of a cluster
+_PART_BYTES = 16 * 1024  # what a consumer warp adds to a tile that clusters share (sm90_down_rows.cu)
+_SHARED = -(-RING_BYTES // 1024) * 1024 + BM * 128 * 2  # and 128 columns of every row: OUT_END of sm90_rows_out.cuh
+
+
+def takes(x: Tensor, *weights: Tensor) -> bool:
+    """Whether the kernels take these matrices: bfloat16 or float16 on one GPU of capability 9.0, all sizes of weights multiples of 8.
+
+    x: [rows, d_model]; weights may be slices of rows or columns that start on 16 bytes.
+    """
+    return fits(x, *weights) and all(w.shape[0] % VECTOR == 0 and w.shape[1] % VECTOR == 0 and len(w) for w in weights)
+
+
+def _map(matrix: Tensor) -> ctypes.Array:
+    return tma.matrix_map(matrix, BM)
+
+
+def _grid(rows: int, columns: int, columns_a_tile: int, device: torch.device) -> tuple[int, int]:
+    """As many clusters as there are tiles, or as run at a time: a block takes a multiprocessor."""
+    tiles = -(-rows // (BM * _CLUSTER)) * -(-columns // columns_a_tile)
+    return min(multiprocessors(device) // _CLUSTER, tiles) * _CLUSTER, 1
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    """The kernels read a bias in pairs of values."""
+    if bias is None:
+        return None
+    return bias.contiguous() if bias.data_ptr() % 4 == 0 else bias.clone(memory_format=torch.contiguous_format)
+
+
+def builds(dtypes=(torch.bfloat16, torch.float16)) -> list[tuple[str, tuple]]:
+    """(file, macros) of everything that this module compiles for these dtypes, for sm_90a."""
+    common = [((_DEFINE[dtype], True), ("CLUSTER", _CLUSTER)) for dtype in dtypes]
+    halves = [("sm90_gate_up.cu", (*c, ("GATED", gated))) for c in common for gated in (0, 1)]
+    return halves + [("sm90_down_rows.cu", c) for c in common]
+
+
+def _check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None) -> None:
+    given = {name: t for name, t in (("x", x), ("gate", gate), ("up", up), ("down", down)) if t is not None}
+    d_ff, d_model = up.shape if up.dim() == 2 else (0, 0)
+    if (
+        not takes(*given.values())
+        or x.shape[1] != d_model
+        or (gate is not None and gate.shape != up.shape)
+        or (down is not None and down.shape != (d_model, d_ff))
+    ):
+        told = ", ".join(f"{name} {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for name, t in given.items())
+        raise InputError(
+            f"{told}; x [rows, d_model], gate and up [d_ff, d_model] and down [d_model, d_ff] of bfloat16 or float16 on one GPU of "
+            "capability 9.0 are accepted, where d_model and d_ff are multiples of 8 and rows lie in one piece on 16 bytes"
+        )
+
+
+def _check_biases(up: Tensor, **biases: Tensor | None) -> None:
+    for name, bias in biases.items():
+        length = up.shape[name == "down_bias"]
+        if bias is not None and (bias.shape != (length,) or bias.dtype != up.dtype or bias.device != up.device):
+            raise InputError(f"{name} is {bias.dtype} {list(bias.shape)} on {bias.device}; {up.dtype} [{length}] on {up.device} is accepted")
+
+
+def gate_up(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> Tensor:
+    """relu(x gate^T + gate_bias) * (x up^T + up_bias), or relu(x up^T + up_bias) without a gate -> h [rows, d_ff].
+
+    x: [rows, d_model]; gate and up: [d_ff, d_model], or slices of rows of such. The gate is rounded before the ReLU as torch's
+    linear rounds it; products and sums are float32; h is rounded once. Raises InputError for what `takes` refuses.
+    """
+    _check(x, gate, up)
+    _check_biases(up, gate_bias=gate_bias, up_bias=up_bias)
+    rows, d_ff = x.shape[0], up.shape[0]
+    h = torch.empty(rows, d_ff, dtype=x.dtype, device=x.device)
+    if rows:
+        _gate_up(x, gate, up, gate_bias, up_bias, h, None)(0, rows)
+    return h
+
+
+def _gate_up(x, gate, up, gate_bias, up_bias, h, lost, counters=None, counted=0):
+    """A function of (first, rows) that fills the first rows of h [., d_ff] from rows first, first + 1, ... of x.
+
+    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where there are
+    rows, `counted` words of `counters` are set to 0.
+    """
+    gated = gate is not None
+    (d_ff, d_model), device = up.shape, up.device
+    of_up = _map(up)
+    maps = _map(x), _map(gate) if gated else of_up, of_up, tma.matrix_map(h, _OUT_ROWS)
+    tensors = _bias(gate_bias) if gated else None, _bias(up_bias), lost
+    sizes = ctypes.c_int(d_model), ctypes.c_int(d_ff), counters, ctypes.c_int(counted)
+    defines = (_DEFINE[x.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
+
+    def launch(first: int, rows: int) -> None:
+        arguments = *maps, *tensors, ctypes.c_int(first), ctypes.c_int(rows), *sizes
+        grid = _grid(rows, d_ff, BN // 2 if gated else BN, device)
+        _launch("sm90_gate_up.cu", "gate_up", defines, grid, (THREADS, 1), device, arguments, _SHARED)
+
+    return launch
+
+
+def finish_lost(
+    lost: Tensor,
+    lost_x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    start: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Compute the rows of y that the packed path gave up: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i]) down^T.
+
+    lost: int32 [1 + tokens], lost[0] their number, on the GPU; lost_x [tokens, d_model]: their rows of x, in that order;
+    down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens, d_model],
+    contiguous. The launches depend on `tokens` alone: two for each CHUNK tokens, which end at once where nothing is lost.
+    Raises InputError for what `takes` refuses, and for other shapes, types and layouts than these.
+    """
+    _check(lost_x, gate, up, down)
+    _check_biases(up, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    tokens, d_model = lost_x.shape
+    _check_plain("lost", lost, torch.int32, (1 + tokens,), y.device)
+    _check_plain("y", y, lost_x.dtype, (tokens, d_model), lost_x.device)
+    if start is not None:
+        _check_plain("start", start, torch.float32, (tokens, d_model), y.device)
+    if tokens == 0:
+        return
+    d_ff, device = up.shape[0], y.device
+    h = torch.empty(min(tokens, CHUNK), d_ff, dtype=y.dtype, device=device)
+    clusters = multiprocessors(device) // _CLUSTER
+    parts = torch.empty(clusters * _WARPS * (_PART_BYTES + 4), dtype=torch.uint8, device=device)  # the counters come last
+    counters = ctypes.c_void_p(parts.data_ptr() + clusters * _WARPS * _PART_BYTES)
+    fill = _gate_up(lost_x, gate, up, gate_bias, up_bias, h, lost, counters, clusters * _WARPS)
+    given = _map(h), _map(down), _bias(down_bias), start, y, lost
+    sizes = ctypes.c_int(d_ff), ctypes.c_int(d_model), counters, parts
+    defines = (_DEFINE[y.dtype], True), ("CLUSTER", _CLUSTER)
+    for first in range(0, tokens, CHUNK):
+        slots = min(CHUNK, tokens - first)
+        fill(first, slots)
+        arguments = *given, ctypes.c_int(first), ctypes.c_int(slots), *sizes
+        grid = clusters * _CLUSTER, 1  # all of them: few tiles are shared
+        _launch("sm90_down_rows.cu", "down_rows", defines, grid, (THREADS, 1), device, arguments, _SHARED)
+
+
+def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
+    if t.dtype != dtype or tuple(t.shape) != shape or t.device != device or not t.is_contiguous() or (t.dim() == 2 and t.data_ptr() % 16):
+        raise InputError(
+            f"{name} is {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}; a contiguous {dtype} {list(shape)} on {device} "
+            "that starts on 16 bytes is accepted"
+        )

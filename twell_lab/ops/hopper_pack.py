@@ -1,0 +1,139 @@
+"""How the Hopper kernels are launched: compute capability 9.0 alone, bf16 and fp16.
+
+As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..cuda import launcher, tma
+from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+
+CLUSTER = 2  # blocks, for all kernels but version 1 of gate_pack
+BM, BN, BK, STAGES, THREADS = 128, 256, 64, 4, 384  # as in sm90_mainloop.cuh
+RING_BYTES = STAGES * (BM + BN) * BK * 2 + 128  # stages and barriers; the epilogue's shared memory comes after
+VECTOR = 8  # values in 16 bytes: the copy engine moves rows in steps of these
+_MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
+_DTYPES = (torch.bfloat16, torch.float16)
+_PACK_SHARED = RING_BYTES + BM * WORDS * 4 + 2 * 128 * 64 + 2 * 2 * BN * 2  # words, scratch, bias (sm90_gate_pack.cu)
+PACK_VERSIONS = (1, 2, 3)
+
+
+@lru_cache
+def _device(index: int) -> tuple[bool, int]:
+    """Whether this GPU runs the kernels, and its multiprocessors."""
+    found = torch.cuda.get_device_properties(index)
+    return (found.major, found.minor) == (9, 0), found.multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    return _device(device.index)[1]
+
+
+def fits(*matrices: Tensor) -> bool:
+    """Whether the copy engine can read these matrices [n, d]: 16-bit values of one dtype on one Hopper GPU, whole vectors."""
+    first = matrices[0]
+    if not (first.is_cuda and first.dtype in _DTYPES and _device(first.device.index)[0]):
+        return False
+    return all(m.dtype == first.dtype and m.device == first.device and _rows_fit(m) for m in matrices)
+
+
+def _rows_fit(m: Tensor) -> bool:
+    rows, d = m.shape
+    row = m.stride(0) if rows > 1 else d
+    return d > 0 and m.stride(1) == 1 and row >= d and row % VECTOR == 0 and m.data_ptr() % 16 == 0
+
+
+def takes(x: Tensor, gate: Tensor) -> bool:
+    """Whether gate_pack takes x [tokens, d_model] and gate [d_ff, d_model]; views of contiguous rows are fine."""
+    d_ff, d_model = gate.shape
+    sizes = x.shape[1] == d_model and d_model % VECTOR == 0 and d_ff % VECTOR == 0 and d_ff > 0 and x.shape[0] < _MOST_TOKENS
+    return sizes and fits(x, gate)
+
+
+def gate_pack(
+    x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, lost: Tensor | None = None, version: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has them.
+
+    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0 for
+    the kernels that follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate).
+    """
+    _check(x, gate)
+    if version not in (None, *PACK_VERSIONS):
+        raise InputError(f"version is {version}; {PACK_VERSIONS[0]} to {PACK_VERSIONS[-1]} are accepted")
+    (tokens, _), tiles = x.shape, -(-gate.shape[0] // TILE)
+    packed = torch.empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
+    pool = torch.empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
+    if tokens == 0:
+        if lost is not None:
+            lost[:1].zero_()
+        return packed, pool
+    _gate(x, gate, gate_bias, packed, pool, lost, version or PACK_VERSIONS[-1])
+    return packed, pool
+
+
+def dense_gate(x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, store: bool = True) -> Tensor:
+    """The same main loop without the packing: the gate [tokens, d_ff], for checks; store=False: for timing, unwritten."""
+    _check(x, gate)
+    out = torch.empty(x.shape[0], gate.shape[0], dtype=x.dtype, device=x.device)
+    if x.shape[0]:
+        _gate(x, gate, gate_bias, out if store else None, None, None, 0)
+    return out
+
+
+def _check(x: Tensor, gate: Tensor) -> None:
+    if not takes(x, gate):
+        raise InputError(
+            f"the Hopper gate kernel takes bfloat16 or float16 on a GPU of compute capability 9.0, d_model and d_ff multiples "
+            f"of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a gate {list(gate.shape)}"
+        )
+
+
+def _gate(x, gate, bias, out, pool, lost, version) -> None:
+    (tokens, d_model), d_ff = x.shape, gate.shape[0]
+    cluster = 1 if version == 1 else CLUSTER
+    defines = ((launcher._DEFINE[x.dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
+    maps = tma.matrix_map(x, BM), *_gate_maps(gate.data_ptr(), gate.dtype, d_ff, d_model, gate.stride(0), cluster)
+    tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
+    grid = min(multiprocessors(x.device) // cluster, tiles) * cluster
+    sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
+    arguments = (*maps, out, bias, pool, lost, *sizes)
+    launcher._launch(
+        "sm90_gate_pack.cu", f"gate_pack_v{version}", defines, (grid, 1), (THREADS, 1), x.device, arguments, _PACK_SHARED
+    )
+
+
+@lru_cache(maxsize=1024)
+def _gate_maps(address: int, dtype: torch.dtype, d_ff: int, d_model: int, row: int, cluster: int) -> tuple:
+    """Two maps of the gate's rows in the order in which the packing epilogue wants the columns: whole tiles, narrow tile.
+
+    After wgmma, lane q of a quad holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the weights is put there, so
+    that a lane holds `span` neighbouring columns in order: a view [tile, j, q, e, k] of the weights, which moves no data.
+    span is 64, and a quarter of the width in a narrow last tile.
+    """
+    row *= dtype.itemsize
+    box = (BK, 2, 4, 32 // cluster, 1)
+
+    def view(first, tiles, span):
+        dims = (d_model, 2, 4, span // 2, tiles)
+        return tma.tensor_map(address + first * row, dtype, dims, (row, span * row, 2 * row, BN * row), box)
+
+    tiles, width = divmod(d_ff, BN)
+    last = view(tiles * BN, 1, width // 4) if width else None
+    whole = view(0, tiles, BN // 4) if tiles else last
+    return whole, last or whole
+
+
+def builds(dtypes=_DTYPES) -> list[tuple[str, tuple]]:
+    """(file, macros) of everything that gate_pack and dense_gate compile for these dtypes, for sm_90a."""
+    return [
+        ("sm90_gate_pack.cu", ((launcher._DEFINE[dtype], True), ("BIAS", bias), ("VERSION", version)))
+        for dtype in dtypes for bias in (0, 1) for version in (0, *PACK_VERSIONS)
+    ]  # fmt: skip

@@ -1,0 +1,161 @@
+"""The operator of a layer that is not being trained: one call, one of three paths (see twell_lab.ops.dispatch).
+
+`torch.ops.twell_lab.infer` is registered for CPU and CUDA, with a fake implementation for torch.compile; it has no
+gradient. `infer_counted` also adds what it saw to `stats`, so that a layer can say how often it fires without a second pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..core.errors import InputError
+from ..formats import twell
+from ..formats.twell import TILE, WORDS, check_geometry
+from . import checks, cpu, reference
+
+PATHS = ("dense", "twell", "hot_cold")
+STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` add up
+
+_library = torch.library.Library("twell_lab", "FRAGMENT")
+_WEIGHTS = "Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? down_t, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias"
+_HOW = "str path, int hot, int tile, int words"
+# Two operators, because torch.compile cannot lower one that writes to an argument which may be None.
+_library.define(f"infer({_WEIGHTS}, {_HOW}) -> Tensor")
+_library.define(f"infer_counted({_WEIGHTS}, Tensor(a!) stats, {_HOW}) -> Tensor")
+
+
+def infer(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    down_t: Tensor | None = None,
+    stats: Tensor | None = None,
+    path: str = "twell",
+    hot: int = 0,
+    tile: int = TILE,
+    words: int = WORDS,
+) -> Tensor:
+    """(relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias on the named path, without gradients.
+
+    x: [..., d_model] -> [..., d_model]; gate: None for a plain layer, where the up projection goes through the ReLU.
+    path: "dense" computes every neuron; "twell" only those that fire; "hot_cold" the first `hot` neurons densely and the
+    others as twell does. For hot_cold the neurons are in the order of the weights given: permute gate, up, down, down_t and
+    the biases so that those that fire most come first; `hot` is a multiple of 256. down_t: down transposed and contiguous,
+    if the caller keeps one. stats: int64 [4] on x's device or None; tokens, kept values of the packed neurons, rows that
+    overflowed into the pool and rows that were computed densely are added to it, where the kernels count them.
+    Under torch.autocast everything is cast first. Raises InputError for arguments that do not fit, and where a gradient
+    would be needed: `gated_ffn` and `plain_ffn` have one.
+    """
+    checks.check_tensor("x", x)
+    check_geometry(tile, words)
+    x, gate, up, down, down_t, gate_bias, up_bias, down_bias = checks.autocast(
+        x, gate, up, down, down_t, gate_bias, up_bias, down_bias
+    )
+    named = dict(up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    checks.check_together(x, x.dtype, **named, **({} if gate is None else {"gate": gate}))
+    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    _check_path(path, hot, up.shape[0], tile)
+    _check_stats(stats, x)
+    tensors = (x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InputError("infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable")
+    checks.refuse_transforms("infer")
+    if path != "dense":
+        down_t = checks.transposed(down, down_t)
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.is_cuda:  # on a CPU as they came: torch's dense layer sums over other strides in another order
+        rows, gate, up = rows.contiguous(), None if gate is None else gate.contiguous(), up.contiguous()
+    counted = () if stats is None else (stats,)
+    arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
+    # As in ops: the dispatcher is for whoever watches the call; on its own a layer goes straight to its kernels.
+    kinds = torch.ops.twell_lab if checks.watched(*tensors) else _CUDA if rows.is_cuda else _CPU
+    return (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
+
+
+def _check_path(path: str, hot: int, d_ff: int, tile: int) -> None:
+    if path not in PATHS:
+        raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
+    if isinstance(hot, bool) or not isinstance(hot, int):
+        raise InputError(f"hot is {hot!r}; a whole number is accepted")
+    if path != "hot_cold" and hot != 0:
+        raise InputError(f"hot is {hot} on path {path!r}; 0 is accepted, and more on 'hot_cold'")
+    if path == "hot_cold" and (hot % 256 or not 0 < hot < d_ff):
+        raise InputError(f"hot is {hot} of {d_ff} neurons; multiples of 256 above 0 and below {d_ff} are accepted")
+
+
+def _check_stats(stats: Tensor | None, x: Tensor) -> None:
+    if stats is None:
+        return
+    if not isinstance(stats, Tensor) or stats.dtype != torch.int64 or tuple(stats.shape) != (len(STATS),):
+        what = f"{stats.dtype} {list(stats.shape)}" if isinstance(stats, Tensor) else type(stats).__name__
+        raise InputError(f"stats is {what}; an int64 tensor of {len(STATS)} is accepted")
+    if stats.device != x.device:
+        raise InputError(f"stats is on {stats.device} but the input is on {x.device}; one device is accepted")
+
+
+@torch.no_grad()
+def _cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, *how):
+    from . import dispatch
+
+    down_t, gate_bias, up_bias, down_bias = map(checks.plain, (down_t, gate_bias, up_bias, down_bias))
+    return dispatch.infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, *how)
+
+
+@torch.no_grad()
+def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
+    with torch.autocast("cpu", enabled=False):  # the weights have their dtype, and so has the result
+        first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
+        if path == "dense":
+            hidden = reference.relu(first)
+            return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
+        if stats is not None:
+            kept = twell.fires(first[:, hot:])
+            stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
+        if not hot or x.dtype == torch.float32:  # as on a GPU: no GEMM sums as widely as float32 values ask for, so all are packed
+            return _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=not hot)
+        bias = None if up_bias is None else up_bias[:hot]
+        hidden = reference.relu(first[:, :hot])
+        if gate is not None:
+            hidden = torch.where(twell.fires(first[:, :hot]), hidden * linear(x, up[:hot], bias), torch.zeros_like(hidden))
+        start = linear(hidden.float(), down[:, :hot].float())  # the two parts meet in a wider type, to be rounded once
+        cold_up, cold_bias = (None, None) if gate is None else (up[hot:], None if up_bias is None else up_bias[hot:])
+        y = cpu.added_to(start, x, first[:, hot:].contiguous(), cold_up, down[:, hot:], down_t[hot:], cold_bias, down_bias)
+        if gate is not None and not x.isfinite().all():
+            y[reference.spoilt(x, twell.fires(first))] = torch.nan
+        return y
+
+
+def _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=True):
+    if gate is None:
+        return cpu.plain(first, down, down_t, down_bias, x, (up, up_bias), follow)
+    return cpu.gated(x, first, up, down, down_t, up_bias, down_bias, (gate, gate_bias), follow)
+
+
+class _Implementation:
+    """Both operators on one kind of device."""
+
+    def __init__(self, run, key: str) -> None:
+        self.infer = lambda *a: run(*a[:8], None, *a[8:])
+        self.infer_counted = run
+        torch.library.impl(_library, "infer", key)(self.infer)
+        torch.library.impl(_library, "infer_counted", key)(self.infer_counted)
+
+
+_CUDA, _CPU = _Implementation(_cuda, "CUDA"), _Implementation(_cpu, "CPU")
+
+
+@torch.library.register_fake("twell_lab::infer", lib=_library)
+def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, path, hot, tile, words):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("twell_lab::infer_counted", lib=_library)
+def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
+    return torch.empty_like(x)

@@ -1,0 +1,234 @@
+"""How things are measured here: drawn workloads, a check in float64 before any clock starts, and the clocks.
+
+On a GPU: device events around one call, inputs rotated, the L2 cache emptied before each call; for few tokens also
+CUDA-graph replays, which leave out the gaps between launches. On a CPU: wall time, with the weights as warm as repeated
+calls leave them, and cold. Calls take turns, so that whatever else the machine does falls on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..core import machine
+from ..core.errors import DeviceError, InputError, TwellError
+from ..formats.twell import VALUE_DTYPES
+from . import accuracy
+from .reference import GatedFeedForward
+
+_GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
+_ROTATED = 3  # input sets a timing rotates through
+
+
+class WrongResult(TwellError, ArithmeticError):
+    """A benchmark's result did not agree with float64: nothing was timed."""
+
+
+# ---- the workload ----
+
+
+def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 0) -> Tensor:
+    """Probability with which each neuron fires, float64 [d_ff], summing to nnz.
+
+    kind "lognormal": 30% of the neurons never fire, the others' rates are lognormal with sigma 1.5 (as trained
+    models roughly are), none above 0.95; "uniform": every neuron fires equally often.
+    """
+    _check_sizes(d_ff=(d_ff, 1))
+    _check_room(16 * d_ff, f"d_ff {d_ff}")
+    if isinstance(nnz, bool) or not isinstance(nnz, (int, float)) or not 0 <= nnz <= 0.6 * d_ff:
+        raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
+    if kind == "uniform":
+        return torch.full((d_ff,), nnz / d_ff, dtype=torch.float64)
+    if kind != "lognormal":
+        raise InputError(f"workload is {kind!r}; 'lognormal' and 'uniform' are accepted")
+    generator = torch.Generator().manual_seed(seed)
+    rate = torch.randn(d_ff, generator=generator, dtype=torch.float64).mul(1.5).exp()
+    rate[torch.randperm(d_ff, generator=generator)[: round(0.3 * d_ff)]] = 0
+    for _ in range(100):  # clamping takes some of the sum away: scale again until it is there
+        rate = (rate * (nnz / rate.sum().clamp(min=1e-30))).clamp(max=0.95)
+    return rate
+
+
+def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype, device, *, seed: int = 0):
+    """A dense gated layer and `_ROTATED` inputs [tokens, d_model] whose neurons fire at the wanted rates.
+
+    The first component of every input is a constant, and the gate's weights for it set each neuron's threshold:
+    the rest of the product is standard normal, so neurons fire independently, at their own rate, through a real GEMM.
+    """
+    _check_sizes(tokens=(tokens, 1), d_model=(d_model, 8), d_ff=(d_ff, 1))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
+    if dtype not in VALUE_DTYPES:
+        raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
+    needed = dtype.itemsize * (3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff))  # the layer, and what goes through it
+    _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
+    rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
+    layer = layer.to_empty(device=device)
+    constant = d_model**0.5
+    threshold = -torch.special.ndtri(rates).to(device, torch.float32)
+    gate = normal(d_ff, d_model)
+    gate /= gate[:, 1:].norm(dim=1, keepdim=True)  # exactly standard, or a narrow layer would miss its rates
+    gate[:, 0] = -threshold.clamp(max=12.0) / constant
+    layer.gate_proj.weight.data = gate
+    layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
+    layer.down_proj.weight.data = normal(d_model, d_ff) / max(nnz, 1.0) ** 0.5
+    inputs = []
+    for _ in range(_ROTATED):
+        x = normal(tokens, d_model)
+        x[:, 0] = constant
+        inputs.append(x.to(dtype))
+    return layer.to(dtype), inputs
+
+
+def _check_sizes(**sizes: tuple[int, int]) -> None:
+    """InputError naming the first of the sizes, each given with its least, that is not one."""
+    for name, (size, least) in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
+            raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
+
+
+def _check_room(needed: int, what: str, device: torch.device = torch.device("cpu")) -> None:
+    """InputError where so many bytes are more than the device's memory, before any of it is taken."""
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine.memory()
+    if there is not None and needed > there:
+        raise InputError(f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}; smaller sizes "
+                         "are accepted")
+
+
+# ---- correctness, before any clock starts ----
+
+
+def check(dense: nn.Module, sparse, x: Tensor, rows: int = 64) -> float:
+    """Compare sparse with float64 on `rows` rows spread over x; returns the worst ratio to what is allowed.
+
+    sparse: what has gate, up and down projections, and is called like the layer. Raises WrongResult, naming the row, if the promise of twell_lab.ops.accuracy is broken; and if the dense module is not
+    the layer that the sparse one's weights make, since its error is what the promise allows for.
+    """
+    picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
+    y, reached = sparse(x)[picked], dense(x)[picked]
+    gate, up, down = sparse.gate, sparse.up, sparse.down
+    first = up if gate is None else gate
+    biases = (None if gate is None else gate.bias, up.bias, down.bias)
+    exact = accuracy.Exact(x[picked], None if gate is None else gate.weight, up.weight, down.weight, *biases)
+    finite = exact.y.isfinite() & reached.isfinite()
+    off = torch.where(finite, reached - exact.y, 0).norm() / torch.where(finite, exact.y, 0).norm().clamp(min=1e-30)
+    if off > 0.05:  # 16-bit values make a few thousandths
+        raise WrongResult(f"the dense {type(dense).__name__} is off by {float(off):.3g} of its norm: nothing was timed")
+    verdict = exact.judge(y, reached, linear(x, first.weight, first.bias)[picked])
+    ratio, row = verdict.ratio, verdict.row
+    if not ratio <= 1.0:
+        raise WrongResult(f"row {int(picked[row])} is off by {ratio:.3g} times what is allowed: nothing was timed")
+    return ratio
+
+
+# ---- clocks ----
+
+
+def quartiles(samples: list[float]) -> tuple[float, float]:
+    """(median, distance between the quartiles) of the samples."""
+    values = torch.tensor(samples, dtype=torch.float64)
+    low, middle, high = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return middle, high - low
+
+
+def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False) -> dict[str, list[float]]:
+    """Milliseconds a call, for the named calls in turn, until `seconds` are used (at least two turns, cold
+    ten).
+
+    A turn is a block of twenty calls, one after the other: a layer that is used again and again, whose weights stay
+    in the cache as far as they fit. cold: a turn is one call, after 128 MiB of something else were read: a layer as it
+    is met inside a large model, where it has to come from memory in full.
+    """
+    other = torch.zeros(2**25) if cold else None
+    block, least = (1, 10) if cold else (20, 40)
+    for call in calls.values():
+        call(0), call(1)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < least or time.perf_counter() < end:
+        for name, call in calls.items():
+            if cold:
+                other.sum()
+            for i in range(block):
+                start = time.perf_counter()
+                call(turn + i)
+                samples[name].append(1e3 * (time.perf_counter() - start))
+        turn += block
+    return samples
+
+
+def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> dict[str, list[float]]:
+    """Milliseconds of GPU time a call, by device events, cold L2, for each named call in turn.
+
+    Before each call a gigabyte is read: that leaves nothing in the L2 cache of what the call wants, and keeps the GPU
+    busy for longer than the host needs to prepare the launches. So these are times of the device, not of the host.
+    """
+    flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
+    for call in calls.values():
+        for turn in range(_ROTATED):
+            call(turn)
+    torch.cuda.synchronize()
+    events: dict[str, list] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name, call in calls.items():
+            flush.sum()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call(turn)
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
+
+
+def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
+    """The call captured into one CUDA graph for each input set, so that a replay costs one launch."""
+    graphs = []
+    for turn in range(_ROTATED):
+        call(turn)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(turn)
+        graphs.append(graph)
+    return lambda turn: graphs[turn % len(graphs)].replay()
+
+
+def peak_bytes(call: Callable[[int], object]) -> int:
+    """Most memory that one call held on the GPU beyond what was there before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(0)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    """The device called `name`, by default a GPU where there is one; DeviceError where it is not there."""
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    try:
+        found = torch.device(there[-1] if name is None else name)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError):  # torch without CUDA asserts
+        found = None
+    if found is None or found.type not in there:
+        raise DeviceError(f"device is {str(name)!r}; accepted here: {', '.join(there)}")
+    return found
+
+
+class As:
+    """The projections of a layer with another way through it: what `check` wants."""
+
+    def __init__(self, layer, call: Callable[[Tensor], Tensor]) -> None:
+        self.gate, self.up, self.down, self.call = layer.gate, layer.up, layer.down, call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.call(x)

@@ -1,0 +1,88 @@
+"""Each operation in a few lines of plain torch: what every kernel is checked against.
+
+Call these with float64 tensors to get the reference a kernel's error is measured from. They compute the
+textbook sums over the neurons that fire, so a value that would overflow inside a silent neuron does no
+harm; and they follow the dense layer where an input row is not finite. Weights: gate and up [d_ff, d_model],
+down [d_model, d_ff], as torch.nn.Linear stores them; x [tokens, d_model]; biases may be None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import linear
+
+from ..formats.twell import fires
+
+
+class SquaredReLU(nn.Module):
+    """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
+
+    The sparse layers (twell_lab.layers.sparse_ffn) compute ReLU alone: `sparsify` and `SparseFFN` refuse a layer with this one.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+ACTIVATIONS = {"relu": nn.ReLU, "relu2": SquaredReLU}
+
+
+class GatedFeedForward(nn.Module):
+    """down(relu(gate(x)) * up(x)): [..., d_model] -> [..., d_model]. activation: a key of ACTIVATIONS."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: str = "relu") -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.act_fn = ACTIVATIONS[activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainFeedForward(nn.Module):
+    """down(relu(up(x))): [..., d_model] -> [..., d_model]. activation: a key of ACTIVATIONS."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: str = "relu") -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.act_fn = ACTIVATIONS[activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
+def relu(gate: Tensor) -> Tensor:
+    """What unpacking gives back: gate where it fires, +0 elsewhere."""
+    return torch.where(fires(gate), gate, torch.zeros_like(gate))
+
+
+def gated_ffn(x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None) -> Tensor:
+    """(relu(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd  [tokens, d_model]."""
+    return gated(x, linear(x, gate_weight, gate_bias), up_weight, down_weight, up_bias, down_bias)
+
+
+def gated(x, gate, up_weight, down_weight, up_bias=None, down_bias=None) -> Tensor:
+    """The part of the gated layer after the gate GEMM; gate is [tokens, d_ff], before the ReLU."""
+    keep = fires(gate)
+    hidden = torch.where(keep, gate * linear(x, up_weight, up_bias), torch.zeros_like(gate))
+    y = linear(hidden, down_weight, down_bias)
+    return torch.where(spoilt(x, keep)[:, None], torch.full_like(y, torch.nan), y)
+
+
+def plain_ffn(x, up_weight, down_weight, up_bias=None, down_bias=None) -> Tensor:
+    """relu(x Wu^T + bu) Wd^T + bd  [tokens, d_model]."""
+    return linear(relu(linear(x, up_weight, up_bias)), down_weight, down_bias)
+
+
+def spoilt(x: Tensor, keep: Tensor) -> Tensor:
+    """Rows whose dense gated result is NaN throughout, boolean [tokens].
+
+    In a row of x with an infinity or NaN every up value is infinite or NaN, and a silent neuron multiplies
+    it by zero: NaN, which the down projection spreads over the row.
+    """
+    return ~x.isfinite().all(1) & ~keep.all(1)

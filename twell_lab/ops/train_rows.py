@@ -1,0 +1,224 @@
+"""How the row kernels of a training step are launched: what a layer keeps for the backward pass, and what it makes of it.
+
+A forward pass keeps the `Survivors` of its gate and nothing as wide as d_ff. As in twell_lab.ops.portable, tensors come checked by
+the caller as far as types and devices go, CUDA tensors run on torch's current stream and nothing waits for the GPU; CPU
+tensors run the same kernels in twell_lab.simulator. 16-bit values, rows that `launch.pooled_takes`, d_ff up to 65,536.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..cuda import launcher
+from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from . import portable
+
+MOST_COLUMNS = 65536  # a word has 16 bits for the column
+ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
+_MOST_ENTRIES = 2**31 - 2
+_PLACE_THREADS, _PACKED_ROWS = 1024, 16  # as in smxx_survivors.cu
+_VECTOR = 8  # values in 16 bytes
+_SLAB_WARPS = 4  # of a block of smxx_train_slabs.cu
+# Lanes that share an entry, so that a slab is so many vectors wide; entries under way in a lane.
+_SHAPES = {"weighted_rows": (32, 8), "input_gradient": (16, 2), "dots": (32, 8)}
+_MOST_SLABS = 16  # of which the pieces of dot products are kept at once
+SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The kept entries of all rows, row by row without gaps. h = g * u, or g where ups is None (a plain layer).
+
+    spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the 16
+    bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] + up_bias[column],
+    not rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept: int32 [tokens], entries of
+    each row, l1: float32 [tokens], sum of |h|; both unwritten for lost rows, for whoever computes those to fill in. What is
+    not in use of any of them is never read and not cleared.
+    """
+
+    spans: Tensor
+    words: Tensor
+    ups: Tensor | None
+    lost: Tensor
+    kept: Tensor
+    l1: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.spans.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.words.shape[0]
+
+
+def capacity_for(tokens: int, d_ff: int) -> int:
+    """How many entries the list has room for; rows that need more are lost."""
+    return ROOM_A_TOKEN * tokens + ROOM_A_NEURON * d_ff
+
+
+def takes(dtype: torch.dtype, tokens: int, d_model: int, d_ff: int) -> bool:
+    """Whether the kernels here take a layer of these sizes, for so many tokens at once."""
+    small = 0 < d_ff <= MOST_COLUMNS and capacity_for(tokens, d_ff) <= _MOST_ENTRIES
+    return small and portable.pooled_takes(dtype, d_model)
+
+
+def survivors(
+    x: Tensor, packed: Tensor, pool: Tensor, up: Tensor | None, up_bias: Tensor | None, d_ff: int, capacity: int | None = None
+) -> Survivors:
+    """The entries of x's packed gate, with u beside each where `up` is given.
+
+    x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
+    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if a value of x's row is not finite, if a tile
+    of it reached past the pool, or if its entries would end past `capacity` (None: capacity_for), which then holds
+    for all rows behind it. Raises InputError for what the kernels do not take.
+    """
+    tokens, d_model = x.shape
+    capacity = capacity_for(tokens, d_ff) if capacity is None else capacity
+    _check(x.dtype, d_model, d_ff, capacity, (x, up))
+    tiles = -(-d_ff // TILE)
+    if packed.shape != (tokens, tiles, WORDS) or pool.shape != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
+        raise InputError(
+            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {d_ff} columns make "
+            f"{[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
+        )
+    if up is not None and up.shape != (d_ff, d_model):
+        raise InputError(f"up is {list(up.shape)}; {[d_ff, d_model]} is accepted")
+
+    def new(*shape, dtype=torch.int32):
+        return torch.empty(*shape, dtype=dtype, device=x.device)
+
+    spans, words, lost, kept = new(tokens, 2), new(capacity), new(1 + tokens), new(tokens)
+    l1, ups = new(tokens, dtype=torch.float32), None if up is None else new(capacity, dtype=torch.float32)
+    made = Survivors(spans, words, ups, lost, kept, l1)
+    if not tokens:
+        lost.zero_()
+        return made
+    x, packed, pool = x.contiguous(), packed.contiguous(), pool.contiguous()
+    blocks = -(-tokens // _PACKED_ROWS)
+    counts, totals = new(tokens), new(blocks, 2)
+    rows, columns, room = ctypes.c_int(tokens), ctypes.c_int(d_ff), ctypes.c_int(capacity)
+    defines = portable.specialisation(x.dtype, d_model)
+
+    def run(name, blocks, threads, *arguments):
+        launcher._launch(SURVIVORS, name, defines, (blocks, 1), (threads, 1), x.device, arguments)
+
+    run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, x, packed, pool, counts, totals, rows, columns)
+    run("survivor_places_v2", 1, _PLACE_THREADS, counts, totals, lost, rows, room)
+    alone = l1 if up is None else None  # of a gated layer, l1 comes with u
+    placed = (packed, pool, counts, totals, spans, kept, lost, words, alone, rows, columns, room)
+    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, *placed)
+    if up is not None:
+        _dots(x, made, up.contiguous(), "up_values_v1", (None if up_bias is None else up_bias.contiguous(), ups, l1))
+    return made
+
+
+def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: int = 2) -> Tensor:
+    """y [tokens, d_model] = sum of h * down_t[column] + bias; down_t: [d_ff, d_model]. Lost rows are left unwritten.
+
+    version: 1 (whole rows in registers) or 2 (slabs of columns).
+    """
+    y = torch.empty(s.tokens, down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
+    down_t, bias = down_t.contiguous(), None if bias is None else bias.contiguous()
+    _check(y.dtype, y.shape[1], down_t.shape[0], s.capacity, (down_t, bias))
+    _rows("weighted_rows", version, y, (s.spans, s.words, s.ups, down_t, bias, y))
+    return y
+
+
+def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None, version: int = 2) -> Tensor:
+    """dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32 [tokens]."""
+    dh = torch.empty(s.capacity, dtype=torch.float32, device=dy.device)
+    dy, down_t = dy.contiguous(), down_t.contiguous()
+    _check(dy.dtype, dy.shape[1], down_t.shape[0], s.capacity, (dy, down_t))
+    if dl1 is not None and (dl1.dtype != torch.float32 or dl1.shape != (s.tokens,)):
+        raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)}; float32 [{s.tokens}] is accepted")
+    dl1 = None if dl1 is None else dl1.contiguous()
+    if version == 2:
+        _dots(dy, s, down_t, "hidden_gradient_v2", (s.ups, dl1, dh))
+    else:
+        _rows("hidden_gradient", version, dy, (dy, s.spans, s.words, s.ups, down_t, dl1, dh))
+    return dh
+
+
+def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, version: int = 2) -> Tensor:
+    """dx [tokens, d_model]: sum of dh * u * gate[column] + dh * g * up[column], of a plain layer dh * up[column].
+
+    dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are left unwritten.
+    """
+    if (gate is None) != (s.ups is None):
+        is_none = tuple("None" if t is None else "a tensor" for t in (gate, s.ups))
+        raise InputError("gate is {} and ups is {}; both or neither are accepted".format(*is_none))
+    dx = torch.empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
+    gate, up = None if gate is None else gate.contiguous(), up.contiguous()
+    _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
+    _rows("input_gradient", version, dx, (s.spans, s.words, s.ups, dh, gate, up, dx))
+    return dx
+
+
+def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
+    if not portable.pooled_takes(dtype, d_model):
+        raise InputError(f"rows are {dtype} of {d_model}; 16-bit values and a multiple of 8, up to 16384, are accepted")
+    if not 0 < d_ff <= MOST_COLUMNS:
+        raise InputError(f"d_ff is {d_ff}; 1 to {MOST_COLUMNS} are accepted")
+    if not 0 <= capacity <= _MOST_ENTRIES:
+        raise InputError(f"capacity is {capacity} entries; up to {_MOST_ENTRIES} are accepted: take fewer tokens at once")
+    if not launcher._aligned(*vectors):
+        raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
+
+
+def _slab_defines(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
+    sizes = (("D_MODEL", d_model), ("ROW_LANES", shape[0]), ("AT_ONCE", shape[1]))
+    return ((launcher._DEFINE[dtype], True), *sizes)
+
+
+def _slabs(d_model: int, group: int) -> int:
+    return -(-d_model // (group * _VECTOR))
+
+
+def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, arguments: tuple) -> None:
+    """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
+    defines = _slab_defines(rows.dtype, rows.shape[1], shape)
+    grid = (-(-len(rows) // (_SLAB_WARPS * (32 // shape[0] if slabs else 1))), max(slabs, 1))
+    launcher._launch(SLABS, name, defines, grid, (32 * _SLAB_WARPS, 1), rows.device, arguments)
+
+
+def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
+    """Launch version 1 or 2 of a kernel that makes something of, or for, each of these rows."""
+    if version not in (1, 2):
+        raise InputError(f"version is {version}; 1 and 2 are accepted")
+    if not len(rows):
+        return
+    if version == 2:
+        shape = _SHAPES[name]
+        return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), (*arguments, ctypes.c_int(len(rows))))
+    defines = portable.specialisation(rows.dtype, rows.shape[1])
+    block = (32 * dict(defines)["WARPS"], 1)
+    launcher._launch(ROWS, f"{name}_v1", defines, (len(rows), 1), block, rows.device, arguments)
+
+
+def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
+    """The dot product of each entry's row with a row of the matrix: pieces by slab, then what `finish` makes of their sums."""
+    if not len(rows):
+        return
+    shape = _SHAPES["dots"]
+    slabs = _slabs(rows.shape[1], shape[0])
+    pieces = torch.empty(min(slabs, _MOST_SLABS), s.capacity, dtype=torch.float32, device=rows.device)
+    sizes = ctypes.c_int(len(rows)), ctypes.c_int(s.capacity)
+    for first in range(0, slabs, _MOST_SLABS):
+        some = min(_MOST_SLABS, slabs - first)
+        part = (rows, s.spans, s.words, matrix, pieces, *sizes, ctypes.c_int(first))
+        _run_slabs("pieces_v1", shape, rows, some, part)
+        order = map(ctypes.c_int, (some, first > 0, first + some == slabs))
+        _run_slabs(finish, shape, rows, 0, (s.spans, s.words, pieces, *more, *sizes, *order))
+
+
+def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
+    """(file, macros) of everything that rows of this type and width compile."""
+    whole = portable.specialisation(dtype, d_model)
+    shapes = dict.fromkeys(_SHAPES.values())
+    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in shapes)]

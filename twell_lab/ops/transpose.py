@@ -1,0 +1,35 @@
+"""Launching the transpose of a training step's matrices (kernels/smxx_transpose.cu). Rules as in twell_lab.ops.portable."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..cuda import launcher
+
+FILE, SIDE, THREADS = "smxx_transpose.cu", 64, 256  # as in the kernel
+VECTOR = 8
+
+
+def transposed(m: Tensor) -> Tensor:
+    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for anything else."""
+    if m.dim() != 2 or m.dtype not in (torch.bfloat16, torch.float16) or m.shape[0] % VECTOR or m.shape[1] % VECTOR:
+        raise InputError(f"the matrix is {m.dtype} {list(m.shape)}; bfloat16 or float16, rows and columns multiples of {VECTOR} are accepted")
+    m = m.contiguous()
+    if not launcher._aligned(m):
+        m = m.clone()
+    rows, columns = m.shape
+    out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
+    if m.numel():
+        grid = (-(-columns // SIDE), -(-rows // SIDE))
+        sizes = (ctypes.c_int(rows), ctypes.c_int(columns))
+        launcher._launch(FILE, "transpose_v1", builds(m.dtype)[0][1], grid, (THREADS, 1), m.device, (m, out, *sizes))
+    return out
+
+
+def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
+    """(file, macros) of what this module compiles for values of this dtype."""
+    return [(FILE, ((launcher._DEFINE[dtype], True),))]

@@ -1,0 +1,1 @@
+"""Plotly figures (figures) from plain data (data). May import formats and core."""

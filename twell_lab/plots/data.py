@@ -1,0 +1,98 @@
+"""What the figures and the page draw, as plain data. Needs neither torch nor plotly."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from ..core.errors import InputError
+
+OTHER_KERNELS = ("portable", "mma.sync")  # paths of rows that say what a layer takes on kernels which were not picked for it
+
+
+def picked(path: str) -> bool:
+    """Whether a row's path is the layer as it runs (or the dense one), rather than kernels that are there for comparison."""
+    return path.partition(" (")[0] not in OTHER_KERNELS
+
+
+def layer_names(names: list[str]) -> list[str]:
+    """`layers.3.mlp` -> `layer 3`, for a list of module names; as they are where that would not be unique."""
+    numbers = [next((part for part in name.split(".") if part.isdigit()), None) for name in names]
+    if None in numbers or len(set(numbers)) < len(numbers):
+        return [name or "layer" for name in names]
+    return [f"layer {number}" for number in numbers]
+
+
+def layer_rows(tour: dict) -> list[dict]:
+    """A tour's findings (notes["tour"] of its record) layer by layer, ready to be printed.
+
+    Each row: layer; before, after (share of neurons firing without and with L1); dead_before, dead_after;
+    overflow (share of rows with a tile beyond its slots), used (share of slots that hold a value), and the
+    bytes a token takes in each format.
+    """
+    without, sparse = tour["runs"]["without L1"], tour["runs"]["with L1"]
+    names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
+    rows = []
+    for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True)):
+        rows.append({"layer": name, "before": share(without["density"][i]),
+                     "after": share(sparse["density"][i]), "dead_before": without["dead"][i],
+                     "dead_after": sparse["dead"][i],
+                     "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+                     "used": share(packed["slots_used"] / packed["slots"]),
+                     **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()}})
+    return rows
+
+
+def share(value: float) -> str:
+    """A share of one as a percentage, with two digits where it is small."""
+    percent = 100 * value
+    if percent == 0 or percent >= 9.95:
+        return f"{percent:.0f}%"
+    return f"{percent:.1f}%" if percent >= 0.095 else f"{percent:.2g}%"
+
+
+def tile_of(twell, row: int, tile: int) -> dict:
+    """One tile of one row of a formats.TwELL as plain data, which packed_tile draws and JSON can hold.
+
+    {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
+    are used, as whole numbers, the count first), tail (what did not fit, written as such words too)}.
+    """
+    from ..formats.twell import join_words  # here: the other functions of this module do without torch
+
+    rows, tiles, words = twell.packed.shape
+    for name, value, end in (("row", row, rows), ("tile", tile, tiles)):
+        if not 0 <= value < end:
+            raise InputError(f"{name} is {value!r}; this TwELL has {name}s 0 to {end - 1}")
+    stored = twell.packed[row, tile].tolist()
+    first, width = tile * twell.tile, min(twell.tile, twell.shape[1] - tile * twell.tile)
+    mine = slice(*twell.tail_pointer[row:row + 2].tolist())
+    column, value = twell.tail_column[mine] - first, twell.tail_value[mine]
+    here = (column >= 0) & (column < width)
+    tail = join_words(value[here], column[here]).tolist()
+    bits = 8 * twell.packed.element_size()
+    return {"row": row, "tile": tile, "width": width, "count": stored[0], "slots": words - 1,
+            "dtype": str(twell.dtype).removeprefix("torch."), "tail": [word % 2**bits for word in tail],
+            "words": [word % 2**bits for word in stored[:min(stored[0], words - 1) + 1]]}
+
+
+def decode(word: int, dtype: str) -> tuple[float, int]:
+    """(value, column) of a stored TwELL word, for its value's dtype."""
+    if dtype == "float32":
+        return struct.unpack("<f", struct.pack("<I", word >> 32))[0], word & 0xFFFFFFFF
+    bits, column = word >> 16, word & 0xFFFF
+    if dtype == "float16":
+        return struct.unpack("<e", struct.pack("<H", bits))[0], column
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0], column
+
+
+def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
+    """The 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts."""
+    counts = [int(count) for count in histogram]
+    total, seen, low = sum(counts), 0, None
+    for number, count in enumerate(counts):
+        seen += count
+        if low is None and seen > 0.05 * total:
+            low = number
+        if seen >= 0.95 * total:
+            return low or 0, number
+    return 0, 0

@@ -1,0 +1,323 @@
+"""What ran: the commit, and for each kernel a hash of its sources and of the code that launches it.
+
+The hash of a kernel is a SHA-256 over the tokens of its source, headers included, and over the syntax trees of its launch functions and of
+everything of the package that these reach: functions, classes, constants. Comments, docstrings, annotations, white space, and the names
+and places of files are left out, so that a file may move and evidence stays. What decides nothing about a launch is not followed
+(`_NOT_FOLLOWED`): the simulator, errors, and where files lie.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ..core import folders
+from ..core.errors import RecordError
+
+# Each kernel's source, and the functions that launch it: module and name.
+LAUNCHED_BY = {
+    "smxx_pack": ("ops.portable.pack",),
+    "smxx_down": ("ops.portable.down", "ops.portable.down_pooled", "ops.portable.gated_pooled"),
+    "smxx_up": ("ops.portable.gated_pooled",),
+    "smxx_gated": ("ops.portable.gated", "ops.portable.gated_pooled"),
+    "sm80_gate_pack": ("ops.ampere.gate_pack",),
+    "sm80_decode": ("ops.decode.decode",),
+    "sm90_gate_pack": ("ops.hopper_pack.gate_pack", "ops.hopper_pack.dense_gate"),
+    "sm90_gate_up": ("ops.hopper_dense.gate_up", "ops.hopper_dense.finish_lost"),
+    "sm90_down_rows": ("ops.hopper_dense.finish_lost",),
+    "smxx_survivors": ("ops.train_rows.survivors",),
+    "smxx_train_rows": ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient"),
+    "smxx_train_slabs": ("ops.train_rows.survivors", "ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient",
+                         "ops.train_rows.input_gradient"),
+    "smxx_train_lost": ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward"),
+    "smxx_lost_weights": ("ops.train_lost.lost_backward",),
+    "smxx_train_dense": ("ops.train_dense.dense_hidden", "ops.train_dense.dense_gradients"),
+    "smxx_columns": ("ops.train_columns.by_column", "ops.train_columns.weight_gradients"),
+    "smxx_weight_gradients": ("ops.train_columns.weight_gradients",),
+    "smxx_transpose": ("ops.transpose.transposed",),
+}  # fmt: skip
+_NOT_FOLLOWED = {"core", "simulator"}
+
+
+class Sources(NamedTuple):
+    """Where a tree's kernels and its package lie."""
+
+    kernels: Path
+    package: Path
+
+    @classmethod
+    def of(cls, tree: str | Path | None = None) -> Sources:
+        """Those of a checkout, given by its top; by default those in use."""
+        if tree is None:
+            return cls(folders.kernels_dir(), Path(__file__).resolve().parents[1])
+        return cls(Path(tree) / "kernels", Path(tree) / "twell_lab")
+
+
+def kernel_hashes(tree: str | Path | None = None) -> dict[str, str]:
+    """The hash of every kernel by its name: 64 hexadecimal digits. tree: the top of a checkout, by default the code in use.
+
+    Raises RecordError for a source, a header or a launch function that is not there, and for one that cannot be read.
+    """
+    return dict(_present()) if tree is None else _hashes(Sources.of(tree))
+
+
+@cache
+def _present() -> dict[str, str]:
+    return _hashes(Sources.of())
+
+
+def _hashes(sources: Sources) -> dict[str, str]:
+    undeclared = {path.stem for path in sources.kernels.glob("*.cu")} - set(LAUNCHED_BY)
+    if undeclared:
+        raise RecordError(f"{min(undeclared)}.cu is in kernels/, and no launch function is declared for it")
+    package = _Package(sources.package)
+    return {name: _hash(sources.kernels, name, package, functions) for name, functions in LAUNCHED_BY.items()}
+
+
+def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in (*_source(kernels, f"{name}.cu", set()), "launch code", *package.reached(functions)):
+        # The length before each part keeps two different lists from ever reading the same.
+        data = part.encode()
+        digest.update(len(data).to_bytes(4, "little") + data)
+    return digest.hexdigest()
+
+
+# ---- CUDA sources ----
+
+
+_TOKEN = re.compile(
+    r"""
+    (?P<space>   [^\S\n]+ | /\*.*?\*/ | //[^\n]* )
+  | (?P<newline> \n )
+  | (?P<raw>     (?:u8|[uUL])?R"(?P<fence>[^()\\\s]{0,16})\(.*?\)(?P=fence)" )
+  | (?P<string>  (?:u8|[uUL])?"(?:[^"\\\n]|\\.)*" | (?:u8|[uUL])?'(?:[^'\\\n]|\\.)+' )
+  | (?P<word>    \.?\d(?:[eEpP][+-]|'[0-9a-zA-Z]|[\w.])* | [^\W\d]\w* )
+  | (?P<mark>    <<=|>>=|\.\.\.|->\*|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|::|\#\#|[^\s\w"'] )
+""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def _source(kernels: Path, name: str, seen: set[str]) -> Iterator[str]:
+    """The tokens of a source with those of its headers in the place of their #include, each header once."""
+    seen.add(name)
+    try:
+        tokens = cuda_tokens((kernels / name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecordError) as error:
+        raise RecordError(f"kernels/{name} cannot be hashed: {error}") from None
+    at = 0
+    while at < len(tokens):
+        header = tokens[at + 2].strip('"') if tokens[at : at + 2] == ["#", "include"] and tokens[at + 2][0] == '"' else None
+        if header is None:
+            yield tokens[at]
+        elif header not in seen:
+            yield from _source(kernels, header, seen)
+        at += 1 if header is None else 4  # #, include, the name, the end of the line
+
+
+def cuda_tokens(text: str) -> list[str]:
+    """The tokens of a CUDA C++ source. Ends of preprocessor lines count, all other white space does not."""
+    text = text.replace("\\\n", "")
+    tokens, at, directive, line_start, spaced = [], 0, False, True, False
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            line = text.count("\n", 0, at) + 1
+            raise RecordError(f"line {line} has an unfinished string or character: {text[at : at + 40]!r}")
+        at, kind, token = match.end(), match.lastgroup, match[0]
+        if kind == "newline":
+            if directive:
+                tokens.append("\n")
+            directive, line_start, spaced = False, True, True
+        elif kind == "space":
+            spaced = True
+        else:
+            if line_start and token == "#":
+                directive = True
+            # `#define F(x)` takes an argument, `#define F (x)` does not: there white space is code.
+            if token == "(" and directive and not spaced and tokens[-2:-1] == ["define"]:
+                token = "(argument"
+            tokens.append(token)
+            line_start = spaced = False
+    return [*tokens, "\n"] if directive else tokens
+
+
+# ---- Python: what launch functions reach ----
+
+
+class _Module:
+    """The top level of one Python file: what it defines, and what its imports are called."""
+
+    def __init__(self, path: Path, dotted: str):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError) as error:
+            raise RecordError(f"{dotted.replace('.', '/')}.py cannot be hashed: {error}") from None
+        self.package = dotted if path.name == "__init__.py" else dotted.rpartition(".")[0]
+        self.defined: dict[str, list[ast.stmt]] = {}
+        self.imported: dict[str, tuple[str, str | None]] = {}  # alias: (module, name in it or None)
+        for statement in _top_level(tree.body):
+            for name in _names_of(statement):
+                self.defined.setdefault(name, []).append(statement)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                above = self.package.split(".")[: len(self.package.split(".")) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                self.imported |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+
+
+class _Package:
+    """A Python package read from its files, none of it imported."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.modules = folder, {}
+
+    def module(self, dotted: str) -> _Module | None:
+        """The module of this name, None for one that is not of the package."""
+        if dotted not in self.modules:
+            top, *parts = dotted.split(".")
+            base = self.folder.joinpath(*parts)
+            path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+            there = top == "twell_lab" and path.is_file()
+            self.modules[dotted] = _Module(path, dotted) if there else None
+        return self.modules[dotted]
+
+    def find(self, dotted: str, name: str) -> tuple[str, str] | None:
+        """(module, name) where `name`, as that module knows it, is defined; name "" for a module; None for what is not ours."""
+        module = self.module(dotted)
+        if module is None or name in module.defined:
+            return None if module is None else (dotted, name)
+        if name in module.imported:
+            source, there = module.imported[name]
+            if self.module(f"{source}.{there}") is not None:
+                return f"{source}.{there}", ""
+            return self.find(source, there)
+        return (f"{dotted}.{name}", "") if self.module(f"{dotted}.{name}") is not None else None
+
+    def reached(self, functions: tuple[str, ...]) -> list[str]:
+        """The code of these and of all that they reach, each definition as its name and one line, in the order of these."""
+        found: dict[tuple[str, str], str] = {}
+        waiting = []
+        for each in functions:
+            dotted, _, name = f"twell_lab.{each}".rpartition(".")
+            if self.module(dotted) is None or name not in self.module(dotted).defined:
+                raise RecordError(f"{each}, which launches a kernel, is not there")
+            waiting.append((dotted, name))
+        while waiting:
+            dotted, name = place = waiting.pop()
+            if place in found or _NOT_FOLLOWED & {*dotted.split("."), name}:
+                continue
+            writer = _Writer(self, dotted)
+            found[place] = name + " " + "; ".join(writer.text(node) for node in self.module(dotted).defined[name])
+            waiting += writer.references
+        return sorted(found.values())
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, those under an `if` or a `try` too."""
+    for statement in body:
+        if isinstance(statement, (ast.If, ast.Try)):
+            handlers = [each.body for each in getattr(statement, "handlers", [])]
+            for part in (statement.body, statement.orelse, getattr(statement, "finalbody", []), *handlers):
+                yield from _top_level(part)
+        else:
+            yield statement
+
+
+def _names_of(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [node.id for target in targets if target is not None for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+class _Writer:
+    """One definition's syntax tree as text, and which others of the package it names (`references`)."""
+
+    _LEFT_OUT = {"ctx", "type_comment", "type_params", "kind", "annotation", "returns", "lineno"}
+
+    def __init__(self, package: _Package, dotted: str):
+        self.package, self.dotted, self.references = package, dotted, []
+
+    def text(self, node: ast.AST, local: frozenset[str] = frozenset()) -> str:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            local |= _bound_in(node)
+        found = self._reference(node, local)
+        if found is not None:
+            self.references += [found] if found[1] else []
+            return f"<{found[1] or 'module'}>"
+        if isinstance(node, ast.AnnAssign):  # a note for people and type checkers alone
+            value = "" if node.value is None else self.text(node.value, local)
+            return f"Assign([{self.text(node.target, local)}], {value})"
+        if isinstance(node, ast.Constant):
+            named = isinstance(node.value, str) and re.fullmatch(r"\w*\.cuh?", node.value)
+            return "a source" if named else repr(node.value)
+        fields = []
+        for name, value in ast.iter_fields(node):
+            if name not in self._LEFT_OUT and value is not None and value != []:
+                fields.append(self._field(name, value, node, local))
+        return f"{type(node).__name__}({', '.join(fields)})"
+
+    def _field(self, name: str, value, node: ast.AST, local: frozenset[str]) -> str:
+        if isinstance(value, ast.AST):
+            return self.text(value, local)
+        if not isinstance(value, list):
+            return repr(value)
+        if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
+        texts = (self.text(each, local) if isinstance(each, ast.AST) else repr(each) for each in value
+                 if not isinstance(each, (ast.Import, ast.ImportFrom)))  # fmt: skip
+        return f"[{', '.join(texts)}]"
+
+    def _reference(self, node: ast.AST, local: frozenset[str]) -> tuple[str, str] | None:
+        """What of the package this names, if it does: a name, or an attribute of a module of ours."""
+        if isinstance(node, ast.Name) and node.id not in local:
+            return self.package.find(self.dotted, node.id)
+        if isinstance(node, ast.Attribute):
+            module = self._reference(node.value, local)
+            return self.package.find(module[0], node.attr) if module and not module[1] else None
+        return None
+
+
+def _bound_in(function: ast.AST) -> frozenset[str]:
+    """The names that a function binds itself: its arguments and what it assigns; those hide the module's."""
+    nodes = list(ast.walk(function))
+    shared = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    names = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return frozenset(names - shared)
+
+
+# ---- the commit ----
+
+
+def source_commit() -> tuple[str | None, bool | None]:
+    """The checkout this package runs from: (commit, whether the tree differs from it), or (None, None).
+
+    A tree that was copied without its `.git` can say where it came from through TWELL_LAB_COMMIT, in the form
+    of `git describe --always --abbrev=40 --dirty --exclude='*'`.
+    """
+    told = os.environ.get("TWELL_LAB_COMMIT", "").strip()
+    if told:
+        return told.removesuffix("-dirty"), told.endswith("-dirty")
+    top = Path(__file__).resolve().parents[2]
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(top), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        # An installed package may lie inside some other project's checkout; that commit is not ours.
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != top:
+            return None, None
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None

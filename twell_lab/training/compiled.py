@@ -1,0 +1,62 @@
+"""What torch.compile is given while the layers of a model may change their path: see twell_lab.analysis.switching.
+
+One graph of model and loss is the fastest: it fuses what lies between layers, 3 to 5% of a step on an H100 (the "training" record
+has whole models and their layers compiled, the loss in neither). But it is another graph for every combination of paths, each
+compiled for 10 seconds and more, and after eight of them torch goes on without compiling. Compiled one by one, all layers on the
+same path share a graph. So layers are compiled one by one, and the whole once no layer has changed for a while and there is
+enough left to train for it to pay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .objective import Objective
+
+QUIET = 500  # steps without a change, after which none is expected
+WORTH = 5000  # passes left, forwards and backwards: at 70 ms each, 4% of them is what compiling a model of 8 layers takes
+WHOLES = 4  # graphs of the whole at most in a run: with those of earlier runs in this process, torch compiles eight of one function
+
+
+class Compiled:
+    """An objective as it is called, compiled.
+
+    joined: the same, perhaps inside DDP. whole: whether a graph of the whole may be made; where FSDP2 gathers the weights
+    layer by layer it would break there all the same.
+    """
+
+    def __init__(self, objective: Objective, joined: nn.Module, whole: bool) -> None:
+        for layer in objective.model.layers:
+            layer.compile()
+        objective.compile_loss()
+        self.by_layer, self.whole = joined, torch.compile(joined) if whole else None
+        self.call = self.by_layer
+        self.changed_at = 0  # the step after which a layer changed its path last
+        self.combinations: set[tuple[str, ...]] = set()  # of paths, that have a graph of the whole
+
+    def __call__(self, *arguments) -> tuple[Tensor, ...]:
+        return self.call(*arguments)
+
+    def follow(self, paths: tuple[str, ...], changed: bool, step: int, left: int) -> None:
+        """Told after some of the steps, by every process alike: each layer's path, whether one has just changed, how many steps were
+        made, and how many passes are left."""
+        if changed:
+            self.changed_at = step
+        if step - self.changed_at < QUIET:
+            self.call = self.by_layer
+        elif self.whole is not None and self.call is self.by_layer and left >= WORTH:
+            if paths in self.combinations or len(self.combinations) < WHOLES:
+                self.combinations.add(paths)
+                self.call = self.whole
+
+    def state_dict(self) -> dict:
+        """For a checkpoint: a resumed run is to compute its steps as the unbroken one does."""
+        return {"changed_at": self.changed_at, "whole": self.call is not self.by_layer,
+                "combinations": [list(paths) for paths in sorted(self.combinations)]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.changed_at = state["changed_at"]
+        self.combinations = {tuple(paths) for paths in state["combinations"]}
+        if state["whole"] and self.whole is not None:
+            self.call = self.whole

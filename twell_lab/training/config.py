@@ -1,0 +1,220 @@
+"""What a training run is told (TrainConfig), what it gives back (TrainResult), and its two schedules."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+from ..core.errors import InputError
+from ..models.tiny import LanguageModel, ModelConfig
+from .text.prepared import PreparedText
+from .text.source import Text
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, and how long. A wrong value raises InputError that names the field.
+
+    The fields below are also the options of `twell-lab train`, whose help is read from here. The defaults are the
+    tour's; what they were chosen from stands beside TOUR, at the end of twell_lab.train.
+
+    text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless ?bytes=500e6
+        follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a PreparedText);
+        unless named, the source of Python's standard library.
+
+    The model:
+        d_model: model width.
+        layers: number of layers.
+        heads: attention heads.
+        d_ff: feed-forward width.
+        gated: gated feed-forward layers; if not, plain ones.
+        activation: relu, or relu2 for its square.
+        tokenizer: what the model reads the text as: bytes, bpe:4096 (a BPE of that size, trained on the text), or a
+            tokenizer's file; unless named, what the text comes with, or bytes.
+
+    Sparsity:
+        l1: coefficient of the penalty (see twell_lab.train); 0 trains without.
+        l1_delay: steps without the penalty.
+        l1_warmup: steps over which its coefficient then grows linearly to l1.
+        dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
+        reinit: every dead_every steps the gate rows of dead neurons are mixed with fresh normal numbers, which get this
+            share (the paper's is 0.1; see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
+        reinit_sigma: deviation of the fresh numbers.
+        dead_every: steps between two re-initialisations.
+
+    The steps:
+        steps: optimizer steps.
+        batch: windows a step.
+        context: tokens a window (bytes, unless the text has a tokenizer of its own).
+        accumulate: the windows of a step are read in this many parts, one after the other, to need less memory.
+        lr: AdamW's peak learning rate, which then falls along a cosine to a tenth.
+        warmup: steps over which it is reached linearly.
+        weight_decay: AdamW's, of matrices alone.
+        clip: the largest norm of the gradient.
+        seed: of the weights and of the order of the text. On a CPU, the same seed (and number of threads) gives the
+            same curve bit for bit.
+
+    The machine:
+        device: cpu, cuda, cuda:1; unless named, a GPU where there is one.
+        dtype: float32, or bfloat16: torch's autocast, the weights stay float32.
+        kernels: off trains the dense layers; sparse trains through this package's kernels (SparseFFN); auto lets each
+            layer go over to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations
+            elsewhere.
+        parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
+        compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
+            kernels auto layer by layer first, since each change of a path is another graph (twell_lab.training.compiled).
+
+    Reports:
+        log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
+        eval_every: steps between two validations.
+        eval_windows: how many windows of the held-out text a validation and the profile read, at most.
+        checkpoint_every: steps between two checkpoints, where there is a folder for them; 0 writes only one at the end;
+            unless given, one about every five minutes.
+    """
+
+    l1: float = 0.0
+    steps: int = 900
+    batch: int = 8
+    context: int = 64
+    d_model: int = 128
+    layers: int = 4
+    heads: int = 4
+    d_ff: int = 512
+    gated: bool = True
+    lr: float = 2e-3
+    warmup: int = 50
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    device: str | None = None
+    text: str | PathLike | Text | PreparedText | None = None
+    tokenizer: str | PathLike | None = None
+    log_every: int = 10
+    eval_every: int = 150
+    eval_windows: int = 256
+    activation: Literal["relu", "relu2"] = "relu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
+    accumulate: int = 1
+    l1_delay: int = 0
+    l1_warmup: int = 0
+    dead_window: int = 0
+    dead_every: int = 100
+    reinit: float = 0.0
+    reinit_sigma: float = 0.02
+    checkpoint_every: int | None = None
+    kernels: Literal["off", "auto", "sparse"] = "off"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"):
+            self._check(name, int, lambda value: value >= 1, "a whole number from 1 up")
+        for name in ("warmup", "l1_delay", "l1_warmup", "dead_window"):
+            self._check(name, int, lambda value: value >= 0, "a whole number from 0 up")
+        if self.checkpoint_every is not None:
+            self._check("checkpoint_every", int, lambda value: value >= 0, "a whole number from 0 up, or None for about every five minutes")
+        self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
+        for name in ("l1", "weight_decay", "reinit_sigma"):
+            self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        if self.l1 > torch.finfo(torch.float32).max:
+            raise InputError(f"l1 is {self.l1!r}; accepted: a number from 0 up that float32 holds")
+        if self.dead_window >= 2**63:
+            raise InputError(f"dead_window is {self.dead_window!r}; accepted: a whole number from 0 to 2**63 - 1")
+        for name in ("lr", "clip"):
+            self._check(name, (int, float), lambda value: 0 < value < math.inf, "a finite number above 0")
+        self._check("reinit", (int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1")
+        for name, kind in get_type_hints(TrainConfig).items():
+            if get_origin(kind) is Literal:
+                self._check(name, str, lambda value: value in get_args(kind), " or ".join(map(repr, get_args(kind))))
+        if self.kernels != "off" and self.activation != "relu":
+            raise InputError(f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
+                             "activation 'relu', which the sparse layers compute")
+        if not isinstance(self.compile, bool):
+            raise InputError(f"compile is {self.compile!r}; accepted: True or False")
+        if not isinstance(self.text, (str, PathLike, Text, PreparedText, type(None))):
+            raise InputError(f"text is a {type(self.text).__name__}; accepted: a path, a Text, or None")
+        if not isinstance(self.tokenizer, (str, PathLike, type(None))):
+            raise InputError(f"tokenizer is {self.tokenizer!r}; accepted: 'bytes', 'bpe:4096', a path, or None")
+        if self.batch % self.accumulate:
+            raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
+        if self.reinit and not self.dead_window:
+            raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
+                             "tokens after which a silent neuron counts as dead")
+        try:
+            if not isinstance(self.device, (str, type(None))):
+                raise TypeError("not a name")
+            torch.device("cpu" if self.device is None else self.device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"device is {self.device!r}; accepted: a device of torch's, such as 'cpu', 'cuda' or 'cuda:1', or None") from error
+        self.model()
+
+    def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
+        value = getattr(self, name)
+        endless = isinstance(value, int) and abs(value) >= 2**63  # no counter of torch's goes that far, and some no float holds
+        if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
+            raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
+
+    def model(self, vocabulary: int = 256) -> ModelConfig:
+        """The sizes of the model to train; `vocabulary` is the text's, 256 for bytes."""
+        more = {} if self.activation == "relu" else {"activation": self.activation}
+        return ModelConfig(vocabulary=vocabulary, d_model=self.d_model, layers=self.layers, heads=self.heads,
+                           d_ff=self.d_ff, context=self.context, gated=self.gated, **more)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainResult:
+    """A trained model and how it got there.
+
+    history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
+        1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
+        layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
+        one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
+        tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely, where they may
+        run), lr, tokens_per_s (since the row before, validations left out), seconds since the start; on a GPU
+        peak_bytes (the most that this process has held there so far); where the model was validated also
+        val_bits_per_byte.
+    validation_bits_per_byte: cross-entropy on held-out text, in bits a byte, at the end.
+    mean_nnz, density, dead: firing on that text (see twell_lab.profile): neurons firing at a token, averaged
+        over layers; the share of neurons firing, by layer; neurons that never fire there, by layer.
+    text: name, sha256 and size of the whole text, and the sizes of its training and validation parts.
+    seconds, tokens: wall time of the loop, validations included; tokens trained on.
+    """
+
+    model: LanguageModel
+    config: TrainConfig
+    history: list[dict]
+    validation_bits_per_byte: float
+    mean_nnz: float
+    density: list[float]
+    dead: list[int]
+    text: dict
+    seconds: float
+    tokens: int
+
+    def summary(self) -> dict:
+        """Everything but the weights, JSON-able, without any path of this machine."""
+        config = {name: value for name, value in vars(self.config).items() if name != "text"}
+        if config["tokenizer"] is not None:
+            config["tokenizer"] = os.path.basename(config["tokenizer"])
+        return {"config": config, "parameters": sum(weight.numel() for weight in self.model.parameters()),
+                **{name: value for name, value in vars(self).items() if name not in ("model", "config")}}
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of `step` (from 1): a linear warm-up times a cosine from 1 down to 0.1."""
+    warm = min(1.0, step / config.warmup) if config.warmup else 1.0
+    return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / config.steps))
+
+
+def l1_coefficient(config: TrainConfig, step: int) -> float:
+    """The penalty's coefficient at `step` (from 1): 0 for l1_delay steps, then a ramp of l1_warmup steps, then l1."""
+    after = step - config.l1_delay
+    if after <= 0:
+        return 0.0
+    return config.l1 * min(1.0, after / config.l1_warmup) if config.l1_warmup else config.l1

@@ -1,0 +1,179 @@
+"""Dead neurons: which ones have not fired for a while, and the paper's way to bring them back.
+
+A neuron is dead where it fired at none of the last `window_tokens` tokens. The paper (arXiv 2603.23198, appendix
+D.1) counts over one training step, just above a million tokens; at its recommended L1 more than 30% of the neurons
+are dead so. Its remedy (appendix C.3, equation 6) moves the gate row of each dead neuron a little towards a fresh one,
+
+    Wg[j] <- (1 - lambda) Wg[j] + lambda N(0, sigma^2)        lambda 0.1, sigma 0.02 (its initialisation)
+
+after every training step, which removes almost all of them. What fires is the gate's positive outputs, those of the
+up projection in a plain layer (see twell_lab.profile).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis.profile import _watching
+from ..core.errors import InputError
+from ..formats.twell import fires
+from ..layers.anatomy import FeedForward, firing_layers
+
+STRENGTH, SIGMA = 0.1, 0.02  # the paper's lambda and sigma
+
+
+class Tracker:
+    """For each neuron, how many tokens have passed since it last fired, counted in whole calls of `see`.
+
+    layers: the model's feed-forward layers (model.firing_layers), or their widths d_ff.
+    window_tokens: a neuron silent for this many tokens or more is dead. Until that many have been seen none is.
+
+    The counts are int64 tensors on the device of what `see` is given; nothing here waits for it. Raises InputError
+    for no layers, and for a window or a width that is no whole number from 1 up.
+    """
+
+    def __init__(self, layers: Sequence[FeedForward | int], window_tokens: int) -> None:
+        widths = [len(each.pattern.weight) if isinstance(each, FeedForward) else each for each in layers]
+        if not widths:
+            raise InputError("no layers to track; accepted: at least one feed-forward layer, or its width")
+        for name, value in (("window_tokens", window_tokens), *(("a width", width) for width in widths)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value!r}; accepted: a whole number from 1 up")
+        self.window_tokens = window_tokens
+        self.silent = [torch.zeros(width, dtype=torch.int64, device="cpu") for width in widths]
+
+    def see(self, fired: Sequence[Tensor], tokens: int) -> None:
+        """Count a batch of `tokens` tokens. fired: for each layer bool [d_ff], whether a neuron fired at any of them.
+
+        With several processes, `fired` is to be true where it fired in any, and `tokens` their sum.
+        """
+        shapes, wanted = [tuple(each.shape) for each in fired], [tuple(each.shape) for each in self.silent]
+        if shapes != wanted or any(each.dtype != torch.bool for each in fired):
+            raise InputError(f"fired has shapes {shapes}; accepted: bool tensors of shapes {wanted}")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise InputError(f"tokens is {tokens!r}; accepted: a whole number from 0 up")
+        with torch.no_grad():
+            self.silent = [(silent.to(each.device) + tokens).masked_fill(each, 0)
+                           for silent, each in zip(self.silent, fired, strict=True)]
+
+    def dead(self) -> list[Tensor]:
+        """For each layer bool [d_ff]: silent for the whole window. All False until the window is full."""
+        return [silent >= self.window_tokens for silent in self.silent]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The counts as a flat dict of int64 CPU tensors, as safetensors take them."""
+        return {"window_tokens": torch.tensor(self.window_tokens, device="cpu"),
+                **{f"silent.{number}": silent.cpu() for number, silent in enumerate(self.silent)}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` gave. InputError for another window, or other layers."""
+        mine = self.state_dict()
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        if shapes != {name: tuple(value.shape) for name, value in mine.items()}:
+            raise InputError(f"the saved counts have shapes {shapes}; accepted: those of {len(self.silent)} layers "
+                             f"with d_ff {[len(silent) for silent in self.silent]}")
+        if state["window_tokens"].item() != self.window_tokens:
+            raise InputError(f"the saved counts are of a window of {state['window_tokens'].item()} tokens; "
+                             f"accepted: {self.window_tokens}, the window here")
+        self.silent = [state[f"silent.{number}"].to(torch.int64).to(silent.device, copy=True)
+                       for number, silent in enumerate(self.silent)]
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
+    """Within this context forward passes of the model are watched; the function it gives tells what fired in them.
+
+    That function returns, for each layer in the order of model.firing_layers, bool [d_ff]: whether a neuron fired
+    at any token since it was last called (all False without a forward pass), and begins anew. For layers swapped by
+    `sparsify` each pass computes the gate once more. Nothing is seen of a compiled model. Raises InputError for a
+    model without layers that fire.
+    """
+    layers = firing_layers(model)
+    seen: list[Tensor | None] = [None] * len(layers)
+
+    def note(number: int) -> Callable[[Tensor, Tensor], None]:
+        def see(_: Tensor, gate: Tensor) -> None:
+            with torch.no_grad():
+                fired = fires(gate.detach()).flatten(0, -2).any(0)
+                seen[number] = fired if seen[number] is None else seen[number] | fired
+
+        return see
+
+    def fired() -> list[Tensor]:
+        weights = [layer.pattern.weight for layer in layers]
+        said = [torch.zeros(len(weight), dtype=torch.bool, device=weight.device) if each is None else each
+                for weight, each in zip(weights, seen, strict=True)]
+        seen[:] = [None] * len(layers)
+        return said
+
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hooks.enter_context(_watching(layer, note(number)))
+        yield fired
+
+
+def fired_in(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    """Which neurons fire at any token when `model` runs on `tokens` (int64 [batch, context], on its device).
+
+    Without gradients, in the mode the model is in. Returns bool [d_ff] for each layer, on the model's device.
+    """
+    with watching(model) as fired, torch.no_grad():
+        model(tokens)
+        return fired()
+
+
+def reinitialise(layer: FeedForward, dead: Tensor, strength: float = STRENGTH, sigma: float = SIGMA,
+                 generator: torch.Generator | None = None) -> int:
+    """Move the gate rows of dead neurons towards fresh ones, in place; returns how many rows that were.
+
+    layer: its gate's rows are changed, or in a plain layer the up projection's. Up and down rows of a gated layer,
+    and what an optimizer remembers of the rows, stay as they are, as in the paper.
+    dead: bool [d_ff]. strength, sigma: lambda and the deviation of the noise (see the module). A bias, which the
+    paper's layers lack, shrinks by 1 - strength towards the zero it began at.
+    generator: the noise is drawn from it in float32, on its device, for the dead rows alone, in their order: the
+    same generator gives the same rows. None: torch's global CPU generator.
+
+    Waits for the device, to know which rows are dead. A weight sharded by FSDP2 changes in every process alike if
+    each of them has the same `dead` and a generator in the same state. Raises InputError for a mask of another shape
+    or dtype, a strength outside [0, 1] and a sigma that is negative or not finite.
+    """
+    weight, bias = layer.pattern.weight, layer.pattern.bias
+    if dead.dtype != torch.bool or dead.shape != weight.shape[:1]:
+        raise InputError(f"dead is {dead.dtype} {list(dead.shape)}; accepted: torch.bool {list(weight.shape[:1])}")
+    if not 0 <= strength <= 1:
+        raise InputError(f"strength is {strength!r}; accepted: a number from 0 to 1")
+    if not 0 <= sigma < math.inf:
+        raise InputError(f"sigma is {sigma!r}; accepted: a finite number from 0 up")
+    rows = dead.nonzero().flatten()
+    if not len(rows) or not strength:
+        return len(rows)
+    device = "cpu" if generator is None else generator.device
+    noise = torch.randn(len(rows), weight.shape[1], generator=generator, device=device).to(dead.device)
+    with torch.no_grad():
+        _move(weight, rows, strength, noise * sigma)
+        if bias is not None:
+            _move(bias, rows, strength, noise.new_zeros(len(rows)))
+    return len(rows)
+
+
+def _move(parameter: Tensor, rows: Tensor, strength: float, towards: Tensor) -> None:
+    """parameter[rows] <- (1 - strength) parameter[rows] + strength towards, computed in float32, in place."""
+    if hasattr(parameter, "to_local"):  # a DTensor: every process makes the whole change, and keeps its own rows
+        from torch.distributed.tensor import DTensor, Replicate
+
+        keep = torch.ones(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        keep[rows] = 1 - strength
+        add = torch.zeros_like(keep)
+        add[rows] = (strength * towards).to(add)
+        mesh = parameter.device_mesh
+        for whole, change in ((keep, parameter.mul_), (add, parameter.add_)):
+            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            change(replicated.redistribute(placements=parameter.placements))
+        return
+    rows, towards = rows.to(parameter.device), towards.to(parameter.device)
+    parameter[rows] = ((1 - strength) * parameter[rows].float() + strength * towards).to(parameter.dtype)

@@ -1,0 +1,149 @@
+"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from ..core.errors import InputError
+from ..layers.anatomy import FeedForward, firing_layers
+from ..layers.learner import Told
+from ..layers.sparse_ffn import SparseFFN
+from ..layers.terms import layer_l1, layer_nnz
+
+EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
+EVAL_SCORES = 2**28  # or fewer: so many scores of next tokens take 1 GiB in float32
+
+
+def cross_entropy(model: nn.Module, windows: Tensor, *, of_scores: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> Tensor:
+    """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar.
+
+    of_scores: what computes it from scores [tokens, vocabulary] and the tokens that came."""
+    return of_scores(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def eval_batch(model: nn.Module, windows: Tensor) -> int:
+    """How many of the windows [n, context + 1] to read at a time: EVAL_BATCH, fewer where a large vocabulary would take
+    more memory for it than training does."""
+    vocabulary = getattr(getattr(model, "config", None), "vocabulary", 1)
+    return max(1, min(EVAL_BATCH, EVAL_SCORES // (vocabulary * windows.shape[1])))
+
+
+def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = None) -> float:
+    """Cross-entropy in bits a byte on int64 windows [n, context + 1]; each window is read with nothing before it.
+
+    lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Counted are the bytes of the
+    tokens that are predicted, not of the whole text: windows spread over a text need not be like all of it.
+    """
+    with torch.no_grad():
+        nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(eval_batch(model, windows)))
+    bits = (nats / len(windows)).item() / math.log(2)
+    return bits if lengths is None else bits / lengths.to(windows.device)[windows[:, 1:]].double().mean().item()
+
+
+def l1_penalty(hidden: list[Tensor]) -> Tensor:
+    """Sum over neurons of |h|, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
+    return sum(map(layer_l1, hidden)) / len(hidden)
+
+
+def mean_nnz(hidden: list[Tensor]) -> float:
+    """Neurons with h != 0 at a token, averaged over tokens and layers."""
+    return torch.stack([layer_nnz(h) for h in hidden]).mean().item()
+
+
+@contextmanager
+def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Within this context, each forward pass appends what enters every down projection to the list given.
+
+    The tensors carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
+    `sparsify`: it never forms them as a whole.
+    """
+    hidden: list[Tensor] = []
+    hooks = [catch_hidden(layer, hidden) for layer in _dense_layers(model)]
+    try:
+        yield hidden
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _dense_layers(model: nn.Module) -> list[FeedForward]:
+    layers = firing_layers(model)
+    swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
+    if swapped:
+        raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
+    return layers
+
+
+def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> RemovableHandle:
+    """A hook, to be removed by the caller, that appends what enters the layer's down projection to `into` while `when()`."""
+
+    def keep(module: nn.Module, args: tuple) -> None:
+        if when():
+            into.append(args[0])
+
+    return layer.down.register_forward_pre_hook(keep)
+
+
+class Objective(nn.Module):
+    """Model, cross-entropy and penalty as one module: what is compiled, and what several processes share.
+
+    The hooks on the model stay from the making of this module to `remove`, because torch.compile reads them
+    once. Everything stays on the device: reading a number is left to who needs it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.of_scores = F.cross_entropy
+        self.running = False  # a validation of the model alone must not fill the lists: that is gigabytes of a large model
+        layers = firing_layers(model)
+        self.sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]  # `sparsify` swaps all or none
+        # A list for each layer: see Learner.tell.
+        self.hidden: list[list[Tensor]] = [[] for _ in layers if not self.sparse]
+        self.told: list[list[Told]] = [[] for _ in self.sparse]
+        for layer, told in zip(self.sparse, self.told, strict=True):
+            layer.module.tell(told)
+        self.hooks = [catch_hidden(layer, own, lambda: self.running) for layer, own in zip(layers, self.hidden)]
+
+    def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
+        """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> five tensors:
+        loss, with gradient; and without: cross-entropy and l1_term, [2]; l1, nnz and the share of lost tokens
+        (learning.LayerTerm) by layer, float32 [layers], or three empty tensors if not `count`."""
+        self._forget()
+        self.running = True
+        ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
+        self.running = False
+        penalties: list[Tensor] = []
+        if l1 is not None or count:
+            penalties = [told.l1 for (told,) in self.told] or [layer_l1(h) for (h,) in self.hidden]
+        penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
+        by_layer = nnz = lost = ce.new_empty(0)
+        if count:
+            by_layer = torch.stack([value.detach() for value in penalties])
+            nnz = torch.stack([told.nnz for (told,) in self.told] or [layer_nnz(h.detach()) for (h,) in self.hidden])
+            none = torch.zeros_like(nnz[0])
+            lost = torch.stack([none if told.lost is None else told.lost for (told,) in self.told] or [none] * len(nnz))
+        self._forget()  # or the last step's would stay in memory beside the next one's
+        return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
+
+    def compile_loss(self) -> None:
+        """Have torch.compile fuse what follows the model: in float32, the scores of a large vocabulary are gigabytes."""
+        self.of_scores = torch.compile(F.cross_entropy)
+
+    def _forget(self) -> None:
+        for each in (*self.hidden, *self.told):
+            each.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()
+        for layer in self.sparse:
+            layer.module.tell(None)

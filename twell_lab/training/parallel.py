@@ -1,0 +1,182 @@
+"""Several processes training one model: torchrun starts them, torch's own engine (DDP or FSDP2) joins them.
+
+Every process draws the windows of the whole step and takes its share, so that any number of processes reads the same
+batch in every step; gradients and the numbers of the history are averaged over processes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..core.errors import DeviceError, InputError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers: its number, how many there are, and the device it computes on."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def lead(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.rank == 0
+
+    def share(self, windows: Tensor) -> Tensor:
+        """This process's part of the windows of a step."""
+        return windows.chunk(self.size)[self.rank] if self.size > 1 else windows
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The average over processes, in each of them."""
+        if self.size > 1:
+            dist.all_reduce(values)
+            values = values / self.size
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds in any process. Waits for the device."""
+        return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
+
+    def led(self, act: Callable[[], object]) -> None:
+        """Have the first process do it, the others wait; an InputError there is raised in each of them."""
+        said: list[str | None] = [None]
+        if self.lead:
+            try:
+                act()
+            except InputError as error:
+                if self.size == 1:
+                    raise
+                said = [str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(said, src=0)
+        if said[0] is not None:
+            raise InputError(said[0])
+
+
+@contextmanager
+def joined(device: str | None) -> Iterator[World]:
+    """This process's World: as torchrun's environment says, or alone without it.
+
+    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them the CPU. Raises
+    DeviceError for a device that is not there and for more processes on this machine than it has GPUs, InputError where
+    a single GPU is named for several processes, and for an environment that torchrun does not make.
+    """
+    _check_environment()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(present(device))
+        return
+    own = _own_device(device)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    begin = not dist.is_initialized()
+    if begin:
+        try:
+            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        except (ValueError, dist.DistError) as error:
+            raise InputError(f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE names cannot be joined: {error}; accepted: what "
+                             "torchrun sets") from None
+    try:
+        yield World(own, dist.get_rank(), dist.get_world_size())
+    finally:
+        if begin:
+            dist.destroy_process_group()
+            if own.type == "cpu":
+                # A thread of gloo's keeps the tensors of a message a moment longer than their receiver waits. It outlives the
+                # group wherever torch still refers to that, as it does after DDP and FSDP2, and one that lets go of a
+                # tensor while Python ends aborts the process (pytorch issue 190489).
+                time.sleep(0.2)
+
+
+def _check_environment() -> None:
+    """InputError where one of torchrun's variables is no number: whoever set it did not mean us."""
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        value = os.environ.get(name, str(least))
+        if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
+            raise InputError(f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets it, or none")
+
+
+def _own_device(device: str | None) -> torch.device:
+    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type != "cuda":
+        return present(device)
+    if wanted.index is not None:
+        raise InputError(f"device is {device!r} for {os.environ['WORLD_SIZE']} processes; accepted: 'cuda', of which each "
+                         "takes one, or 'cpu'")
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
+    if here > gpus:
+        fewer = f"torchrun --nproc-per-node {gpus} or fewer, or " if gpus else ""
+        raise DeviceError(f"{here} processes were started on a machine with {gpus} GPU{'' if gpus == 1 else 's'}; accepted: "
+                          f"{fewer}--device cpu")
+    return present(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
+
+
+def present(name: str | None) -> torch.device:
+    """The device of that name (None: a GPU where there is one); DeviceError where it is not there."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "meta":
+        raise DeviceError(f"device {name!r} holds no numbers; accepted here: "
+                          f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        why = str(error).partition("\n")[0].partition(". ")[0]  # torch adds every kernel that it has
+        raise DeviceError(f"device {name!r} is not there: {why}; accepted here: "
+                          f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}") from None
+    return device
+
+
+def shard(model: nn.Module, world: World) -> None:
+    """Leave each process a share of every weight, in place (FSDP2); a layer's are gathered while it computes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def replicate(module: nn.Module, world: World) -> nn.Module:
+    """A module whose backward pass averages the gradients over processes (DDP)."""
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(module, device_ids=ids)
+
+
+def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
+    """Whether the next backward pass averages gradients over processes: only the last part of a step has to."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module.require_backward_grad_sync = on  # what its context no_sync sets
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(on)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as one piece, gathered if FSDP2 sharded it: every process must ask for it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that FSDP2 sharded; any other tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def put(into: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded, in place; every process holds the same `value`."""
+    value = value.to(into.device)
+    with torch.no_grad():
+        if hasattr(into, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+            value = distribute_tensor(value.to(into.dtype), into.device_mesh, into.placements)
+        into.copy_(value)

@@ -1,0 +1,334 @@
+"""A text of any length, prepared once: a folder with all of its tokens in one file, which training maps into memory.
+
+    twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
+    twell-lab train --config 0.5B --text texts/edu --out build/edu
+
+A Text is held in memory as a whole. Here documents are read one after the other, long files in pieces, encoded and
+written, so that the disk alone sets a limit, and every process of a run maps the same file. In the folder:
+`tokens.bin`, the numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest,
+written last: without it, the folder is no text. It holds the SHA-256 of both files and of itself. A preparation that
+was killed is cleared away by the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InputError, TextError
+from ...core.files import read
+from ...core.lock import NAME as LOCK
+from ...core.lock import Lock
+from ...core.seal import seal, sha256, to_disk, unseal
+from .datasets import Documents, parse
+from .source import BYTES, LARGEST, Readable, Text, Tokenizer, check_apart, files_of, of_pieces
+from .source import load as load_text
+from .tokenizer import batches, check_trainable, named, pieces
+from .tokenizer import load as load_tokenizer
+from .tokenizer import train as train_tokenizer
+
+MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
+FORMAT = 1
+HELD_OUT = 64 * 2**20  # bytes for validation; a tenth of a shorter text
+SAMPLE = 100_000_000  # bytes from the beginning that a BPE is trained on, but for a fifth that may come to be held out
+CHUNK = 16 * 2**20  # bytes that are encoded at a time
+_FILES = (TOKENS, TOKENIZER, MANIFEST)  # in the order in which they get their names
+_NAMES = (*_FILES, *(f"{name}.part" for name in _FILES))  # in the folder at some time
+CHECKED = 2**30  # bytes of tokens that are read when a text is opened, to see that they are those that were written
+_KINDS = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The training or the validation part of a prepared text. tokens: integers [n] on the CPU, mapped from the file."""
+
+    name: str
+    size: int
+    tokens: Tensor
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedText(Readable):
+    """A folder that `prepare` made, for everything that takes a Text to train on or to profile with.
+
+    name, sha256, size, source: of the text's bytes, as Text has them. cut: bytes and tokens of the training part, which
+    comes first. asked: the tokenizer as it was asked for, "bytes", "bpe:4096" or None. folder: where the tokens are;
+    never in a record. files: the SHA-256 of each file, None in a text from before they were noted.
+    """
+
+    folder: Path
+    name: str
+    sha256: str
+    size: int
+    dtype: str
+    count: int
+    cut: tuple[int, int]
+    tokenizer: Tokenizer
+    source: dict | None = None
+    asked: str | None = None
+    files: dict | None = None
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """All tokens [count], uint8, int16 or int32, mapped from the file: what is not read takes no memory."""
+        return torch.from_file(str(self.folder / TOKENS), shared=False, size=self.count, dtype=_KINDS[self.dtype])
+
+    def check(self) -> None:
+        """Read all tokens, however many, and raise TextError where they are not those that were written."""
+        if self.files is not None:
+            _same(self.folder / TOKENS, self.files)
+
+    def split(self) -> tuple[Part, Part]:
+        """The training and the validation part, cut between two documents or pieces when the text was prepared."""
+        bytes_, tokens = self.cut
+        return (Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
+                Part(f"{self.name}, validation part", self.size - bytes_, self.tokens[tokens:], self.tokenizer))
+
+    def read_as(self, tokenizer: Tokenizer | str) -> PreparedText:
+        """Itself, if that is the tokenizer it was prepared with, or what was asked for then; InputError otherwise."""
+        wanted = BYTES if tokenizer == "bytes" else tokenizer
+        if wanted not in (self.tokenizer, self.asked):
+            raise InputError(f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} "
+                             f"was prepared with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text "
+                             "that is not prepared")
+        return self
+
+
+def is_prepared(path: str | os.PathLike) -> bool:
+    """Whether `prepare` made this folder."""
+    return os.path.isfile(Path(path, MANIFEST))
+
+
+def load(folder: str | os.PathLike) -> PreparedText:
+    """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are not those
+    of one preparation, or changed since. Of tokens of more than CHECKED bytes, here, their length alone is looked at,
+    and PreparedText.check() reads them."""
+    folder = Path(folder)
+    try:
+        fields, held = unseal(read(folder / MANIFEST)), (folder / TOKENS).stat().st_size
+    except (OSError, ValueError) as error:
+        raise TextError(f"cannot read the prepared text {str(folder)!r}: {type(error).__name__}: {error}") from None
+    if (form := fields.get("format")) != FORMAT:
+        raise TextError(f"{str(folder)!r} is a prepared text of format {form!r}; accepted: {FORMAT}")
+    _check_types(folder, fields)
+    if (files := fields.get("files")) is not None:
+        _same(folder / TOKENIZER, files)
+    cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
+    plain = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
+    made = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), files=files, **plain)
+    if fields["tokenizer"] != made.tokenizer.sha256:
+        raise TextError(f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it "
+                        "again")
+    wanted = made.count * _KINDS[made.dtype].itemsize
+    if held != wanted or not 0 < made.cut[1] < made.count or not 0 < made.cut[0] < made.size:
+        raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at "
+                        f"{made.cut} of {made.size} bytes and {made.count} tokens: prepare the text again")
+    if held <= CHECKED:
+        made.check()
+    return made
+
+
+def _check_types(folder: Path, fields: dict) -> None:
+    """TextError naming a field of the manifest that is not what `prepare` writes there."""
+    def some(name: str, *kinds: type, of: dict = fields) -> bool:
+        return name in of and isinstance(of[name], kinds) and not isinstance(of[name], bool)
+
+    fits = {"name": some("name", str), "sha256": some("sha256", str), "size": some("size", int),
+            "count": some("count", int),
+            "dtype": some("dtype", str) and fields["dtype"] in _KINDS,
+            "cut": some("cut", dict) and all(some(each, int, of=fields["cut"]) for each in ("bytes", "tokens")),
+            "source": some("source", dict, type(None)), "asked": some("asked", str, type(None)),
+            "tokenizer": some("tokenizer", str, type(None)),
+            "files": (fields.get("files") is None
+                      or some("files", dict) and {TOKENS, TOKENIZER} <= fields["files"].keys())}
+    for name, fit in fits.items():
+        if not fit:
+            raise TextError(f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is "
+                            "nothing that was written there: prepare the text again")
+
+
+def _same(path: Path, files: dict) -> None:
+    """TextError unless the file has the SHA-256 that was noted."""
+    try:
+        found = sha256(path)
+    except OSError as error:
+        raise TextError(f"cannot read {str(path)!r}: {error}") from None
+    if found != files[path.name]:
+        raise TextError(f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
+                        f"{files[path.name]} is noted in {MANIFEST}: prepare the text again")
+
+
+def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *,
+            tokenizer: str | os.PathLike | Tokenizer | None = None,
+            on_bytes: Callable[[int], None] | None = None) -> PreparedText:
+    """Read a text, encode it, and keep it in the folder `out`.
+
+    spec: as for texts.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have any
+    size. tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a
+    tokenizer. on_bytes: called with the bytes written so far. The end of the text is the validation part: 64 MiB, a
+    tenth of a shorter text.
+
+    Raises TextError for a text that can't be read, or is so short and in so few documents that none can be held out;
+    InputError for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
+    vocabulary; StackError for a package that the extra "text" would install. What was begun is removed then.
+    """
+    out, stream, wanted = Path(out), _stream(spec), named(tokenizer)
+    asked = "bytes" if tokenizer is None else tokenizer if tokenizer == "bytes" or isinstance(wanted, int) else None
+    if isinstance(wanted, int):
+        check_trainable(wanted)
+    check_apart(out, stream.folder)
+    with _writing(out) as file:
+        documents = iter(stream)
+        if isinstance(wanted, int):
+            first = next(batches(documents, SAMPLE), [])
+            wanted = train_tokenizer(_sample(first, stream.name), wanted)
+            documents = chain(first, documents)
+        digest, kept, ends, kind = hashlib.sha256(), hashlib.sha256(), [torch.zeros(1, 2, dtype=torch.int64)], None
+        for chunk in batches(documents, CHUNK):
+            raw, begun = bytearray().join(chunk), torch.tensor([*accumulate(map(len, chunk), initial=0)])
+            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(begun[:-1].tolist()))
+            kind, encoded = tokens.dtype, tokens.numpy().tobytes()
+            file.write(encoded)
+            digest.update(raw)
+            kept.update(encoded)
+            # Where each document ends: no token reaches over it, so a sum of the tokens' lengths meets it.
+            places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), begun[1:]) + 1
+            ends.append(ends[-1][-1] + torch.stack([begun[1:], places], 1))
+            if on_bytes is not None:
+                on_bytes(int(ends[-1][-1, 0]))
+        ends = torch.cat(ends)[1:]
+        if not len(ends):
+            raise TextError(f"{stream.name} holds no text")
+        cut, (size, count), own = _cut(ends, stream.name), ends[-1].tolist(), wanted.content.encode()
+        fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size,
+                  "dtype": str(kind).removeprefix("torch."), "count": count, "pieces": len(ends),
+                  "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked, "tokenizer": wanted.sha256,
+                  "source": stream.source(len(ends)),
+                  "files": {TOKENS: kept.hexdigest(), TOKENIZER: hashlib.sha256(own).hexdigest()}}
+        for name, content in ((TOKENIZER, own), (MANIFEST, seal(fields))):
+            (out / f"{name}.part").write_bytes(content)
+    return load(out)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[IO[bytes]]:
+    """The file of the tokens. Like the others, which are written meanwhile, it has another name until all is well; one
+    process alone can have it. Nothing is left behind where something fails, nor of a preparation that was killed
+    here."""
+    lock, parts = Lock(out, "preparation"), [out / f"{name}.part" for name in _FILES]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        found = {path.name for path in out.iterdir()} - {LOCK}
+        if MANIFEST not in found and found <= {*_NAMES} and found & {path.name for path in parts}:  # one was killed
+            _clear(out)
+        elif found:
+            raise InputError(f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one "
+                             "once it is empty")
+        file = open(parts[0], "xb")
+        try:
+            with file:
+                yield file
+            for path in parts:
+                to_disk(path)
+            for path in parts:  # the manifest last
+                path.replace(path.with_suffix(""))
+            to_disk(out)
+        except BaseException:
+            _clear(out)
+            raise
+    except OSError as error:
+        raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
+    finally:
+        lock.release()
+        with suppress(OSError):  # unless something is in it
+            out.rmdir()
+
+
+def _clear(out: Path) -> None:
+    """Remove all that a preparation writes; what can't be removed stays."""
+    for name in (MANIFEST, *_NAMES):  # the manifest first; last what tells that it was not finished
+        with suppress(OSError):
+            (out / name).unlink()
+
+
+def _cut(ends: Tensor, name: str) -> tuple[int, int]:
+    """Bytes and tokens before the validation part: the end of a document or piece, nearest to where it should begin.
+    ends: int64 [documents, 2], bytes and tokens up to the end of each."""
+    size = int(ends[-1, 0])
+    share = min(HELD_OUT, size // 10)
+    if len(ends) > 1:
+        cut = ends[:-1][(ends[:-1, 0] - (size - share)).abs().argmin()].tolist()
+        if share / 2 <= size - cut[0] <= 2 * share:
+            return tuple(cut)
+    itself = ", or the text itself, which memory can hold" if size <= LARGEST else ""
+    raise TextError(f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about "
+                    f"{share} bytes are held out; accepted: more and shorter documents{itself}")
+
+
+def _sample(documents: list[bytes], name: str) -> Text:
+    """Four fifths of these, which are none that will be held out; the first in any case."""
+    ends = [*accumulate(map(len, documents))]
+    some = [document for document, end in zip(documents, ends, strict=True) if end <= 0.8 * ends[-1]] or documents[:1]
+    if not some:
+        raise TextError(f"{name} holds no text")
+    return of_pieces(f"the beginning of {name}", some)
+
+
+# ---- where documents come from: something to iterate over, with a name, a source and, if local, a folder ----
+
+
+def _stream(spec) -> _Files | Documents:
+    if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
+        raise InputError(f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was "
+                         "made from")
+    if isinstance(spec, str) and spec.startswith("hf:"):
+        return Documents(**parse(spec))
+    if isinstance(spec, (str, os.PathLike)):
+        paths, name = files_of(Path(spec))
+        files = (_blocks(path) for path in paths if not any(b"\0" in block for block in _blocks(path)))
+        return _Files(name, files, folder=spec)
+    text = spec if isinstance(spec, Text) else load_text(spec)
+    files = ([file.numpy().tobytes()] for file in text.data.tensor_split(text.starts[1:]))
+    return _Files(text.name, files, of=text.source)
+
+
+@dataclass
+class _Files:
+    """What text.read joins, one file after the other and long ones in pieces: none is held in memory. files: the blocks
+    of each."""
+
+    name: str
+    files: Iterator[Iterable[bytes]]
+    folder: str | os.PathLike | None = None
+    of: dict | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain.from_iterable(map(pieces, self.files))
+
+    def source(self, documents: int) -> dict | None:
+        return self.of
+
+
+def _blocks(path: Path, size: int = 2**20) -> Iterator[bytes]:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
+        with open(path, "rb") as file:
+            while block := file.read(size):
+                yield block
+    except OSError as error:
+        raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

@@ -1,0 +1,225 @@
+"""What a model reads a text as, where it is not its bytes (text.Bytes): the tokens of a trained byte-level BPE.
+
+Both take any bytes and give them back exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
+trained and run by the `tokenizers` library, which the extra "text" installs; bytes need no package. Tokens stand for
+different numbers of bytes, so losses are compared in bits a byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import InputError, TextError
+from ...core.files import parse_json, read
+from .source import BYTES, FORMAT, Text, Tokenizer, extra
+
+CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
+_LARGEST = 2**28  # bytes of a tokenizer's file; those in use have some millions
+_MOST = 2**22  # token numbers; those in use have up to a million
+_BATCH = 2**23  # bytes handed to the library at a time
+
+
+class BPE(Tokenizer):
+    """A byte-level BPE of the `tokenizers` library.
+
+    content: its JSON, as `train` makes it and tokenizer.json files hold it (GPT-2's, for one). name: for records.
+    Raises StackError without the library, TextError for JSON that it does not take.
+    """
+
+    def __init__(self, content: str, name: str = "BPE") -> None:
+        library = _library()
+        try:
+            self._tokenizer = library.Tokenizer.from_str(content)
+        except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TextError(f"{name!r:.200} is no tokenizer that the tokenizers library takes: "
+                            f"{str(error):.300}") from None
+        self.name, self.content = name, content
+        self.sha256 = hashlib.sha256(content.encode()).hexdigest()
+        numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = max(numbers, default=-1) + 1  # not how many there are: some files skip numbers
+        if not 1 <= self.vocabulary <= _MOST:
+            raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
+
+    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
+        """The tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
+
+        starts: where its files begin. No token reaches from one file into the next, nor over the end of the line
+        that ends a piece of about 64 KiB of a long file. Bytes that are no UTF-8 become a token each. Raises TextError
+        for a tokenizer that does not give every byte back.
+        """
+        kind = np.int16 if self.vocabulary <= 2**15 else np.int32
+        raw = data.cpu().numpy().tobytes()
+        found = [np.empty(0, kind)]
+        for batch in batches(_strings(raw, starts), _BATCH):
+            texts = [piece for piece in batch if isinstance(piece, str)]
+            encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            for piece in batch:
+                tokens = next(encoded).ids if isinstance(piece, str) else [self._of_bytes[byte] for byte in piece]
+                found.append(np.array(tokens, kind))
+        tokens = torch.from_numpy(np.concatenate(found))
+        stands_for = self.lengths[tokens.long()].sum().item()
+        if stands_for != len(raw):
+            raise TextError(f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; "
+                            f"accepted: a byte-level tokenizer without normalisation, which loses nothing")
+        return tokens
+
+    def decode(self, tokens: Tensor) -> bytes:
+        return b"".join([self._bytes[token] for token in tokens.flatten().tolist()])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(piece) for piece in self._bytes], dtype=torch.int32)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """The bytes of each token, by its number; nothing for numbers that no token has."""
+        values = {character: byte for byte, character in _alphabet().items()}
+        found = [b""] * self.vocabulary
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            if values.keys() >= {*token}:
+                found[number] = bytes(values[character] for character in token)
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            found[number] = added.content.encode()
+        return found
+
+    @cached_property
+    def _of_bytes(self) -> list[int]:
+        """The number of the token of each single byte."""
+        numbers = {piece: number for number, piece in enumerate(self._bytes) if len(piece) == 1}
+        missing = [byte for byte in range(256) if bytes([byte]) not in numbers]
+        if missing:
+            raise TextError(f"{self.name} has no token for {len(missing)} of the 256 bytes, {missing[0]} the first; "
+                            f"accepted: a byte-level tokenizer that has them all")
+        return [numbers[bytes([byte])] for byte in range(256)]
+
+    def __reduce__(self):
+        return BPE, (self.content, self.name)
+
+
+def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
+    """A byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
+
+    vocabulary: 256 bytes and vocabulary - 256 merges; fewer where a short text has no more pairs to merge.
+    Give it the training part alone (Text.split), so that nothing is learned from what is held out. Raises InputError
+    for a vocabulary outside 256 to 2**20, and StackError without the tokenizers library.
+    """
+    library = check_trainable(vocabulary)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, special_tokens=[],
+                                          initial_alphabet=sorted(_alphabet().values()))
+    strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
+    tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
+    made = BPE(tokenizer.to_str())
+    made.name = name or f"BPE of {made.vocabulary}, from {text.name}"
+    return made
+
+
+def check_trainable(vocabulary: int):
+    """The tokenizers library, with which `train` can make a BPE of that vocabulary; its errors."""
+    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 256 <= vocabulary <= 2**20:
+        raise InputError(f"vocabulary is {vocabulary!r}; accepted: a whole number from 256 to {2**20}")
+    return _library()
+
+
+def load(path: str | os.PathLike) -> Tokenizer:
+    """The tokenizer that `save` wrote, or a tokenizer.json of the tokenizers library. TextError where it is none."""
+    try:
+        content = read(path, _LARGEST)
+        fields = parse_json(content)
+    except (OSError, ValueError) as error:
+        raise TextError(f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
+                        "accepted: bytes, bpe:4096, or its file") from None
+    if isinstance(fields, dict) and fields.get("format") == FORMAT:
+        return BYTES
+    return BPE(content.decode(), os.path.basename(path))
+
+
+def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
+    """The tokenizer that a command line or a config means, or the vocabulary of one that is yet to be trained.
+
+    tokenizer: None or "bytes"; "bpe:4096", which gives 4096; a path of a tokenizer's JSON; or a tokenizer. Raises
+    InputError where no number follows on "bpe:", and as `load`.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if tokenizer is None or tokenizer == "bytes":
+        return BYTES
+    if not isinstance(tokenizer, str) or not tokenizer.startswith("bpe:"):
+        return load(tokenizer)
+    size = tokenizer.removeprefix("bpe:")
+    if not (size.isascii() and size.isdigit() and len(size) < 20):
+        raise InputError(f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:<size of the vocabulary>, or a path")
+    return int(size)
+
+
+def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """A file that comes in blocks of any size, in the pieces that are encoded apart: CHUNK bytes and the rest of that
+    line, if it is no longer than CHUNK again."""
+    blocks, held, more = iter(blocks), b"", True
+    while more or held:
+        while more and len(held) < 4 * CHUNK:
+            block = next(blocks, b"")
+            held, more = held + block, bool(block)
+        begin = 0
+        while begin < len(held) and (not more or len(held) - begin > 2 * CHUNK + 4):  # else its piece may go on
+            cut = _cut_after(held, begin)
+            yield held[begin:cut]
+            begin = cut
+        held = held[begin:]
+
+
+def _cut_after(raw: bytes, begin: int) -> int:
+    """Where the piece that begins at `begin` ends."""
+    cut = min(begin + CHUNK, len(raw))
+    if line := raw.find(b"\n", cut, cut + CHUNK) + 1:
+        return line
+    while cut < len(raw) and raw[cut] & 0xC0 == 0x80 and cut < begin + CHUNK + 3:
+        cut += 1  # not inside a character
+    return cut
+
+
+def batches(parts: Iterable[str | bytes], size: int) -> Iterator[list]:
+    """The parts in lists, each of as many as have this length in sum; the last of what is left."""
+    batch, held = [], 0
+    for part in parts:
+        batch.append(part)
+        held += len(part)
+        if held >= size:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
+    """The files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
+    for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
+        for piece in pieces([raw[begin:end]]):
+            # Each byte that is no UTF-8 becomes one character of its own, which the library would not take.
+            for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
+                if part:
+                    broken = "\udc80" <= part[0] <= "\udcff"
+                    yield part.encode("utf-8", "surrogateescape") if broken else part
+
+
+def _alphabet() -> dict[int, str]:
+    """How byte-level tokenizers since GPT-2 write a byte: the printable ones of Latin-1 as themselves, the others,
+    in order, as the characters from U+0100 on."""
+    alphabet = sorted(_library().pre_tokenizers.ByteLevel.alphabet())
+    return dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), alphabet, strict=True))
+
+
+def _library():
+    return extra("tokenizers", "a BPE tokenizer")
