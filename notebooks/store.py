@@ -36,8 +36,13 @@ def store(path: Path) -> str:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     start = time.perf_counter()
-    NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", record_timing=False,
-                   resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        record_timing=False,
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
     seconds = time.perf_counter() - start
     tidy(notebook)
     for output in (each for cell in notebook.cells for each in cell.get("outputs", [])):
@@ -61,8 +66,10 @@ def smaller(picture: str) -> str:
 
 def tidy(notebook) -> None:
     """Take out what must not be stored, and stamp the first cell with the machine the set-up cell named."""
-    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-                         "language_info": {"name": "python"}}
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
     printed = ""
     for cell in notebook.cells:
         if cell.cell_type != "code":

@@ -32,7 +32,9 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 def pytest_addoption(parser):
     """How long the fuzzers of tests/attack go on, and which of their cases run."""
     group = parser.getgroup("attack", "the fuzzers of tests/attack")
-    group.addoption("--long", action="store_true", help="many more cases, as `make test-long` runs them: half an hour or so")
+    group.addoption(
+        "--long", action="store_true", help="many more cases, as `make test-long` runs them: half an hour or so"
+    )
     group.addoption("--attack-cases", type=int, metavar="N", help="so many cases of each fuzzer instead")
     group.addoption("--attack-seed", type=int, default=0, metavar="N", help="other cases [0]")
     group.addoption("--attack-case", type=int, metavar="N", help="one case alone, as a failure names it")
@@ -61,7 +63,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def hang_ups_are_heard():
-    """Under nohup SIGHUP is ignored, and would be by every run that a test starts and hangs up: a handler is not inherited."""
+    """Under nohup SIGHUP is ignored, and would be by every run that a test starts and hangs up: a handler is not
+    inherited."""
     if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
 

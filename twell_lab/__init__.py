@@ -1,8 +1,7 @@
 """twell-lab: how activation sparsity in a language model becomes real GPU speed.
 
-Importing the package loads neither CuPy nor plotly, touches no GPU and changes nothing of torch's: each name below is looked up
-on first use. `__init__.pyi` says the same to editors and type checkers.
-"""
+Importing the package loads neither CuPy nor plotly, touches no GPU and changes nothing of torch's: each name below is
+looked up on first use. `__init__.pyi` says the same to editors and type checkers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # until `main` knows what to say: no traceback of an import
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # until `main` knows what to say: no traceback of an import
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .app.cli import main
 

@@ -1,5 +1,5 @@
-"""Every subcommand with hostile arguments, files and outputs: it does what it says, or ends with one line and exit status 1 or 2.
-Runs in processes of its own (harness.isolated)."""
+"""Every subcommand with hostile arguments, files and outputs: it does what it says, or ends with one line and exit
+status 1 or 2. Runs in processes of its own (harness.isolated)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,110 @@ from tests.attack import kills
 from tests.attack.harness import PLACE
 from twell_lab.app import cli, recordings
 
-NUMBERS = ("0", "-1", "1", "2", "3", "7", "1.5", "-0.0", "1e-320", "1e400", "nan", "inf", "-inf", "", " ", "x", "None", "0x10", "1_000", "٣", "²",
-           "9" * 19, "9" * 30, str(2**31), str(2**63), str(2**64), "1" + "0" * 5000, "1e5", "--", "-", "%s", "\n", "\udcff")  # fmt: skip
-WORDS = ("", " ", "x", "cpu", "cuda", "cuda:99", "meta", "mps", "cpu:-1", "bfloat16", "float64", "int8", "relu", "relu2", "silu", "bytes", "bpe:",
-         "bpe:0", "bpe:300", "bpe:99999999999", "bpe:-1", "ddp", "fsdp", "off", "auto", "lognormal", "é", "\udcff", "a\nb", "..", "list", "60M",
-         "hf:", "hf:nobody/nothing?bytes=x", "hf:a/b?bytes=nan", "x" * 300, "x" * 5000, "%d", "{}", "'", "\t")  # fmt: skip
+NUMBERS = (
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "1.5",
+    "-0.0",
+    "1e-320",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "",
+    " ",
+    "x",
+    "None",
+    "0x10",
+    "1_000",
+    "٣",
+    "²",
+    "9" * 19,
+    "9" * 30,
+    str(2**31),
+    str(2**63),
+    str(2**64),
+    "1" + "0" * 5000,
+    "1e5",
+    "--",
+    "-",
+    "%s",
+    "\n",
+    "\udcff",
+)
+WORDS = (
+    "",
+    " ",
+    "x",
+    "cpu",
+    "cuda",
+    "cuda:99",
+    "meta",
+    "mps",
+    "cpu:-1",
+    "bfloat16",
+    "float64",
+    "int8",
+    "relu",
+    "relu2",
+    "silu",
+    "bytes",
+    "bpe:",
+    "bpe:0",
+    "bpe:300",
+    "bpe:99999999999",
+    "bpe:-1",
+    "ddp",
+    "fsdp",
+    "off",
+    "auto",
+    "lognormal",
+    "é",
+    "\udcff",
+    "a\nb",
+    "..",
+    "list",
+    "60M",
+    "hf:",
+    "hf:nobody/nothing?bytes=x",
+    "hf:a/b?bytes=nan",
+    "x" * 300,
+    "x" * 5000,
+    "%d",
+    "{}",
+    "'",
+    "\t",
+)
 
 # Should a writer go wrong, only root could put a file in a device's place; and then the machine would miss it.
 DEVICES = ("/dev/null", "/dev/full") if os.geteuid() else ()
 
-SMALL = ("--steps", "2", "--batch", "2", "--context", "8", "--d-model", "8", "--heads", "1", "--layers", "1", "--d-ff", "16", "--device", "cpu",
-         "--eval-windows", "2", "--eval-every", "2")  # fmt: skip
+SMALL = (
+    "--steps",
+    "2",
+    "--batch",
+    "2",
+    "--context",
+    "8",
+    "--d-model",
+    "8",
+    "--heads",
+    "1",
+    "--layers",
+    "1",
+    "--d-ff",
+    "16",
+    "--device",
+    "cpu",
+    "--eval-windows",
+    "2",
+    "--eval-every",
+    "2",
+)
 
 
 @cache
@@ -57,8 +150,18 @@ def _home() -> Path:
     from twell_lab.training.config import TrainConfig
     from twell_lab.training.loop import train
 
-    config = TrainConfig(steps=2, batch=2, context=8, d_model=8, heads=1, layers=1, d_ff=16, device="cpu", text=str(home / "text.txt"),
-                         eval_windows=2)  # fmt: skip
+    config = TrainConfig(
+        steps=2,
+        batch=2,
+        context=8,
+        d_model=8,
+        heads=1,
+        layers=1,
+        d_ff=16,
+        device="cpu",
+        text=str(home / "text.txt"),
+        eval_windows=2,
+    )
     train(config, out=home / "model", progress=False)
     shutil.copytree(home / "model", home / "half-a-model")
     (home / "half-a-model" / "model.safetensors").write_bytes(b"half")
@@ -68,8 +171,23 @@ def _home() -> Path:
 def _paths(r: Random) -> str:
     home = _home()
     found = sorted(os.fsdecode(each) for each in os.listdir(os.fsencode(home)))
-    return r.choice((*(str(home / name) for name in found), *(str(home / name) for name in found), str(home / "nowhere"), "", ".", "/",
-                     *DEVICES, "/proc/self/mem", "/proc/self/nope", "x" * 300, str(home / "text.txt" / "under"), "~", "-"))  # fmt: skip
+    return r.choice(
+        (
+            *(str(home / name) for name in found),
+            *(str(home / name) for name in found),
+            str(home / "nowhere"),
+            "",
+            ".",
+            "/",
+            *DEVICES,
+            "/proc/self/mem",
+            "/proc/self/nope",
+            "x" * 300,
+            str(home / "text.txt" / "under"),
+            "~",
+            "-",
+        )
+    )
 
 
 def _files(r: Random) -> str:
@@ -82,8 +200,24 @@ def _files(r: Random) -> str:
 def _new(r: Random) -> str:
     """A place to write to."""
     fresh = tempfile.mkdtemp(dir=_home() / "hollow")
-    return r.choice((fresh, fresh, fresh + "/a/b", str(_home() / "text.txt"), str(_home() / "text.txt" / "x"), *DEVICES[1:], "/dev/null/x", "/proc/x",
-                     "", str(_home() / "dangling"), str(_home() / "loop"), fresh + "/" + "x" * 300, fresh + "/\udcff", str(_home() / "model")))  # fmt: skip
+    return r.choice(
+        (
+            fresh,
+            fresh,
+            fresh + "/a/b",
+            str(_home() / "text.txt"),
+            str(_home() / "text.txt" / "x"),
+            *DEVICES[1:],
+            "/dev/null/x",
+            "/proc/x",
+            "",
+            str(_home() / "dangling"),
+            str(_home() / "loop"),
+            fresh + "/" + "x" * 300,
+            fresh + "/\udcff",
+            str(_home() / "model"),
+        )
+    )
 
 
 def _number(r: Random) -> str:
@@ -109,11 +243,44 @@ def _word(r: Random) -> str:
 
 
 # For each command: what makes it quick and valid, and its options with what may be put in them.
-_TRAIN = {**dict.fromkeys(("--d-model", "--layers", "--heads", "--d-ff", "--l1", "--l1-delay", "--l1-warmup", "--dead-window", "--reinit",
-                           "--reinit-sigma", "--dead-every", "--steps", "--batch", "--context", "--accumulate", "--lr", "--warmup",
-                           "--weight-decay", "--clip", "--seed", "--log-every", "--eval-every", "--eval-windows", "--checkpoint-every"), _number),
-          **dict.fromkeys(("--activation", "--tokenizer", "--device", "--dtype", "--kernels", "--parallel", "--config"), _word),
-          "--text": _paths, "--out": _new, "--resume": _paths, "--steps": _few}  # fmt: skip
+_TRAIN = {
+    **dict.fromkeys(
+        (
+            "--d-model",
+            "--layers",
+            "--heads",
+            "--d-ff",
+            "--l1",
+            "--l1-delay",
+            "--l1-warmup",
+            "--dead-window",
+            "--reinit",
+            "--reinit-sigma",
+            "--dead-every",
+            "--steps",
+            "--batch",
+            "--context",
+            "--accumulate",
+            "--lr",
+            "--warmup",
+            "--weight-decay",
+            "--clip",
+            "--seed",
+            "--log-every",
+            "--eval-every",
+            "--eval-windows",
+            "--checkpoint-every",
+        ),
+        _number,
+    ),
+    **dict.fromkeys(
+        ("--activation", "--tokenizer", "--device", "--dtype", "--kernels", "--parallel", "--config"), _word
+    ),
+    "--text": _paths,
+    "--out": _new,
+    "--resume": _paths,
+    "--steps": _few,
+}
 
 
 def _given(command: str) -> tuple[list[str], dict]:
@@ -123,21 +290,67 @@ def _given(command: str) -> tuple[list[str], dict]:
         "doctor": ([], {}),
         "tour": (["--render", str(home / "list.json")], {"--render": _files, "--text": _paths, "--out": _new}),
         "train": ([*SMALL, "--text", words], _TRAIN),
-        "prepare": ([words, "--out", str(home / "hollow" / "fresh")], {"": _paths, "--out": _new, "--tokenizer": _word}),
-        "profile": ([model, "--text", words, "--windows", "2"], {"": _paths, "--text": _paths, "--windows": _number, "--out": _new}),
-        "plan": ([model, "--text", words, "--windows", "2", "--tokens", "1", "--device", "cpu", "--predict-only"],
-                 {"": _paths, "--text": _paths, "--windows": _number, "--tokens": _number, "--device": _word, "--dtype": _word, "--out": _new}),
-        "bench": (["--tokens", "2", "--d-model", "8", "--d-ff", "16", "--nnz", "2", "--seconds", "0.01", "--device", "cpu"],
-                  {"--tokens": _number, "--d-model": _number, "--d-ff": _number, "--nnz": _number, "--dtype": _word, "--device": _word,
-                   "--workload": _word, "--seconds": _soon, "--out": _new}),
+        "prepare": (
+            [words, "--out", str(home / "hollow" / "fresh")],
+            {"": _paths, "--out": _new, "--tokenizer": _word},
+        ),
+        "profile": (
+            [model, "--text", words, "--windows", "2"],
+            {"": _paths, "--text": _paths, "--windows": _number, "--out": _new},
+        ),
+        "plan": (
+            [model, "--text", words, "--windows", "2", "--tokens", "1", "--device", "cpu", "--predict-only"],
+            {
+                "": _paths,
+                "--text": _paths,
+                "--windows": _number,
+                "--tokens": _number,
+                "--device": _word,
+                "--dtype": _word,
+                "--out": _new,
+            },
+        ),
+        "bench": (
+            ["--tokens", "2", "--d-model", "8", "--d-ff", "16", "--nnz", "2", "--seconds", "0.01", "--device", "cpu"],
+            {
+                "--tokens": _number,
+                "--d-model": _number,
+                "--d-ff": _number,
+                "--nnz": _number,
+                "--dtype": _word,
+                "--device": _word,
+                "--workload": _word,
+                "--seconds": _soon,
+                "--out": _new,
+            },
+        ),
         "record": ([], {"": _word, "--out": _new}),
         "records": (["--folder", str(home / "records")], {"--folder": _files}),
-        "compile": ([str(home / "hollow" / "cubins"), "--arch", "x"], {"": _new, "--arch": _word, "--dtype": _word, "--d-model": _number}),
+        "compile": (
+            [str(home / "hollow" / "cubins"), "--arch", "x"],
+            {"": _new, "--arch": _word, "--dtype": _word, "--d-model": _number},
+        ),
     }[command]
 
 
-COMMANDS = ("doctor", "tour", "train", "train", "train", "train", "prepare", "prepare", "profile", "profile", "plan", "bench", "bench", "record",
-            "records", "compile")  # fmt: skip
+COMMANDS = (
+    "doctor",
+    "tour",
+    "train",
+    "train",
+    "train",
+    "train",
+    "prepare",
+    "prepare",
+    "profile",
+    "profile",
+    "plan",
+    "bench",
+    "bench",
+    "record",
+    "records",
+    "compile",
+)
 
 
 def arguments(r: Random) -> list[str]:
@@ -159,7 +372,9 @@ def arguments(r: Random) -> list[str]:
     if r.random() < 0.2:
         line.append("--json")
     if r.random() < 0.05:
-        line = line[: r.randint({"train": len(SMALL), "bench": len(usual)}.get(command, 0), len(line))]  # the usual sizes take long
+        line = line[
+            : r.randint({"train": len(SMALL), "bench": len(usual)}.get(command, 0), len(line))
+        ]  # the usual sizes take long
     if r.random() < 0.04:
         line.insert(r.randint(0, len(line)), r.choice(("--nothing", "--help", "-h", "--", "--out=", "--json=1", "x")))
     if command == "tour" and not any(each.startswith("--render") for each in line):
@@ -200,7 +415,9 @@ def check(r: Random, counts: Counter) -> None:
         except SystemExit as stopped:  # argparse's
             status = stopped.code
         except BaseException as error:
-            raise AssertionError(f"twell-lab {' '.join(map(ascii, line))} (output {way}): {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"twell-lab {' '.join(map(ascii, line))} (output {way}): {type(error).__name__}: {error}"
+            ) from error
         finally:
             with contextlib.suppress(OSError, ValueError):
                 out.close() if way in ("full", "closed") else None
@@ -209,7 +426,11 @@ def check(r: Random, counts: Counter) -> None:
     shown = f"twell-lab {' '.join(map(ascii, line))} (output {way})"
     assert status in (0, 1, 2), f"{shown}: exit status {status}"
     assert "Traceback" not in said, f"{shown}: {said[-2000:]}"
-    assert status == 0 or said.strip() or way in ("full", "closed") or status == 1, f"{shown}: exit status {status} without a word"
+    assert status == 0 or said.strip() or way in ("full", "closed") or status == 1, (
+        f"{shown}: exit status {status} without a word"
+    )
     last = said.strip().splitlines()[-1] if said.strip() else ""
-    assert status != 2 or last.startswith(("twell-lab", "usage:")) or "error:" in said or way != "utf-8", f"{shown}: it says {said[-300:]!r}"
+    assert status != 2 or last.startswith(("twell-lab", "usage:")) or "error:" in said or way != "utf-8", (
+        f"{shown}: it says {said[-300:]!r}"
+    )
     counts[f"exit status {status}"] += 1

@@ -40,7 +40,8 @@ def one_thread():
 
 @pytest.fixture
 def extent(request):
-    """extent(short, long) -> {"seed", "cases", "number"}: how many cases in the ordinary suite and with --long, or the one asked for."""
+    """extent(short, long) -> {"seed", "cases", "number"}: how many cases in the ordinary suite and with --long, or the
+    one asked for."""
     option = request.config.getoption
 
     def of(short: int, long: int) -> dict:

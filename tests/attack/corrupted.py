@@ -1,5 +1,5 @@
-"""Damaged files of every kind that we write: what is read is refused by name, or is what was written, or, where no digest covers a
-file, is something that everything after it takes. Runs in processes of its own (harness.isolated)."""
+"""Damaged files of every kind that we write: what is read is refused by name, or is what was written, or, where no
+digest covers a file, is something that everything after it takes. Runs in processes of its own (harness.isolated)."""
 
 from __future__ import annotations
 
@@ -61,10 +61,16 @@ def _make_checkpoint(folder: Path) -> None:
 
 def _read_checkpoint(folder: Path):
     state = checkpoint.load(folder)
-    plain = {name: value for name, value in vars(state).items() if not isinstance(value, torch.Tensor) and name not in ("weights", "optimizer", "counts")}
+    plain = {
+        name: value
+        for name, value in vars(state).items()
+        if not isinstance(value, torch.Tensor) and name not in ("weights", "optimizer", "counts")
+    }
     tensors = {**state.weights, **state.optimizer, **state.counts, "order": state.order, "noise": state.noise}
     checkpoint.config_of(folder)
-    return json.dumps(plain, sort_keys=True), {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in tensors.items()}
+    return json.dumps(plain, sort_keys=True), {
+        name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in tensors.items()
+    }
 
 
 def _make_model(folder: Path) -> None:
@@ -103,11 +109,34 @@ def _read_tokenizer(folder: Path):
 
 
 def _make_record(folder: Path) -> None:
-    rows = [{"kind": "ffn_forward", "device": "cpu", "path": "twell", "ms": 0.5, "tokens": 4, "nnz": 2.5, "dense_ms": 1.0, "x_dense": 2.0,
-             "spread": 0.05}, {"suite": "free in form", "passed": 3}]  # fmt: skip
-    records.Record(name="attacked", purpose="a test's own", rows=rows, date="2026-01-02T03:04:05Z", commit=None, dirty=None,
-                   kernels={}, machine={"os": "x"}, notes={"gpu_tests": {"passed": 1, "failed": 0}}).save(folder)  # fmt: skip
-    (folder / records.UNVERIFIED).write_text(json.dumps({"kernels": {"smxx_pack": "0" * 64}, "why": "not yet", "date": "2026-01-02"}))
+    rows = [
+        {
+            "kind": "ffn_forward",
+            "device": "cpu",
+            "path": "twell",
+            "ms": 0.5,
+            "tokens": 4,
+            "nnz": 2.5,
+            "dense_ms": 1.0,
+            "x_dense": 2.0,
+            "spread": 0.05,
+        },
+        {"suite": "free in form", "passed": 3},
+    ]
+    records.Record(
+        name="attacked",
+        purpose="a test's own",
+        rows=rows,
+        date="2026-01-02T03:04:05Z",
+        commit=None,
+        dirty=None,
+        kernels={},
+        machine={"os": "x"},
+        notes={"gpu_tests": {"passed": 1, "failed": 0}},
+    ).save(folder)
+    (folder / records.UNVERIFIED).write_text(
+        json.dumps({"kernels": {"smxx_pack": "0" * 64}, "why": "not yet", "date": "2026-01-02"})
+    )
 
 
 def _read_record(folder: Path):
@@ -178,7 +207,11 @@ _IMAGE = bytes(range(256)) * 20
 def _cubin(folder: Path) -> bytes:
     """The image that a cache in this folder gives; where it has none, the compiler's, which is what is wanted."""
     fake = mock.Mock(return_value=(_IMAGE, "ptxas info"))
-    with mock.patch.object(cubins, "compiler", lambda: (12, 9)), mock.patch.object(cubins, "_run_nvrtc", fake), warnings.catch_warnings():
+    with (
+        mock.patch.object(cubins, "compiler", lambda: (12, 9)),
+        mock.patch.object(cubins, "_run_nvrtc", fake),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         return cubins.compile("smxx_pack.cu", "sm_90", {"VALUE_BF16": True}, cache_in=folder).image
 
@@ -189,10 +222,12 @@ def _make_simulator(folder: Path) -> None:
 
 
 def _simulator(folder: Path, made) -> object:
-    """kernels, arrays and the library's content of a build in this folder; where the cache is not whole it is built again: `made`."""
+    """kernels, arrays and the library's content of a build in this folder; where the cache is not whole it is built
+    again: `made`."""
     program = simulator.compile("smxx_transpose.cu", {"VALUE_BF16": True})
     real = toolchain._make
     if made is not None:
+
         def again(cxx, sources, entry, defines, kind, folder, name):
             (folder / f"{name}.so").unlink(missing_ok=True) if (folder / f"{name}.so").is_file() else None
             (folder / f"{name}.so").write_bytes(made[3])
@@ -215,11 +250,18 @@ def _read_simulator(folder: Path):
 
 
 KINDS = {
-    "checkpoint": (_make_checkpoint, _read_checkpoint, 6), "model": (_make_model, _read_model, 4), "text": (_make_text, _read_text, 4),
-    "tokenizer": (_make_tokenizer, _read_tokenizer, 4), "record": (_make_record, _read_record, 6), "profile": (_make_profile, _read_profile, 6),
-    "plan": (_make_plan, _read_plan, 6), "tour": (_make_tour, _read_tour, 3), "metrics": (_make_metrics, _read_metrics, 1),
-    "cubin": (_cubin, _cubin, 4), "simulator": (_make_simulator, _read_simulator, 3),
-}  # fmt: skip
+    "checkpoint": (_make_checkpoint, _read_checkpoint, 6),
+    "model": (_make_model, _read_model, 4),
+    "text": (_make_text, _read_text, 4),
+    "tokenizer": (_make_tokenizer, _read_tokenizer, 4),
+    "record": (_make_record, _read_record, 6),
+    "profile": (_make_profile, _read_profile, 6),
+    "plan": (_make_plan, _read_plan, 6),
+    "tour": (_make_tour, _read_tour, 3),
+    "metrics": (_make_metrics, _read_metrics, 1),
+    "cubin": (_cubin, _cubin, 4),
+    "simulator": (_make_simulator, _read_simulator, 3),
+}
 
 
 @cache
@@ -267,8 +309,10 @@ def check(r: Random, counts: Counter) -> None:
     counts["checked"] += 1
     try:
         got = KINDS[kind][1](folder)
-    except (TwellError, OSError if kind == "metrics" else TwellError) as error:
-        assert len(str(error)) < 3000 and str(error).strip(), f"{kind}: {name} {done}: {type(error).__name__} without a word, or too many"
+    except (TwellError, OSError) if kind == "metrics" else TwellError as error:  # noqa: B030
+        assert len(str(error)) < 3000 and str(error).strip(), (
+            f"{kind}: {name} {done}: {type(error).__name__} without a word, or too many"
+        )
         counts["refused"] += 1
     except Exception as error:
         raise AssertionError(f"{kind}: {name}, {done}: {type(error).__name__}: {error}") from error

@@ -1,4 +1,5 @@
-"""Random matrices through every format and back, bit for bit, and TwELL's words against a packer in a few lines of Python."""
+"""Random matrices through every format and back, bit for bit, and TwELL's words against a packer in a few lines of
+Python."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def check(r: Random, counts: Counter) -> None:
     dtype = r.choice((torch.bfloat16, torch.float16, torch.float32, torch.float32, torch.float64))
     tile = r.choice((256, 256, 64, 32, 100, 8, 7, 3, 2, 1, 300, 65536))
     words = r.choice((2, tile + 1, r.randint(2, tile + 1), min(32, tile + 1), min(32, tile + 1)))
-    columns = r.choice((1, r.randint(1, 40), r.randint(1, 700), max(1, min(tile, 700) * r.randint(1, 2) + r.randint(-1, 1))))
+    columns = r.choice(
+        (1, r.randint(1, 40), r.randint(1, 700), max(1, min(tile, 700) * r.randint(1, 2) + r.randint(-1, 1)))
+    )
     columns = min(columns, 60 * tile)
     rows = r.choice((0, 1, 1, 2, r.randint(1, 8)))
     pattern = r.choice(PATTERNS)
@@ -49,9 +52,12 @@ def check(r: Random, counts: Counter) -> None:
             return
         raise AssertionError("TwELL took float64")
     relu = torch.where(x <= 0, torch.zeros_like(x), x)
-    for way, packed, wanted in (("TwELL.from_dense", TwELL.from_dense(x, tile, words), wanted),
-                                ("TwELL.from_gate", TwELL.from_gate(x, tile, words), relu), ("pack", ops.pack(x, tile, words), relu)):
-        _same(way, packed, wanted, counts)
+    for way, packed, kept in (
+        ("TwELL.from_dense", TwELL.from_dense(x, tile, words), wanted),
+        ("TwELL.from_gate", TwELL.from_gate(x, tile, words), relu),
+        ("pack", ops.pack(x, tile, words), relu),
+    ):
+        _same(way, packed, kept, counts)
         _check_words(packed, x, (x != 0) if way == "TwELL.from_dense" else ~(x <= 0), tile, words)
     value = x.reshape(-1)[:50]
     column = torch.randint(0, 1 << 16, value.shape)
@@ -81,7 +87,9 @@ def _check_words(packed: TwELL, x: Tensor, keep: Tensor, tile: int, words: int) 
             cells = stored[row][part]
             assert cells[0] == len(columns), f"row {row}, tile {part}: count {cells[0]}, {len(columns)} kept"
             for cell, c in zip(cells[1:], columns):
-                assert cell & mask == c - part * tile and (cell >> shift) == raw[row][c], f"row {row}, column {c}: word {cell:#x}"
+                assert cell & mask == c - part * tile and (cell >> shift) == raw[row][c], (
+                    f"row {row}, column {c}: word {cell:#x}"
+                )
             expected_tail += [(c, raw[row][c]) for c in columns[words - 1 :]]
         pointer.append(len(expected_tail))
     assert tail == expected_tail and packed.tail_pointer.tolist() == pointer
@@ -94,15 +102,22 @@ def _matrix(r: Random, pattern: str, rows: int, columns: int, dtype: torch.dtype
     if pattern == "any bits":
         return anything
     noise = torch.rand(rows, columns, generator=g)
-    special = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)[torch.randint(0, len(SPECIAL), (rows, columns), generator=g)]
+    special = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)[
+        torch.randint(0, len(SPECIAL), (rows, columns), generator=g)
+    ]
     value = torch.where(noise > 0.98, anything, torch.randn(rows, columns, generator=g).to(dtype))
     if pattern == "special":
         return torch.where(noise < 0.5, special, value)
     at = torch.arange(columns) % tile
-    keep = {"sparse": noise < 0.03, "half": noise < 0.5, "full": noise >= 0, "nothing": noise < 0,
-            "one row": (torch.arange(rows) == r.randrange(max(1, rows)))[:, None].expand(rows, columns),
-            "one column": (torch.arange(columns) == r.randrange(columns)).expand(rows, columns),
-            "full tiles": (at < words - r.randint(0, 2)).expand(rows, columns)}[pattern]  # fmt: skip
+    keep = {
+        "sparse": noise < 0.03,
+        "half": noise < 0.5,
+        "full": noise >= 0,
+        "nothing": noise < 0,
+        "one row": (torch.arange(rows) == r.randrange(max(1, rows)))[:, None].expand(rows, columns),
+        "one column": (torch.arange(columns) == r.randrange(columns)).expand(rows, columns),
+        "full tiles": (at < words - r.randint(0, 2)).expand(rows, columns),
+    }[pattern]
     zero = torch.where(noise < 0.2, -torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype))
     return torch.where(keep, value, -value.abs() if r.random() < 0.3 else zero)
 

@@ -16,14 +16,23 @@ from collections.abc import Callable
 
 MOST_FAILURES = 10
 PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for what the attacks write
-PRELOADED = ["torch", "twell_lab.app.cli", "twell_lab.train", "twell_lab.analysis.planner", "twell_lab.training.text.prepared", "twell_lab.simulator"]
+PRELOADED = [
+    "torch",
+    "twell_lab.app.cli",
+    "twell_lab.train",
+    "twell_lab.analysis.planner",
+    "twell_lab.training.text.prepared",
+    "twell_lab.simulator",
+]
 
 
 def randomness(name: str, seed: int, number: int) -> random.Random:
     return random.Random(f"{name} {seed} {number}")
 
 
-def attack(name: str, check: Callable[[random.Random, Counter], None], *, seed: int, cases: int, number: int | None = None) -> dict:
+def attack(
+    name: str, check: Callable[[random.Random, Counter], None], *, seed: int, cases: int, number: int | None = None
+) -> dict:
     """Run check(r, counts) for case after case; AssertionError at the end with every failure and how to see it again.
 
     check adds to counts["checked"] for each result that it compared; categories of its own go there too.
@@ -42,10 +51,19 @@ def attack(name: str, check: Callable[[random.Random, Counter], None], *, seed: 
 
 
 def said(name: str, seed: int, number: int, error: BaseException | str) -> str:
-    where = "" if isinstance(error, str) else " at " + " < ".join(
-        f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-4:]))  # fmt: skip
+    where = (
+        ""
+        if isinstance(error, str)
+        else " at "
+        + " < ".join(
+            f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-4:])
+        )
+    )
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return f"{name}, seed {seed}, case {number}{where}\n  {text[:1500]}\n  again: --attack-seed {seed} --attack-case {number}"
+    return (
+        f"{name}, seed {seed}, case {number}{where}\n  {text[:1500]}\n  again: --attack-seed {seed} --attack-case "
+        f"{number}"
+    )
 
 
 def assert_none(failures: list[str]) -> None:
@@ -58,16 +76,26 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def forked(target: Callable, *arguments) -> multiprocessing.Process:
-    """target(*arguments) in a process that has torch and the package loaded already: a copy of one that did nothing else."""
+    """target(*arguments) in a process that has torch and the package loaded already: a copy of one that did nothing
+    else."""
     _context.set_forkserver_preload(PRELOADED)
     process = _context.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
 
 
-def isolated(name: str, where: str, *, seed: int, cases: int, number: int | None = None, seconds: float = 60.0, memory: int = 12 << 30) -> dict:
-    """`attack` in a process with bounded memory, for checks that may crash it, hang or ask for everything: the case that does is a
-    failure, and the next one begins in a new process. where: "module:function" of check(r, counts)."""
+def isolated(
+    name: str,
+    where: str,
+    *,
+    seed: int,
+    cases: int,
+    number: int | None = None,
+    seconds: float = 60.0,
+    memory: int = 12 << 30,
+) -> dict:
+    """`attack` in a process with bounded memory, for checks that may crash it, hang or ask for everything: the case
+    that does is a failure, and the next one begins in a new process. where: "module:function" of check(r, counts)."""
     counts, failures = Counter(), []
     wanted = iter(range(cases) if number is None else (number,))
     each = next(wanted, None)
@@ -129,9 +157,46 @@ def _serve(pipe, name: str, where: str, seed: int, memory: int) -> None:
 
 # ---- damage ----
 
-HOSTILE = (None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.0, 1e308, 5e-324, float("nan"), float("inf"),
-           float("-inf"), "", "x", "0", "NaN", "\u0000", "\ud800", "é" * 50, "x" * 5000, [], {}, [[]], [None], {"": None}, ["x"] * 40,
-           "../../../etc/passwd", "float32", "bfloat16", "complex64", "cpu", "cuda:99")  # fmt: skip
+HOSTILE = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    -(10**30),
+    0.5,
+    -0.0,
+    1e308,
+    5e-324,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "x",
+    "0",
+    "NaN",
+    "\u0000",
+    "\ud800",
+    "é" * 50,
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    ["x"] * 40,
+    "../../../etc/passwd",
+    "float32",
+    "bfloat16",
+    "complex64",
+    "cpu",
+    "cuda:99",
+)
 
 
 def damaged(content: bytes, r: random.Random) -> tuple[bytes, str]:
@@ -139,9 +204,28 @@ def damaged(content: bytes, r: random.Random) -> tuple[bytes, str]:
     if not content:
         return r.randbytes(r.randint(1, 50)), "filled"
     at, size = r.randrange(len(content)), min(len(content), r.choice((1, 2, 8, 64, 512, 4096)))
-    way = r.choice(("flip", "flip", "flip", "flips", "cut", "cut", "empty", "zeros", "noise", "gap", "twice", "more", "value", "value"))
+    way = r.choice(
+        (
+            "flip",
+            "flip",
+            "flip",
+            "flips",
+            "cut",
+            "cut",
+            "empty",
+            "zeros",
+            "noise",
+            "gap",
+            "twice",
+            "more",
+            "value",
+            "value",
+        )
+    )
     if way == "flip":
-        return content[:at] + bytes([content[at] ^ 1 << r.randrange(8)]) + content[at + 1 :], f"bit flipped in byte {at}"
+        return content[:at] + bytes([content[at] ^ 1 << r.randrange(8)]) + content[
+            at + 1 :
+        ], f"bit flipped in byte {at}"
     if way == "flips":
         changed = bytearray(content)
         for _ in range(r.randint(2, 20)):
@@ -154,7 +238,9 @@ def damaged(content: bytes, r: random.Random) -> tuple[bytes, str]:
     if way == "zeros":
         return content[:at] + bytes(len(content[at : at + size])) + content[at + size :], f"{size} zeros at {at}"
     if way == "noise":
-        return content[:at] + r.randbytes(len(content[at : at + size])) + content[at + size :], f"{size} random bytes at {at}"
+        return content[:at] + r.randbytes(len(content[at : at + size])) + content[
+            at + size :
+        ], f"{size} random bytes at {at}"
     if way == "gap":
         return content[:at] + content[at + size :], f"{size} bytes gone at {at}"
     if way == "twice":
@@ -198,7 +284,9 @@ def _other_value(content: bytes, r: random.Random) -> tuple[bytes, str]:
 
 
 def _places(value):
-    for key in list(value) if isinstance(value, dict) else range(min(len(value), 30)) if isinstance(value, list) else ():
+    for key in (
+        list(value) if isinstance(value, dict) else range(min(len(value), 30)) if isinstance(value, list) else ()
+    ):
         yield value, key
         if isinstance(value[key], (dict, list)):
             yield from itertools.islice(_places(value[key]), 200)

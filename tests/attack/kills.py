@@ -1,5 +1,6 @@
-"""Trainings, preparations and saves that are killed with SIGKILL, at a moment in time or before the n-th thing that they do to
-the file system, and go on: nothing that was saved may be lost, nothing half may be read, nothing may be left behind."""
+"""Trainings, preparations and saves that are killed with SIGKILL, at a moment in time or before the n-th thing that
+they do to the file system, and go on: nothing that was saved may be lost, nothing half may be read, nothing may be left
+behind."""
 
 from __future__ import annotations
 
@@ -28,14 +29,38 @@ from twell_lab.training.config import TrainConfig
 from twell_lab.training.text import prepared
 from twell_lab.training.text.tokenizer import load as load_tokenizer
 
-EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.unlink", "shutil.rmtree", "shutil.copyfile", "os.truncate")
+EVENTS = (
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.unlink",
+    "shutil.rmtree",
+    "shutil.copyfile",
+    "os.truncate",
+)
 TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
 LEFT = (".part", ".old", "building-", ".tmp")
 
 
 def config(text: Path) -> TrainConfig:
-    return TrainConfig(steps=14, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2, eval_every=7, eval_windows=8,
-                       device="cpu", l1=0.01, text=str(text), checkpoint_every=1)  # fmt: skip
+    return TrainConfig(
+        steps=14,
+        batch=4,
+        context=16,
+        d_model=16,
+        layers=2,
+        heads=2,
+        d_ff=32,
+        log_every=2,
+        eval_every=7,
+        eval_windows=8,
+        device="cpu",
+        l1=0.01,
+        text=str(text),
+        checkpoint_every=1,
+    )
 
 
 @cache
@@ -62,7 +87,9 @@ def _die_before(count: int, folder: str) -> None:
 
     def watch(event: str, arguments: tuple) -> None:
         nonlocal seen
-        if event not in EVENTS or not any(isinstance(a, (str, bytes, os.PathLike)) and os.fsdecode(a).startswith(folder) for a in arguments):
+        if event not in EVENTS or not any(
+            isinstance(a, (str, bytes, os.PathLike)) and os.fsdecode(a).startswith(folder) for a in arguments
+        ):
             return
         if event == "open" and isinstance(arguments[2], int) and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             return
@@ -79,7 +106,8 @@ def _quietly() -> None:
 
 
 def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
-    """A training that notes in the file `said` each step whose checkpoint it was told is there, and in the end what came of it."""
+    """A training that notes in the file `said` each step whose checkpoint it was told is there, and in the end what
+    came of it."""
     _quietly()
     from twell_lab.training import run as running  # noqa: F401  (loaded before anything is counted)
     from twell_lab.training.loop import train
@@ -131,7 +159,9 @@ def unbroken() -> dict:
     return json.loads(lines[-1].removeprefix("done "))
 
 
-def _run(target, *arguments, after: float | None = None, number: int = signal.SIGKILL, limit: float = 120.0) -> int | None:
+def _run(
+    target, *arguments, after: float | None = None, number: int = signal.SIGKILL, limit: float = 120.0
+) -> int | None:
     """The exit code of target(*arguments) in a process of its own, sent a signal after so many seconds."""
     process = forked(target, *arguments)
     if after is not None:
@@ -160,7 +190,9 @@ def check_training(r: Random, counts: Counter) -> None:
         code = _run(train_here, str(out), str(_text()), resume, at, str(said), after=after)
         lines = said.read_text().splitlines() if said.exists() else []
         told = max([0, *(int(line.split()[1]) for line in lines if line.startswith("saved "))])
-        how = f"attempt {attempt}, {'resumed' if resume else 'begun'}, killed " + (f"before change {at}" if at else f"after {after} s")
+        how = f"attempt {attempt}, {'resumed' if resume else 'begun'}, killed " + (
+            f"before change {at}" if at else f"after {after} s"
+        )
         assert not (lines and lines[-1].startswith("failed ")), f"{how}: {lines[-1]}"
         if code == 0:
             break
@@ -169,7 +201,9 @@ def check_training(r: Random, counts: Counter) -> None:
         counts["before a change of a file" if at else "at a moment"] += 1
         resume = bool(checkpoint.checkpoints(out))
         newest = checkpoint.load(out).step if resume else 0
-        assert newest >= max(told, before), f"{how}: the checkpoint of step {max(told, before)} was there, and now step {newest}'s is"
+        assert newest >= max(told, before), (
+            f"{how}: the checkpoint of step {max(told, before)} was there, and now step {newest}'s is"
+        )
     else:
         raise AssertionError("the run was never left to end")
     done = json.loads(lines[-1].removeprefix("done "))
@@ -192,8 +226,16 @@ def _nothing_left(folder: Path) -> None:
 def _given(seed: int):
     """What the writers write; different for every seed."""
     g = torch.Generator().manual_seed(seed)
-    record = records.Record(name="attacked", purpose=f"number {seed}", rows=[{"value": seed}] * (seed % 50 + 1), date="2026-01-02T03:04:05Z",
-                            commit=None, dirty=None, kernels={}, machine={"seed": seed})  # fmt: skip
+    record = records.Record(
+        name="attacked",
+        purpose=f"number {seed}",
+        rows=[{"value": seed}] * (seed % 50 + 1),
+        date="2026-01-02T03:04:05Z",
+        commit=None,
+        dirty=None,
+        kernels={},
+        machine={"seed": seed},
+    )
     return g, record
 
 
@@ -282,7 +324,9 @@ def _read(kind: str, folder: Path):
     if kind == "plan":
         return Plan.load(folder / "plan.json").rates["a"] if (folder / "plan.json").exists() else None
     if kind == "careless":
-        return json.loads((folder / "careless.json").read_text())["value"] if (folder / "careless.json").exists() else None
+        return (
+            json.loads((folder / "careless.json").read_text())["value"] if (folder / "careless.json").exists() else None
+        )
     if not prepared.is_prepared(folder):
         return None
     made = prepared.load(folder)
@@ -310,7 +354,8 @@ def check_writer(r: Random, counts: Counter, kinds: tuple[str, ...] = KINDS) -> 
     counts.update([kind, "kills"] if code else [kind])
     there = _read(kind, folder)  # raises where something half has the name
     assert _run(write_here, kind, str(folder), second, 0) == 0 or kind == "text" and there, (
-        f"{kind}, killed before change {at}: cannot be saved again: {Path(str(folder) + '.said').read_text()}")  # fmt: skip
+        f"{kind}, killed before change {at}: cannot be saved again: {Path(str(folder) + '.said').read_text()}"
+    )
     new = _read(kind, folder)
     assert there in (old, new), f"{kind}, killed before change {at}: {there!r} is neither {old!r} nor {new!r}"
     _nothing_left(folder)

@@ -39,7 +39,9 @@ def _pack(r: Random, dtype) -> None:
     vector = 16 // gate.element_size()
     both = gate.shape[1] % vector == 0 and tile % vector == 0
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated is poisoned, which check_pack looks for
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # what is allocated is poisoned, which check_pack looks for
     try:
         cases.check_pack(gate, tile, words, r.choice((1, 2, 3, 4) if both else (1, 2)))
     finally:
@@ -48,7 +50,15 @@ def _pack(r: Random, dtype) -> None:
 
 def _layer(kernel: str, r: Random, dtype) -> None:
     gate, tile, words = _gate(r, dtype, cases.FINITE, 400)
-    layer = cases.Layer.draw(gate, WIDTHS[dtype], tile, words, r.choice(("", "u", "d", "ud")), r.choice(("", "", "n", "i", "ni")), r.getrandbits(30))
+    layer = cases.Layer.draw(
+        gate,
+        WIDTHS[dtype],
+        tile,
+        words,
+        r.choice(("", "u", "d", "ud")),
+        r.choice(("", "", "n", "i", "ni")),
+        r.getrandbits(30),
+    )
     source = r.choice(layer.sources)
     version = r.choice(cases.versions(kernel, dtype, WIDTHS[dtype]))
     if kernel == "gated":
@@ -60,8 +70,13 @@ def _layer(kernel: str, r: Random, dtype) -> None:
 
 def _pooled(r: Random, dtype) -> None:
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype
-    gate = pooled_cases.gate_of(r.randint(1, 40), r.choice((r.randint(1, 60), r.randint(200, 600))), dtype, r.choice((0.01, 0.1, 0.3)),
-                                r.getrandbits(30))  # fmt: skip
+    gate = pooled_cases.gate_of(
+        r.randint(1, 40),
+        r.choice((r.randint(1, 60), r.randint(200, 600))),
+        dtype,
+        r.choice((0.01, 0.1, 0.3)),
+        r.getrandbits(30),
+    )
     for _ in range(r.randrange(4)):
         row, first, many = r.randrange(gate.shape[0]), r.randrange(gate.shape[1]), r.choice((31, 32, 40, 63, 256))
         gate[row : row + r.choice((1, 16)), first : first + many] = 1.0

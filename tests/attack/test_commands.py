@@ -12,7 +12,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds processe
 
 def test_hostile_arguments(extent, report):
     counts = isolated("commands", "tests.attack.commands:check", **extent(100, 3000))
-    report("hostile command lines", {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}})
+    report(
+        "hostile command lines",
+        {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}},
+    )
 
 
 def test_every_command_is_asked():

@@ -21,7 +21,9 @@ def one_kind(tmp_path, monkeypatch):
     """Have the attack know one kind of file alone, read by the function given."""
 
     def of(kind, read, guarded=()):
-        monkeypatch.setattr(corrupted, "KINDS", {kind: (lambda folder: (folder / "it.json").write_text('{"value": 1.5}'), read, 1)})
+        monkeypatch.setattr(
+            corrupted, "KINDS", {kind: (lambda folder: (folder / "it.json").write_text('{"value": 1.5}'), read, 1)}
+        )
         monkeypatch.setattr(corrupted, "GUARDED", guarded)
         monkeypatch.setattr(corrupted, "_home", lambda: tmp_path)
         corrupted._pristine.cache_clear(), corrupted._right.cache_clear()
@@ -32,7 +34,9 @@ def one_kind(tmp_path, monkeypatch):
 
 def test_a_reader_that_crashes_is_seen(one_kind):
     one_kind("own", lambda folder: json.loads((folder / "it.json").read_text())["value"])
-    with pytest.raises(AssertionError, match="own: it.json, .*: (JSONDecodeError|KeyError|UnicodeDecodeError|FileNotFoundError)"):
+    with pytest.raises(
+        AssertionError, match="own: it.json, .*: (JSONDecodeError|KeyError|UnicodeDecodeError|FileNotFoundError)"
+    ):
         attack("own", corrupted.check, seed=0, cases=30)
 
 
@@ -67,8 +71,13 @@ def takes_all_memory(r, counts):
         bytearray(1 << 50)
 
 
-@pytest.mark.parametrize("name, match", [("hangs", "not done within 1 s"), ("crashes", "the process ended: SIGSEGV"), ("takes_all_memory", "MemoryError")])
+@pytest.mark.parametrize(
+    "name, match",
+    [("hangs", "not done within 1 s"), ("crashes", "the process ended: SIGSEGV"), ("takes_all_memory", "MemoryError")],
+)
 def test_what_hangs_crashes_or_takes_all_memory_is_a_failure_with_its_number(name, match):
     with pytest.raises(AssertionError, match=match) as told:
-        isolated(name, f"tests.attack.test_corrupted:{name}", seed=0, cases=12, seconds=1.0 if name == "hangs" else 30.0)
+        isolated(
+            name, f"tests.attack.test_corrupted:{name}", seed=0, cases=12, seconds=1.0 if name == "hangs" else 30.0
+        )
     assert "again: --attack-seed 0 --attack-case" in str(told.value)

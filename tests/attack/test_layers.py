@@ -72,16 +72,41 @@ def test_a_case_can_be_made_again_alone():
         a, b = attack.draw(5, number), attack.draw(5, number)
         assert a.say() == b.say()
         for one, two in zip(a.tensors, b.tensors):
-            assert one is two is None or torch.equal(one.nan_to_num(7), two.nan_to_num(7)) and one.stride() == two.stride()
+            assert (
+                one is two is None or torch.equal(one.nan_to_num(7), two.nan_to_num(7)) and one.stride() == two.stride()
+            )
         assert attack.layers(5, number=number).layers == 1
     assert attack.draw(5, 3).say() != attack.draw(6, 3).say()
 
 
 def test_every_trait_and_path_is_drawn():
     by = attack.layers(3, cases=150).by
-    traits = {"heavy rows", "bursts", "integers", "zeros", "opposites", "rows that are not finite", "strided", "poisoned memory"}
-    paths = {"operator", "infer, dense", "infer, twell", "infer, hot/cold", "packed", "module", "module, hot/cold", "trained, twell",
-             "trained, dense", "gradients, twell", "gradients, dense", "bfloat16", "float16", "float32"}  # fmt: skip
+    traits = {
+        "heavy rows",
+        "bursts",
+        "integers",
+        "zeros",
+        "opposites",
+        "rows that are not finite",
+        "strided",
+        "poisoned memory",
+    }
+    paths = {
+        "operator",
+        "infer, dense",
+        "infer, twell",
+        "infer, hot/cold",
+        "packed",
+        "module",
+        "module, hot/cold",
+        "trained, twell",
+        "trained, dense",
+        "gradients, twell",
+        "gradients, dense",
+        "bfloat16",
+        "float16",
+        "float32",
+    }
     assert traits | paths <= set(by) and any(name.startswith("scaled") for name in by)
 
 
@@ -91,7 +116,9 @@ def test_the_yardstick_lets_a_neuron_in_doubt_count_either_way():
     gate = torch.tensor([[1.0, -1.0, 2.0**-24], [1.0, 0.0, 0.0]])  # the first sum of |x w| is 2: in doubt below 4.8e-7
     up, down = torch.full((2, 3), 1e6), torch.tensor([[1e3, 1.0], [0.0, 1.0], [1e3, 0.0]])
     exact = accuracy.Exact(x, gate, up, down)
-    silent, fires = ((torch.where(torch.tensor([keep, True]), exact.first, 0) * 3e6) @ down.double().t() for keep in (False, True))
+    silent, fires = (
+        (torch.where(torch.tensor([keep, True]), exact.first, 0) * 3e6) @ down.double().t() for keep in (False, True)
+    )
     dense = fires.float()
     assert exact.judge(fires.float(), dense) == accuracy.Verdict(pytest.approx(0.0, abs=0.5), 0)
     verdict = exact.judge(silent.float(), dense)
@@ -132,5 +159,7 @@ def test_the_yardstick_at_the_end_of_a_dtype():
     assert judged(1.0, largest, largest).ratio <= 1.0  # 32 below it, and so is the dense layer
     assert judged(0.5, inf, 32768.0).ratio == inf and judged(0.5, inf, inf).overflowed == 1
     assert judged(0.5, 16384.0, inf).ratio > 1.0 and judged(0.5, float("nan"), inf).ratio == 0.0
-    assert judged(0.5, 32768.0, inf).ratio == 0.0 and judged(0.5, 32704.0, float("nan")).ratio > 1.0  # where it alone overflows
+    assert (
+        judged(0.5, 32768.0, inf).ratio == 0.0 and judged(0.5, 32704.0, float("nan")).ratio > 1.0
+    )  # where it alone overflows
     assert judged(2.0, largest, largest).ratio > 0.4 and judged(2.0, -inf, largest).ratio > 1.0

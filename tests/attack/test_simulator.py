@@ -14,7 +14,10 @@ pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ c
 
 def test_kernels_in_the_simulator(extent, report):
     counts = attack("simulator", simulator_attack.check, **extent(400, 20_000))
-    report("kernels in the simulator", {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}})
+    report(
+        "kernels in the simulator",
+        {"cases": counts.pop("checked"), "by": {k: v for k, v in counts.items() if k != "cases"}},
+    )
 
 
 def test_a_kernel_that_is_wrong_is_seen(tmp_path, monkeypatch):
@@ -24,7 +27,10 @@ def test_a_kernel_that_is_wrong_is_seen(tmp_path, monkeypatch):
     assert many
     (tmp_path / "smxx_pack.cu").write_text(changed)
     real = simulator.watching
-    monkeypatch.setattr(simulator_attack.simulator, "watching",
-                        lambda watch, **options: real(None, replace={"smxx_pack.cu": str(tmp_path / "smxx_pack.cu")}, **options))
+    monkeypatch.setattr(
+        simulator_attack.simulator,
+        "watching",
+        lambda watch, **options: real(None, replace={"smxx_pack.cu": str(tmp_path / "smxx_pack.cu")}, **options),
+    )
     with pytest.raises(AssertionError, match="simulator, seed 3, case"):
         attack("simulator", simulator_attack.check, seed=3, cases=80)

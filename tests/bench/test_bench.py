@@ -91,15 +91,31 @@ def test_no_neuron_fires_where_none_should():
 
 def test_a_workload_is_its_seed():
     one, other, third = (measure.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
-    for a, b, c in zip([*one[0].parameters(), *one[1]], [*other[0].parameters(), *other[1]],
-                       [*third[0].parameters(), *third[1]], strict=True):
+    for a, b, c in zip(
+        [*one[0].parameters(), *one[1]],
+        [*other[0].parameters(), *other[1]],
+        [*third[0].parameters(), *third[1]],
+        strict=True,
+    ):
         assert torch.equal(a, b) and not torch.equal(a, c)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("tokens", 0), ("tokens", -3), ("tokens", 1.5), ("tokens", "8"), ("tokens", None), ("tokens", True),
-    ("d_model", 0), ("d_model", 7), ("d_model", 64.0), ("d_ff", 0), ("d_ff", -1),
-])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("tokens", 0),
+        ("tokens", -3),
+        ("tokens", 1.5),
+        ("tokens", "8"),
+        ("tokens", None),
+        ("tokens", True),
+        ("d_model", 0),
+        ("d_model", 7),
+        ("d_model", 64.0),
+        ("d_ff", 0),
+        ("d_ff", -1),
+    ],
+)
 def test_wrong_sizes_are_named(name, value):
     with pytest.raises(InputError, match=f"{name} is {value!r}"):
         bench_module.ffn(**{"tokens": 1, **TINY, name: value})
@@ -197,10 +213,14 @@ def test_of_many_rows_the_first_and_last_are_looked_at():
     assert measure.check(dense, broken, x, rows=1) <= 1.0  # the last row is none of the one asked for
 
 
-@pytest.mark.parametrize("run", [
-    lambda: bench_module.ffn(4, **TINY),
-    lambda: bench_module.layer(pair()[0], pair()[2]),
-], ids=["ffn", "layer"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: bench_module.ffn(4, **TINY),
+        lambda: bench_module.layer(pair()[0], pair()[2]),
+    ],
+    ids=["ffn", "layer"],
+)
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
     monkeypatch.setattr(sparse_ffn, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
@@ -212,9 +232,15 @@ def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
 # ---- clocks ----
 
 
-@pytest.mark.parametrize("samples, median, spread", [
-    ([3.0], 3.0, 0.0), ([1.0, 2.0], 1.5, 0.5), ([5.0, 1.0, 3.0, 2.0, 4.0], 3.0, 2.0), ([1.0] * 9 + [100.0], 1.0, 0.0),
-])
+@pytest.mark.parametrize(
+    "samples, median, spread",
+    [
+        ([3.0], 3.0, 0.0),
+        ([1.0, 2.0], 1.5, 0.5),
+        ([5.0, 1.0, 3.0, 2.0, 4.0], 3.0, 2.0),
+        ([1.0] * 9 + [100.0], 1.0, 0.0),
+    ],
+)
 def test_quartiles_by_hand(samples, median, spread):
     assert measure.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
 
@@ -222,6 +248,7 @@ def test_quartiles_by_hand(samples, median, spread):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only moves when told to: tick(seconds)."""
+
     class Clock:
         now = 0.0
 
@@ -324,8 +351,13 @@ def test_a_record_of_a_real_layer(kind, bias):
 
 def test_what_is_no_layer_or_no_input():
     dense, sparse, x = pair()
-    for wrong, told in ((x[0], r"x is \[32\]"), (x[:0], r"x is \[0, 32\]"), (x[None], r"x is \[1, 20, 32\]"),
-                        ([1.0], "x is list"), (None, "x is NoneType")):
+    for wrong, told in (
+        (x[0], r"x is \[32\]"),
+        (x[:0], r"x is \[0, 32\]"),
+        (x[None], r"x is \[1, 20, 32\]"),
+        ([1.0], "x is list"),
+        (None, "x is NoneType"),
+    ):
         with pytest.raises(InputError, match=told):
             bench_module.layer(dense, wrong, seconds=0)
     for wrong_input in (x.double(), x[:, :-1]):

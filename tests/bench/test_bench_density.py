@@ -41,6 +41,7 @@ def test_ell_without_any_value_gives_zeros():
 def test_density_table_holds_every_path_at_every_density():
     rows = density.against_density(40, 16, 12, [0.1, 0.5], "cpu", torch.float32, seconds=0.0)
     assert {(row["path"], row["nnz"]) for row in rows} == {
-        (path, nnz) for path in ("dense", "COO", "CSR", "ELL", "CSR + conversion") for nnz in (4, 20)}
+        (path, nnz) for path in ("dense", "COO", "CSR", "ELL", "CSR + conversion") for nnz in (4, 20)
+    }
     assert all(row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"]) for row in rows)
     assert all(row["x_dense"] == 1 for row in rows if row["path"] == "dense")

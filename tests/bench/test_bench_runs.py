@@ -10,8 +10,21 @@ from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.records.record import Record
 from twell_lab.training.config import TrainConfig
 
-TINY = {"steps": 16, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "heads": 2, "d_ff": 32, "log_every": 2, "eval_every": 16,
-        "eval_windows": 4, "l1": 0.01, "compile": False, "tokenizer": None}
+TINY = {
+    "steps": 16,
+    "batch": 4,
+    "context": 16,
+    "d_model": 16,
+    "layers": 2,
+    "heads": 2,
+    "d_ff": 32,
+    "log_every": 2,
+    "eval_every": 16,
+    "eval_windows": 4,
+    "l1": 0.01,
+    "compile": False,
+    "tokenizer": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +34,9 @@ def rows():
 
 def test_a_row_for_each_way_beside_the_dense_run_of_its_kind(rows):
     assert [row["path"] for row in rows] == ["1 GPU, dense", "2 GPUs, fsdp, dense", "2 GPUs, fsdp, sparse"]
-    assert rows[0]["x_dense"] == rows[1]["x_dense"] == 1 and rows[2]["x_dense"] == pytest.approx(rows[1]["ms"] / rows[2]["ms"])
+    assert rows[0]["x_dense"] == rows[1]["x_dense"] == 1 and rows[2]["x_dense"] == pytest.approx(
+        rows[1]["ms"] / rows[2]["ms"]
+    )
     assert Record.new("two-gpus", "as it is kept", rows).rows == rows
 
 
@@ -34,7 +49,9 @@ def test_the_last_quarter_of_the_rows_is_timed(rows):
 
 def test_they_train_the_same(rows):
     for row in rows[1:]:
-        assert row["ce"] == pytest.approx(rows[0]["ce"], rel=1e-3) and row["nnz"] == pytest.approx(rows[0]["nnz"], rel=1e-2)
+        assert row["ce"] == pytest.approx(rows[0]["ce"], rel=1e-3) and row["nnz"] == pytest.approx(
+            rows[0]["nnz"], rel=1e-2
+        )
 
 
 def test_what_a_run_says_that_fails():
@@ -51,7 +68,8 @@ def test_what_is_recorded_is_the_paper_s_shape():
     config = TrainConfig(**runs.HALF)
     assert (config.d_model, config.d_ff, config.layers, config.context) == (2048, 5632, 8, 2048) and config.compile
     assert {(how.processes, how.parallel) for how in runs.HOWS if how.kernels == "off"} == {
-        (how.processes, how.parallel) for how in runs.HOWS}  # each has what it is compared with
+        (how.processes, how.parallel) for how in runs.HOWS
+    }  # each has what it is compared with
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

@@ -16,10 +16,14 @@ from twell_lab.ops import measure
 @pytest.fixture
 def stopped(monkeypatch):
     """No clock, no GPU memory, rates of an H100."""
-    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)})
+    monkeypatch.setattr(
+        measure, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)}
+    )
     monkeypatch.setattr(measure, "peak_bytes", lambda call: 1)
     monkeypatch.setattr(training, "_rates", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
-    monkeypatch.setattr(training, "_compiled", lambda path: training.dense_layer if path == "torch" else training.our_layer(path))
+    monkeypatch.setattr(
+        training, "_compiled", lambda path: training.dense_layer if path == "torch" else training.our_layer(path)
+    )
 
 
 def weights(d_model=32, d_ff=96, gated=True):
@@ -32,7 +36,14 @@ def weights(d_model=32, d_ff=96, gated=True):
 def test_every_path_is_checked_and_says_what_it_is(stopped, gated):
     inputs = [torch.randn(40, 32).bfloat16() for _ in range(2)]
     rows = training.compare(weights(gated=gated), inputs, "drawn", {"layer": 3})
-    assert [row["path"] for row in rows] == ["dense eager", "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"]
+    assert [row["path"] for row in rows] == [
+        "dense eager",
+        "dense compiled",
+        "forced dense",
+        "forced twell",
+        "planned",
+        "planned compiled",
+    ]
     for row in rows:
         assert row["kind"] == "training" and row["tokens"] == 40 and row["gated"] == gated and row["layer"] == 3
         assert row["ms"] == 2.0 and row["x_dense"] == row["x_compiled"] == 1.0 and row["peak_bytes"] == 1

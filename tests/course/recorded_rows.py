@@ -9,15 +9,36 @@ WHERE = "recorded on Some GPU, 2026-01-02"
 
 
 def row(path="planned", ms=1.0, dense=2.0, nnz=29.0, tokens=16384, **more):
-    shared = {"kind": "inference", "device": "NVIDIA H100", "dtype": "bfloat16", "tokens": tokens, "d_model": 2048, "d_ff": 5632, "gated": True,
-              "nnz": nnz, "workload": work.LOGNORMAL, "path": path, "ms": ms, "dense_ms": dense, "x_dense": dense / ms, "where": WHERE}
+    shared = {
+        "kind": "inference",
+        "device": "NVIDIA H100",
+        "dtype": "bfloat16",
+        "tokens": tokens,
+        "d_model": 2048,
+        "d_ff": 5632,
+        "gated": True,
+        "nnz": nnz,
+        "workload": work.LOGNORMAL,
+        "path": path,
+        "ms": ms,
+        "dense_ms": dense,
+        "x_dense": dense / ms,
+        "where": WHERE,
+    }
     return shared | more
 
 
 def compared(nnz, tokens=16384, twell=1.0, workload=work.LOGNORMAL, **more):
     """What one comparison leaves in the record: every path of one layer."""
-    paths = {"dense eager": 2.0, "dense compiled": 1.9, "planned": min(twell, 1.8), "planned compiled": min(twell, 1.8), "forced dense": 1.9,
-             "forced twell": twell, "forced hot_cold 768": 1.5}
+    paths = {
+        "dense eager": 2.0,
+        "dense compiled": 1.9,
+        "planned": min(twell, 1.8),
+        "planned compiled": min(twell, 1.8),
+        "forced dense": 1.9,
+        "forced twell": twell,
+        "forced hot_cold 768": 1.5,
+    }
     rows = []
     for path, ms in paths.items():
         rows.append(row(path, ms, nnz=nnz, tokens=tokens, workload=workload, x_compiled=1.9 / ms, **more))
@@ -25,14 +46,42 @@ def compared(nnz, tokens=16384, twell=1.0, workload=work.LOGNORMAL, **more):
             rows[-1]["choice"] = "twell"
         if tokens <= hopper.FEW and "compiled" not in path:
             rows.append(row(f"{path} (graph)", ms / 100, 0.02, nnz=nnz, tokens=tokens, workload=workload, **more))
-    rows.append(row("plan: twell", twell, nnz=nnz, tokens=tokens, workload=workload, kind="plan", predicted_ms=0.9 * twell, chosen=True))
-    rows.append(row("plan: hot_cold 768", 1.5, nnz=nnz, tokens=tokens, workload=workload, kind="plan", predicted_ms=1.8, chosen=False))
+    rows.append(
+        row(
+            "plan: twell",
+            twell,
+            nnz=nnz,
+            tokens=tokens,
+            workload=workload,
+            kind="plan",
+            predicted_ms=0.9 * twell,
+            chosen=True,
+        )
+    )
+    rows.append(
+        row(
+            "plan: hot_cold 768",
+            1.5,
+            nnz=nnz,
+            tokens=tokens,
+            workload=workload,
+            kind="plan",
+            predicted_ms=1.8,
+            chosen=False,
+        )
+    )
     return rows
 
 
 def gates(v3=0.5):
-    times = {"gate GEMM (torch)": 0.52, "gate GEMM (torch), then pack": 0.62, "sm90 gate_pack v1": 0.58, "sm90 gate_pack v2": 0.56,
-             "sm90 gate_pack v3": v3, "sm80 gate_pack": 0.9}
+    times = {
+        "gate GEMM (torch)": 0.52,
+        "gate GEMM (torch), then pack": 0.62,
+        "sm90 gate_pack v1": 0.58,
+        "sm90 gate_pack v2": 0.56,
+        "sm90 gate_pack v3": v3,
+        "sm80 gate_pack": 0.9,
+    }
     return [row(path, ms, kind="gate", tflops=1.0) for path, ms in times.items()]
 
 
@@ -41,17 +90,38 @@ def everything():
     rows = [*compared(8), *compared(29.1, twell=1.2), *compared(120, twell=3.0), *gates()]
     for tokens in (1, 4, 16, 64):
         rows += compared(27 + tokens % 4, tokens=tokens)
-        rows += [row(f"{path} (graph of 8 layers)", ms, 0.03, nnz=28, tokens=tokens) for path, ms in (("dense eager", 0.03), ("forced twell", 0.012))]
+        rows += [
+            row(f"{path} (graph of 8 layers)", ms, 0.03, nnz=28, tokens=tokens)
+            for path, ms in (("dense eager", 0.03), ("forced twell", 0.012))
+        ]
     for layer in (0, 1):
-        rows += compared(40, workload=f"trained, L1 0.001, layer {layer}", l1=0.001, layer=layer, validation_bits_per_byte=1.5,
-                         nnz_curve=[[1, 900.0], [50, 55.0], [99, 41.0]])
+        rows += compared(
+            40,
+            workload=f"trained, L1 0.001, layer {layer}",
+            l1=0.001,
+            layer=layer,
+            validation_bits_per_byte=1.5,
+            nnz_curve=[[1, 900.0], [50, 55.0], [99, 41.0]],
+        )
     for label, slow in (("no overflow", 1.0), ("every row beyond the pool", 2.4)):
         rows += compared(60, twell=slow, workload=f"overflow: {label}")
-    rows += [each | {"d_model": 1024, "d_ff": 4096, "gated": False} for tokens in (1, 2048) for each in compared(21, tokens=tokens)]
+    rows += [
+        each | {"d_model": 1024, "d_ff": 4096, "gated": False}
+        for tokens in (1, 2048)
+        for each in compared(21, tokens=tokens)
+    ]
     return rows
 
 
 def record(name, date, rows):
     """A record of other kernels than the present ones: stale."""
-    return Record(name=name, purpose="a test", rows=rows, date=date, commit=None, dirty=None, kernels={"gone": "0" * 64},
-                  machine={})
+    return Record(
+        name=name,
+        purpose="a test",
+        rows=rows,
+        date=date,
+        commit=None,
+        dirty=None,
+        kernels={"gone": "0" * 64},
+        machine={},
+    )

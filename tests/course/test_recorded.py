@@ -8,23 +8,40 @@ from twell_lab.core.errors import TwellError
 from twell_lab.course import recorded
 
 
-@pytest.mark.parametrize("other, alike", [
-    ({"nnz": 29.4}, True), ({"ms": 9.0}, True), ({"nnz": 27.0}, False), ({"tokens": 1}, False), ({"layer": 3}, False),
-    ({"workload": "overflow: x"}, False), ({"gated": False}, False), ({"kind": "gate"}, False)])
+@pytest.mark.parametrize(
+    "other, alike",
+    [
+        ({"nnz": 29.4}, True),
+        ({"ms": 9.0}, True),
+        ({"nnz": 27.0}, False),
+        ({"tokens": 1}, False),
+        ({"layer": 3}, False),
+        ({"workload": "overflow: x"}, False),
+        ({"gated": False}, False),
+        ({"kind": "gate"}, False),
+    ],
+)
 def test_what_counts_as_the_same_measurement(other, alike):
     assert (recorded.same(row(nnz=29.0)) == recorded.same(row(nnz=29.0) | other)) == alike
 
 
 def test_of_the_same_measurement_the_newest_is_read(monkeypatch):
-    kept = [record("a", "2026-01-01T00:00:00Z", [row(ms=3.0), row(ms=4.0, nnz=8.0)]),
-            record("b", "2026-01-03T00:00:00Z", [row(ms=5.0)]),
-            record("a-again", "2026-01-02T00:00:00Z", [row(ms=1.0), row(ms=2.0, device="Another GPU"), row(ms=6.0, kind="plan")])]
+    kept = [
+        record("a", "2026-01-01T00:00:00Z", [row(ms=3.0), row(ms=4.0, nnz=8.0)]),
+        record("b", "2026-01-03T00:00:00Z", [row(ms=5.0)]),
+        record(
+            "a-again",
+            "2026-01-02T00:00:00Z",
+            [row(ms=1.0), row(ms=2.0, device="Another GPU"), row(ms=6.0, kind="plan")],
+        ),
+    ]
     monkeypatch.setattr(recorded.records, "load_all", lambda: kept)
     monkeypatch.setattr(recorded.records, "stale", lambda record: record.name == "a")
     found = recorded.newest("a", "H100", lambda each: each["kind"] == "inference")
     assert [(each["ms"], each["where"]) for each in found] == [
         (1.0, "recorded on NVIDIA H100, 2026-01-02"),
-        (4.0, "recorded on NVIDIA H100, 2026-01-01; stale: code has changed since")]
+        (4.0, "recorded on NVIDIA H100, 2026-01-01; stale: code has changed since"),
+    ]
 
 
 @pytest.mark.parametrize("error", [TwellError("too old"), torch.OutOfMemoryError("too old"), RuntimeError("too old")])
@@ -48,6 +65,8 @@ def test_a_mistake_in_the_code_is_no_refusal(monkeypatch):
 
 def test_times_of_now_have_the_form_of_a_record(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-    dense, ours = recorded.rows_of({"dense eager": [4.0, 4.0, 4.0], "planned": [1.0, 2.0, 3.0]}, "inference", 4, 32, 64, 8)
+    dense, ours = recorded.rows_of(
+        {"dense eager": [4.0, 4.0, 4.0], "planned": [1.0, 2.0, 3.0]}, "inference", 4, 32, 64, 8
+    )
     assert (dense["x_dense"], ours["x_dense"], ours["ms"], ours["dense_ms"]) == (1, 2, 2, 4)
     assert set(row()) <= set(ours) and ours["where"] == "yours, now, on My GPU"

@@ -47,13 +47,18 @@ def test_widgets_use_figures_and_figures_use_data_never_the_other_way():
     assert not {str(path): found for path in files if (found := upward(path))}
 
 
-@pytest.mark.parametrize("file, line", [
-    ("packing/data.py", "from . import figures"), ("packing/data.py", "import plotly.graph_objects as go"),
-    ("packing/data.py", "def f():\n    from ..sweep.figures import picked"),
-    ("packing/data.py", "from ..drawing import nothing"),
-    ("packing/figures.py", "from . import widget"), ("packing/__init__.py", "from .widget import TileExplorer"),
-    ("work/figures.py", "import ipywidgets"),
-])
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("packing/data.py", "from . import figures"),
+        ("packing/data.py", "import plotly.graph_objects as go"),
+        ("packing/data.py", "def f():\n    from ..sweep.figures import picked"),
+        ("packing/data.py", "from ..drawing import nothing"),
+        ("packing/figures.py", "from . import widget"),
+        ("packing/__init__.py", "from .widget import TileExplorer"),
+        ("work/figures.py", "import ipywidgets"),
+    ],
+)
 def test_a_breach_is_found(file, line):
     assert upward(COURSE / file, line)
 

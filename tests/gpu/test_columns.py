@@ -1,4 +1,5 @@
-"""The weights' gradients of a sparse layer on the GPU: against float64, real sizes, the same bits every time and in the simulator."""
+"""The weights' gradients of a sparse layer on the GPU: against float64, real sizes, the same bits every time and in the
+simulator."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ def poisoned():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gated, version", [(True, 1), (True, 2), (False, 2)])
-@pytest.mark.parametrize("tokens, d_ff, d_model", [(1, 1, 8), (67, 41, 264), (1000, 1100, 2048), (300, 20_000, 64), (77, 500, 16384)])
+@pytest.mark.parametrize(
+    "tokens, d_ff, d_model", [(1, 1, 8), (67, 41, 264), (1000, 1100, 2048), (300, 20_000, 64), (77, 500, 16384)]
+)
 def test_odd_sizes(tokens, d_ff, d_model, gated, version, dtype):
     lost = (2, tokens - 1) if tokens > 4 else ()
     layer = Layer.draw(pattern(tokens, d_ff), d_model, dtype, gated=gated, lost=lost).to("cuda")
@@ -28,7 +31,9 @@ def test_odd_sizes(tokens, d_ff, d_model, gated, version, dtype):
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])
-@pytest.mark.parametrize("nnz, d_model, gated", [(8, 2048, True), (29, 2048, True), (120, 768, True), (29, 2048, False)])
+@pytest.mark.parametrize(
+    "nnz, d_model, gated", [(8, 2048, True), (29, 2048, True), (120, 768, True), (29, 2048, False)]
+)
 def test_real_sizes(nnz, d_model, gated, kind):
     rates = measure.firing_rates(5632, nnz, kind).float()
     fires = torch.rand(16384, 5632, generator=torch.Generator().manual_seed(1)) < rates

@@ -52,10 +52,15 @@ class Layer:
 
     def dense(self):
         hidden = torch.relu(self.first())
-        return linear(hidden if self.gate is None else hidden * linear(self.x, self.up, self.up_bias), self.down, self.down_bias)
+        return linear(
+            hidden if self.gate is None else hidden * linear(self.x, self.up, self.up_bias), self.down, self.down_bias
+        )
 
     def exact(self):
-        wide = [None if t is None else t.double() for t in (self.x, self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)]
+        wide = [
+            None if t is None else t.double()
+            for t in (self.x, self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        ]
         x, gate, up, down, gate_bias, up_bias, down_bias = wide
         if gate is None:
             return reference.plain_ffn(x, up, down, up_bias, down_bias)
@@ -169,7 +174,11 @@ def test_what_it_does_not_take():
     x, up = layer.x, layer.up
     assert launch_decode.takes(x, up)
     many = x.repeat(17, 1)
-    assert not launch_decode.takes(many[:65], up) and not launch_decode.takes(many[:0], up) and launch_decode.takes(many[:64], up)
+    assert (
+        not launch_decode.takes(many[:65], up)
+        and not launch_decode.takes(many[:0], up)
+        and launch_decode.takes(many[:64], up)
+    )
     assert not launch_decode.takes(x.float(), up.float()) and not launch_decode.takes(x.cpu(), up.cpu())
     assert not launch_decode.takes(x[:, :60].contiguous(), up[:, :60].contiguous())
     assert not launch_decode.takes(x[:, ::2], up[:, :32].contiguous())

@@ -1,4 +1,5 @@
-"""Copies of weights on a GPU: what they follow, on which stream, and what is said of weights that are not finite, without waiting."""
+"""Copies of weights on a GPU: what they follow, on which stream, and what is said of weights that are not finite,
+without waiting."""
 
 import copy
 import threading
@@ -22,7 +23,9 @@ def layers(request, gpu):
     """(dense, sparse), the same weights, bfloat16, nothing to be trained."""
     torch.manual_seed(0)
     dense = GatedFeedForward(256, 1024).to(gpu, torch.bfloat16).requires_grad_(False)
-    dense.gate_proj.bias = nn.Parameter(torch.full((1024,), -1.0, device=gpu, dtype=torch.bfloat16), requires_grad=False)
+    dense.gate_proj.bias = nn.Parameter(
+        torch.full((1024,), -1.0, device=gpu, dtype=torch.bfloat16), requires_grad=False
+    )
     return dense, SparseFFN.from_module(dense, plan=CHOICES[request.param])
 
 
@@ -97,7 +100,9 @@ def test_weights_that_are_not_finite_are_refused_by_a_later_call(name, layers, g
     sparse(x)  # finds out, and does not wait to be told
     torch.cuda.synchronize()
     for _ in range(2):
-        with pytest.raises(InputError, match=rf"{name.split('_')[0]} has 1 values that are not finite, the first at \[3, 7\]"):
+        with pytest.raises(
+            InputError, match=rf"{name.split('_')[0]} has 1 values that are not finite, the first at \[3, 7\]"
+        ):
             sparse(x)
     with pytest.raises(InputError, match="not finite"):
         SparseFFN.from_module(dense)
@@ -243,7 +248,9 @@ def test_gradients_of_gradients_where_weights_are_used_twice(kind, gpu):
     x = x_of(200, gpu)
 
     def gradients(module, create_graph):
-        return torch.autograd.grad(module(module(x)).float().square().sum(), [*module.parameters()], create_graph=create_graph)
+        return torch.autograd.grad(
+            module(module(x)).float().square().sum(), [*module.parameters()], create_graph=create_graph
+        )
 
     once, graph, expected = gradients(sparse, False), gradients(sparse, True), gradients(dense, False)
     for a, b, e in zip(once, graph, expected):

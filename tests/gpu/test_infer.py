@@ -1,4 +1,5 @@
-"""ops.infer on a GPU: every path, at the shapes of the course's tables, with patterns made to break it, inside torch."""
+"""ops.infer on a GPU: every path, at the shapes of the course's tables, with patterns made to break it, inside
+torch."""
 
 import threading
 
@@ -13,8 +14,15 @@ from .drawn import tensors
 
 pytestmark = pytest.mark.gpu
 PATHS = [("dense", 0), ("twell", 0), ("hot_cold", 256)]
-SHAPES = [(2048, 5632, True), (768, 3072, True), (1024, 4096, False), (2048, 8192, False), (3584, 18944, True),
-          (4096, 14336, True), (5120, 13824, True)]  # fmt: skip
+SHAPES = [
+    (2048, 5632, True),
+    (768, 3072, True),
+    (1024, 4096, False),
+    (2048, 8192, False),
+    (3584, 18944, True),
+    (4096, 14336, True),
+    (5120, 13824, True),
+]
 
 
 def dense_of(x, gate, up, down, gate_bias, up_bias, down_bias):
@@ -35,8 +43,10 @@ def exact_of(x, gate, up, down, gate_bias, up_bias, down_bias):
 def keeps(made, path, hot, rows=200, down_t=True):
     """Whether `rows` rows, the first and last among them, keep the promise, and two runs give the same bits."""
     y = ops.infer(*made, path=path, hot=hot, down_t=made[3].t().contiguous())
-    assert torch.equal(y.view(torch.int16) if y.element_size() == 2 else y.view(torch.int32),
-                       ops.infer(*made, path=path, hot=hot).view(torch.int16 if y.element_size() == 2 else torch.int32))  # fmt: skip
+    assert torch.equal(
+        y.view(torch.int16) if y.element_size() == 2 else y.view(torch.int32),
+        ops.infer(*made, path=path, hot=hot).view(torch.int16 if y.element_size() == 2 else torch.int32),
+    )
     picked = torch.linspace(0, len(y) - 1, min(rows, len(y)), device="cuda").long()
     dense = dense_of(*made)
     ratio, row = accuracy.worst_row(y[picked], dense[picked], exact_of(made[0][picked], *made[1:]))
@@ -210,7 +220,11 @@ def test_biases_and_transposes_that_lie_anywhere(tokens, path, hot):
     expected = ops.infer(*made, path=path, hot=hot)
     strided = [torch.stack([b, b + 1], 1)[:, 0] for b in made[4:6]]
     odd = torch.cat([made[6][:1], made[6]])[1:]
-    down_t = torch.empty(made[3].numel() + 1, dtype=made[3].dtype, device="cuda")[1:].view(made[3].t().shape).copy_(made[3].t())
+    down_t = (
+        torch.empty(made[3].numel() + 1, dtype=made[3].dtype, device="cuda")[1:]
+        .view(made[3].t().shape)
+        .copy_(made[3].t())
+    )
     assert torch.equal(ops.infer(*made[:4], *strided, odd, down_t=down_t, path=path, hot=hot), expected)
 
 

@@ -66,8 +66,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pack_matches_the_format(pattern, version, dtype):
     for rows, columns, tile, words in [
-        (5, 5632, 256, 32), (300, 1000, 256, 32), (1, 8, 256, 32), (3, 264, 128, 17), (7, 2048, 512, 64), (2, 96, 32, 33),
-    ]:  # fmt: skip
+        (5, 5632, 256, 32),
+        (300, 1000, 256, 32),
+        (1, 8, 256, 32),
+        (3, 264, 128, 17),
+        (7, 2048, 512, 64),
+        (2, 96, 32, 33),
+    ]:
         gate = gate_of(pattern, rows, columns, dtype, tile, words)
         packed = portable.pack(gate, tile, words, version=version)
         expected = TwELL.from_gate(gate, tile, words)
@@ -106,7 +111,16 @@ def versions(name: str, dtype, d_model: int) -> list[int]:
     return list(range(1, newest + 1)) if portable.specialisation(dtype, d_model) else [1]
 
 
-SHAPES = [(37, 2048, 1000), (5, 768, 600), (9, 64, 257), (4, 4096, 512), (3, 5120, 300), (6, 100, 300), (2, 12290, 256), (1, 8, 1)]
+SHAPES = [
+    (37, 2048, 1000),
+    (5, 768, 600),
+    (9, 64, 257),
+    (4, 4096, 512),
+    (3, 5120, 300),
+    (6, 100, 300),
+    (2, 12290, 256),
+    (1, 8, 1),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

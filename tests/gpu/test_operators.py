@@ -58,7 +58,7 @@ def test_zero_tokens():
 
 def test_overflowing_rows_stay_exact():
     """Row 0 fires half the layer, row 1 nothing at all, row 2 one tile with 40."""
-    tokens, d_model, d_ff = 300, 256, 1000
+    tokens, d_ff = 300, 1000
     module = layer(d_ff=d_ff)
     with torch.no_grad():
         x = inputs(tokens)
@@ -203,12 +203,28 @@ def test_the_second_gpu_from_the_first():
 def test_sparsify_opt_and_llama():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=200, hidden_size=128, intermediate_size=520, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, hidden_act="relu"))  # fmt: skip
-    opt = transformers.OPTForCausalLM(transformers.OPTConfig(
-        vocab_size=200, hidden_size=128, ffn_dim=520, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, word_embed_proj_dim=128))  # fmt: skip
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=200,
+            hidden_size=128,
+            intermediate_size=520,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            hidden_act="relu",
+        )
+    )
+    opt = transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=200,
+            hidden_size=128,
+            ffn_dim=520,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            word_embed_proj_dim=128,
+        )
+    )
     ids = torch.randint(0, 200, (2, 19), device="cuda")
     for model in (llama, opt):
         model = model.cuda().eval()

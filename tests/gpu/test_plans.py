@@ -29,7 +29,9 @@ def drawn(tokens=700, gated=True, dtype=torch.bfloat16):
 
 def by_tokens(layer, *choices):
     """A plan of a profiled layer with these choices for up to 64, 128, ... tokens."""
-    candidates = tuple(Candidate(64 * (i + 1), c.path, c.hot, 1.0, None, True, "a test's") for i, c in enumerate(choices))
+    candidates = tuple(
+        Candidate(64 * (i + 1), c.path, c.hot, 1.0, None, True, "a test's") for i, c in enumerate(choices)
+    )
     return LayerPlan(**{**vars(LayerPlan.forced(layer, choices[0])), "candidates": candidates})
 
 
@@ -65,7 +67,9 @@ def test_inside_torch(choice):
         assert torch.equal(y, sparse(x))
         compiled = torch.compile(sparse, fullgraph=True)
         for _ in range(2):
-            torch.testing.assert_close(compiled(x).float(), layer(x).float(), rtol=0.1, atol=0.05 * float(y.abs().max()))
+            torch.testing.assert_close(
+                compiled(x).float(), layer(x).float(), rtol=0.1, atol=0.05 * float(y.abs().max())
+            )
             layer.up_proj.weight.mul_(0.5), layer.gate_proj.weight.mul_(2)
         moved = copy.deepcopy(sparse).cpu().cuda()
         assert torch.equal(moved(x), sparse(x))
@@ -74,7 +78,9 @@ def test_inside_torch(choice):
 
 
 def test_what_a_layer_has_seen():
-    layer, inputs, profiled = drawn(tokens=20000)  # from few, the neurons that happened to fire often would be taken for hot
+    layer, inputs, profiled = drawn(
+        tokens=20000
+    )  # from few, the neurons that happened to fire often would be taken for hot
     sparse = SparseFFN(layer, plan=by_tokens(profiled.layers[0], *CHOICES))
     with torch.no_grad():
         for tokens in (10, 100, 700, 700):

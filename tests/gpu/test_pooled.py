@@ -1,8 +1,7 @@
 """The kernels that take their overflow from the pool, on the GPU: against float64, against each other, in graphs.
 
-Outputs are poisoned: torch fills what it allocates with NaN in deterministic mode, so a row that is forgotten is seen, and a
-lost row that somebody writes.
-"""
+Outputs are poisoned: torch fills what it allocates with NaN in deterministic mode, so a row that is forgotten is seen,
+and a lost row that somebody writes."""
 
 import pytest
 import torch

@@ -60,7 +60,9 @@ def test_down_and_gated(d_model, dtype):
     for version in every:
         for source, rest in ((gate, NO_TAIL), (None, tail)):
             y = portable.gated(x, packed.packed, source, rest, up, down_t, up_bias, bias, 256, version)
-            assert torch.allclose(y.double().cpu(), exact, rtol=0.02, atol=0.02 * float(exact[:4].abs().max()), equal_nan=True)
+            assert torch.allclose(
+                y.double().cpu(), exact, rtol=0.02, atol=0.02 * float(exact[:4].abs().max()), equal_nan=True
+            )
             if version < 4:
                 y = portable.down(packed.packed, source, rest, down_t, bias, 300, 256, version)
                 assert torch.allclose(y.double().cpu(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
@@ -83,15 +85,19 @@ def test_infer(tokens, gated, path, hot):
     stats = torch.zeros(4, dtype=torch.int64, device="cuda")
     y = ops.infer(x, *weights, down, down_bias=bias, path=path, hot=hot, stats=stats).double().cpu()
     x, first, up, down, bias = (t.double() for t in wide)
-    gate = (x @ first.t())
+    gate = x @ first.t()
     exact = reference.gated(x, gate, up, down, None, bias) if gated else reference.relu(gate) @ down.t() + bias
     finite = exact.isfinite().all(1)
     assert torch.allclose(y[finite], exact[finite], rtol=0.03, atol=0.03 * float(exact[finite].abs().max()))
     assert torch.equal(y.isfinite().all(1), finite)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
-@pytest.mark.parametrize("tokens, d_ff", [(20, 24), (530, 6120)])  # the second: more tiles than blocks, the last one narrow
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize(
+    "tokens, d_ff", [(20, 24), (530, 6120)]
+)  # the second: more tiles than blocks, the last one narrow
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
 def test_sm90_gate_pack(version, tokens, d_ff):
     generator = torch.Generator().manual_seed(6)
@@ -114,7 +120,9 @@ def test_sm90_gate_pack(version, tokens, d_ff):
         assert torch.equal(spilled[used], pool[used])
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0"
+)
 @pytest.mark.parametrize("tokens, d_ff", [(20, 24), (300, 520)])
 def test_sm80_gate_pack(tokens, d_ff):
     """Whole numbers, so that every order of summing gives the same gate."""
@@ -134,7 +142,8 @@ def test_sm80_gate_pack(tokens, d_ff):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [20, 700])
 def test_train(tokens, gated, path):
-    """Every kernel of a training step: the pool, lost rows, lists of neurons that nearly all and that no token fires."""
+    """Every kernel of a training step: the pool, lost rows, lists of neurons that nearly all and that no token
+    fires."""
     generator = torch.Generator().manual_seed(8)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     x, first, up, down = normal(tokens, 136), normal(776, 136) / 12, normal(776, 136) / 12, normal(136, 776) / 4
@@ -144,7 +153,10 @@ def test_train(tokens, gated, path):
     first[8, 0] = 2.0  # never; always but for row 3
     made = [t.bfloat16() for t in (x, first, up, down, normal(776) / 9, normal(776) / 9, normal(136))]
     weights = made[1:3] if gated else [None, made[1]]
-    leaves = [None if t is None else t.cuda().requires_grad_() for t in (made[0], *weights, made[3], made[4] if gated else None, *made[5:])]
+    leaves = [
+        None if t is None else t.cuda().requires_grad_()
+        for t in (made[0], *weights, made[3], made[4] if gated else None, *made[5:])
+    ]
     dy, dl1 = normal(tokens, 136).bfloat16(), torch.rand(tokens, generator=generator)
     y, l1, kept = differentiable.train_ffn(*leaves, path=path)
     asked = [t for t in leaves if t is not None]
@@ -173,11 +185,16 @@ def test_train_versions(gated):
     results = []
     for version in (1, 2):
         dh = train_rows.hidden_gradient(dy, s, down_t, None, version)
-        results.append([train_rows.weighted_rows(s, down_t, None, version), dh[alive],
-                        train_rows.input_gradient(s, dh, first if gated else None, up, version),
-                        *train_columns.weight_gradients(x, dy, s, dh, 776, True, version),
-                        *train_dense.dense_hidden(first, up, version),
-                        *train_dense.dense_gradients(first, up, down_t.clone(), None, version)])  # fmt: skip
+        results.append(
+            [
+                train_rows.weighted_rows(s, down_t, None, version),
+                dh[alive],
+                train_rows.input_gradient(s, dh, first if gated else None, up, version),
+                *train_columns.weight_gradients(x, dy, s, dh, 776, True, version),
+                *train_dense.dense_hidden(first, up, version),
+                *train_dense.dense_gradients(first, up, down_t.clone(), None, version),
+            ]
+        )
     assert alive.stop > 0
     for a, b in zip(*results):
         assert a is None or torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * float(b.float().abs().max()))

@@ -1,8 +1,7 @@
 """The mma.sync gate GEMM with the packing epilogue, entry by entry against words and pool made in torch.
 
-The inputs are small whole numbers, drawn anew in each run: every sum is then exact in float32 in any order, so that the gate
-is known to the last bit. Outputs are poisoned, as in test_kernels.py.
-"""
+The inputs are small whole numbers, drawn anew in each run: every sum is then exact in float32 in any order, so that the
+gate is known to the last bit. Outputs are poisoned, as in test_kernels.py."""
 
 import random
 
@@ -69,7 +68,9 @@ def assert_packed(found, gate):
     assert torch.equal(packed[..., 0], words[..., 0]), f"counts, seed {SEED}"
     place = torch.arange(31, device="cuda")
     used = place < words[..., :1]
-    assert torch.equal(one_nan(packed[..., 1:][used], gate.dtype), one_nan(words[..., 1:][used], gate.dtype)), f"seed {SEED}"
+    assert torch.equal(one_nan(packed[..., 1:][used], gate.dtype), one_nan(words[..., 1:][used], gate.dtype)), (
+        f"seed {SEED}"
+    )
     used = torch.arange(64, device="cuda") < pool_used(words)[..., None]
     assert torch.equal(one_nan(pool[used], gate.dtype), one_nan(spilled[used], gate.dtype)), f"pool, seed {SEED}"
 
@@ -134,7 +135,8 @@ def test_bias(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_gate_at_all(dtype):
-    """With the identity for x the weights are the gate: denormals, zeros of either sign, infinities of the dtype's range."""
+    """With the identity for x the weights are the gate: denormals, zeros of either sign, infinities of the dtype's
+    range."""
     generator = torch.Generator("cuda").manual_seed(SEED)
     bits = torch.randint(-(2**15), 2**15, (1000, 256), generator=generator, device="cuda").to(torch.int16)
     weights = bits.view(dtype)

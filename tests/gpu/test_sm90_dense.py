@@ -92,12 +92,25 @@ def losing(rows, tokens, seed):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, rows", [
-    (1, 0), (1, 1), (300, 1), (300, 300), (4097, 0), (4097, 129), (20000, 8192), (20000, 8193), (20000, 20000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, rows",
+    [
+        (1, 0),
+        (1, 1),
+        (300, 1),
+        (300, 300),
+        (4097, 0),
+        (4097, 129),
+        (20000, 8192),
+        (20000, 8193),
+        (20000, 20000),
+    ],
+)
 def test_finish_lost_writes_the_lost_rows_alone(tokens, rows, gated, dtype):
     for d_model, d_ff, hot, full in [(64, 264, 0, False), (768, 1256, 256, True), (1024, 768, 512, True)]:
-        x, gate, up, gate_bias, up_bias, down, down_bias, start = layer(tokens, d_model, d_ff, dtype, gated, full, seed=tokens)
+        x, gate, up, gate_bias, up_bias, down, down_bias, start = layer(
+            tokens, d_model, d_ff, dtype, gated, full, seed=tokens
+        )
         cold = [None if t is None else t[hot:] for t in (gate, up, gate_bias, up_bias)]
         down, start = down[:, hot:], start if full else None
         lost, picked = losing(rows, tokens, seed=rows)
@@ -119,7 +132,11 @@ def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(
     x, gate, up, _, _, down, down_bias, start = layer(600, 2048, 5632, biased=True)
     lost, picked = losing(rows, 600, seed=rows)
     made = []
-    for order in (torch.arange(rows, device="cuda"), torch.randperm(rows, device="cuda"), torch.randperm(rows, device="cuda")):
+    for order in (
+        torch.arange(rows, device="cuda"),
+        torch.randperm(rows, device="cuda"),
+        torch.randperm(rows, device="cuda"),
+    ):
         lost[1 : 1 + rows] = picked[order].int()
         lost_x, y = torch.full_like(x, torch.nan), torch.full_like(x, 77.0)
         lost_x[:rows] = x[picked[order]]
@@ -164,8 +181,24 @@ def test_what_is_not_taken_is_refused():
             dense.gate_up(*wrong)
     with pytest.raises(InputError, match="up_bias"):
         dense.gate_up(x, gate, up, None, up[0])
-    right = {"lost": lost, "lost_x": x, "gate": gate, "up": up, "gate_bias": None, "up_bias": None, "down": down, "down_bias": None,
-             "start": start, "y": x.clone()}  # fmt: skip
-    for name, wrong in [("lost", lost.long()), ("lost", lost[1:]), ("start", start.to(BF16)), ("y", x[:8]), ("down", down.t())]:
+    right = {
+        "lost": lost,
+        "lost_x": x,
+        "gate": gate,
+        "up": up,
+        "gate_bias": None,
+        "up_bias": None,
+        "down": down,
+        "down_bias": None,
+        "start": start,
+        "y": x.clone(),
+    }
+    for name, wrong in [
+        ("lost", lost.long()),
+        ("lost", lost[1:]),
+        ("start", start.to(BF16)),
+        ("y", x[:8]),
+        ("down", down.t()),
+    ]:
         with pytest.raises(InputError, match=name):
             dense.finish_lost(**{**right, name: wrong})

@@ -1,4 +1,5 @@
-"""The Hopper gate GEMM with the packing epilogue: the GEMM against float64, words and pool against torch, entry by entry."""
+"""The Hopper gate GEMM with the packing epilogue: the GEMM against float64, words and pool against torch, entry by
+entry."""
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from twell_lab.ops import accuracy, hopper_pack
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
     ),
 ]
 VERSIONS = [1, 2, 3]
@@ -28,7 +30,8 @@ def poisoned():
 
 
 def layer(tokens, d_model, d_ff, nnz=None, dtype=BF16, bias=False, seed=1):
-    """x, gate weights, bias: neurons that fire independently, at lognormal rates, `nnz` a row; None: half of them fire."""
+    """x, gate weights, bias: neurons that fire independently, at lognormal rates, `nnz` a row; None: half of them
+    fire."""
     generator = torch.Generator("cuda").manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")  # noqa: E731
     x, weight = normal(tokens, d_model), normal(d_ff, d_model) / d_model**0.5
@@ -61,22 +64,39 @@ def check_words(x, weight, bias=None, versions=VERSIONS):
     return packed, lost
 
 
-@pytest.mark.parametrize("tokens, d_model, d_ff, nnz", [
-    (1, 64, 256, None), (17, 72, 8, None), (300, 2048, 5632, 29), (513, 1024, 336, None), (2048, 2048, 5632, 300),
-    (20_000, 64, 1000, None), (9000, 1536, 1536, None), (300, 768, 3072, 60), (300, 2048, 8192, 29), (255, 200, 232, None),
-    (70_001, 64, 264, 5), (129, 4096, 520, 8), (16_384, 2048, 5632, 29),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff, nnz",
+    [
+        (1, 64, 256, None),
+        (17, 72, 8, None),
+        (300, 2048, 5632, 29),
+        (513, 1024, 336, None),
+        (2048, 2048, 5632, 300),
+        (20_000, 64, 1000, None),
+        (9000, 1536, 1536, None),
+        (300, 768, 3072, 60),
+        (300, 2048, 8192, 29),
+        (255, 200, 232, None),
+        (70_001, 64, 264, 5),
+        (129, 4096, 520, 8),
+        (16_384, 2048, 5632, 29),
+    ],
+)
 def test_words_and_pool(tokens, d_model, d_ff, nnz):
     check_words(*layer(tokens, d_model, d_ff, nnz)[:2])
 
 
-@pytest.mark.parametrize("tokens, d_model, d_ff, nnz", [(300, 2048, 5632, 29), (1000, 72, 1000, None), (33, 136, 24, None)])
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff, nnz", [(300, 2048, 5632, 29), (1000, 72, 1000, None), (33, 136, 24, None)]
+)
 def test_fp16(tokens, d_model, d_ff, nnz):
     check_words(*layer(tokens, d_model, d_ff, nnz, FP16)[:2])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tokens, d_model, d_ff, nnz", [(600, 512, 1000, None), (40_000, 128, 5632, None), (300, 2048, 5632, 29)])
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff, nnz", [(600, 512, 1000, None), (40_000, 128, 5632, None), (300, 2048, 5632, 29)]
+)
 def test_a_bias_is_added_before_rounding(tokens, d_model, d_ff, nnz, dtype):
     check_words(*layer(tokens, d_model, d_ff, nnz, dtype, bias=True))
 

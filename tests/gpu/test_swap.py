@@ -1,4 +1,5 @@
-"""Layers asked on a GPU what they compute: in their own type there, and with the GPU's random numbers left as they were."""
+"""Layers asked on a GPU what they compute: in their own type there, and with the GPU's random numbers left as they
+were."""
 
 import pytest
 import torch

@@ -13,10 +13,18 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, d_model, d_ff, rows", [
-    (3, 8, 1, [1]), (300, 264, 600, range(0, 300, 7)), (700, 2048, 5632, range(90, 690)), (64, 2048, 5632, [3]),
-    (40, 4096, 1100, range(40)), (20, 16384, 300, range(20)), (4000, 72, 130, range(4000)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff, rows",
+    [
+        (3, 8, 1, [1]),
+        (300, 264, 600, range(0, 300, 7)),
+        (700, 2048, 5632, range(90, 690)),
+        (64, 2048, 5632, [3]),
+        (40, 4096, 1100, range(40)),
+        (20, 16384, 300, range(20)),
+        (4000, 72, 130, range(4000)),
+    ],
+)
 def test_against_float64(tokens, d_model, d_ff, rows, gated, dtype):
     for biases, slope in ((False, True), (True, False)):
         Case.draw(tokens, d_model, d_ff, dtype, rows, gated=gated, biases=biases, slope=slope).to("cuda").check()

@@ -1,8 +1,7 @@
 """The row kernels of a training step on the GPU, at real sizes: against float64, twice with the same bits, in graphs.
 
-Outputs are poisoned: torch fills what it allocates with NaN in deterministic mode, so a row that is forgotten is seen, and a
-lost row that somebody writes.
-"""
+Outputs are poisoned: torch fills what it allocates with NaN in deterministic mode, so a row that is forgotten is seen,
+and a lost row that somebody writes."""
 
 import pytest
 import torch
@@ -25,7 +24,12 @@ def poisoned():
 
 def drawn(tokens: int, d_model: int, d_ff: int, dtype=torch.bfloat16, **more) -> RowCase:
     case = RowCase.draw(adversarial(tokens, d_ff, dtype).to("cuda"), d_model, **more)
-    for row, gate, value in ((5, "nan", torch.nan), (21, "silent", -torch.inf), (30, "mixed", torch.inf), (130, "nan", torch.inf)):
+    for row, gate, value in (
+        (5, "nan", torch.nan),
+        (21, "silent", -torch.inf),
+        (30, "mixed", torch.inf),
+        (130, "nan", torch.inf),
+    ):
         if row < tokens:
             case.spoil(row, gate, value, column=-1 - row % 3)
     return case
@@ -33,7 +37,9 @@ def drawn(tokens: int, d_model: int, d_ff: int, dtype=torch.bfloat16, **more) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, d_model, d_ff", [(1, 8, 8), (300, 264, 600), (300, 2048, 5632), (70, 4096, 1100), (36, 1040, 65536)])
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff", [(1, 8, 8), (300, 264, 600), (300, 2048, 5632), (70, 4096, 1100), (36, 1040, 65536)]
+)
 def test_adversarial_rows(tokens, d_model, d_ff, gated, dtype):
     case = drawn(tokens, d_model, d_ff, dtype, gated=gated, biases=d_model % 3 == 0)
     s = case.survivors()
@@ -100,7 +106,9 @@ def test_in_a_graph():
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(t.spans, s.spans) and torch.equal(t.lost[: 1 + int(lost.sum())], s.lost[: 1 + int(lost.sum())])
+        assert torch.equal(t.spans, s.spans) and torch.equal(
+            t.lost[: 1 + int(lost.sum())], s.lost[: 1 + int(lost.sum())]
+        )
         assert same_bits(again[~lost], y[~lost]) and same_bits(into_x[~lost], dx[~lost])
 
 

@@ -1,5 +1,5 @@
-"""The trainer on a GPU: the curve of a resumed run, nothing that waits between rows, a loss that is no number, and every way
-to compute a step against the plain one."""
+"""The trainer on a GPU: the curve of a resumed run, nothing that waits between rows, a loss that is no number, and
+every way to compute a step against the plain one."""
 
 import dataclasses
 import warnings
@@ -16,8 +16,8 @@ from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text.source import standard_library
 
-# Gradients of the embedding are summed in any order on a GPU, so two runs of the same seed differ too: over these 24 steps
-# the losses of float32 runs are held to 1e-3, those of bfloat16 ones to 2e-2.
+# Gradients of the embedding are summed in any order on a GPU, so two runs of the same seed differ too: over these 24
+# steps the losses of float32 runs are held to 1e-3, those of bfloat16 ones to 2e-2.
 FLOAT32, BFLOAT16 = 1e-3, 2e-2
 
 
@@ -25,8 +25,23 @@ FLOAT32, BFLOAT16 = 1e-3, 2e-2
 def tiny():
     library = standard_library()
     text = dataclasses.replace(library, data=library.data[:1_000_000], starts=(0,))
-    base = TrainConfig(steps=24, batch=16, context=128, d_model=128, layers=2, heads=4, d_ff=512, log_every=4, eval_every=12,
-                       eval_windows=16, warmup=4, device="cuda", l1=0.003, text=text, dead_window=4096)
+    base = TrainConfig(
+        steps=24,
+        batch=16,
+        context=128,
+        d_model=128,
+        layers=2,
+        heads=4,
+        d_ff=512,
+        log_every=4,
+        eval_every=12,
+        eval_windows=16,
+        warmup=4,
+        device="cuda",
+        l1=0.003,
+        text=text,
+        dead_window=4096,
+    )
     return lambda **changes: dataclasses.replace(base, **changes)
 
 
@@ -51,6 +66,7 @@ def until(step):
     def stop(row):
         if row["step"] >= step:
             raise Enough
+
     return stop
 
 
@@ -75,11 +91,14 @@ def test_steps_between_rows_wait_for_nothing(tiny, compiled):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train(tiny(steps=60, log_every=20, eval_every=60, compile=compiled, dtype="bfloat16"), progress=False,
-                  on_step=lambda row: marks.update({row["step"]: len(caught)}))
+            train(
+                tiny(steps=60, log_every=20, eval_every=60, compile=compiled, dtype="bfloat16"),
+                progress=False,
+                on_step=lambda row: marks.update({row["step"]: len(caught)}),
+            )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [str(each.message) for each in caught[marks[20]:marks[40]]]
+    waits = [str(each.message) for each in caught[marks[20] : marks[40]]]
     assert 0 < len(waits) < 10 and all("synchronizing" in each for each in waits), waits
 
 
@@ -111,12 +130,21 @@ def test_a_gradient_that_is_no_number_changes_nothing_more(tiny, monkeypatch):
     assert {int(state["step"]) for state in run.optimizer.state.values()} == {5}
 
 
-@pytest.mark.parametrize("changes, rel", [
-    (dict(compile=True), FLOAT32), (dict(accumulate=4), FLOAT32), (dict(kernels="sparse"), FLOAT32),
-    (dict(dtype="bfloat16"), BFLOAT16), (dict(dtype="bfloat16", compile=True), BFLOAT16),
-    (dict(dtype="bfloat16", kernels="sparse"), BFLOAT16), (dict(dtype="bfloat16", kernels="auto"), BFLOAT16),
-    (dict(dtype="bfloat16", kernels="sparse", compile=True), BFLOAT16),
-    (dict(dtype="bfloat16", kernels="auto", compile=True), BFLOAT16)], ids=str)
+@pytest.mark.parametrize(
+    "changes, rel",
+    [
+        (dict(compile=True), FLOAT32),
+        (dict(accumulate=4), FLOAT32),
+        (dict(kernels="sparse"), FLOAT32),
+        (dict(dtype="bfloat16"), BFLOAT16),
+        (dict(dtype="bfloat16", compile=True), BFLOAT16),
+        (dict(dtype="bfloat16", kernels="sparse"), BFLOAT16),
+        (dict(dtype="bfloat16", kernels="auto"), BFLOAT16),
+        (dict(dtype="bfloat16", kernels="sparse", compile=True), BFLOAT16),
+        (dict(dtype="bfloat16", kernels="auto", compile=True), BFLOAT16),
+    ],
+    ids=str,
+)
 def test_every_way_to_compute_a_step(tiny, plain, changes, rel, monkeypatch):
     monkeypatch.setattr(compiling, "QUIET", 12)  # half of it layer by layer, half of it as a whole
     monkeypatch.setattr(compiling, "WORTH", 1)
@@ -128,14 +156,19 @@ def test_every_way_to_compute_a_step(tiny, plain, changes, rel, monkeypatch):
 def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkeypatch):
     """By the break-even measured here, which an L1 as large as this takes them below."""
     names, real = [], launcher._launch
-    monkeypatch.setattr(launcher, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1])
+    monkeypatch.setattr(
+        launcher, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1]
+    )
     runs, init = [], running.Run.__init__
     monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
     changes = dict(dtype="bfloat16", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)
     result = train(tiny(**changes, kernels="auto"), progress=False)
     run = runs[0]
     assert all(value > 0 for value in run.switch.below.values())
-    below = [nnz < 0.5 * limit for nnz, limit in zip(result.history[-1]["nnz_layers"], run.switch.below.values(), strict=True)]
+    below = [
+        nnz < 0.5 * limit
+        for nnz, limit in zip(result.history[-1]["nnz_layers"], run.switch.below.values(), strict=True)
+    ]
     assert any(below), (result.history[-1]["nnz_layers"], run.switch.below)
     paths = [layer.module.learning for layer in feed_forwards(run.model)]
     assert all(path == "twell" for path, low in zip(paths, below, strict=True) if low), (paths, below)

@@ -22,7 +22,13 @@ from .drawn import tensors
 
 pytestmark = pytest.mark.gpu
 NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-SPARSE = {"survivor", "weighted_rows", "hidden_gradient", "input_gradient", "weight_gradients"}  # beginnings of kernel names
+SPARSE = {
+    "survivor",
+    "weighted_rows",
+    "hidden_gradient",
+    "input_gradient",
+    "weight_gradients",
+}  # beginnings of kernel names
 
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias):
@@ -35,7 +41,8 @@ def exact(x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1):
     """y, l1 and the gradients in float64, from the gate that torch rounds."""
     g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias).double()
     x, gate, up, down, up_bias, down_bias, dy, dl1 = (
-        None if t is None else t.double() for t in (x, gate, up, down, up_bias, down_bias, dy, dl1))
+        None if t is None else t.double() for t in (x, gate, up, down, up_bias, down_bias, dy, dl1)
+    )
     keep = g > 0
     g = torch.where(keep, g, 0.0)
     u = None if gate is None else linear(x, up, up_bias)
@@ -64,8 +71,9 @@ def upstream(made, seed=3):
 
 
 def assert_right(found, made, dy, dl1):
-    """The norm of each error is at most twice that of torch's dense layer, plus half an ulp of what is there: of a handful of
-    values torch's may be exact by luck. `twell-lab record training` holds the large layers to twice alone."""
+    """The norm of each error is at most twice that of torch's dense layer, plus half an ulp of what is there: of a
+    handful of values torch's may be exact by luck. `twell-lab record training` holds the large layers to twice
+    alone."""
     right, reached = exact(*made, dy, dl1), step(dense, made, dy, dl1)
     ulp = torch.finfo(made[0].dtype).eps / 2
     for name, a, b, e in zip(("y", "l1", *NAMES), found, reached, right):
@@ -80,7 +88,9 @@ def assert_right(found, made, dy, dl1):
 def ran(monkeypatch):
     """The names of the kernels that were launched."""
     names, real = [], launcher._launch
-    monkeypatch.setattr(launcher, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1])
+    monkeypatch.setattr(
+        launcher, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1]
+    )
     return names
 
 
@@ -91,7 +101,9 @@ def all_ran(names):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens, d_model, d_ff", [(1, 64, 256), (7, 8, 8), (300, 256, 1000), (2048, 768, 3072), (513, 4096, 4352)])
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff", [(1, 64, 256), (7, 8, 8), (300, 256, 1000), (2048, 768, 3072), (513, 4096, 4352)]
+)
 def test_every_gradient(gated, biased, dtype, tokens, d_model, d_ff, ran):
     made = tensors(tokens, d_model, d_ff, gated, dtype, biased, rate=1.0 if d_ff < 300 else 2.3)
     dy, dl1 = upstream(made)
@@ -170,8 +182,11 @@ def test_the_sparse_path_keeps_nothing_as_wide_as_the_layer():
 def test_opcheck(gated):
     """But not what compares outputs: of the lists only what is in use is written."""
     made = [None if t is None else t.requires_grad_() for t in tensors(300, 256, 1000, gated)]
-    torch.library.opcheck(torch.ops.twell_lab.train_forward.default, tuple(made),
-                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        torch.ops.twell_lab.train_forward.default,
+        tuple(made),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -226,7 +241,9 @@ def test_public_operators_and_sparse_ffn_take_the_sparse_kernels(ran):
 
 def small(dtype=torch.float32):
     torch.manual_seed(0)
-    net = LanguageModel(ModelConfig(vocabulary=64, d_model=256, layers=2, heads=4, d_ff=1024, context=64)).to("cuda", dtype)
+    net = LanguageModel(ModelConfig(vocabulary=64, d_model=256, layers=2, heads=4, d_ff=1024, context=64)).to(
+        "cuda", dtype
+    )
     return net, torch.randint(0, 64, (4, 64), device="cuda")
 
 
@@ -348,7 +365,11 @@ def test_a_thread_that_has_asked_the_gpu_for_nothing_yet():
     with torch.no_grad():
         expected = differentiable.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:])
         found = []
-        thread = threading.Thread(target=lambda: found.extend((differentiable.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:]))))
+        thread = threading.Thread(
+            target=lambda: found.extend(
+                (differentiable.train_ffn(*made)[0], ops.infer(*made), ops.infer(made[0][:1], *made[1:]))
+            )
+        )
         with torch.inference_mode(False):
             thread.start()
             thread.join()

@@ -26,33 +26,69 @@ ROOT = Path(__file__).resolve().parents[2]
 SEVERAL = ROOT / "tests" / "train" / "several.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
-RUNS = {f"{parallel}{name}": dict(parallel=parallel, **changes) for parallel in ("ddp", "fsdp") for name, changes in {
-    "": {}, "-everything": EVERYTHING, "-bfloat16-compiled": dict(dtype="bfloat16", compile=True), "-sparse": SPARSE,
-    "-sparse-compiled": dict(**SPARSE, compile=True), "-sparse-everything": dict(**SPARSE, **EVERYTHING),
-    "-auto": dict(dtype="bfloat16", kernels="auto", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60),
-    "-auto-compiled": dict(dtype="bfloat16", kernels="auto", compile=True, d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)}.items()}
-STOPPED = {f"{name}-stopped": RUNS[name] for name in ("fsdp-everything", "fsdp-sparse", "ddp-sparse")}  # at their fourth row
+RUNS = {
+    f"{parallel}{name}": dict(parallel=parallel, **changes)
+    for parallel in ("ddp", "fsdp")
+    for name, changes in {
+        "": {},
+        "-everything": EVERYTHING,
+        "-bfloat16-compiled": dict(dtype="bfloat16", compile=True),
+        "-sparse": SPARSE,
+        "-sparse-compiled": dict(**SPARSE, compile=True),
+        "-sparse-everything": dict(**SPARSE, **EVERYTHING),
+        "-auto": dict(dtype="bfloat16", kernels="auto", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60),
+        "-auto-compiled": dict(
+            dtype="bfloat16", kernels="auto", compile=True, d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60
+        ),
+    }.items()
+}
+STOPPED = {
+    f"{name}-stopped": RUNS[name] for name in ("fsdp-everything", "fsdp-sparse", "ddp-sparse")
+}  # at their fourth row
 DIVERGES = dict(lr=1e30, warmup=1)
 
 
 def torchrun(*arguments, processes=2, **options):
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *arguments],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.py"
     path.write_bytes(standard_library().data[:1_000_000].numpy().tobytes())
-    return TrainConfig(steps=24, batch=16, context=128, d_model=128, layers=2, heads=4, d_ff=512, log_every=4, eval_every=12,
-                       eval_windows=16, warmup=4, device="cuda", l1=0.003, text=path)
+    return TrainConfig(
+        steps=24,
+        batch=16,
+        context=128,
+        d_model=128,
+        layers=2,
+        heads=4,
+        d_ff=512,
+        log_every=4,
+        eval_every=12,
+        eval_windows=16,
+        warmup=4,
+        device="cuda",
+        l1=0.003,
+        text=path,
+    )
 
 
 def options(config):
     """The command's options for all that differs from its defaults."""
     plain = TrainConfig()
-    changed = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-               if getattr(config, field.name) != getattr(plain, field.name)}
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(plain, field.name)
+    }
     return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in changed.items()]
 
 
@@ -60,9 +96,15 @@ def options(config):
 def runs(base, tmp_path_factory):
     """The folder of each run by its name, and what the processes printed."""
     folder = tmp_path_factory.mktemp("runs")
-    ways = {**{name: (changes, 0) for name, changes in RUNS.items()}, **{name: (changes, 130) for name, changes in STOPPED.items()},
-            **{f"{parallel}-diverges": ({"parallel": parallel, **DIVERGES}, 2) for parallel in ("ddp", "fsdp")}}
-    asked = [([*options(dataclasses.replace(base, **changes)), f"--out={folder / name}"], status) for name, (changes, status) in ways.items()]
+    ways = {
+        **{name: (changes, 0) for name, changes in RUNS.items()},
+        **{name: (changes, 130) for name, changes in STOPPED.items()},
+        **{f"{parallel}-diverges": ({"parallel": parallel, **DIVERGES}, 2) for parallel in ("ddp", "fsdp")},
+    }
+    asked = [
+        ([*options(dataclasses.replace(base, **changes)), f"--out={folder / name}"], status)
+        for name, (changes, status) in ways.items()
+    ]
     with torchrun(SEVERAL, "cuda", json.dumps(asked)) as ran:
         said = ran.communicate(timeout=500)
     assert ran.returncode == 0, said[1]
@@ -115,7 +157,9 @@ def test_layers_go_over_to_the_kernels_together(runs, alone, name):
         assert paths["graphs"]["whole"] == ("ddp" in name)
     changes = {key: value for key, value in RUNS["ddp-auto"].items() if key not in ("parallel", "kernels")}
     plain = alone(**changes)
-    assert found[-1]["ce"] == pytest.approx(plain.history[-1]["ce"], rel=5 * BFLOAT16)  # 60 steps at a high rate, not 24
+    assert found[-1]["ce"] == pytest.approx(
+        plain.history[-1]["ce"], rel=5 * BFLOAT16
+    )  # 60 steps at a high rate, not 24
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -124,7 +168,7 @@ def test_one_gpu_goes_on_where_two_stopped(runs, alone, base, name):
     state, changes = checkpoint.load(runs[0] / name), STOPPED[name]
     assert 1 < state.step < base.steps
     result = train(dataclasses.replace(base, **changes), resume=runs[0] / name, progress=False)
-    assert result.history[:len(state.history)] == state.history
+    assert result.history[: len(state.history)] == state.history
     unbroken = alone(**{key: value for key, value in changes.items() if key in EVERYTHING})
     close(result.history, unbroken.history, BFLOAT16 if "dtype" in changes else FLOAT32)
 
@@ -155,7 +199,11 @@ def test_more_processes_than_gpus_are_refused(base):
     gpus = torch.cuda.device_count()
     with torchrun("-m", "twell_lab.train", *options(base), processes=gpus + 1) as ran:
         said = ran.communicate(timeout=120)[1]
-    assert ran.returncode and f"{gpus + 1} processes were started on a machine with {gpus} GPUs" in said and "nproc-per-node" in said
+    assert (
+        ran.returncode
+        and f"{gpus + 1} processes were started on a machine with {gpus} GPUs" in said
+        and "nproc-per-node" in said
+    )
 
 
 @pytest.mark.parametrize("path", differentiable.PATHS)
@@ -166,7 +214,9 @@ def test_a_layer_on_the_second_gpu_from_the_first(path):
     for device in ("cuda:0", "cuda:1"):
         leaves = [None if t is None else t.to(device).requires_grad_() for t in made]
         y, l1, _ = differentiable.train_ffn(*leaves, path=path)
-        gradients = torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy.to(device), torch.ones_like(l1)])
+        gradients = torch.autograd.grad(
+            [y, l1], [t for t in leaves if t is not None], [dy.to(device), torch.ones_like(l1)]
+        )
         assert all(t.device == torch.device(device) for t in (y, l1, *gradients))
         results.append([t.cpu() for t in (y, l1, *gradients)])
     assert all(map(torch.equal, *results))

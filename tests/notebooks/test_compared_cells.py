@@ -40,8 +40,10 @@ def code(notebook: dict) -> list[dict]:
 
 def compared(notebook: dict) -> int:
     """Cells that nbval really compares: marked, with something stored, and run (it skips those never counted)."""
-    return sum(MARK in source(cell) and bool(cell["outputs"]) and cell["execution_count"] is not None
-               for cell in code(notebook))
+    return sum(
+        MARK in source(cell) and bool(cell["outputs"]) and cell["execution_count"] is not None
+        for cell in code(notebook)
+    )
 
 
 def faults(notebook: dict) -> list[str]:
@@ -129,18 +131,25 @@ def test_counting_leaves_out_what_nbval_would_skip():
     assert compared(notebook_with({"outputs": [PRINTED], "source": ["1"]})) == 0
 
 
-@pytest.mark.parametrize("breach", [
-    notebook_with({}, widgets={}),
-    notebook_with({}, kernelspec={"name": "mine"}),
-    notebook_with({"source": ["1\n", MARK]}),
-    notebook_with({"execution_count": None}),
-    notebook_with({"outputs": [{"output_type": "error", "ename": "ValueError"}]}),
-    notebook_with({"source": ["1"], "outputs": [{"output_type": "display_data", "data": {WIDGET: {}}}]}),
-    notebook_with({"source": ["1"], "outputs": [
-        {"output_type": "display_data", "data": {"application/vnd.plotly.v1+json": {}}}]}),
-    notebook_with({"outputs": [{"output_type": "display_data", "data": {"image/png": ""}}]}),
-    notebook_with({"source": ["1"], "outputs": [PRINTED | {"text": ["x" * MOST_OUTPUT]}]}),
-])
+@pytest.mark.parametrize(
+    "breach",
+    [
+        notebook_with({}, widgets={}),
+        notebook_with({}, kernelspec={"name": "mine"}),
+        notebook_with({"source": ["1\n", MARK]}),
+        notebook_with({"execution_count": None}),
+        notebook_with({"outputs": [{"output_type": "error", "ename": "ValueError"}]}),
+        notebook_with({"source": ["1"], "outputs": [{"output_type": "display_data", "data": {WIDGET: {}}}]}),
+        notebook_with(
+            {
+                "source": ["1"],
+                "outputs": [{"output_type": "display_data", "data": {"application/vnd.plotly.v1+json": {}}}],
+            }
+        ),
+        notebook_with({"outputs": [{"output_type": "display_data", "data": {"image/png": ""}}]}),
+        notebook_with({"source": ["1"], "outputs": [PRINTED | {"text": ["x" * MOST_OUTPUT]}]}),
+    ],
+)
 def test_faults_are_found(breach):
     assert len(faults(breach)) == 1
 

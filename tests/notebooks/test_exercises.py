@@ -67,7 +67,9 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
     file.write_text(given)
     exercises.check(name, str(file))
     said = verdict(capsys)
-    assert said.startswith("Not yet: the counts are right. But the loads touch 4,096 sectors")  # handed out right, and slow
+    assert said.startswith(
+        "Not yet: the counts are right. But the loads touch 4,096 sectors"
+    )  # handed out right, and slow
     file.write_text(answer)
     exercises.check(name, str(file))
     assert verdict(capsys).startswith(exercises.RIGHT)
@@ -77,9 +79,11 @@ def test_the_folded_kernel_passes_and_what_is_handed_out_does_not(name, tmp_path
 WRONG_KERNELS = {
     "no bound": ("c < width && fires(in[c])", "fires(in[c])", "found an OutOfBounds"),
     "every lane writes": ("if (threadIdx.x == 0) counts", "counts", "found a GlobalRace"),
-    "every sector twice": ("base += WARP) {\n        const int c = base + threadIdx.x;",
-                           "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
-                           "touch 512 sectors, and the values lie in 256"),
+    "every sector twice": (
+        "base += WARP) {\n        const int c = base + threadIdx.x;",
+        "base += 2 * WARP) for (int k = 0; k < 2; ++k) {\n        const int c = base + 2 * threadIdx.x + k;",
+        "touch 512 sectors, and the values lie in 256",
+    ),
     "last strip forgotten": ("base < width", "base + WARP <= width", "should be"),
     "does not compile": ("const int c", "const int d", "does not compile"),
     "another name": ("void tile_counts", "void count_tiles", "tile_counts"),
@@ -171,12 +175,16 @@ WRONG = {
         lambda tokens, d_ff: -(-tokens // 128) * -(-d_ff // 256) // 66,
     ],
     "pool_starts": [
-        lambda counts: [sum(max(0, c - 31) for c in counts[:i]) for i in range(len(counts))],  # rows that have nothing there
+        lambda counts: [
+            sum(max(0, c - 31) for c in counts[:i]) for i in range(len(counts))
+        ],  # rows that have nothing there
         lambda counts: pool_starts(counts, keep_place=False),
         lambda counts: pool_starts(counts, slots=32),
     ],
     "neuron_lists": [
-        lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row] for n in sorted({n for row in rows for n in row})],
+        lambda rows, d_ff: [
+            [t for t, row in enumerate(rows) if n in row] for n in sorted({n for row in rows for n in row})
+        ],
         lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row][::-1] for n in range(d_ff)],
         lambda rows, d_ff: rows,
     ],

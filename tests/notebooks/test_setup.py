@@ -37,8 +37,9 @@ def test_dtype_on_a_cpu():
     assert notebook_module.dtype_for("cpu") == torch.float32
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("plotly_mimetype+notebook", "plotly_mimetype"), ("colab", "colab"), ("vscode", "vscode")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("plotly_mimetype+notebook", "plotly_mimetype"), ("colab", "colab"), ("vscode", "vscode")]
+)
 def test_a_host_keeps_its_renderer_and_no_script_is_written_into_a_notebook(before, after):
     pio.renderers.default = before
     assert notebook_module.use_renderer() == after == pio.renderers.default
@@ -68,16 +69,21 @@ def stored(*outputs, first="- **Stored figures:** not made yet"):
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
     setup = new_output("stream", name="stdout", text="This machine: a toaster; 2026-01-01\n")
-    cells = [new_markdown_cell(first), new_code_cell("setup()", outputs=[setup]),
-             new_code_cell("work()", outputs=[new_output(kind, **fields) for kind, fields in outputs])]
+    cells = [
+        new_markdown_cell(first),
+        new_code_cell("setup()", outputs=[setup]),
+        new_code_cell("work()", outputs=[new_output(kind, **fields) for kind, fields in outputs]),
+    ]
     return new_notebook(cells=cells, metadata={"widgets": {}, "kernelspec": {"name": "mine", "display_name": "Mine"}})
 
 
 def test_storing_stamps_the_first_cell_and_drops_widgets(store):
     notebook = stored(
-        ("stream", {"name": "stdout", "text": "a"}), ("stream", {"name": "stdout", "text": "b\n"}),
+        ("stream", {"name": "stdout", "text": "a"}),
+        ("stream", {"name": "stdout", "text": "b\n"}),
         ("display_data", {"data": {store.WIDGET: {"model_id": "1"}, "text/plain": "VBox()"}}),
-        ("display_data", {"data": {FIGURE: {}, PICTURE: "", "text/plain": "Figure({...})"}}))
+        ("display_data", {"data": {FIGURE: {}, PICTURE: "", "text/plain": "Figure({...})"}}),
+    )
     store.tidy(notebook)
     assert notebook.cells[0].source == "- **Stored figures:** a toaster; 2026-01-01"
     assert "widgets" not in notebook.metadata and notebook.metadata.kernelspec.name == "python3"
@@ -85,9 +91,14 @@ def test_storing_stamps_the_first_cell_and_drops_widgets(store):
     assert text.text == "ab\n" and set(figure.data) == {FIGURE, PICTURE}
 
 
-@pytest.mark.parametrize("notebook", [
-    stored(("display_data", {"data": {FIGURE: {}}})), stored(first="# No line to stamp"),
-    stored(("stream", {"name": "stderr", "text": "Traceback, with this machine's paths"}))])
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        stored(("display_data", {"data": {FIGURE: {}}})),
+        stored(first="# No line to stamp"),
+        stored(("stream", {"name": "stderr", "text": "Traceback, with this machine's paths"})),
+    ],
+)
 def test_what_cannot_be_stored_is_refused(store, notebook):
     with pytest.raises(RuntimeError):
         store.tidy(notebook)

@@ -23,8 +23,9 @@ def run(name: str, folder: Path, monkeypatch) -> list:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
     shutil.copy(FOLDER / name, folder)
     notebook = nbformat.read(folder / name, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3",
-                            resources={"metadata": {"path": str(folder)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -42,4 +43,7 @@ def test_the_hopper_notebook_leaves_out_the_simulated_cell_alone(tmp_path, monke
     code = run("05-hopper-kernels.ipynb", tmp_path, monkeypatch)
     assert "apt install g++" in printed(code[0])
     left_out = [cell for cell in code if NEEDS in cell.source.splitlines()]
-    assert left_out == [cell for cell in code if printed(cell) == "Not run: this cell needs a C++ compiler.\n"] and len(left_out) == 1
+    assert (
+        left_out == [cell for cell in code if printed(cell) == "Not run: this cell needs a C++ compiler.\n"]
+        and len(left_out) == 1
+    )

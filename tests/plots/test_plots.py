@@ -16,8 +16,19 @@ from twell_lab.plots import data
 from twell_lab.plots import figures as plots
 from twell_lab.training.config import TrainConfig, TrainResult
 
-ROW = {"kind": "ffn_forward", "device": "CPU", "dtype": "float32", "tokens": 1, "d_model": 2048, "d_ff": 5632,
-       "nnz": 29.0, "path": "twell", "ms": 2.0, "dense_ms": 6.0, "x_dense": 3.0}
+ROW = {
+    "kind": "ffn_forward",
+    "device": "CPU",
+    "dtype": "float32",
+    "tokens": 1,
+    "d_model": 2048,
+    "d_ff": 5632,
+    "nnz": 29.0,
+    "path": "twell",
+    "ms": 2.0,
+    "dense_ms": 6.0,
+    "x_dense": 3.0,
+}
 
 
 def names(figure) -> list[str]:
@@ -27,9 +38,13 @@ def names(figure) -> list[str]:
 def layer(name: str = "layers.0.mlp", fires: torch.Tensor | None = None) -> dict:
     """One layer of a profile as plain data, from a boolean [tokens, d_ff]."""
     fires = torch.eye(4, dtype=torch.bool) if fires is None else fires
-    return {"name": name, "d_ff": fires.shape[1], "density": fires.double().mean().item(),
-            "nnz_histogram": torch.bincount(fires.sum(1), minlength=fires.shape[1] + 1).tolist(),
-            "neuron_frequency": fires.double().mean(0).tolist()}
+    return {
+        "name": name,
+        "d_ff": fires.shape[1],
+        "density": fires.double().mean().item(),
+        "nnz_histogram": torch.bincount(fires.sum(1), minlength=fires.shape[1] + 1).tolist(),
+        "neuron_frequency": fires.double().mean(0).tolist(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +54,23 @@ def firing():
 
 
 def result(**changes) -> TrainResult:
-    history = [{"step": 1, "ce": math.log(2) * 8, "nnz": 64.0},
-               {"step": 10, "ce": math.log(2) * 4, "nnz": 32.0, "val_bits_per_byte": 4.5}]
+    history = [
+        {"step": 1, "ce": math.log(2) * 8, "nnz": 64.0},
+        {"step": 10, "ce": math.log(2) * 4, "nnz": 32.0, "val_bits_per_byte": 4.5},
+    ]
     config = TrainConfig(d_ff=128)
-    values = {"model": LanguageModel(ModelConfig(d_model=8, layers=1, heads=1, d_ff=128)), "config": config,
-              "history": history, "validation_bits_per_byte": 4.5, "mean_nnz": 32.0, "density": [0.25],
-              "dead": [0], "text": {}, "seconds": 1.0, "tokens": 10}
+    values = {
+        "model": LanguageModel(ModelConfig(d_model=8, layers=1, heads=1, d_ff=128)),
+        "config": config,
+        "history": history,
+        "validation_bits_per_byte": 4.5,
+        "mean_nnz": 32.0,
+        "density": [0.25],
+        "dead": [0],
+        "text": {},
+        "seconds": 1.0,
+        "tokens": 10,
+    }
     return TrainResult(**{**values, **changes})
 
 
@@ -56,9 +82,16 @@ def test_training_curves_show_loss_in_bits_and_firing_in_percent():
 
 
 def test_firing_is_the_same_from_a_profile_and_from_plain_data(firing):
-    layers = [{"name": each.name, "d_ff": each.d_ff, "density": each.density,
-               "nnz_histogram": each.nnz_histogram.tolist(),
-               "neuron_frequency": each.neuron_frequency.tolist()} for each in firing.layers]
+    layers = [
+        {
+            "name": each.name,
+            "d_ff": each.d_ff,
+            "density": each.density,
+            "nnz_histogram": each.nnz_histogram.tolist(),
+            "neuron_frequency": each.neuron_frequency.tolist(),
+        }
+        for each in firing.layers
+    ]
     assert plots.firing_by_layer(firing).to_json() == plots.firing_by_layer(layers).to_json()
     assert plots.neuron_frequency(firing, 1).to_json() == plots.neuron_frequency(layers, 1).to_json()
 
@@ -96,8 +129,13 @@ def test_a_layer_that_is_not_there_is_refused(firing):
 
 
 @settings(max_examples=60, deadline=None)
-@given(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), width=st.integers(1, 70),
-       share=st.sampled_from([0.0, 0.2, 1.0]), words=st.integers(2, 33), seed=st.integers(0, 99))
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    width=st.integers(1, 70),
+    share=st.sampled_from([0.0, 0.2, 1.0]),
+    words=st.integers(2, 33),
+    seed=st.integers(0, 99),
+)
 def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words, seed):
     generator = torch.Generator().manual_seed(seed)
     gate = torch.randn(2, width, generator=generator).abs()
@@ -105,12 +143,13 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
     packed = formats.TwELL.from_gate(gate, tile=32, words=words)
     for tile in range(packed.packed.shape[1]):
         at = json.loads(json.dumps(data.tile_of(packed, 1, tile)))
-        part = gate[1, 32 * tile:32 * (tile + 1)]
+        part = gate[1, 32 * tile : 32 * (tile + 1)]
         kept = part.clamp(min=0).nonzero()[:, 0].tolist()
         assert at["count"] == at["words"][0] == len(kept) and at["width"] == len(part)
         assert len(at["words"]) == min(len(kept), words - 1) + 1
-        assert [data.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] \
-            == [(part[column].item(), column) for column in kept]
+        assert [data.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] == [
+            (part[column].item(), column) for column in kept
+        ]
 
 
 def test_the_packed_tile_draws_values_where_they_were():
@@ -143,12 +182,23 @@ def test_a_tile_that_is_not_there_is_refused():
 
 
 def test_speedups_name_who_measured_and_when():
-    recorded = [{**ROW, "device": "NVIDIA Example", "dtype": "bfloat16", "date": "2026-01-02T03:04:05Z",
-                 "stale": stale, "nnz": nnz} for stale, nnz in ((False, 8.0), (True, 30.0))]
+    recorded = [
+        {
+            **ROW,
+            "device": "NVIDIA Example",
+            "dtype": "bfloat16",
+            "date": "2026-01-02T03:04:05Z",
+            "stale": stale,
+            "nnz": nnz,
+        }
+        for stale, nnz in ((False, 8.0), (True, 30.0))
+    ]
     figure = plots.speedups([ROW, {**ROW, "path": "dense eager", "x_dense": 1.0}], recorded)
-    assert names(figure) == ["yours, now: fp32, twell, mean nnz 29",
-                             "recorded on NVIDIA Example, 2026-01-02: bf16, twell, mean nnz 8",
-                             "recorded on NVIDIA Example, 2026-01-02, stale: bf16, twell, mean nnz 30"]
+    assert names(figure) == [
+        "yours, now: fp32, twell, mean nnz 29",
+        "recorded on NVIDIA Example, 2026-01-02: bf16, twell, mean nnz 8",
+        "recorded on NVIDIA Example, 2026-01-02, stale: bf16, twell, mean nnz 30",
+    ]
     assert figure.data[2].line.color == plots.GREY != figure.data[1].line.color
 
 
@@ -159,48 +209,59 @@ def test_speedups_join_what_is_one_workload_and_keep_others_apart():
 
 
 def test_the_compiled_dense_layer_is_one_line_whatever_fires():
-    rows = [{**ROW, "path": "dense compiled", "nnz": nnz, "tokens": tokens} for nnz in (8.0, 29.0)
-            for tokens in (1, 64)]
+    rows = [
+        {**ROW, "path": "dense compiled", "nnz": nnz, "tokens": tokens} for nnz in (8.0, 29.0) for tokens in (1, 64)
+    ]
     figure = plots.speedups(rows)
     assert names(figure) == ["yours, now: fp32, dense compiled"] and list(figure.data[0].x) == [1, 64]
 
 
 def test_speedups_keep_workloads_apart_where_there_are_several():
     rows = [{**ROW, "workload": workload} for workload in ("lognormal", "uniform")]
-    assert names(plots.speedups(rows)) == [f"yours, now: fp32, twell, {workload}, mean nnz 29"
-                                           for workload in ("lognormal", "uniform")]
+    assert names(plots.speedups(rows)) == [
+        f"yours, now: fp32, twell, {workload}, mean nnz 29" for workload in ("lognormal", "uniform")
+    ]
 
 
 def test_speedups_of_labelled_rows_are_one_line_a_label():
-    rows = [{**ROW, "label": f"layer {i}", "tokens": tokens, "nnz": float(tokens)}
-            for i in range(2) for tokens in (1, 64)]
+    rows = [
+        {**ROW, "label": f"layer {i}", "tokens": tokens, "nnz": float(tokens)} for i in range(2) for tokens in (1, 64)
+    ]
     figure = plots.speedups(rows, mine="this tour")
     assert names(figure) == [f"this tour: layer {i}, fp32, twell, mean nnz 64" for i in range(2)]
 
 
 def test_bytes_are_per_token():
-    figure = plots.formats_bytes([{"layer": "layers.0.mlp", "tokens": 10,
-                                   "bytes": {"dense": 1000, "CSR": 100, "ELL": 200, "TwELL": 300}}])
-    assert {trace.name: list(trace.y) for trace in figure.data} \
-        == {"dense": [100.0], "CSR": [10.0], "ELL": [20.0], "TwELL": [30.0]}
+    figure = plots.formats_bytes(
+        [{"layer": "layers.0.mlp", "tokens": 10, "bytes": {"dense": 1000, "CSR": 100, "ELL": 200, "TwELL": 300}}]
+    )
+    assert {trace.name: list(trace.y) for trace in figure.data} == {
+        "dense": [100.0],
+        "CSR": [10.0],
+        "ELL": [20.0],
+        "TwELL": [30.0],
+    }
 
 
-@pytest.mark.parametrize("given, shown", [
-    (["layers.0.mlp", "layers.1.mlp"], ["layer 0", "layer 1"]),
-    (["a.0.mlp", "b.0.mlp"], ["a.0.mlp", "b.0.mlp"]),
-    ([""], ["layer"]),
-])
+@pytest.mark.parametrize(
+    "given, shown",
+    [
+        (["layers.0.mlp", "layers.1.mlp"], ["layer 0", "layer 1"]),
+        (["a.0.mlp", "b.0.mlp"], ["a.0.mlp", "b.0.mlp"]),
+        ([""], ["layer"]),
+    ],
+)
 def test_layers_are_never_merged_by_their_short_names(given, shown):
     assert data.layer_names(given) == shown
 
 
-@pytest.mark.parametrize("value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"),
-                                          (0.001, "0.1%"), (0.00012, "0.012%")])
+@pytest.mark.parametrize(
+    "value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"), (0.001, "0.1%"), (0.00012, "0.012%")]
+)
 def test_shares_keep_two_digits_where_they_are_small(value, shown):
     assert data.share(value) == shown
 
 
-@pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)),
-                                             ([0], (0, 0))])
+@pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)), ([0], (0, 0))])
 def test_percentiles_of_a_histogram(histogram, ends):
     assert data.percentiles(histogram) == ends

@@ -28,7 +28,9 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "tests" / "conftest.py").write_text(
         "def pytest_addoption(parser):\n    parser.addoption('--long', action='store_true')\n"
-        "    for name in ('cases', 'seed'):\n        parser.addoption(f'--attack-{name}', type=int)\n    parser.addoption('--attack-report')\n")
+        "    for name in ('cases', 'seed'):\n        parser.addoption(f'--attack-{name}', type=int)\n    "
+        "parser.addoption('--attack-report')\n"
+    )
     (tmp_path / "tests" / "attack" / "test_own.py").write_text(SUITE)
     with monkeypatch.context() as patch:
         patch.setattr(records.provenance, "kernel_hashes", lambda tree=None: {"smxx_pack": "0" * 64})
@@ -68,7 +70,13 @@ def test_on_a_gpu_the_layers_are_attacked(monkeypatch):
     monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, name, purpose, rows, notes: (name, rows, notes)))
     name, (row,), notes = recordings.attack(seed=2)
     assert asked == {"cases": None, "seconds": 420.0, "device": "cuda"} and name == "attack" and "kernels" not in notes
-    assert row["layers"] == 4 and row["cases"] > 20 and row["rows"] > row["cases"] and row["excused_rows"] == 0 and 0 < row["worst_ratio"] <= 1
+    assert (
+        row["layers"] == 4
+        and row["cases"] > 20
+        and row["rows"] > row["cases"]
+        and row["excused_rows"] == 0
+        and 0 < row["worst_ratio"] <= 1
+    )
     json.dumps(row, allow_nan=False)
     recordings.attack(cases=3)
     assert asked["cases"] == 3 and asked["seconds"] is None
@@ -76,7 +84,11 @@ def test_on_a_gpu_the_layers_are_attacked(monkeypatch):
 
 def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):
     asked = {}
-    monkeypatch.setitem(recordings.RECORDINGS, "attack", lambda **told: asked.update(told) or records.Record.new("attack", "a test's own", [{"attack": "x"}]))
+    monkeypatch.setitem(
+        recordings.RECORDINGS,
+        "attack",
+        lambda **told: asked.update(told) or records.Record.new("attack", "a test's own", [{"attack": "x"}]),
+    )
     monkeypatch.setattr(records.Record, "save", lambda self, folder=None: "there")
     assert cli.main(["record", "attack", "--seed", "4", "--cases", "9"]) == 0 and asked == {"seed": 4, "cases": 9}
     assert cli.main(["record", "cpu", "--cases", "9"]) == 2
@@ -85,14 +97,36 @@ def test_the_command_takes_them_for_the_attack_alone(monkeypatch, capsys):
 
 def test_the_table_of_the_readme():
     def record(date, gpu, rows):
-        return records.Record(name="attack", purpose="a test's own", rows=rows, date=date, commit=None, dirty=None, kernels={},
-                              machine={"gpus": [{"name": "NVIDIA H100"}]} if gpu else {"gpus": []})
+        return records.Record(
+            name="attack",
+            purpose="a test's own",
+            rows=rows,
+            date=date,
+            commit=None,
+            dirty=None,
+            kernels={},
+            machine={"gpus": [{"name": "NVIDIA H100"}]} if gpu else {"gpus": []},
+        )
 
-    layers = {"attack": "layers on a GPU", "cases": 20000, "rows": 3000000, "excused_rows": 2, "overflowed_rows": 1, "rounded_rows": 0,
-              "worst_ratio": 0.91}
-    made = [record("2026-01-01T00:00:00Z", False, [{"attack": "old", "cases": 1}]), record("2026-01-02T00:00:00Z", True, [layers]),
-            record("2026-01-03T00:00:00Z", False, [{"attack": "formats", "cases": 100000}, {"suite": "attack", "passed": 3}])]
+    layers = {
+        "attack": "layers on a GPU",
+        "cases": 20000,
+        "rows": 3000000,
+        "excused_rows": 2,
+        "overflowed_rows": 1,
+        "rounded_rows": 0,
+        "worst_ratio": 0.91,
+    }
+    made = [
+        record("2026-01-01T00:00:00Z", False, [{"attack": "old", "cases": 1}]),
+        record("2026-01-02T00:00:00Z", True, [layers]),
+        record(
+            "2026-01-03T00:00:00Z", False, [{"attack": "formats", "cases": 100000}, {"suite": "attack", "passed": 3}]
+        ),
+    ]
     lines = recordings.attack_table(made).splitlines()
-    assert lines[2:] == ["| layers on a GPU | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-02 |",
-                         "| formats | 100,000 |  |  |  | a CPU, 2026-01-03 |"]
+    assert lines[2:] == [
+        "| layers on a GPU | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-02 |",
+        "| formats | 100,000 |  |  |  | a CPU, 2026-01-03 |",
+    ]
     assert "nothing is recorded yet" in recordings.attack_table([])

@@ -1,4 +1,5 @@
-"""The report of the GPU tests: every file in a process of its own, all of them heard before anything is said to have failed."""
+"""The report of the GPU tests: every file in a process of its own, all of them heard before anything is said to have
+failed."""
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def plain_record(monkeypatch):
     """No hash of kernels that are not there."""
-    monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, name, purpose, rows, notes, kernels: (name, rows, notes)))
+    monkeypatch.setattr(
+        records.Record, "new", classmethod(lambda cls, name, purpose, rows, notes, kernels: (name, rows, notes))
+    )
 
 
 def test_all_files_are_run_and_counted(folder):
@@ -50,7 +53,9 @@ def test_every_failure_is_told(folder):
 
 def test_an_error_of_another_kind_is_not_hidden(folder, monkeypatch):
     (folder / "test_a.py").write_text(GOOD)
-    monkeypatch.setattr(recordings.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError("no processes left")))
+    monkeypatch.setattr(
+        recordings.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError("no processes left"))
+    )
     with pytest.raises(OSError, match="no processes left"):
         recordings.gpu_tests()
 

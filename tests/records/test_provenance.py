@@ -1,4 +1,5 @@
-"""The hash of a kernel: blind to comments, white space, names and places of files, sensitive to all else; and what hangs on it."""
+"""The hash of a kernel: blind to comments, white space, names and places of files, sensitive to all else; and what
+hangs on it."""
 
 import json
 import shutil
@@ -15,7 +16,7 @@ from twell_lab.core.errors import RecordError
 from twell_lab.records import provenance
 from twell_lab.records import record as records
 
-CUDA = '''#include "shared.cuh"
+CUDA = """#include "shared.cuh"
 #define SQUARE(x) ((x) * (x))
 #define EMPTY
 extern "C" __global__ void scale(float* y, const int n) {
@@ -24,7 +25,7 @@ extern "C" __global__ void scale(float* y, const int n) {
     asm volatile("{ // not a comment: part of the string\\n}" ::: "memory");
     char slash = '/', quote = '"';
 }
-'''
+"""
 SHARED = """#pragma once
 #define WIDE 4
 """
@@ -48,7 +49,7 @@ def scale(y, *, stream=None):
 def other():
     return UNUSED
 '''
-TOOLS = '''from .errors import InputError
+TOOLS = """from .errors import InputError
 
 LIMIT = 7
 
@@ -65,7 +66,7 @@ def run(file, arguments, block):
     if len(arguments) > LIMIT:
         raise InputError("too many")
     return Kept().of(arguments), block
-'''
+"""
 SIZES = "BLOCK = 128\nGRID = 64\n"
 
 
@@ -82,7 +83,14 @@ def tree_of_one(tmp_path):
 
     def tree(**changed: str) -> str:
         top = tmp_path / str(next(made))
-        texts = {"cuda": CUDA, "shared": SHARED, "launch": LAUNCH, "tools": TOOLS, "sizes": SIZES, "errors": "class InputError(Exception):\n    pass\n"}
+        texts = {
+            "cuda": CUDA,
+            "shared": SHARED,
+            "launch": LAUNCH,
+            "tools": TOOLS,
+            "sizes": SIZES,
+            "errors": "class InputError(Exception):\n    pass\n",
+        }
         for name, text in (texts | changed).items():
             folder = "kernels" if name in ("cuda", "shared") else "twell_lab"
             file = {"cuda": "smxx_scale.cu", "shared": "shared.cuh"}.get(name, f"{name}.py")
@@ -93,32 +101,38 @@ def tree_of_one(tmp_path):
     return tree
 
 
-@pytest.mark.parametrize("old, new", [
-    ("// one thread a value", ""),
-    ("/* in place */", "/* something\n else * entirely // here */ /**/"),
-    ("    int i =", "\tint\n  i  =  // here\n "),
-    ("(float* y, const int n)", "(float *y,const int n)"),
-    ("#define EMPTY\n", "#define EMPTY   // nothing\n\n\n"),
-    ("((x) * (x))", "\\\n   ((x)*(x))"),
-    ("extern", "// a comment that goes on \\\n over the next line\nextern"),
-])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("// one thread a value", ""),
+        ("/* in place */", "/* something\n else * entirely // here */ /**/"),
+        ("    int i =", "\tint\n  i  =  // here\n "),
+        ("(float* y, const int n)", "(float *y,const int n)"),
+        ("#define EMPTY\n", "#define EMPTY   // nothing\n\n\n"),
+        ("((x) * (x))", "\\\n   ((x)*(x))"),
+        ("extern", "// a comment that goes on \\\n over the next line\nextern"),
+    ],
+)
 def test_comments_and_white_space_in_cuda_do_not_count(tree_of_one, old, new):
     assert old in CUDA
     assert tree_of_one() == tree_of_one(cuda=CUDA.replace(old, new, 1))
 
 
-@pytest.mark.parametrize("old, new", [
-    ("i < n", "i <= n"),
-    ("int i", "inti"),
-    ("+ 1'000.5e-3f", "- 1'000.5e-3f"),
-    ("// not a comment", "//  not a comment"),
-    ("SQUARE(x) (", "SQUARE (x) ("),
-    ("#define EMPTY\n", "#define EMPTY "),
-    ("((x) * (x))", "((x) + (x))"),
-    ("'/'", "' '"),
-    ("y[i] = ", "y[i] += "),
-    ("y[i]) + 1", "y[i]) + + 1"),
-])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("i < n", "i <= n"),
+        ("int i", "inti"),
+        ("+ 1'000.5e-3f", "- 1'000.5e-3f"),
+        ("// not a comment", "//  not a comment"),
+        ("SQUARE(x) (", "SQUARE (x) ("),
+        ("#define EMPTY\n", "#define EMPTY "),
+        ("((x) * (x))", "((x) + (x))"),
+        ("'/'", "' '"),
+        ("y[i] = ", "y[i] += "),
+        ("y[i]) + 1", "y[i]) + + 1"),
+    ],
+)
 def test_code_in_cuda_counts(tree_of_one, old, new):
     assert old in CUDA
     assert tree_of_one() != tree_of_one(cuda=CUDA.replace(old, new, 1))
@@ -128,38 +142,44 @@ def test_two_plus_signs_are_not_one_increment(tree_of_one):
     assert tree_of_one(cuda="int f(int a) { return a+ +a; }") != tree_of_one(cuda="int f(int a) { return a++a; }")
 
 
-@pytest.mark.parametrize("text, old, new", [
-    (LAUNCH, "  # for the environment", ""),
-    (LAUNCH, "[y,\n            stream]", "[y, stream]"),
-    (LAUNCH, "\n\n\ndef", "\n# more\n\ndef"),
-    (LAUNCH, "    ", "  "),
-    (LAUNCH, '"""Docstring."""', '"""Another."""'),
-    (LAUNCH, "def scale(y, *, stream=None):", "def scale(y: list, *, stream: int | None = None) -> tuple:"),
-    (LAUNCH, "UNUSED = 1", "UNUSED = 2"),
-    (LAUNCH, "smxx_scale.cu", "smxx_other.cu"),
-    (LAUNCH, "return UNUSED", "return -UNUSED"),
-    (LAUNCH, "import os", "import sys"),
-    (TOOLS, "LIMIT = 7", "LIMIT: int = 7"),
-    (TOOLS, "import simulator", "import something"),
-])
+@pytest.mark.parametrize(
+    "text, old, new",
+    [
+        (LAUNCH, "  # for the environment", ""),
+        (LAUNCH, "[y,\n            stream]", "[y, stream]"),
+        (LAUNCH, "\n\n\ndef", "\n# more\n\ndef"),
+        (LAUNCH, "    ", "  "),
+        (LAUNCH, '"""Docstring."""', '"""Another."""'),
+        (LAUNCH, "def scale(y, *, stream=None):", "def scale(y: list, *, stream: int | None = None) -> tuple:"),
+        (LAUNCH, "UNUSED = 1", "UNUSED = 2"),
+        (LAUNCH, "smxx_scale.cu", "smxx_other.cu"),
+        (LAUNCH, "return UNUSED", "return -UNUSED"),
+        (LAUNCH, "import os", "import sys"),
+        (TOOLS, "LIMIT = 7", "LIMIT: int = 7"),
+        (TOOLS, "import simulator", "import something"),
+    ],
+)
 def test_what_decides_nothing_in_python_does_not_count(tree_of_one, text, old, new):
     assert old in text
     assert tree_of_one() == tree_of_one(**{"launch" if text is LAUNCH else "tools": text.replace(old, new)})
 
 
-@pytest.mark.parametrize("name, text, old, new", [
-    ("launch", LAUNCH, "is None", "is not None"),
-    ("launch", LAUNCH, "# kept", "#  kept"),
-    ("launch", LAUNCH, "{10}", "{11}"),
-    ("launch", LAUNCH, "stream], BLOCK)", "stream], 2 * BLOCK)"),
-    ("launch", LAUNCH, "import BLOCK", "import GRID as BLOCK"),
-    ("tools", TOOLS, "LIMIT = 7", "LIMIT = 8"),
-    ("tools", TOOLS, "room: int = 3", "room: int = 4"),
-    ("tools", TOOLS, "return self.room", "return -self.room"),
-    ("tools", TOOLS, 'raise InputError("too many")', "pass"),
-    ("sizes", SIZES, "128", "256"),
-    ("shared", SHARED, "WIDE 4", "WIDE 8"),
-])
+@pytest.mark.parametrize(
+    "name, text, old, new",
+    [
+        ("launch", LAUNCH, "is None", "is not None"),
+        ("launch", LAUNCH, "# kept", "#  kept"),
+        ("launch", LAUNCH, "{10}", "{11}"),
+        ("launch", LAUNCH, "stream], BLOCK)", "stream], 2 * BLOCK)"),
+        ("launch", LAUNCH, "import BLOCK", "import GRID as BLOCK"),
+        ("tools", TOOLS, "LIMIT = 7", "LIMIT = 8"),
+        ("tools", TOOLS, "room: int = 3", "room: int = 4"),
+        ("tools", TOOLS, "return self.room", "return -self.room"),
+        ("tools", TOOLS, 'raise InputError("too many")', "pass"),
+        ("sizes", SIZES, "128", "256"),
+        ("shared", SHARED, "WIDE 4", "WIDE 8"),
+    ],
+)
 def test_what_is_reached_counts(tree_of_one, name, text, old, new):
     assert old in text
     assert tree_of_one() != tree_of_one(**{name: text.replace(old, new)})
@@ -174,7 +194,9 @@ def test_a_name_of_the_functions_own_hides_the_modules(tree_of_one):
 def test_moved_and_renamed_files_keep_their_hash(tree_of_one, monkeypatch):
     before = tree_of_one()
     monkeypatch.setattr(provenance, "LAUNCHED_BY", {"smxx_scale": ("elsewhere.scale",)})
-    moved = LAUNCH.replace("from . import tools", "from . import others as tools").replace("from .sizes", "from .numbers")
+    moved = LAUNCH.replace("from . import tools", "from . import others as tools").replace(
+        "from .sizes", "from .numbers"
+    )
     assert before == tree_of_one(elsewhere=moved, others=TOOLS, numbers=SIZES)
 
 
@@ -207,11 +229,14 @@ def test_a_change_of_one_kernel_is_its_own_alone(copy):
     before = provenance.kernel_hashes(copy)
     kernel = copy / "kernels" / "smxx_transpose.cu"
     kernel.write_text(kernel.read_text() + "\n__device__ int one_more;\n")
-    assert [name for name, value in provenance.kernel_hashes(copy).items() if value != before[name]] == ["smxx_transpose"]
+    assert [name for name, value in provenance.kernel_hashes(copy).items() if value != before[name]] == [
+        "smxx_transpose"
+    ]
 
 
-words = st.sampled_from(["a", "b1", "0x1f", "1.5e-3f", "\"s // t\"", "'c'", "->", "<<=", "++", "+", "(", ")",
-                         "{", "}", ";", "<", ">", "::"])
+words = st.sampled_from(
+    ["a", "b1", "0x1f", "1.5e-3f", '"s // t"', "'c'", "->", "<<=", "++", "+", "(", ")", "{", "}", ";", "<", ">", "::"]
+)
 gaps = st.sampled_from([" ", "\n", "\t", "  // note\n", " /* a */ ", "\\\n ", "\n\n"])
 
 
@@ -220,6 +245,7 @@ gaps = st.sampled_from([" ", "\n", "\t", "  // note\n", " /* a */ ", "\\\n ", "\
 def test_only_the_tokens_of_cuda_matter(tokens, data):
     def spelled():
         return "".join(word + data.draw(gaps) for word in tokens)
+
     assert provenance.cuda_tokens(spelled()) == provenance.cuda_tokens(spelled()) == tokens
 
 
@@ -243,9 +269,17 @@ def copy(tmp_path):
 
 def report(tree: Path, date: str = "2026-01-01T00:00:00Z", **tests) -> Path:
     """A synthetic GPU test report for the kernels of this tree, saved into it."""
-    record = records.Record(name="gpu-tests", purpose="a test's own", rows=[], date=date, commit=None,
-                            dirty=None, kernels=provenance.kernel_hashes(tree), machine={},
-                            notes={"gpu_tests": {"passed": 3, "failed": 0, **tests}})
+    record = records.Record(
+        name="gpu-tests",
+        purpose="a test's own",
+        rows=[],
+        date=date,
+        commit=None,
+        dirty=None,
+        kernels=provenance.kernel_hashes(tree),
+        machine={},
+        notes={"gpu_tests": {"passed": 3, "failed": 0, **tests}},
+    )
     return record.save(tree / "data" / "records")
 
 
@@ -278,8 +312,10 @@ def test_a_changed_kernel_fails_until_it_is_tested_or_named(copy):
 
 def test_changed_launch_code_and_formats_fail_too(copy):
     report(copy)
-    for module, old, new, kernel in (("launch", "_PACK_BLOCKS = {1: (128", "_PACK_BLOCKS = {1: (256", "smxx_pack"),
-                                     ("formats", "WORDS = 256, 32", "WORDS = 128, 32", "smxx_down")):
+    for module, old, new, kernel in (
+        ("launch", "_PACK_BLOCKS = {1: (128", "_PACK_BLOCKS = {1: (256", "smxx_pack"),
+        ("formats", "WORDS = 256, 32", "WORDS = 128, 32", "smxx_down"),
+    ):
         path = copy / "twell_lab" / f"{module}.py"
         text = path.read_text()
         assert old in text
@@ -331,10 +367,27 @@ def test_the_ordinary_suite_fails_when_a_kernel_changes(copy):
     shutil.copy(__file__, target / "test_provenance.py")
 
     def suite() -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(copy),
-                   "-k", "test_this_tree_keeps_its_promise", str(target / "test_provenance.py")]
-        return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120,
-                              env={"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"})
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(copy),
+            "-k",
+            "test_this_tree_keeps_its_promise",
+            str(target / "test_provenance.py"),
+        ]
+        return subprocess.run(
+            command,
+            cwd=copy,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
 
     report(copy)
     before = suite()

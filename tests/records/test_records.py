@@ -15,28 +15,55 @@ from twell_lab.core.errors import RecordError
 from twell_lab.records import provenance
 from twell_lab.records import record as records
 
-ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16", "tokens": 4, "d_model": 8,
-       "d_ff": 16, "nnz": 2.5, "workload": "lognormal", "path": "twell", "ms": 0.5, "dense_ms": 1.0,
-       "x_dense": 2.0, "spread": 0.01, "samples": [0.5, 0.51], "peak_bytes": 1024}
+ROW = {
+    "kind": "ffn_forward",
+    "device": "NVIDIA Example",
+    "dtype": "bfloat16",
+    "tokens": 4,
+    "d_model": 8,
+    "d_ff": 16,
+    "nnz": 2.5,
+    "workload": "lognormal",
+    "path": "twell",
+    "ms": 0.5,
+    "dense_ms": 1.0,
+    "x_dense": 2.0,
+    "spread": 0.01,
+    "samples": [0.5, 0.51],
+    "peak_bytes": 1024,
+}
 
 
 def make(**changes) -> records.Record:
-    values = {"name": "example", "purpose": "a test's own", "rows": [dict(ROW)],
-              "date": "2026-01-02T03:04:05Z", "commit": "c" * 40, "dirty": False, "kernels": {},
-              "machine": {"os": "Linux"}, "notes": {"why": "none"}}
+    values = {
+        "name": "example",
+        "purpose": "a test's own",
+        "rows": [dict(ROW)],
+        "date": "2026-01-02T03:04:05Z",
+        "commit": "c" * 40,
+        "dirty": False,
+        "kernels": {},
+        "machine": {"os": "Linux"},
+        "notes": {"why": "none"},
+    }
     return records.Record(**{**values, **changes})
 
 
-leaves = (st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.text()
-          | st.floats(allow_nan=False, allow_infinity=False))
-plain = st.recursive(leaves, lambda inner: (st.lists(inner, max_size=3)
-                                            | st.dictionaries(st.text(), inner, max_size=3)), max_leaves=8)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+plain = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8
+)
 free_rows = st.dictionaries(st.text().filter(lambda key: key != "kind"), plain, max_size=4)
 
 
 @settings(max_examples=40, deadline=None)
-@given(notes=st.dictionaries(st.text(), plain, max_size=4),
-       rows=st.lists(free_rows, max_size=3))
+@given(notes=st.dictionaries(st.text(), plain, max_size=4), rows=st.lists(free_rows, max_size=3))
 def test_what_is_saved_is_what_is_loaded(tmp_path_factory, notes, rows):
     record = make(notes=notes, rows=[*rows, ROW])
     path = record.save(tmp_path_factory.mktemp("records"))
@@ -80,20 +107,43 @@ def test_flat_rows_have_exactly_the_listed_keys():
 
 def test_only_gpu_rows_of_other_kernels_are_stale():
     rows = [ROW, {**ROW, "device": "cpu"}]
-    assert [row["stale"] for row in records.flat_rows([make(rows=rows, kernels={"smxx_pack": "0" * 64})])] == [True, False]
+    assert [row["stale"] for row in records.flat_rows([make(rows=rows, kernels={"smxx_pack": "0" * 64})])] == [
+        True,
+        False,
+    ]
     present = make(rows=rows, kernels=provenance.kernel_hashes())
     assert [row["stale"] for row in records.flat_rows([present])] == [False, False]
     unknown = make(rows=rows, kernels=None, kernel_hash="0" * 64, schema=1)
     assert [row["stale"] for row in records.flat_rows([unknown])] == [True, False]
-    without = make(rows=rows, kernels=None, kernel_hash="0" * 64, schema=1, notes={"kernels": "off: torch's dense path"})  # none of them ran
+    without = make(
+        rows=rows, kernels=None, kernel_hash="0" * 64, schema=1, notes={"kernels": "off: torch's dense path"}
+    )  # none of them ran
     assert [row["stale"] for row in records.flat_rows([without])] == [False, False]
 
 
-@pytest.mark.parametrize("field, value", [
-    ("schema", 3), ("name", ""), ("name", "Two Words"), ("name", "../up"), ("purpose", " "),
-    ("date", "yesterday"), ("date", None), ("commit", 7), ("dirty", "no"), ("dirty", 1), ("schema", True), ("kernel_hash", "abc"), ("kernels", None), ("kernels", {"smxx_pack": "abc"}),
-    ("machine", None), ("notes", []), ("rows", {}), ("rows", [1]),
-])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("schema", 3),
+        ("name", ""),
+        ("name", "Two Words"),
+        ("name", "../up"),
+        ("purpose", " "),
+        ("date", "yesterday"),
+        ("date", None),
+        ("commit", 7),
+        ("dirty", "no"),
+        ("dirty", 1),
+        ("schema", True),
+        ("kernel_hash", "abc"),
+        ("kernels", None),
+        ("kernels", {"smxx_pack": "abc"}),
+        ("machine", None),
+        ("notes", []),
+        ("rows", {}),
+        ("rows", [1]),
+    ],
+)
 def test_a_wrong_field_is_named(tmp_path, field, value):
     with pytest.raises(RecordError, match=field):
         make(**{field: value})
@@ -103,10 +153,28 @@ def test_a_wrong_field_is_named(tmp_path, field, value):
         records.load(path)
 
 
-@pytest.mark.parametrize("key, value", [("ms", 0), ("ms", None), ("ms", True), ("ms", "fast"), ("device", ""),
-                                        ("path", None), ("kind", 3), ("ms", 10**400), ("ms", float("nan")), ("tokens", "4"),
-                                        ("tokens", float("nan")), ("d_ff", [8]), ("nnz", float("inf")), ("x_dense", 2**63),
-                                        ("spread", True), ("dtype", 16), ("workload", {})])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("ms", 0),
+        ("ms", None),
+        ("ms", True),
+        ("ms", "fast"),
+        ("device", ""),
+        ("path", None),
+        ("kind", 3),
+        ("ms", 10**400),
+        ("ms", float("nan")),
+        ("tokens", "4"),
+        ("tokens", float("nan")),
+        ("d_ff", [8]),
+        ("nnz", float("inf")),
+        ("x_dense", 2**63),
+        ("spread", True),
+        ("dtype", 16),
+        ("workload", {}),
+    ],
+)
 def test_a_wrong_row_is_named(key, value):
     with pytest.raises(RecordError, match=rf"rows\[1\].{key}"):
         make(rows=[ROW, {**ROW, key: value}])
@@ -140,6 +208,7 @@ def test_what_json_has_no_form_for_is_refused(tmp_path, value):
 def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
         files.write_atomically(tmp_path / "page.html", "text")
@@ -149,6 +218,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
 def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(RecordError, match=f"{tmp_path}.*No space left"):
         files.write_atomically(tmp_path / "page.html", "text")
@@ -182,8 +252,18 @@ def test_the_commit_of_a_surrounding_project_is_not_ours(tmp_path, monkeypatch):
 def test_datasheet_figures_are_sourced_and_dated():
     sheet = json.loads((folders.data_dir() / "gpus.json").read_text())
     for gpu in sheet["gpus"]:
-        assert set(gpu) == {"name", "driver_names", "capability", "memory_gb", "bandwidth_gb_s", "l2_mb",
-                            "tensor_tflops", "tensor_dtype", "source", "source_date"}, gpu["name"]
+        assert set(gpu) == {
+            "name",
+            "driver_names",
+            "capability",
+            "memory_gb",
+            "bandwidth_gb_s",
+            "l2_mb",
+            "tensor_tflops",
+            "tensor_dtype",
+            "source",
+            "source_date",
+        }, gpu["name"]
         assert gpu["source"] and re.fullmatch(r"20\d\d", gpu["source_date"]), gpu["name"]
         assert gpu["bandwidth_gb_s"] > 0 and gpu["tensor_tflops"] > 0 and gpu["memory_gb"] > 0, gpu["name"]
         assert gpu["tensor_dtype"] == ("float16" if gpu["capability"] == "7.5" else "bfloat16"), gpu["name"]
@@ -191,8 +271,21 @@ def test_datasheet_figures_are_sourced_and_dated():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("tests", [{"passed": "many", "failed": 0}, {"passed": True, "failed": 0}, {"passed": 3, "failed": False}, {"passed": 3},
-                                   {"passed": 3, "failed": 1}, {"passed": 0, "failed": 0}, [3, 0], "passed", None, {"passed": [1], "failed": 0.0}])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"passed": "many", "failed": 0},
+        {"passed": True, "failed": 0},
+        {"passed": 3, "failed": False},
+        {"passed": 3},
+        {"passed": 3, "failed": 1},
+        {"passed": 0, "failed": 0},
+        [3, 0],
+        "passed",
+        None,
+        {"passed": [1], "failed": 0.0},
+    ],
+)
 def test_only_counts_are_evidence(tmp_path, tests):
     make(kernels=provenance.kernel_hashes(), notes={"gpu_tests": {"passed": 3, "failed": 0}}).save(tmp_path / "good")
     assert "were tested" in records.verify(tmp_path / "good")

@@ -108,7 +108,16 @@ class Layer:
 
     def gated(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:
         return portable.gated(
-            self.x, self.packed.packed, gate, tail, self.up, self.down_t, self.up_bias, self.down_bias, self.tile, version
+            self.x,
+            self.packed.packed,
+            gate,
+            tail,
+            self.up,
+            self.down_t,
+            self.up_bias,
+            self.down_bias,
+            self.tile,
+            version,
         )
 
     def plain(self, version: int, gate: Tensor | None, tail: tuple) -> Tensor:

@@ -48,9 +48,18 @@ MORE = """inline __device__ int more(int a) {
 """
 # name, function -> type, shape
 SHARED = {
-    ("part", "inner::g"): ("int", ()), ("whole", ""): ("double", (3,)), ("part", "same"): ("int", (7,)),
-    ("tile", "k"): ("float", (4, 33)), ("pairs", "k"): ("Pair", (5,)), ("four", "k"): ("float4", (2,)),
-    ("odd", "k"): ("float", (2,)), ("part", "k"): ("int", (2,)), ("part", "S::h"): ("short", (8,)),
-    ("q", "S::h"): ("short", (3,)), ("t", "f<6>"): ("float", (6, 2)), ("t", "f<3>"): ("float", (3, 2)),
-    ("beside", "more"): ("int", ()), ("buffer", ""): ("float", (toolchain.MOST_SHARED // 4,)),
-}  # fmt: skip
+    ("part", "inner::g"): ("int", ()),
+    ("whole", ""): ("double", (3,)),
+    ("part", "same"): ("int", (7,)),
+    ("tile", "k"): ("float", (4, 33)),
+    ("pairs", "k"): ("Pair", (5,)),
+    ("four", "k"): ("float4", (2,)),
+    ("odd", "k"): ("float", (2,)),
+    ("part", "k"): ("int", (2,)),
+    ("part", "S::h"): ("short", (8,)),
+    ("q", "S::h"): ("short", (3,)),
+    ("t", "f<6>"): ("float", (6, 2)),
+    ("t", "f<3>"): ("float", (3, 2)),
+    ("beside", "more"): ("int", ()),
+    ("buffer", ""): ("float", (toolchain.MOST_SHARED // 4,)),
+}

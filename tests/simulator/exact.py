@@ -49,7 +49,9 @@ class Format:
     def size(self, bits: int) -> int:
         """The positive value of some bits, in 2^-UNIT; of infinity's, the one that would come after the greatest."""
         place, digits = divmod(bits, self.step)
-        return (digits + (self.step if place else 0)) << UNIT + max(place, 1) + 1 - (1 << self.exponent - 1) - self.fraction
+        return (digits + (self.step if place else 0)) << UNIT + max(place, 1) + 1 - (
+            1 << self.exponent - 1
+        ) - self.fraction
 
     def rounded(self, whole: int, rest: bool, negative: bool, mode: str = "rn") -> int:
         """Bits of a magnitude in 2^-UNIT: `whole`, and less than 1 more if `rest`."""

@@ -1,4 +1,5 @@
-"""The simulator's CUDA intrinsics as functions over arrays: a C++ file that maps each, and a way to compile and call it."""
+"""The simulator's CUDA intrinsics as functions over arrays: a C++ file that maps each, and a way to compile and call
+it."""
 
 from __future__ import annotations
 
@@ -62,10 +63,41 @@ def _functions_of(n: str, pair: str) -> None:
     add("to_char_rz", "i8", "u16", f"__{n}2char_rz({x})")
     add("to_uchar_rz", "u8", "u16", f"__{n}2uchar_rz({x})")
     add("cast_int", "i32", "u16", f"(int){x}")
-    for name in ("__hneg", "__habs", "hsqrt", "hrcp", "htrunc", "hceil", "hfloor", "hrint", "hexp", "hexp2", "hexp10", "hlog",
-                 "hlog2", "hlog10", "hsin", "hcos", "htanh", "hrsqrt", "-"):  # fmt: skip
+    for name in (
+        "__hneg",
+        "__habs",
+        "hsqrt",
+        "hrcp",
+        "htrunc",
+        "hceil",
+        "hfloor",
+        "hrint",
+        "hexp",
+        "hexp2",
+        "hexp10",
+        "hlog",
+        "hlog2",
+        "hlog10",
+        "hsin",
+        "hcos",
+        "htanh",
+        "hrsqrt",
+        "-",
+    ):
         sixteen(name.strip("_").replace("-", "minus"), "u16", f"{name}({x})")
-    for name in ("hadd", "hsub", "hmul", "hmax", "hmin", "hmax_nan", "hmin_nan", "hadd_sat", "hsub_sat", "hmul_sat", "hdiv"):
+    for name in (
+        "hadd",
+        "hsub",
+        "hmul",
+        "hmax",
+        "hmin",
+        "hmax_nan",
+        "hmin_nan",
+        "hadd_sat",
+        "hsub_sat",
+        "hmul_sat",
+        "hdiv",
+    ):
         sixteen(name, "u16", f"__{name}({x}, {y})")
         of_pairs = "h2div" if name == "hdiv" else "2_".join(name.split("_")) if "_" in name else f"{name}2"
         add(f"pair_{name}", "u32", "u16", f"bits_of(__{of_pairs}({two}, {other}))")
@@ -100,9 +132,23 @@ for _mode in MODES:
     FUNCTIONS[f"double2float_{_mode}"] = "f32", "f64", f"__double2float_{_mode}(x)"
 for _name in ("fdiv_rn(x, y)", "frcp_rn(x)", "fsqrt_rn(x)", "frsqrt_rn(x)", "saturatef(x)"):
     FUNCTIONS[_name.split("(")[0]] = "f32", "f32", f"__{_name}"
-for _name in ("popc(x)", "clz(x)", "ffs(x)", "brev(x)", "umulhi(x, y)", "mulhi(x, y)", "umul24(x, y)", "mul24(x, y)",
-              "byte_perm(x, y, z)", "funnelshift_l(x, y, z)", "funnelshift_r(x, y, z)", "funnelshift_lc(x, y, z)",
-              "funnelshift_rc(x, y, z)", "usad(x, y, z)", "sad(x, y, z)"):  # fmt: skip
+for _name in (
+    "popc(x)",
+    "clz(x)",
+    "ffs(x)",
+    "brev(x)",
+    "umulhi(x, y)",
+    "mulhi(x, y)",
+    "umul24(x, y)",
+    "mul24(x, y)",
+    "byte_perm(x, y, z)",
+    "funnelshift_l(x, y, z)",
+    "funnelshift_r(x, y, z)",
+    "funnelshift_lc(x, y, z)",
+    "funnelshift_rc(x, y, z)",
+    "usad(x, y, z)",
+    "sad(x, y, z)",
+):
     FUNCTIONS[_name.split("(")[0]] = "u32", "u32", f"(unsigned int)__{_name}"
 for _name in ("popcll(x)", "clzll(x)", "ffsll(x)", "brevll(x)", "umul64hi(x, y)", "mul64hi(x, y)"):
     FUNCTIONS[_name.split("(")[0]] = "u64", "u64", f"(unsigned long long)__{_name}"
@@ -189,8 +235,19 @@ def source(functions: dict) -> str:
 def compile(compiler: str, code: str, to: Path, *flags: str) -> Path:
     """`to`, built from C++ text without a warning."""
     to.with_suffix(".cpp").write_text(code)
-    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-ffp-contract=off", f"-I{HEADERS}", *flags,
-               str(to.with_suffix(".cpp")), "-o", str(to)]  # fmt: skip
+    command = [
+        compiler,
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-fPIC",
+        "-ffp-contract=off",
+        f"-I{HEADERS}",
+        *flags,
+        str(to.with_suffix(".cpp")),
+        "-o",
+        str(to),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr[:4000]
     return to
@@ -222,7 +279,12 @@ def some_integers(kind: str) -> np.ndarray:
     """Small ones, those beside powers of two and beside ties of every format, the limits, random ones of all sizes."""
     limits, rng = np.iinfo(TYPES[kind][1]), random.Random(3)
     near = [1 << power for power in range(65)]
-    near += [(1 << power) + (1 << power - down) for power in range(64) for down in (7, 8, 9, 10, 11, 12, 23, 24, 25) if power >= down]
+    near += [
+        (1 << power) + (1 << power - down)
+        for power in range(64)
+        for down in (7, 8, 9, 10, 11, 12, 23, 24, 25)
+        if power >= down
+    ]
     found = [n + d for n in near for d in (-1, 0, 1)] + list(range(100)) + [limits.max, -limits.min]
     found += [rng.getrandbits(rng.randint(1, 64)) for _ in range(300)]
     return np.array([v for n in found for v in (n, -n) if limits.min <= v <= limits.max], TYPES[kind][1])

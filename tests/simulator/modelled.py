@@ -43,8 +43,10 @@ class Block:
 
     def __init__(self, threads: int, lines: dict[int, Line], arrays: list[Array], names: tuple = ()) -> None:
         self.threads, self.lines, self.arrays, self.names = threads, lines, arrays, names
-        self.memory = [np.zeros(int(np.prod(a.shape)) * self.item(a), np.uint8) if a.before is None
-                       else a.before.copy() for a in arrays]
+        self.memory = [
+            np.zeros(int(np.prod(a.shape)) * self.item(a), np.uint8) if a.before is None else a.before.copy()
+            for a in arrays
+        ]
         self.steps, self.lanes, self.sites = [], [], {}
         self.touched = {READ: set(), WRITE: set()}
 
@@ -57,7 +59,9 @@ class Block:
 
     def _step(self, path, kind, space, size, lanes, name=-1) -> None:
         """lanes: (thread, array, offset, bytes of the value)."""
-        self.steps.append((lanes[0][0] // 32, kind, space, size, _padded(path), len(path), 0, len(self.lanes), len(lanes), name))
+        self.steps.append(
+            (lanes[0][0] // 32, kind, space, size, _padded(path), len(path), 0, len(self.lanes), len(lanes), name)
+        )
         for thread, array, offset, value in lanes:
             self.lanes.append((thread, array, offset, np.frombuffer(bytes(value).ljust(16, b"\0"), np.uint8)))
 
@@ -72,7 +76,7 @@ class Block:
         lanes = []
         for thread, element in places.items():
             offset = element * self.item(array)
-            cell = self.memory[number][offset:offset + size]
+            cell = self.memory[number][offset : offset + size]
             if kind != READ:
                 cell[:] = np.frombuffer(int(values[thread]).to_bytes(size, "little"), np.uint8)
             lanes.append((thread, number, offset, cell.tobytes()))
@@ -81,10 +85,18 @@ class Block:
         touched = [(offset + b) for _, _, offset, value in lanes for b in range(len(value))]
         sectors = {byte // 32 for byte in touched}
         banks = Counter(word % 32 for word in {byte // 4 for byte in touched})
-        self._site(path, kind, space, requests=1, accesses=len(lanes), bytes=size * len(lanes),
-                   sectors=0 if shared else len(sectors), lines=0 if shared else len({byte // 128 for byte in touched}),
-                   wavefronts=max(banks.values()) if shared else 0,
-                   ideal_wavefronts=-(-len({byte // 4 for byte in touched}) // 32) if shared else 0)
+        self._site(
+            path,
+            kind,
+            space,
+            requests=1,
+            accesses=len(lanes),
+            bytes=size * len(lanes),
+            sectors=0 if shared else len(sectors),
+            lines=0 if shared else len({byte // 128 for byte in touched}),
+            wavefronts=max(banks.values()) if shared else 0,
+            ideal_wavefronts=-(-len({byte // 4 for byte in touched}) // 32) if shared else 0,
+        )
         for way, not_it in ((READ, WRITE), (WRITE, READ)):
             if not shared and kind != not_it:  # an atomic is both
                 self.touched[way] |= {(number, sector) for sector in sectors}
@@ -101,8 +113,14 @@ class Block:
             self._site(path, BARRIER, 0, requests=1, accesses=len(mine))
 
     def watch(self, path, name, values: dict[int, float]) -> None:
-        self._step(path, WATCH, 0, 8, [(thread, -1, 0, np.float64(v).tobytes()) for thread, v in values.items()],
-                   self.names.index(name))
+        self._step(
+            path,
+            WATCH,
+            0,
+            8,
+            [(thread, -1, 0, np.float64(v).tobytes()) for thread, v in values.items()],
+            self.names.index(name),
+        )
 
     def branch(self, path, ways: dict[int, object]) -> None:
         self._site(path, BRANCH, 0, requests=1, accesses=len(ways), divergent=int(len(set(ways.values())) > 1))
@@ -117,8 +135,12 @@ class Block:
         used = [i for i, array in enumerate(self.arrays) if array.space == "global"]
         reads, writes = ([sum(number == i for number, _ in self.touched[kind]) for i in used] for kind in (READ, WRITE))
         footprint = list(zip(used, reads, writes, reads, strict=True))  # one block: what it read is what was read
-        return {"sites": sites, "footprint": np.array(footprint, FOOTPRINT),
-                "steps": np.array(self.steps, STEPS), "lanes": np.array(self.lanes, LANES)}
+        return {
+            "sites": sites,
+            "footprint": np.array(footprint, FOOTPRINT),
+            "steps": np.array(self.steps, STEPS),
+            "lanes": np.array(self.lanes, LANES),
+        }
 
 
 def _padded(path) -> np.ndarray:
@@ -127,23 +149,27 @@ def _padded(path) -> np.ndarray:
 
 # ---- packing, as kernels/smxx_pack.cu does it, for whole tiles and bfloat16 ----
 
-PACK_LINES = {100: Line("smxx_pack.cu", 41, "const value_t v = in[c];", "pack_v1"),
-              101: Line("smxx_pack.cu", 44, "if (count < words) out[count] = make_word(v, c);", "pack_v1"),
-              102: Line("smxx_pack.cu", 46, "out[0] = count;  // the true count, also when it exceeds the slots", "pack_v1"),
-              103: Line("smxx_pack.cu", 42, "if (!fires(v)) continue;", "pack_v1"),
-              200: Line("smxx_pack.cu", 63, "const value_t v = c < width ? in[c] : from_float(0.0f);", "pack_v2"),
-              201: Line("smxx_pack.cu", 64, "const unsigned kept = __ballot_sync(ALL_LANES, fires(v));", "pack_v2"),
-              202: Line("smxx_pack.cu", 67, "if (fires(v) && slot < words) out[slot] = make_word(v, c);", "pack_v2"),
-              203: Line("smxx_pack.cu", 68, "count += __popc(kept);", "pack_v2"),
-              204: Line("smxx_pack.cu", 70, "if (lane == 0) out[0] = count;", "pack_v2")}
+PACK_LINES = {
+    100: Line("smxx_pack.cu", 41, "const value_t v = in[c];", "pack_v1"),
+    101: Line("smxx_pack.cu", 44, "if (count < words) out[count] = make_word(v, c);", "pack_v1"),
+    102: Line("smxx_pack.cu", 46, "out[0] = count;  // the true count, also when it exceeds the slots", "pack_v1"),
+    103: Line("smxx_pack.cu", 42, "if (!fires(v)) continue;", "pack_v1"),
+    200: Line("smxx_pack.cu", 63, "const value_t v = c < width ? in[c] : from_float(0.0f);", "pack_v2"),
+    201: Line("smxx_pack.cu", 64, "const unsigned kept = __ballot_sync(ALL_LANES, fires(v));", "pack_v2"),
+    202: Line("smxx_pack.cu", 67, "if (fires(v) && slot < words) out[slot] = make_word(v, c);", "pack_v2"),
+    203: Line("smxx_pack.cu", 68, "count += __popc(kept);", "pack_v2"),
+    204: Line("smxx_pack.cu", 70, "if (lane == 0) out[0] = count;", "pack_v2"),
+}
 
 
 def pack_arrays(gate: np.ndarray, tile: int, words: int) -> list[Array]:
     """gate: float32 [rows, columns] that bfloat16 holds; columns a multiple of tile."""
     rows, columns = gate.shape
     shape = (rows, columns // tile, words)
-    return [Array("gate", "global", "bfloat16", gate.shape, bf16_bytes(gate)),
-            Array("packed", "global", np.dtype("i4"), shape, np.zeros(4 * int(np.prod(shape)), np.uint8))]
+    return [
+        Array("gate", "global", "bfloat16", gate.shape, bf16_bytes(gate)),
+        Array("packed", "global", np.dtype("i4"), shape, np.zeros(4 * int(np.prod(shape)), np.uint8)),
+    ]
 
 
 def pack_v1(gate: np.ndarray, tile: int, words: int) -> Block:
@@ -192,19 +218,23 @@ def _fires(bits: int) -> bool:
 
 # ---- a sum through shared memory, two warps and two barriers ----
 
-SUM_LINES = {300: Line("sum.cu", 3, "part[threadIdx.x] = x[threadIdx.x];", "block_sum"),
-             301: Line("sum.cu", 4, "__syncthreads();", "block_sum"),
-             302: Line("sum.cu", 5, "for (int i = 0; i < 2; ++i) total += load(part, i);", "block_sum"),
-             303: Line("helpers.cuh", 9, "return p[32 * i + threadIdx.x % 32];", "load"),
-             304: Line("sum.cu", 6, "__syncthreads();", "block_sum"),
-             305: Line("sum.cu", 7, "atomicAdd(y, total);", "block_sum")}
+SUM_LINES = {
+    300: Line("sum.cu", 3, "part[threadIdx.x] = x[threadIdx.x];", "block_sum"),
+    301: Line("sum.cu", 4, "__syncthreads();", "block_sum"),
+    302: Line("sum.cu", 5, "for (int i = 0; i < 2; ++i) total += load(part, i);", "block_sum"),
+    303: Line("helpers.cuh", 9, "return p[32 * i + threadIdx.x % 32];", "load"),
+    304: Line("sum.cu", 6, "__syncthreads();", "block_sum"),
+    305: Line("sum.cu", 7, "atomicAdd(y, total);", "block_sum"),
+}
 
 
 def block_sum(x: np.ndarray) -> Block:
     """64 threads copy x into shared memory, read it across the warps, and add to y with atomics."""
-    arrays = [Array("x", "global", np.dtype("f4"), (64,), x.astype(np.float32).view(np.uint8)),
-              Array("y", "global", np.dtype("f4"), (32,), np.zeros(128, np.uint8)),
-              Array("part", "shared", np.dtype("f4"), (64,), None)]
+    arrays = [
+        Array("x", "global", np.dtype("f4"), (64,), x.astype(np.float32).view(np.uint8)),
+        Array("y", "global", np.dtype("f4"), (32,), np.zeros(128, np.uint8)),
+        Array("part", "shared", np.dtype("f4"), (64,), None),
+    ]
     block = Block(64, SUM_LINES, arrays)
     warps = [range(0, 32), range(32, 64)]
     for mine in warps:
@@ -217,7 +247,7 @@ def block_sum(x: np.ndarray) -> Block:
     block.barrier([304], range(64))
     for mine in warps:
         for t in mine:
-            old = np.frombuffer(block.memory[1][4 * (t % 32):4 * (t % 32) + 4].tobytes(), np.float32)[0]
+            old = np.frombuffer(block.memory[1][4 * (t % 32) : 4 * (t % 32) + 4].tobytes(), np.float32)[0]
             new = np.float32(old + x[t])
             block.access(ATOMIC, "y", [305], {t: t % 32}, {t: int(np.float32(new).view(np.uint32))})
     return block

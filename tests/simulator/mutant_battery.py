@@ -1,6 +1,7 @@
 """Small launches that no mutant should survive, and the process that runs them on one mutant after another.
 
-    python -m tests.simulator.mutant_battery FOLDER < mutants, one JSON list [file, [number, shift, compiled], ...] a line
+    python -m tests.simulator.mutant_battery FOLDER < mutants, one JSON list [file, [number, shift, compiled], ...] a
+    line
 
 It answers each with a line of JSON: what killed it ("OutOfBounds", "differs", ...), or null where it survived.
 """
@@ -123,7 +124,8 @@ def layers(d_model: int) -> list[Layer]:
 
 @cache
 def spoilt_layers(d_model: int) -> list[Layer]:
-    """One value of each row of x is not finite. Nothing fires in the first layer; all does in most rows of the second."""
+    """One value of each row of x is not finite. Nothing fires in the first layer; all does in most rows of the
+    second."""
     columns = sorted({0, min(7, d_model - 1), min(8, d_model - 1), min(128, d_model - 1), d_model - 1})
     silent = Layer.draw(torch.full((len(columns), 33), -1.0).bfloat16(), d_model, 16, 5)
     silent.x[range(len(columns)), columns] = torch.inf
@@ -146,7 +148,8 @@ def token_checks(kernels: list[str], layers: list[Layer], both: bool = True) -> 
 
 
 def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
-    """As the launch layer has it, with this program in the place of its own; of two passes the other is not a mutant."""
+    """As the launch layer has it, with this program in the place of its own; of two passes the other is not a
+    mutant."""
     ours, sizes = launcher._launch, program.defines
 
     def in_its_place(file, kernel, defines, grid, block, device, arguments, shared=0):
@@ -167,11 +170,18 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
 
 @cache
 def pooled_layers() -> list[Pooled]:
-    """A pool that a row just fills and the next exceeds; rows that are not finite; more tiles than lanes; a single row."""
+    """A pool that a row just fills and the next exceeds; rows that are not finite; more tiles than lanes; a single
+    row."""
     gate = torch.full((18, 300), -1.0)
-    for row, kept in enumerate([40, 31, 32, 33, 30, 45, 60, 40, 32, 1]):  # 9 + 1 + 2 + 14 + 29 + 9 = 64 in the pool, then 1
+    for row, kept in enumerate(
+        [40, 31, 32, 33, 30, 45, 60, 40, 32, 1]
+    ):  # 9 + 1 + 2 + 14 + 29 + 9 = 64 in the pool, then 1
         gate[row, 256 - kept : 256] = 1.0 + 0.125 * torch.arange(kept)
-    gate[10], gate[11, 255:], gate[15:, 100:150] = 1.0, 2.0, 0.5  # a row that is lost, one behind it; both sides of a group's end
+    gate[10], gate[11, 255:], gate[15:, 100:150] = (
+        1.0,
+        2.0,
+        0.5,
+    )  # a row that is lost, one behind it; both sides of a group's end
     first = Pooled.draw(gate.bfloat16(), 264, biases=True, start=True)
     first.x[4, 3], first.x[9, 263], first.x[10, 0] = torch.nan, torch.inf, torch.nan
     full = Pooled.draw(torch.tensor([1.0, 1.0, -1.0]).repeat_interleave(32).view(3, 32).bfloat16(), 264)
@@ -202,7 +212,9 @@ def checks(file: str, defines: int) -> list[Callable[[Program], None]]:
 
 @cache
 def program(folder: Path, file: str, defines: int, number: int = 0, shift: int = 0) -> Program:
-    return simulator.compile(folder / file.partition(".")[0] / file, DEFINES[file][defines] | {"MUTANT": number, "SHIFT": shift})
+    return simulator.compile(
+        folder / file.partition(".")[0] / file, DEFINES[file][defines] | {"MUTANT": number, "SHIFT": shift}
+    )
 
 
 def killed(folder: Path, file: str, number: int, shift: int, compiled: bool) -> str | None:

@@ -1,9 +1,9 @@
 """Mutants of kernels/: every barrier deleted, every bound shifted by one either way, one at a time.
 
 They are found in the text of the sources, so a new kernel has its mutants without being told. All mutants of a file are
-compiled at once (a schema, as Untch, Offutt and Harrold called it in 1993): a bound becomes `bound + mutant(17)`, which is
-0 unless mutant 17 was chosen before the launch. Sizes of shared arrays are known to the compiler and need one build each.
-"""
+compiled at once (a schema, as Untch, Offutt and Harrold called it in 1993): a bound becomes `bound + mutant(17)`, which
+is 0 unless mutant 17 was chosen before the launch. Sizes of shared arrays are known to the compiler and need one build
+each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ extern "C" __global__ void {CHOOSE}(int number, int shift) {{ chosen_mutant = nu
 _RULES = [
     ("barrier", r"__syncthreads\(\);", "if (!{n}) __syncthreads();"),
     ("barrier", r"__syncthreads_or\((\w+)\)", r"({n} ? \1 : __syncthreads_or(\1))"),
-    ("bound", r"(?<= )(<|<=|>|>=|==|!=) (?=[1-9][\d.]*e)", r"\1 (1 + {n}) * "),  # of floats: half way to the next would be too little
+    (
+        "bound",
+        r"(?<= )(<|<=|>|>=|==|!=) (?=[1-9][\d.]*e)",
+        r"\1 (1 + {n}) * ",
+    ),  # of floats: half way to the next would be too little
     ("bound", r"(?<= )(<|<=|>|>=|==|!=) (?![1-9][\d.]*e)", r"\1 {n} + "),
     ("bound", r"\bmin\(", "{n} + min("),
     ("offset", r"([+-]) 1\b(?!\.)", r"\1 1 + {n}"),
@@ -68,7 +72,12 @@ def _of_line(file: str, number: int, code: str, first: int) -> tuple[str, list[M
     found = []
     if not code.lstrip().startswith(("#", "static_assert", "template")):
         found = [(match, kind, new, False) for kind, old, new in _RULES for match in re.finditer(old, code)]
-    found += [(match, kind, new, True) for kind, old, new, where in _SIZES if where.match(code) for match in re.finditer(old, code)]
+    found += [
+        (match, kind, new, True)
+        for kind, old, new, where in _SIZES
+        if where.match(code)
+        for match in re.finditer(old, code)
+    ]
     mutants, changed = [], code
     for name, (match, kind, new, compiled) in enumerate(sorted(found, key=lambda f: -f[0].start()), first):
         call = f"MUTANT_SHIFT({name})" if compiled else f"mutant({name})"

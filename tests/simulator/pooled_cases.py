@@ -1,4 +1,5 @@
-"""Layers whose overflow lies in the pool, and all that must come out: for the tests here and on a GPU, and the mutants."""
+"""Layers whose overflow lies in the pool, and all that must come out: for the tests here and on a GPU, and the
+mutants."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Pooled:
         return cls(x.to(dtype), gate, up.to(dtype), down_t.to(dtype), *both, normal(tokens, d_model) if start else None)
 
     def to(self, device: str) -> Pooled:
-        values = (getattr(self, each.name) for each in dataclasses.fields(self))  # a run leaves more attributes than these
+        values = (
+            getattr(self, each.name) for each in dataclasses.fields(self)
+        )  # a run leaves more attributes than these
         return Pooled(*(None if t is None else t.to(device) for t in values))
 
     def run(self, name: str, version: int | None, stats: bool = True) -> Tensor:
@@ -55,7 +58,11 @@ class Pooled:
         unread = torch.arange(31, **here) >= counts[..., None]
         packed[..., 1:][unread] = POISON  # nobody may read these, nor what lies past the pool's end
         used = (counts - 31).clamp(min=0)
-        used = torch.cat([used, used.new_zeros(-tokens % POOL_ROWS, used.shape[1])]).view(-1, POOL_ROWS, used.shape[1]).sum(1)
+        used = (
+            torch.cat([used, used.new_zeros(-tokens % POOL_ROWS, used.shape[1])])
+            .view(-1, POOL_ROWS, used.shape[1])
+            .sum(1)
+        )
         pool[torch.arange(64, **here) >= used[..., None]] = POISON
         self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32, **here)
         self.lost[0] = 0
@@ -112,7 +119,8 @@ def gate_of(tokens: int, d_ff: int, dtype: torch.dtype, rate: float = 0.05, seed
 
 
 def adversarial(tokens: int, d_ff: int, dtype: torch.dtype) -> Tensor:
-    """Rows with one full tile, one over, 40 in a tile, several tiles over, all, none: in groups that fit and that do not."""
+    """Rows with one full tile, one over, 40 in a tile, several tiles over, all, none: in groups that fit and that do
+    not."""
     gate = gate_of(tokens, d_ff, dtype)
 
     def put(row: int, tile: int, count: int) -> None:

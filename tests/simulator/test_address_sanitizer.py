@@ -1,7 +1,7 @@
 """Every version of every portable kernel once under GCC's AddressSanitizer, in a process of its own.
 
-It knows the limits of what torch and NumPy allocated and of each thread's own arrays, by other means than the simulator.
-"""
+It knows the limits of what torch and NumPy allocated and of each thread's own arrays, by other means than the
+simulator."""
 
 import os
 import shutil
@@ -32,7 +32,8 @@ pytestmark = pytest.mark.skipif(LIBASAN is None, reason="needs g++ and its libas
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    # Python leaves memory to the system at its end, and the threads of a block have stacks that the sanitizer never saw.
+    # Python leaves memory to the system at its end, and the threads of a block have stacks that the sanitizer never
+    # saw.
     options = "detect_leaks=0:detect_stack_use_after_return=0"
     environment = {**os.environ, "LD_PRELOAD": LIBASAN, "ASAN_OPTIONS": options, "TWELL_LAB_CXX": "g++"}
     command = [sys.executable, "-m", "tests.simulator.test_address_sanitizer", *arguments]
@@ -43,7 +44,9 @@ def test_no_version_touches_what_it_was_not_given():
     done = run("kernels")
     assert done.returncode == 0, done.stderr
     launched = set(done.stdout.split())
-    assert launched == {f"pack_v{v}" for v in (1, 2, 3, 4)} | {f"down_v{v}" for v in (1, 2, 3)} | {f"gated_v{v}" for v in (1, 2, 3, 4)}
+    assert launched == {f"pack_v{v}" for v in (1, 2, 3, 4)} | {f"down_v{v}" for v in (1, 2, 3)} | {
+        f"gated_v{v}" for v in (1, 2, 3, 4)
+    }
 
 
 PLANTED = """extern "C" __global__ void past_the_end(int* out, const int* in) {
@@ -56,7 +59,9 @@ extern "C" __global__ void own_array(int* out, const int* in) {
 """
 
 
-@pytest.mark.parametrize("kernel,line,kind", [("past_the_end", 2, "heap-buffer-overflow"), ("own_array", 6, "stack-buffer-overflow")])
+@pytest.mark.parametrize(
+    "kernel,line,kind", [("past_the_end", 2, "heap-buffer-overflow"), ("own_array", 6, "stack-buffer-overflow")]
+)
 def test_it_would_be_seen(kernel, line, kind, tmp_path):
     path = tmp_path / "planted.cu"
     path.write_text(PLANTED)

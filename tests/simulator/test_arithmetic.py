@@ -41,9 +41,25 @@ def as_doubles(f: Format) -> np.ndarray:
 
 
 def specials(f: Format) -> list[int]:
-    """Zeros, the least and the greatest of the subnormal, normal and finite values, values around 1, infinities, NaN."""
+    """Zeros, the least and the greatest of the subnormal, normal and finite values, values around 1, infinities,
+    NaN."""
     step, one, infinity = f.step, f.one, f.infinity
-    sizes = [0, 1, 2, 3, step - 1, step, step + 1, one - step, one - 1, one, one + 1, one + step, infinity - 1, infinity]
+    sizes = [
+        0,
+        1,
+        2,
+        3,
+        step - 1,
+        step,
+        step + 1,
+        one - step,
+        one - 1,
+        one,
+        one + 1,
+        one + step,
+        infinity - 1,
+        infinity,
+    ]
     return [sign | size for sign in (0, f.sign) for size in [*sizes, infinity + 1, f.nan]]
 
 
@@ -74,8 +90,12 @@ def floats_around(f: Format) -> np.ndarray:
     values = np.ldexp(np.array([float(f.size(bits)) for bits in range(f.infinity)]), -400)
     ties = (values[1:] + values[:-1]) / 2
     near = bits_of(np.concatenate([values, ties]).astype(np.float32))[:, None] + np.arange(-2, 3)
-    size = np.concatenate([near.ravel() & 0x7FFFFFFF, [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 1, 2]])
-    edge = bits_of(np.float32(math.ldexp(f.size(f.infinity - 1) + f.size(f.infinity), -401)))  # what is rounded to infinity
+    size = np.concatenate(
+        [near.ravel() & 0x7FFFFFFF, [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 1, 2]]
+    )
+    edge = bits_of(
+        np.float32(math.ldexp(f.size(f.infinity - 1) + f.size(f.infinity), -401))
+    )  # what is rounded to infinity
     size = np.concatenate([size, int(edge) + np.arange(-2, 3)])
     random_bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000)
     return np.concatenate([random_bits, size, size | 0x80000000]).astype(np.uint32).view(np.float32)
@@ -153,7 +173,9 @@ def test_integers_are_rounded_once(run, f, name):
 def test_a_thread_that_flushes_its_subnormals_changes_nothing(run):
     small = np.arange(1, 0x38800000, 65537, dtype=np.uint32).view(np.float32)
     cases = [("bfloat16_of_float_rn", small), ("half_of_float_rn", small)]
-    cases += [(f"{f}_{name}", ALL) for f in (HALF, BFLOAT16) for name in ("to_float", "hsqrt", "to_int_ru", "hadd", "lt")]
+    cases += [
+        (f"{f}_{name}", ALL) for f in (HALF, BFLOAT16) for name in ("to_float", "hsqrt", "to_int_ru", "hadd", "lt")
+    ]
     before = [run(name, given, given[::-1]) for name, given in cases]
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
@@ -213,7 +235,9 @@ def test_sums_products_and_quotients_are_rounded_once(run, f):
 def triples(f: Format) -> np.ndarray:
     """Special values; random ones; c that cancels most of a * b; ties of a * b that only a far smaller c decides."""
     rng = random.Random(6)
-    few = [f.sign * sign | bits for sign in (0, 1) for bits in (0, 1, f.step, f.one + 1, f.infinity - 1, f.infinity, f.nan)]
+    few = [
+        f.sign * sign | bits for sign in (0, 1) for bits in (0, 1, f.step, f.one + 1, f.infinity - 1, f.infinity, f.nan)
+    ]
     found = list(itertools.product(few, repeat=3))
     found += [tuple(rng.getrandbits(16) for _ in range(3)) for _ in range(1000)]
     digits = np.arange(f.step, 2 * f.step)
@@ -254,13 +278,17 @@ def of_one(f: Format) -> tuple[np.ndarray, dict[str, list[int]]]:
     """Some patterns, with what the exact functions make of them."""
     some = np.unique(np.concatenate([ALL[::9], specials(f)])).astype(np.uint16)
     values = as_doubles(f)[some]
-    made = {name: [f.of(v) for v in to_whole(values).tolist()]
-            for name, to_whole in {"htrunc": np.trunc, "hceil": np.ceil, "hfloor": np.floor, "hrint": np.rint}.items()}  # fmt: skip
+    made = {
+        name: [f.of(v) for v in to_whole(values).tolist()]
+        for name, to_whole in {"htrunc": np.trunc, "hceil": np.ceil, "hfloor": np.floor, "hrint": np.rint}.items()
+    }
     with np.errstate(all="ignore"):
         near = zip((1 / values).tolist(), np.sqrt(values).tolist(), values.tolist(), strict=True)
     made["hrcp"], made["hsqrt"] = [], []
     for inverse, root, value in near:
-        made["hrcp"].append(f.of(inverse, lambda value=value: 1 / Fraction(value) if math.isfinite(value) else Fraction(0)))
+        made["hrcp"].append(
+            f.of(inverse, lambda value=value: 1 / Fraction(value) if math.isfinite(value) else Fraction(0))
+        )
         square = int(Fraction(value) * (1 << 800)) if math.isfinite(root) else 0
         whole = math.isqrt(square)
         made["hsqrt"].append(f.rounded(whole, whole * whole != square, False) if square else f.of(root))
@@ -272,7 +300,9 @@ def test_functions_that_a_gpu_approximates_are_nearest_values(run, f):
     some = np.concatenate([ALL[::97], specials(f)]).astype(np.uint16)
     with np.errstate(all="ignore"):
         values = as_doubles(f)[some]
-        near = {name: getattr(np, name)(values) for name in ("exp", "exp2", "log", "log2", "log10", "sin", "cos", "tanh")}
+        near = {
+            name: getattr(np, name)(values) for name in ("exp", "exp2", "log", "log2", "log10", "sin", "cos", "tanh")
+        }
         near |= {"exp10": 10.0**values, "rsqrt": 1 / np.sqrt(values)}
     for name, wanted in near.items():
         same(run(f"{f}_h{name}", some), [f.of(value) for value in wanted.tolist()], some)

@@ -1,4 +1,5 @@
-"""The simulator's runtime on arm64, by emulation where a cross compiler and qemu are there, and the same driver here."""
+"""The simulator's runtime on arm64, by emulation where a cross compiler and qemu are there, and the same driver
+here."""
 
 import platform
 import shutil
@@ -17,15 +18,28 @@ CROSS, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarc
 
 def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[str]) -> str:
     """What arm64_driver.cpp prints, built by `cxx`."""
-    common = ["-std=c++17", "-fstack-clash-protection", "-g", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
-              "-fno-omit-frame-pointer", *machine,
-              "-I", str(toolchain.CUDA), "-I", str(folders.kernels_dir())]  # fmt: skip
+    common = [
+        "-std=c++17",
+        "-fstack-clash-protection",
+        "-g",
+        "-w",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-omit-frame-pointer",
+        *machine,
+        "-I",
+        str(toolchain.CUDA),
+        "-I",
+        str(folders.kernels_dir()),
+    ]
     watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
     (folder / "unit.cpp").write_text(f'#include "smxx_pack.cu"\n{CRASHES}SIM_EXPORT(pack_v2)\nSIM_EXPORT(crashes)\n')
     (folder / "end.cpp").write_text(toolchain._KERNELS_END)
     subprocess.run([cxx, *common, *watched, "-c", "unit.cpp", "-o", "unit.o"], cwd=folder, check=True)
     sources = [*map(str, sorted(toolchain.CUDA.glob("*.cpp"))), str(HERE / "arm64_driver.cpp")]
-    subprocess.run([cxx, *common, "-O2", "unit.o", "end.cpp", *sources, "-pthread", "-o", "driver"], cwd=folder, check=True)
+    subprocess.run(
+        [cxx, *common, "-O2", "unit.o", "end.cpp", *sources, "-pthread", "-o", "driver"], cwd=folder, check=True
+    )
     done = subprocess.run([*run_with, "./driver"], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
     return done.stdout
 

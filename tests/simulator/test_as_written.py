@@ -1,4 +1,5 @@
-"""What people bring along: the habits of CUDA tutorials, and arguments of the wrong kind. Nothing of it may end the process."""
+"""What people bring along: the habits of CUDA tutorials, and arguments of the wrong kind. Nothing of it may end the
+process."""
 
 import ctypes
 import os
@@ -71,7 +72,9 @@ class Three(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in "abc"]
 
 
-@pytest.mark.parametrize("given", [Three(1, 2, 3), np.array((1, 2, 3), "f4,f4,f4")[()], np.float32([1, 2, 3]).tobytes()])
+@pytest.mark.parametrize(
+    "given", [Three(1, 2, 3), np.array((1, 2, 3), "f4,f4,f4")[()], np.float32([1, 2, 3]).tobytes()]
+)
 def test_a_struct_is_passed_by_its_bytes(program, given):
     out = torch.zeros(4)
     program.launch("sum_of", 1, 4, (given, out))
@@ -131,7 +134,9 @@ def test_a_launch_can_be_interrupted(program, tmp_path, watch):
     assert running.communicate(timeout=30)[0] == "interrupted\n"
 
 
-@pytest.mark.parametrize("arguments", [(256, 32, 3), (256, 32, 4), (256, 0, None), (0, 32, None), (256, 32, 9), (256, 32, 0)])
+@pytest.mark.parametrize(
+    "arguments", [(256, 32, 3), (256, 32, 4), (256, 0, None), (0, 32, None), (256, 32, 9), (256, 32, 0)]
+)
 def test_launch_refuses_what_a_kernel_cannot_take(arguments):
     with pytest.raises(errors.InputError):
         portable.pack(torch.randn(8, 333).bfloat16(), *arguments)

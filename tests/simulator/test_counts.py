@@ -70,9 +70,15 @@ def test_lines_of_the_kernel_and_of_its_helpers():
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 99), st.sampled_from(["innermost", "kernel"]), st.sampled_from(["pack_v1", "pack_v2", "block_sum"]))
+@given(
+    st.integers(0, 99), st.sampled_from(["innermost", "kernel"]), st.sampled_from(["pack_v1", "pack_v2", "block_sum"])
+)
 def test_the_lines_add_up_to_the_totals(seed, where, kernel):
-    block = modelled.block_sum(np.arange(64.0) + seed) if kernel == "block_sum" else getattr(modelled, kernel)(gate(seed=seed), 256, 8)
+    block = (
+        modelled.block_sum(np.arange(64.0) + seed)
+        if kernel == "block_sum"
+        else getattr(modelled, kernel)(gate(seed=seed), 256, 8)
+    )
     counts = counted(block)
     lines = counts.by_line(where)
     for name, total in counts.traffic.items():
@@ -124,7 +130,9 @@ def test_packing_is_predicted_as_the_kernel_header_says():
     """smxx_pack.cu: 16,384 x 5,632 values are 0.065 ms of device memory; one thread a tile is limited elsewhere."""
     values = gate(rows=4, columns=5632)
     full = 16384 / 4
-    v1, v2 = (predicted_time(counted(kernel(values, 256, 32)).scaled(full)) for kernel in (modelled.pack_v1, modelled.pack_v2))
+    v1, v2 = (
+        predicted_time(counted(kernel(values, 256, 32)).scaled(full)) for kernel in (modelled.pack_v1, modelled.pack_v2)
+    )
     for each in (v1, v2):
         assert 0.0615e-3 < each.bounds["device memory"] < 0.10e-3  # the gate alone, and a sector for every word
     assert (v1.limit, v2.limit) == ("L1 cache", "device memory")
@@ -159,9 +167,13 @@ def test_as_plain_data():
 
 def test_what_is_refused():
     counts = counted(modelled.block_sum(np.arange(64.0)))
-    for call, named in ((lambda: counts.by_line("outer"), "'outer'"), (lambda: counts.unique_bytes("gate"), "'gate'.*x, y"),
-                        (lambda: counts.unique_bytes("x", "all"), "'all'"), (lambda: counts.scaled(0), "0"),
-                        (lambda: counts.scaled(2, ["up"]), "up")):
+    for call, named in (
+        (lambda: counts.by_line("outer"), "'outer'"),
+        (lambda: counts.unique_bytes("gate"), "'gate'.*x, y"),
+        (lambda: counts.unique_bytes("x", "all"), "'all'"),
+        (lambda: counts.scaled(0), "0"),
+        (lambda: counts.scaled(2, ["up"]), "up"),
+    ):
         with pytest.raises(InputError, match=named):
             call()
 
@@ -184,14 +196,20 @@ def test_the_simulator_counts_what_the_model_counts(kernel):
     packed = np.zeros((8, 4, 32), np.int32)
     per_block = block if kernel == "pack_v1" else block // 32
     run = simulator.compile("smxx_pack.cu", {"VALUE_BF16": True}).launch(
-        kernel, tiles // per_block, block, (torch.from_numpy(values).bfloat16(), packed, *values.shape, 256, 32), watch="counts")
+        kernel,
+        tiles // per_block,
+        block,
+        (torch.from_numpy(values).bfloat16(), packed, *values.shape, 256, 32),
+        watch="counts",
+    )
     assert run.counts.traffic == model.traffic
     assert run.counts.collectives == model.collectives and run.counts.threads == model.threads
     assert run.counts.footprints == model.footprints  # no two blocks read the same sector
     if kernel == "pack_v1":
         assert run.counts.divergent_branches == model.divergent_branches
     assert [line.text for line in run.counts.by_line() if line.global_writes.bytes] == [
-        line.text for line in model.by_line() if line.global_writes.bytes]
+        line.text for line in model.by_line() if line.global_writes.bytes
+    ]
 
 
 @needs_a_compiler
@@ -199,7 +217,8 @@ def test_the_simulator_counts_what_the_model_counts(kernel):
 def test_a_sector_is_counted_once_for_every_block_that_reads_it(tmp_path, cores):
     (tmp_path / "twice.cu").write_text(
         'extern "C" __global__ void twice(const float* x, float* y) {\n'
-        "    for (int i = 0; i < 2; ++i) y[blockIdx.x * blockDim.x + threadIdx.x] += x[threadIdx.x];\n}\n")
+        "    for (int i = 0; i < 2; ++i) y[blockIdx.x * blockDim.x + threadIdx.x] += x[threadIdx.x];\n}\n"
+    )
     x, y = np.ones(64, np.float32), np.zeros(5 * 64, np.float32)
     run = simulator.compile(tmp_path / "twice.cu").launch("twice", 5, 64, (x, y), watch="counts", cores=cores)
     at = run.counts.footprints["x"]

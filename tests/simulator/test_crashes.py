@@ -201,8 +201,14 @@ def test_a_call_that_would_end_the_process_is_a_fault(kernel, watch, program):
 
 def test_who_else_aborts_ends_the_process(file):
     """Neither is it a kernel's, nor is the signal that somebody sends."""
-    start = "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, daemon=True).start()\ntime.sleep(0.5)\n"
-    for text in ("ctypes.CDLL(None).abort()\n", "import os, signal\nos.kill(os.getpid(), signal.SIGABRT)\ntime.sleep(5)\n"):
+    start = (
+        "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, "
+        "daemon=True).start()\ntime.sleep(0.5)\n"
+    )
+    for text in (
+        "ctypes.CDLL(None).abort()\n",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGABRT)\ntime.sleep(5)\n",
+    ):
         assert in_a_process(file, start + text).returncode == -signal.SIGABRT
     ignored = "import os, signal\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\n" + start
     ignored += "os.kill(os.getpid(), signal.SIGABRT)\nprint('on')\n"
@@ -314,7 +320,9 @@ def in_a_process(program, text: str, *, interrupt: bool = False) -> subprocess.C
         "    program.launch(kernel, 4, 64, (out, IN, 5), **{'watch': None} | options)\n"
         "launch('adds')\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", start + text], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", start + text], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         if interrupt:
             assert process.stdout.readline() == "ready\n"
@@ -335,7 +343,9 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("watch", [None, "faults"])
 def test_ctrl_c_ends_an_endless_loop(watch, file):
-    done = in_a_process(file, f"launch('adds', watch={watch!r})\n"
+    done = in_a_process(
+        file,
+        f"launch('adds', watch={watch!r})\n"
         "print('ready', flush=True)\n"
         "start = time.monotonic()\n"
         "try:\n"
@@ -345,24 +355,32 @@ def test_ctrl_c_ends_an_endless_loop(watch, file):
         "time.sleep(0.2)\n"
         "print(threading.active_count())\n"
         f"launch('adds', watch={watch!r})\n"
-        "print(out[:3].tolist())\n", interrupt=True)  # fmt: skip
+        "print(out[:3].tolist())\n",
+        interrupt=True,
+    )
     assert done.stdout == "interrupted True\n1\n[5, 6, 7]\n", done.stderr
 
 
 def test_a_crash_outside_of_kernels_is_still_the_process_s_own(file):
-    done = in_a_process(file, "faulthandler.enable()\n"
+    done = in_a_process(
+        file,
+        "faulthandler.enable()\n"
         "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, daemon=True).start()\n"
         "time.sleep(0.5)\n"
-        "ctypes.string_at(8)\n")  # fmt: skip
+        "ctypes.string_at(8)\n",
+    )
     assert done.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in done.stderr
 
 
 def test_a_crash_where_somebody_else_put_his_handler_ends_the_process(file):
-    done = in_a_process(file, "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, daemon=True).start()\n"
+    done = in_a_process(
+        file,
+        "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, daemon=True).start()\n"
         "time.sleep(0.5)\n"
         "faulthandler.enable()\n"
-        "ctypes.string_at(8)\n")  # fmt: skip
+        "ctypes.string_at(8)\n",
+    )
     assert done.returncode == -signal.SIGSEGV
     assert done.stderr.count("Fatal Python error: Segmentation fault") == 1
 

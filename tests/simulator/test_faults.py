@@ -1,5 +1,4 @@
-"""Planted faults, one kernel each: the exception says what happened, where, and by whom, and no array is changed.
-"""
+"""Planted faults, one kernel each: the exception says what happened, where, and by whom, and no array is changed."""
 
 import platform
 from typing import NamedTuple
@@ -307,17 +306,29 @@ class Planted(NamedTuple):
 
 
 KINDS = {
-    "past_the_end": Planted(faults.OutOfBounds, 40, "reads 4 bytes out of bounds: just past the end of in", "in", 40, 39),
+    "past_the_end": Planted(
+        faults.OutOfBounds, 40, "reads 4 bytes out of bounds: just past the end of in", "in", 40, 39
+    ),
     "before_the_start": Planted(faults.OutOfBounds, 40, "8 bytes before the start of in", "in", -2, 0),
     "write_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "out", 40, 20),
     "across_the_end": Planted(faults.OutOfBounds, 11, "reads 16 bytes out of bounds", "in", 40, 10),
     "in_no_array": Planted(faults.OutOfBounds, 1, "at an address in no array", thread=0),
-    "null_pointer": Planted(faults.OutOfBounds, 8, "at an address near zero (0x0), as of a null pointer; given as None: bias\n", thread=0),
-    "near_zero": Planted(faults.OutOfBounds, 8, "reads memory out of bounds: at an address near zero (0x1)\n", thread=0),
+    "null_pointer": Planted(
+        faults.OutOfBounds, 8, "at an address near zero (0x0), as of a null pointer; given as None: bias\n", thread=0
+    ),
+    "near_zero": Planted(
+        faults.OutOfBounds, 8, "reads memory out of bounds: at an address near zero (0x1)\n", thread=0
+    ),
     "jumps_near_zero": Planted(faults.OutOfBounds, 8, "out of bounds: at an address near zero (0x10)\n", thread=0),
-    "sets_too_much": Planted(faults.OutOfBounds, 8, "writes 18,446,744,073,709,551,615 bytes out of bounds", "out", 0, 0),
-    "moves_too_much": Planted(faults.OutOfBounds, 8, "reads 18,446,744,073,709,551,612 bytes out of bounds", "in", 0, 0),
-    "deletes_an_array": Planted(faults.BrokenHeap, 40, "it gives back what they did not give: in[0], float32 [40]", "in", 0, 7),
+    "sets_too_much": Planted(
+        faults.OutOfBounds, 8, "writes 18,446,744,073,709,551,615 bytes out of bounds", "out", 0, 0
+    ),
+    "moves_too_much": Planted(
+        faults.OutOfBounds, 8, "reads 18,446,744,073,709,551,612 bytes out of bounds", "in", 0, 0
+    ),
+    "deletes_an_array": Planted(
+        faults.BrokenHeap, 40, "it gives back what they did not give: in[0], float32 [40]", "in", 0, 7
+    ),
     "exits": Planted(faults.ProcessEnd, 40, "would end this process with exit()", thread=7),
     "in_a_function": Planted(faults.OutOfBounds, 40, "just past the end of in", "in", 40, 35),
     "shared_past_the_end": Planted(faults.OutOfBounds, 40, "index 4 of square, float[4][8]", "square", None, 32),
@@ -325,11 +336,19 @@ KINDS = {
     "past_a_row": Planted(faults.OutOfBounds, 20, "index 8 of rows, float[8]", "rows", None, 8),
     "own_array": Planted(faults.OutOfBounds, 4, "index -1 of an array, float[4]", thread=0),
     "dynamic_past_the_end": Planted(faults.OutOfBounds, 40, "writes 4 bytes out of bounds", "dynamic", 30, 30),
-    "set_past_the_end": Planted(faults.OutOfBounds, 1, "writes 160 bytes out of bounds: across the end of out", "out", 1, 0),
-    "copied_past_the_end": Planted(faults.OutOfBounds, 1, "reads 44 bytes out of bounds: across the end of in", "in", 30, 0),
+    "set_past_the_end": Planted(
+        faults.OutOfBounds, 1, "writes 160 bytes out of bounds: across the end of out", "out", 1, 0
+    ),
+    "copied_past_the_end": Planted(
+        faults.OutOfBounds, 1, "reads 44 bytes out of bounds: across the end of in", "in", 30, 0
+    ),
     "moved_past_the_end": Planted(faults.OutOfBounds, 1, "reads 8,589,934,592 bytes out of bounds", "in", 0, 0),
-    "set_past_own": Planted(faults.OutOfBounds, 4, "writes 20 bytes out of bounds: past one of the thread's own", thread=0),
-    "set_past_a_call": Planted(faults.OutOfBounds, 4, "1,000 bytes out of bounds: past one of the thread's own", thread=0),
+    "set_past_own": Planted(
+        faults.OutOfBounds, 4, "writes 20 bytes out of bounds: past one of the thread's own", thread=0
+    ),
+    "set_past_a_call": Planted(
+        faults.OutOfBounds, 4, "1,000 bytes out of bounds: past one of the thread's own", thread=0
+    ),
     "atomic_past_the_end": Planted(faults.OutOfBounds, 1, "just past the end of out", "out", 40, 0),
     "misaligned": Planted(faults.Misaligned, 4, "no multiple of 8", "in", 1, 1),
     "barriers_of_a_branch": Planted(faults.MismatchedBarrier, 40, "threads 32-39: __syncthreads at"),
@@ -354,11 +373,15 @@ KINDS = {
     "uninitialised_in_the_second_block": Planted(faults.UninitialisedRead, 20, "of block 1", "s", 0, 0, blocks=2),
     "lane_outside_the_mask": Planted(faults.WarpFault, 32, "shuffles from lane 20", thread=0),
     "lane_that_left": Planted(faults.WarpFault, 32, "shuffles from lane 5, which takes no part", thread=0),
-    "mask_without_the_caller": Planted(faults.WarpFault, 32, "0x7fffffff, which leaves out the caller, lane 31", thread=31),
+    "mask_without_the_caller": Planted(
+        faults.WarpFault, 32, "0x7fffffff, which leaves out the caller, lane 31", thread=31
+    ),
     "divides": Planted(faults.DivisionByZero, 40, "divides a whole number by zero", thread=21),
     "least_by_minus_one": Planted(faults.DivisionByZero, 40, "or the least one by -1", thread=0),
     "rest_of_least_by_minus_one": Planted(faults.DivisionByZero, 40, "or the least one by -1", thread=0),
-    "large_array": Planted(faults.StackOverflow, 40, "needs more memory for the arrays and calls of one thread", thread=0),
+    "large_array": Planted(
+        faults.StackOverflow, 40, "needs more memory for the arrays and calls of one thread", thread=0
+    ),
     "large_array_below": Planted(faults.StackOverflow, 40, "a GPU gives it at most 512 KiB", thread=0),
     "asserts": Planted(faults.AssertionFault, 40, "assert(in[T] < 33)", thread=33),
     "traps": Planted(faults.AssertionFault, 40, "__trap()", thread=7),
@@ -386,7 +409,10 @@ def caught(planted: simulator.Program, kernel: str, **options) -> simulator.Faul
     """The fault of a launch with arrays of 40 floats; they are as they were before."""
     out, given = torch.full((40,), -1.0), torch.arange(40.0)
     arguments = [out, given, None][: len(planted.kernels[kernel].parameters)]
-    options = {"seconds": 0.3 if "endless" in kernel else 60, "shared_bytes": 120 if "dynamic" in kernel else 0} | options
+    options = {
+        "seconds": 0.3 if "endless" in kernel else 60,
+        "shared_bytes": 120 if "dynamic" in kernel else 0,
+    } | options
     with pytest.raises(simulator.Fault) as info:
         planted.launch(kernel, KINDS[kernel].blocks, KINDS[kernel].threads, arguments, **options)
     assert (out == -1).all() and torch.equal(given, torch.arange(40.0))
@@ -405,7 +431,11 @@ def test_a_planted_fault_is_caught_and_named(kernel, planted):
     assert want.says in text and text.startswith(kernel)
     assert fault.kernel == kernel and fault.block == want.blocks - 1
     assert fault.array == want.array
-    for expected, found in ((want.element, fault.element), (want.thread, fault.thread), (want.other, fault.other_thread)):
+    for expected, found in (
+        (want.element, fault.element),
+        (want.thread, fault.thread),
+        (want.other, fault.other_thread),
+    ):
         assert expected is None or expected == found, fault
     numbers = lines_of(kernel)
     assert fault.line.number in numbers and f"planted.cu:{fault.line.number}" in text
@@ -423,7 +453,11 @@ def test_every_kind_of_fault_is_planted():
 
 def test_the_calls_that_lead_to_a_fault_are_named(planted):
     fault = caught(planted, "in_a_function")
-    assert [line.function.split("<")[0].split("(")[0].split()[-1] for line in fault.path] == ["in_a_function", "first", "second"]
+    assert [line.function.split("<")[0].split("(")[0].split()[-1] for line in fault.path] == [
+        "in_a_function",
+        "first",
+        "second",
+    ]
     assert "float float" not in str(fault)
     assert str(fault).index("in second") < str(fault).index("in in_a_function")
 

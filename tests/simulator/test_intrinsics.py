@@ -51,8 +51,10 @@ def test_a_watched_build_sees_nothing_of_an_intrinsic(compiler, tmp_path):
         }}"""
     flags = ("-c", "-O0", "-fsanitize=thread", "-finstrument-functions")
     seen = (b"__cyg_profile_func_enter", b"__tsan_read", b"__tsan_write")
-    built = [intrinsics.compile(compiler, code.format(how), tmp_path / "it.o", *flags).read_bytes()
-             for how in ("SIM_UNWATCHED", "")]  # fmt: skip
+    built = [
+        intrinsics.compile(compiler, code.format(how), tmp_path / "it.o", *flags).read_bytes()
+        for how in ("SIM_UNWATCHED", "")
+    ]
     assert [any(name in text for name in seen) for text in built] == [False, True]
 
 
@@ -69,14 +71,18 @@ def test_integers_become_the_nearest_float_or_the_named_one(run, name):
 
 def test_floats_and_doubles_as_integers(run):
     rng = random.Random(4)
-    values = [v + d for v in (0, 0.5, 1.5, 2.5, 2**31, 2**32, 2**63, 2**64) for d in (0, 0.25, -0.25, 0.5, -0.5, 1, -1, 4096)]
+    values = [
+        v + d for v in (0, 0.5, 1.5, 2.5, 2**31, 2**32, 2**63, 2**64) for d in (0, 0.25, -0.25, 0.5, -0.5, 1, -1, 4096)
+    ]
     values += [math.ldexp(rng.random(), rng.randint(-3, 70)) for _ in range(300)] + [1e-40, math.inf, math.nan]
     doubles = np.array([sign * v for v in values for sign in (1.0, -1.0)])
     floats = doubles.astype(np.float32)
     for (name, kind), mode in itertools.product(WIDE.items(), MODES):
         dtype = TYPES[kind][1]
         same(run(f"float2{name}_{mode}", floats), [to_integer(v, dtype, mode) for v in floats.tolist()], floats)
-        same(run(f"double2{name}_{mode}", doubles), [to_integer(v, dtype, mode, True) for v in doubles.tolist()], doubles)
+        same(
+            run(f"double2{name}_{mode}", doubles), [to_integer(v, dtype, mode, True) for v in doubles.tolist()], doubles
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,9 +102,14 @@ def test_doubles_are_rounded_to_float_as_named(run, mode):
 
 @cache
 def float_triples() -> np.ndarray:
-    """All of some special values; random ones; b beside -a, and c beside -a * b; sums that only a far smaller c decides."""
+    """All of some special values; random ones; b beside -a, and c beside -a * b; sums that only a far smaller c
+    decides."""
     rng = random.Random(8)
-    few = [sign | bits for sign in (0, 1 << 31) for bits in (0, 1, 0x800000, 0x3F800001, 0x7F7FFFFF, 0x7F800000, 0x7FC01234)]
+    few = [
+        sign | bits
+        for sign in (0, 1 << 31)
+        for bits in (0, 1, 0x800000, 0x3F800001, 0x7F7FFFFF, 0x7F800000, 0x7FC01234)
+    ]
     found = list(itertools.product(few, repeat=3))
     for _ in range(500):
         a, b, c = (rng.getrandbits(32) for _ in range(3))
@@ -106,7 +117,10 @@ def float_triples() -> np.ndarray:
         a, b = (0x3F800000 + (rng.randint(-20, 20) << 23) + rng.getrandbits(23) for _ in range(2))
         with np.errstate(all="ignore"):
             product = bits_of(-np.multiply(*np.array([a, b], np.uint32).view(np.float32)))
-        found += [(a, b, int(product) + rng.randint(-1, 1)), (a, b & 0xFFFFF000, rng.getrandbits(24) | rng.getrandbits(1) << 31)]
+        found += [
+            (a, b, int(product) + rng.randint(-1, 1)),
+            (a, b & 0xFFFFF000, rng.getrandbits(24) | rng.getrandbits(1) << 31),
+        ]
     return (np.array(found) & 0xFFFFFFFF).astype(np.uint32).view(np.float32).T
 
 
@@ -180,7 +194,9 @@ def signed(value: int, bits: int) -> int:
 def words(bits: int) -> list[tuple[int, int, int]]:
     rng = random.Random(9)
     few = [0, 1, 2, 31, 32, 33, (1 << bits - 1) - 1, 1 << bits - 1, (1 << bits) - 1]
-    return list(itertools.product(few, repeat=3)) + [tuple(rng.getrandbits(bits) for _ in range(3)) for _ in range(2000)]
+    return list(itertools.product(few, repeat=3)) + [
+        tuple(rng.getrandbits(bits) for _ in range(3)) for _ in range(2000)
+    ]
 
 
 def test_integer_intrinsics(run):

@@ -27,7 +27,8 @@ ANY_WIDTH = [1, 7, 333, 2050]
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned():
-    """And nothing runs unwatched, where a write out of bounds would be the end of the process, before it ran watched."""
+    """And nothing runs unwatched, where a write out of bounds would be the end of the process, before it ran
+    watched."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     for version in (1, 2, 3, 4):
         watched_pack(version, torch.bfloat16)
@@ -189,8 +190,17 @@ def test_unaligned_tensors_take_the_slower_kernels():
     layer = Layer.draw(cases.gate_of("sparse", 3, 520, torch.bfloat16, 256, 32), 264, 256, 32)
     with simulator.watching("faults") as runs:
         packed = portable.pack(shifted(layer.gate), 256, 32)
-        y = portable.gated(shifted(layer.x), packed, shifted(layer.gate), cases.NO_TAIL, shifted(layer.up),
-                         shifted(layer.down_t), None, None, 256)  # fmt: skip
+        y = portable.gated(
+            shifted(layer.x),
+            packed,
+            shifted(layer.gate),
+            cases.NO_TAIL,
+            shifted(layer.up),
+            shifted(layer.down_t),
+            None,
+            None,
+            256,
+        )
     assert [run.kernel for run in runs] == ["pack_v2", "gated_v1"]
     assert layer.gated_error(y) <= 1.0
 
@@ -199,8 +209,9 @@ def test_no_rows_launch_nothing():
     with simulator.watching("faults") as runs:
         empty = torch.empty(0, 520, dtype=torch.bfloat16)
         assert portable.pack(empty, 256, 32).shape == (0, 3, 32)
-        assert portable.down(torch.empty(0, 3, 32, dtype=torch.int32), empty, cases.NO_TAIL, empty.new_empty(520, 8), None, 520,
-                           256).shape == (0, 8)  # fmt: skip
+        assert portable.down(
+            torch.empty(0, 3, 32, dtype=torch.int32), empty, cases.NO_TAIL, empty.new_empty(520, 8), None, 520, 256
+        ).shape == (0, 8)
     assert runs == []
 
 
@@ -232,7 +243,12 @@ def test_whole_layers_agree_with_the_plain_ones(dtype):
     with simulator.watching(None) as runs:
         gated = ops.gated_ffn(x, gate, layer.up, layer.down, None, layer.up_bias, layer.down_bias, backend="simulator")
         plain = ops.plain_ffn(x[:1], gate, layer.down, None, layer.down_bias, tile=64, words=17, backend="simulator")
-    assert [run.kernel for run in runs] == ["pack_v2", "gated_v3", "pack_v2", "down_v2"]  # 130 is no multiple of a vector
+    assert [run.kernel for run in runs] == [
+        "pack_v2",
+        "gated_v3",
+        "pack_v2",
+        "down_v2",
+    ]  # 130 is no multiple of a vector
     layer.gate = linear(layer.x, gate)
     assert gated.shape == x.shape and layer.gated_error(gated.view(6, d_model)) <= 1.0
     layer.gate = linear(layer.x[:3], gate)

@@ -248,9 +248,20 @@ def test_operations_of_a_warp(mask, launch):
         bits = lambda keep: int(sum(1 << lane for lane, kept in zip(lanes, keep) if kept))  # noqa: E731
         shifted = (v - 20) % 2**32
         for lane, own in zip(lanes, v):
-            expected = [bits(v % 3 == 0), 40 in v, all(v < 32), bits(v % 5 == own % 5), v.sum(), (v - 20).min() % 2**32,
-                        (v - 20).max() % 2**32, shifted.min(), shifted.max(), np.bitwise_and.reduce(v | 64),
-                        np.bitwise_or.reduce(v), np.bitwise_xor.reduce(v)]  # fmt: skip
+            expected = [
+                bits(v % 3 == 0),
+                40 in v,
+                all(v < 32),
+                bits(v % 5 == own % 5),
+                v.sum(),
+                (v - 20).min() % 2**32,
+                (v - 20).max() % 2**32,
+                shifted.min(),
+                shifted.max(),
+                np.bitwise_and.reduce(v | 64),
+                np.bitwise_or.reduce(v),
+                np.bitwise_xor.reduce(v),
+            ]
             assert out[32 * warp + lane].tolist() == [int(e) for e in expected]
     silent = [t for t in range(threads) if not mask >> t % 32 & 1]
     assert (out[silent] == 77).all()
@@ -259,7 +270,7 @@ def test_operations_of_a_warp(mask, launch):
 def test_atomics_of_many_blocks(launch):
     blocks, threads = 30, 40
     n = np.arange(blocks * threads)
-    i, u, l = np.zeros(10, np.int32), np.zeros(9, np.uint32), np.zeros(5, np.uint64)
+    i, u, l = np.zeros(10, np.int32), np.zeros(9, np.uint32), np.zeros(5, np.uint64)  # noqa: E741
     f, d, tickets = np.zeros(2, np.float32), np.zeros(1), np.full(len(n), -1, np.int32)
     i[3:5], u[1], u[3:5], l[3] = [99, -1], 5000, [99, 2**32 - 1], 9
     launch("atomics", blocks, threads, (i, u, l, f, d, tickets))
@@ -273,7 +284,12 @@ def test_atomics_of_many_blocks(launch):
 def test_vector_types(launch):
     given = torch.randn(32, 4)
     halves = torch.randn(32, 2).bfloat16()
-    out, pairs, quads, sums = torch.zeros(32, 4), np.zeros((32, 2), np.int32), np.zeros((32, 4), np.uint32), torch.zeros(32, 2)
+    out, pairs, quads, sums = (
+        torch.zeros(32, 4),
+        np.zeros((32, 2), np.int32),
+        np.zeros((32, 4), np.uint32),
+        torch.zeros(32, 2),
+    )
     launch("vectors", 1, 32, (out, given, pairs, quads, halves, sums))
     assert torch.equal(out[:, :3], 2 * given[:, :3]) and torch.equal(out[:, 3], given[:, 1] / 2)
     i = np.arange(32)
@@ -293,8 +309,14 @@ def test_structs_templates_constants_and_every_kind_of_number(launch):
     i = np.arange(20)
     weights = np.array([[0.5, 1.5, 2.5], [-1, -2, -3]])
     root = np.sqrt(i) + 0.5 * i + 2 * i + 1
-    columns = [np.full(20, 9 + 160 + 400), items["value"].sum(1) * items["key"], i**3 + weights[i % 2, i % 3],
-               (i * 0.5 + 200) * 0.5 + 200, np.minimum(i, 5), root]  # fmt: skip
+    columns = [
+        np.full(20, 9 + 160 + 400),
+        items["value"].sum(1) * items["key"],
+        i**3 + weights[i % 2, i % 3],
+        (i * 0.5 + 200) * 0.5 + 200,
+        np.minimum(i, 5),
+        root,
+    ]
     assert np.allclose(out, np.stack(columns, 1), rtol=1e-15)
     assert np.array_equal(big, -(2**40) + i * 2**35)
 
@@ -384,7 +406,12 @@ REFUSED = {
     "small of language is -1; 0 to 255": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, -1, 1.0, 0)),
     "scale of language is 'a'; a number": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, 1, "a", 0)),
     r"out of language is int32; the kernel takes double\*": ("language", 1, 1, (ITEMS, ITEMS, LONGS, True, 1, 1.0, 0)),
-    r"big of language is float64; the kernel takes long long\*": ("language", 1, 1, (DOUBLES, ITEMS, DOUBLES, True, 1, 1.0, 0)),
+    r"big of language is float64; the kernel takes long long\*": (
+        "language",
+        1,
+        1,
+        (DOUBLES, ITEMS, DOUBLES, True, 1, 1.0, 0),
+    ),
     "block is .*1025.*": ("places", 1, 1025, (ITEMS,)),
     r"block is \(33, 32, 1\), 1056 threads; at most 1024": ("places", 1, (33, 32), (ITEMS,)),
     "block is 0": ("places", 1, 0, (ITEMS,)),
@@ -404,10 +431,16 @@ def test_launches_that_cannot_be(message, program):
 
 @pytest.mark.parametrize(
     "options,message",
-    [({"watch": "everything"}, "watch is 'everything'; one of"), ({"trace": 2}, "trace is 2; a block number from 0 to 1"),
-     ({"trace": -1}, "trace is -1"), ({"shared_bytes": -1}, "shared_bytes is -1; 0 to 232448"), ({"cores": 0}, "cores is 0"),
-     ({"shared_bytes": 10**6}, "shared_bytes is 1000000"), ({"cores": -3}, "cores is -3")],
-)  # fmt: skip
+    [
+        ({"watch": "everything"}, "watch is 'everything'; one of"),
+        ({"trace": 2}, "trace is 2; a block number from 0 to 1"),
+        ({"trace": -1}, "trace is -1"),
+        ({"shared_bytes": -1}, "shared_bytes is -1; 0 to 232448"),
+        ({"cores": 0}, "cores is 0"),
+        ({"shared_bytes": 10**6}, "shared_bytes is 1000000"),
+        ({"cores": -3}, "cores is -3"),
+    ],
+)
 def test_options_that_cannot_be(options, message, program):
     with pytest.raises(InputError, match=message):
         program.launch("places", 2, 2, (np.zeros(4, np.int32),), **options)

@@ -45,10 +45,22 @@ SURVIVORS = {
     ("smxx_gated.cu", "const bool mine = TEAMS «==»1", -1): "with one team, `steps` ends when `left` does",
     ("smxx_down.cu", "if (i «==»at + WARP)", -1): "the next pairs are loaded one entry earlier",
     ("smxx_down.cu", "if (at + lane «<=»kept)", +1): "one more pair, which nobody uses",
-    ("smxx_up.cu", "const bool listed = facts.kept «<»list.room", -1): "the hidden values of such a row lie beside its words instead",
+    (
+        "smxx_up.cu",
+        "const bool listed = facts.kept «<»list.room",
+        -1,
+    ): "the hidden values of such a row lie beside its words instead",
     ("smxx_up.cu", "if (threadIdx.x «==»0) {", +1): SAME,
-    ("dense_row.cuh", "#define SLAB «2048»", +1): "launch.py deals slabs of 2048; larger ones hold them and do not overlap",
-    ("dense_row.cuh", "v += __shfl_xor_sync(ALL_LANES, v, step)", +1): "17, 8, 4, 2 and 1 also bring every lane's value once",
+    (
+        "dense_row.cuh",
+        "#define SLAB «2048»",
+        +1,
+    ): "launch.py deals slabs of 2048; larger ones hold them and do not overlap",
+    (
+        "dense_row.cuh",
+        "v += __shfl_xor_sync(ALL_LANES, v, step)",
+        +1,
+    ): "17, 8, 4, 2 and 1 also bring every lane's value once",
     ("dense_row.cuh", "i «<»CHUNKS * VECTOR; i += 4", +1): "what is past the last chunk lies past D_MODEL",
     ("dense_row.cuh", "i «<»CHUNKS * VECTOR; i += 4", -1): VECTORS,
     ("dense_row.cuh", "if (c «<»D_MODEL)", -1): VECTORS,
@@ -61,24 +73,36 @@ SURVIVORS = {
     ("dense_row.cuh", "t «<»TEAMS; ++t", +1): "one more barrier, at which no team adds",
     ("row_walk.cuh", "if (at_ «<»listed_)", +1): NOTHING,
     ("row_walk.cuh", "group_ + WARP «<»tiles()", +1): "one more group, of no tiles",
-    ("row_walk.cuh", "v += __shfl_xor_sync(ALL_LANES, v, step)", +1): "17, 8, 4, 2 and 1 also bring every lane's value once",
+    (
+        "row_walk.cuh",
+        "v += __shfl_xor_sync(ALL_LANES, v, step)",
+        +1,
+    ): "17, 8, 4, 2 and 1 also bring every lane's value once",
     ("row_walk.cuh", "step «<»WARP; step *= 2", +1): POWERS,
     ("row_walk.cuh", "step «<»WARP; step *= 2", -1): POWERS,
     ("row_walk.cuh", "if (++strip_ * WARP «>=»width)", +1): NOTHING,
     ("row_walk.cuh", "e.lanes = __ballot_sync(ALL_LANES, i «<»end)", +1): "one more entry, whose value is 0",
     ("pool_walk.cuh", "if (group_ + WARP «>=»tiles())", +1): "one more group, of no tiles",
     ("pool_walk.cuh", "while (at_ «>=»listed_)", +1): NOTHING,
-    ("pool_walk.cuh", "__ballot_sync(ALL_LANES, mine_ «>»SLOTS); over;", -1): "words that are just full leave nothing for the pool",
+    (
+        "pool_walk.cuh",
+        "__ballot_sync(ALL_LANES, mine_ «>»SLOTS); over;",
+        -1,
+    ): "words that are just full leave nothing for the pool",
     ("pool_walk.cuh", "threadIdx.x «!=»0) return", +1): SAME,
     ("pool_walk.cuh", "if (threadIdx.x «==»0) {", +1): "any thread can take the slot",
 }
-# Past the end of a thread's own array of structs, whose elements are used by their address, or memory that nobody wrote: a check
-# of bounds may not see it, and what lies there is anything.
+# Past the end of a thread's own array of structs, whose elements are used by their address, or memory that nobody
+# wrote: a check of bounds may not see it, and what lies there is anything.
 OPEN = {
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) found |=", +1): "a chunk past the row's last is looked at",
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) {", +1): "a chunk past the row's last is loaded, or used",
     ("smxx_pack.cu", "for (int j = 0; j «<»TILES; ++j) {", +1): "a tile that is not used is loaded",
-    ("smxx_down.cu", "«for (int i =»1, at = 0; i <= kept; ++i) {", -1): "the head as an entry: next to nothing, of a column nobody wrote",
+    (
+        "smxx_down.cu",
+        "«for (int i =»1, at = 0; i <= kept; ++i) {",
+        -1,
+    ): "the head as an entry: next to nothing, of a column nobody wrote",
 }
 
 
@@ -91,7 +115,9 @@ class Battery:
 
     def __call__(self, file: str, mutant: Mutant) -> str | None:
         if self.process is None:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            )
         print(json.dumps([file, mutant.number, mutant.shift, mutant.compiled]), file=self.process.stdin, flush=True)
         if answer := self.process.stdout.readline():
             return json.loads(answer)
@@ -106,7 +132,8 @@ class Battery:
 
 @pytest.fixture(scope="module")
 def fates(tmp_path_factory) -> dict[Mutant, str | None]:
-    """What noticed each mutant: the name of a fault, "differs", or None. Those of headers: by the first file that does."""
+    """What noticed each mutant: the name of a fault, "differs", or None. Those of headers: by the first file that
+    does."""
     folder = tmp_path_factory.mktemp("mutants")
     todo: list[tuple[str, Mutant]] = []
     for file in FILES:
@@ -154,7 +181,9 @@ def test_every_deleted_barrier_is_caught_by_the_simulator(fates):
     # Only what the portable kernels include: the simulator runs no PTX, so headers of one architecture are not its own.
     texts = {name: text for file in FILES for name, text in toolchain.sources(file).items()}
     code = "".join(map(source.code_only, texts.values()))
-    assert {p.name for p in folders.kernels_dir().glob("smxx_*.cu*")} <= set(texts) | set(training.FILES) | training.WITHOUT
+    assert {p.name for p in folders.kernels_dir().glob("smxx_*.cu*")} <= set(texts) | set(
+        training.FILES
+    ) | training.WITHOUT
     assert len(barriers) == code.count("__syncthreads") >= 6
     assert set(barriers.values()) <= {"SharedRace", "UninitialisedRead", "MismatchedBarrier"}, barriers
 
@@ -173,7 +202,10 @@ def test_most_are_noticed_by_more_than_a_result(fates):
     """The kinds of fault that the simulator names are all met."""
     kinds = Counter(fates.values())
     assert kinds["OutOfBounds"] > 50 and kinds["differs"] > 50
-    assert all(kinds[kind] for kind in ("SharedRace", "GlobalRace", "UninitialisedRead", "Misaligned", "MismatchedBarrier", "TooLong"))
+    assert all(
+        kinds[kind]
+        for kind in ("SharedRace", "GlobalRace", "UninitialisedRead", "Misaligned", "MismatchedBarrier", "TooLong")
+    )
 
 
 def test_mutants_are_found_in_the_text():
@@ -187,13 +219,31 @@ def test_mutants_are_found_in_the_text():
 """
     changed, found = mutants.of_sources({"k.cu": kernel})
     assert [(m.line, m.kind, m.shift) for m in sorted(found, key=lambda m: (m.line, -m.number))] == [
-        (2, "start", 1), (2, "start", -1), (2, "offset", 1), (2, "offset", -1), (2, "bound", 1), (2, "bound", -1),
-        (2, "stride", 1), (2, "stride", -1), (2, "offset", 1), (2, "offset", -1), (2, "bound", 1), (2, "bound", -1),
-        (3, "barrier", 1), (4, "size", -1), (4, "size", -1), (5, "barrier", 1), (5, "bound", 1), (5, "bound", -1),
-    ]  # fmt: skip
+        (2, "start", 1),
+        (2, "start", -1),
+        (2, "offset", 1),
+        (2, "offset", -1),
+        (2, "bound", 1),
+        (2, "bound", -1),
+        (2, "stride", 1),
+        (2, "stride", -1),
+        (2, "offset", 1),
+        (2, "offset", -1),
+        (2, "bound", 1),
+        (2, "bound", -1),
+        (3, "barrier", 1),
+        (4, "size", -1),
+        (4, "size", -1),
+        (5, "barrier", 1),
+        (5, "bound", 1),
+        (5, "bound", -1),
+    ]
     assert len({(m.number, m.shift) for m in found}) == len(found)
     lines = changed["k.cu"].split("\n")
     assert lines[0] == '#include "mutants.cuh"' and len(lines) == kernel.count("\n") + 1
     assert lines[2] == "    if (!mutant(7)) __syncthreads();" and lines[5:7] == kernel.split("\n")[5:7]
-    assert lines[4] == "    if ((mutant(11) ? found : __syncthreads_or(found)) && x >> 1 < (1 + mutant(10)) * 1e3f) return;"
+    assert (
+        lines[4]
+        == "    if ((mutant(11) ? found : __syncthreads_or(found)) && x >> 1 < (1 + mutant(10)) * 1e3f) return;"
+    )
     assert "(2) + MUTANT_SHIFT(9)][(N) + MUTANT_SHIFT(8)]" in lines[3]

@@ -153,7 +153,11 @@ RIGHT = {
     "last_block_adds_up": (30, 0, lambda out: out[1] == COUNT[:30].sum()),
     "through_global_memory": (1, 0, lambda out: torch.equal(out, COUNT.flip(0) + 1)),
     "takes_and_gives_back": (1, 9, lambda out: (out == 8).all()),
-    "vote_before_exit": (1, 40, lambda out: (out[:8] == 0).all() and (out[32:40] == 32).all() and (out[40:] == -1).all()),
+    "vote_before_exit": (
+        1,
+        40,
+        lambda out: (out[:8] == 0).all() and (out[32:40] == 32).all() and (out[40:] == -1).all(),
+    ),
 }
 
 

@@ -17,7 +17,10 @@ from twell_lab.ops import portable
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 DTYPES = [torch.bfloat16, torch.float16]
 VERSIONS = {"gated": (5, 6, 7), "down": (4, 5)}
-KERNELS = {"gated": {5: ["gated_v5"], 6: ["gated_v6"], 7: ["up_v1", "down_v6"]}, "down": {4: ["down_v4"], 5: ["down_v5"]}}
+KERNELS = {
+    "gated": {5: ["gated_v5"], 6: ["gated_v6"], 7: ["up_v1", "down_v6"]},
+    "down": {4: ["down_v4"], 5: ["down_v5"]},
+}
 EVERY = [(name, version) for name, versions in VERSIONS.items() for version in versions]
 
 
@@ -83,11 +86,14 @@ def test_an_infinite_row_of_which_every_column_is_kept(dtype):
 
 @pytest.mark.parametrize("name", ["gated", "down"])
 def test_the_bits_are_those_of_tiles_with_a_slot_for_every_column(name):
-    """So nothing depends on where a value lies, on other rows or on the launch; and the versions without teams agree."""
+    """So nothing depends on where a value lies, on other rows or on the launch; and the versions without teams
+    agree."""
     layer = Pooled.draw(adversarial(35, 520, torch.bfloat16), 1032, biases=True)
     wide = TwELL.from_gate(layer.gate, 256, 257).packed
     if name == "gated":
-        expected = portable.gated(layer.x, wide, None, cases.NO_TAIL, layer.up, layer.down_t, layer.up_bias, layer.down_bias, 256, 3)
+        expected = portable.gated(
+            layer.x, wide, None, cases.NO_TAIL, layer.up, layer.down_t, layer.up_bias, layer.down_bias, 256, 3
+        )
     else:
         expected = portable.down(wide, None, cases.NO_TAIL, layer.down_t, layer.down_bias, 520, 256, 2)
     for version in {"gated": (5, 7), "down": (4,)}[name]:
@@ -102,8 +108,11 @@ def test_a_row_does_not_depend_on_its_neighbours(name, version):
     layer = Pooled.draw(gate, 264, biases=True, start=True)
     y, lost = layer.run(name, version), layer.expected_lost
     for row in (2, 14, 22, 34):
-        alone = Pooled(*(t[row : row + 1] for t in (layer.x, gate)), *(layer.up, layer.down_t, layer.up_bias, layer.down_bias),
-                       layer.start[row : row + 1])  # fmt: skip
+        alone = Pooled(
+            *(t[row : row + 1] for t in (layer.x, gate)),
+            *(layer.up, layer.down_t, layer.up_bias, layer.down_bias),
+            layer.start[row : row + 1],
+        )
         assert not lost[row] and torch.equal(bits(alone.run(name, version)[0]), bits(y[row]))
 
 

@@ -32,8 +32,8 @@ def own(tmp_path):
     return folder
 
 
-def declared(text, defines={}, **headers):
-    return listing({"k.cu": text, **headers}, "k.cu", defines)
+def declared(text, defines=None, **headers):
+    return listing({"k.cu": text, **headers}, "k.cu", defines or {})
 
 
 # ---- sources
@@ -98,8 +98,15 @@ WATCHED = {
 
 
 def test_watches_follow_their_lines_and_leave_the_numbers_alone():
-    values = {"k.cu:1": "a", "3": "a * (2 + 1)", "k.cu:for (int i": "i", "h.cuh:y = 2;": " y ", "1": "a / 2",
-              "k.cu:7": "f(\"//\")", "b = a;": "b"}  # fmt: skip
+    values = {
+        "k.cu:1": "a",
+        "3": "a * (2 + 1)",
+        "k.cu:for (int i": "i",
+        "h.cuh:y = 2;": " y ",
+        "1": "a / 2",
+        "k.cu:7": 'f("//")',
+        "b = a;": "b",
+    }
     found, names = with_watches(WATCHED, values)
     assert names == ("a", "a * (2 + 1)", "i", "y", "a / 2", 'f("//")', "b")
     lines = found["k.cu"].split("\n")
@@ -188,10 +195,14 @@ def test_kernels_and_their_parameters_are_listed(cxx):
     assert found["k"].parameters == (Parameter("float", "x", True), Parameter("int", "n", False))
     assert found["hidden"].parameters == ()
     assert found["plain"].parameters == (
-        Parameter("unsigned long long", "w", True), Parameter("Pair", "p", False),
-        Parameter("unsigned char", "", False), Parameter("float", "v", True), Parameter("long long", "n", False),
-        Parameter("unsigned long long", "u", True), Parameter("float2", "q", True),
-    )  # fmt: skip
+        Parameter("unsigned long long", "w", True),
+        Parameter("Pair", "p", False),
+        Parameter("unsigned char", "", False),
+        Parameter("float", "v", True),
+        Parameter("long long", "n", False),
+        Parameter("unsigned long long", "u", True),
+        Parameter("float2", "q", True),
+    )
 
 
 def test_shared_variables_are_listed_with_their_lines(cxx):
@@ -229,7 +240,7 @@ def test_the_macros_decide_what_is_there():
         ("__global__ void k(const CUtensorMap map) {}\n", "CUtensorMap"),
         ("__global__ void k() {}\nint main() {\n  k<<<1, 2>>>();\n}\n", "k.cu:3: <<<.*from Python"),
     ],
-)  # fmt: skip
+)
 def test_what_only_a_gpu_can_do_is_named_with_its_line(text, message, cxx):
     with pytest.raises(Unsupported, match=message):
         refuse({"k.cu": text}, "k.cu")

@@ -227,11 +227,15 @@ def test_without_addr2line_llvms_is_asked(cache):
 
 def test_names_of_functions_are_short():
     for long, short in {
-        "k": "k", "void f<4>(int, float*)": "f<4>", "team_sum(float, int&)": "team_sum",
-        "RowWalk::next(Entries&)": "RowWalk::next", "(anonymous namespace)::f(int)": "f",
+        "k": "k",
+        "void f<4>(int, float*)": "f<4>",
+        "team_sum(float, int&)": "team_sum",
+        "RowWalk::next(Entries&)": "RowWalk::next",
+        "(anonymous namespace)::f(int)": "f",
         "std::pair<int, float> a::g<std::pair<int, int> >(int (*)(int)) const": "a::g<std::pair<int, int> >",
-        "S::operator()(int) const": "S::operator()", "unsigned int pick<long long>(long long)": "pick<long long>",
-    }.items():  # fmt: skip
+        "S::operator()(int) const": "S::operator()",
+        "unsigned int pick<long long>(long long)": "pick<long long>",
+    }.items():
         assert symbols.short_name(long) == short
 
 
@@ -242,8 +246,8 @@ def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, mon
     texts = {"k.cu": '#include "h.cuh"\n__global__ void k() {}\n', "h.cuh": "// 1\n"}
     folder = tmp_path / "cache"
 
-    def name(texts=texts, defines={}, kind="fast"):
-        return build(texts, "k.cu", defines, kind, cache_in=folder).path.name
+    def name(texts=texts, defines=None, kind="fast"):
+        return build(texts, "k.cu", defines or {}, kind, cache_in=folder).path.name
 
     first = name()
     assert re.fullmatch(r"k-fast-[0-9a-f]{20}\.so", first) and (folder / first).is_file()
@@ -322,7 +326,9 @@ def of_another(path):
     os.chown(path, 54321, 54321)
 
 
-@pytest.mark.parametrize("name", ["k-fast-*.so", "k-fast-*.json", "simulator-runtime-*.o", "simulator-runtime-*.sha256"])
+@pytest.mark.parametrize(
+    "name", ["k-fast-*.so", "k-fast-*.json", "simulator-runtime-*.o", "simulator-runtime-*.sha256"]
+)
 @pytest.mark.parametrize("spoil", [of_another, lambda path: path.chmod(0o622)])
 def test_what_others_could_have_written_is_built_anew(spoil, name, tiny, tmp_path):
     first = build(K, "k.cu", cache_in=tmp_path / "cache")
@@ -371,8 +377,10 @@ def full(monkeypatch):
 @pytest.mark.parametrize("where", ["writing", "moving", "compiling", "linking"])
 def test_a_full_disk_costs_a_warning(where, full, tiny, tmp_path, monkeypatch):
     cache, run = tmp_path / "cache", toolchain._run
-    says = {"compiling": "sim_unit.cpp: fatal error: error writing to unit.s: No space left on device",
-            "linking": "collect2: fatal error: ld terminated with signal 7 [Bus error]"}.get(where)  # fmt: skip
+    says = {
+        "compiling": "sim_unit.cpp: fatal error: error writing to unit.s: No space left on device",
+        "linking": "collect2: fatal error: ld terminated with signal 7 [Bus error]",
+    }.get(where)
 
     def fails(command, folder=None, text=""):
         if says and folder is not None and folder.is_relative_to(cache) and ("-c" in command) == (where == "compiling"):

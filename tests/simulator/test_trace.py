@@ -19,7 +19,9 @@ def gate(rows: int = 1, columns: int = 512, seed: int = 0) -> np.ndarray:
 
 def traced(block: Block, truncated: bool = False) -> Trace:
     raw = block.raw()
-    return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1), truncated)
+    return Trace.of(
+        raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1), truncated
+    )
 
 
 def test_a_step_says_who_did_what_where():
@@ -33,7 +35,9 @@ def test_a_step_says_who_did_what_where():
     assert read.describe() == "warp 0, smxx_pack.cu:63: 32 lanes read gate[32..63]"
     vote = trace[4]
     assert vote.kind == "warp" and vote.array is None and vote.elements == (None,) * 32
-    assert vote.values == (0b100000110,) * 32 and vote.describe().endswith("32 lanes take part in __ballot_sync, all get 262 (0x106)")
+    assert vote.values == (0b100000110,) * 32 and vote.describe().endswith(
+        "32 lanes take part in __ballot_sync, all get 262 (0x106)"
+    )
     write = trace[5]
     assert (write.kind, write.threads, write.elements) == ("write", (1, 2, 8), (1, 2, 3))
     assert write.describe() == "warp 0, smxx_pack.cu:67: 3 lanes write packed[1..3]"
@@ -197,7 +201,11 @@ def test_nothing_traced_and_what_is_refused():
     assert len(empty) == 0 and empty.barriers == [] and not empty.truncated and list(empty.at(-1)) == []
     trace = traced(modelled.pack_v2(gate(), 256, 32), truncated=True)
     assert trace.truncated and trace.block_shape == (64, 1, 1)
-    for call, named in ((lambda: trace.at(len(trace)), str(len(trace))), (lambda: trace.at(-2), "-2"),
-                        (lambda: trace.at(0)["x"], "gate, packed"), (lambda: trace.writes("x"), "'x'")):
+    for call, named in (
+        (lambda: trace.at(len(trace)), str(len(trace))),
+        (lambda: trace.at(-2), "-2"),
+        (lambda: trace.at(0)["x"], "gate, packed"),
+        (lambda: trace.writes("x"), "'x'"),
+    ):
         with pytest.raises(InputError, match=named):
             call()

@@ -1,4 +1,5 @@
-"""Every barrier of the kernels of a training step deleted, one at a time: the simulator finds a fault, or a result is wrong.
+"""Every barrier of the kernels of a training step deleted, one at a time: the simulator finds a fault, or a result is
+wrong.
 
 The inference kernels have this and their shifted bounds in test_mutants.py.
 """
@@ -40,7 +41,9 @@ def columns(monkeypatch):
 
 
 def lost(monkeypatch):
-    Case.draw(620, 24, 38, torch.bfloat16, range(5, 605), biases=True).check()  # several groups a block, several batches
+    Case.draw(
+        620, 24, 38, torch.bfloat16, range(5, 605), biases=True
+    ).check()  # several groups a block, several batches
 
 
 def transpose(monkeypatch):
@@ -48,11 +51,23 @@ def transpose(monkeypatch):
     assert torch.equal(launch_transpose.transposed(m), m.t())
 
 
-FILES = {"smxx_survivors.cu": rows, "smxx_train_rows.cu": rows, "smxx_columns.cu": columns, "smxx_weight_gradients.cu": columns,
-         "smxx_train_lost.cu": lost, "smxx_lost_weights.cu": lost, "smxx_transpose.cu": transpose}  # fmt: skip
+FILES = {
+    "smxx_survivors.cu": rows,
+    "smxx_train_rows.cu": rows,
+    "smxx_columns.cu": columns,
+    "smxx_weight_gradients.cu": columns,
+    "smxx_train_lost.cu": lost,
+    "smxx_lost_weights.cu": lost,
+    "smxx_transpose.cu": transpose,
+}
 HEADERS = {"lost_rows.cuh": "smxx_train_lost.cu"}  # and a file that includes it
 # (file, what stands before it): why nothing can be noticed.
-SPARE = {("smxx_train_lost.cu", "kept[place] = all;\n    }\n    "): "the next group begins with two barriers before what this one guards is written"}
+SPARE = {
+    (
+        "smxx_train_lost.cu",
+        "kept[place] = all;\n    }\n    ",
+    ): "the next group begins with two barriers before what this one guards is written"
+}
 WITHOUT = {"smxx_train_slabs.cu", "smxx_train_dense.cu"}  # a warp does its work alone
 
 
@@ -60,8 +75,10 @@ def barriers():
     found = []
     for file in [*FILES, *HEADERS]:
         text = (folders.kernels_dir() / file).read_text()
-        found += [pytest.param(file, match.start(), id=f"{file}:{text.count(chr(10), 0, match.start()) + 1}")
-                  for match in re.finditer(re.escape(BARRIER), text)]  # fmt: skip
+        found += [
+            pytest.param(file, match.start(), id=f"{file}:{text.count(chr(10), 0, match.start()) + 1}")
+            for match in re.finditer(re.escape(BARRIER), text)
+        ]
     return found
 
 

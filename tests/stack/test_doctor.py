@@ -13,9 +13,18 @@ from twell_lab.cuda import cubins
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
 P100 = {"name": "Tesla P100-PCIE-16GB", "capability": "6.0", "memory_gib": 16.0, "driver": "535.1"}
 FACTS = {
-    "os": "Debian GNU/Linux 12, x86_64", "cpu": "a CPU", "cores": 2, "python": "3.12.1", "torch": "2.10.0",
-    "torch_cuda": "12.8", "numpy": "2.1.3", "cupy": "14.2.0", "cupy_package": "cupy-cuda12x", "nvrtc": "12.8",
-    "gpus": [H100], "cuda_driver": "13.0",
+    "os": "Debian GNU/Linux 12, x86_64",
+    "cpu": "a CPU",
+    "cores": 2,
+    "python": "3.12.1",
+    "torch": "2.10.0",
+    "torch_cuda": "12.8",
+    "numpy": "2.1.3",
+    "cupy": "14.2.0",
+    "cupy_package": "cupy-cuda12x",
+    "nvrtc": "12.8",
+    "gpus": [H100],
+    "cuda_driver": "13.0",
 }
 
 
@@ -46,7 +55,8 @@ def test_this_machine_is_examined():
 def test_a_whole_gpu_machine_is_ok(on):
     found = on()
     assert {topic: finding.state for topic, finding in found.items() if topic != "notebooks"} == dict.fromkeys(
-        [topic for topic in found if topic != "notebooks"], "ok")
+        [topic for topic in found if topic != "notebooks"], "ok"
+    )
     assert "sm_90" in found["GPU"].text and "580.82.07" in found["GPU"].text
 
 
@@ -64,11 +74,14 @@ def test_an_old_gpu_is_named_with_what_would_be_accepted(on):
     assert found["CPU operators"].state == "ok"
 
 
-@pytest.mark.parametrize("torch_build, driver, says, gets_command", [
-    (None, "13.0", "without CUDA", True),
-    ("13.0", "12.4", "driver runs CUDA up to 12.4", True),
-    ("12.8", "13.0", "CUDA_VISIBLE_DEVICES", False),
-])
+@pytest.mark.parametrize(
+    "torch_build, driver, says, gets_command",
+    [
+        (None, "13.0", "without CUDA", True),
+        ("13.0", "12.4", "driver runs CUDA up to 12.4", True),
+        ("12.8", "13.0", "CUDA_VISIBLE_DEVICES", False),
+    ],
+)
 def test_a_gpu_that_torch_cannot_use_says_why(on, torch_build, driver, says, gets_command):
     found = on(usable=False, torch_cuda=torch_build, cuda_driver=driver)
     assert found["GPU"].state == found["GPU kernels"].state == "limited"
@@ -86,10 +99,14 @@ def test_mixed_majors_are_reported_with_the_command_where_there_is_a_gpu(on):
     assert on(usable=False, gpus=[], fault=fault)["CuPy"].state == "ok"
 
 
-@pytest.mark.parametrize("changes, extra", [
-    ({"torch_cuda": "12.8"}, "cu12"), ({"torch_cuda": "13.0"}, "cu13"),
-    pytest.param({"gpus": []}, "compile", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux wheels")),
-])
+@pytest.mark.parametrize(
+    "changes, extra",
+    [
+        ({"torch_cuda": "12.8"}, "cu12"),
+        ({"torch_cuda": "13.0"}, "cu13"),
+        pytest.param({"gpus": []}, "compile", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux wheels")),
+    ],
+)
 def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, changes, extra):
     monkeypatch.setattr(sys, "prefix", "elsewhere")
     found = on(cupy=None, cupy_package=None, nvrtc=None, **changes)
@@ -166,7 +183,7 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
     assert found["GPU kernels"].state == "ok"
     monkeypatch.setattr(machine, "describe", broken)
-    only, = doctor.examine()
+    (only,) = doctor.examine()
     assert only.state == "limited" and "unheard of" in only.text
 
 

@@ -18,8 +18,9 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
 OUTER_ROOMS = {"__init__", "__main__", "plots", "page", "tour", "cli"}
 OUTER_ROOMS |= {"widgets", "widget", "figures", "drawing", "notebook"}  # in course/
-OUTER_MODULES = {f"twell_lab.{place}{room}" for room in OUTER_ROOMS - {"__init__", "__main__"}
-                 for place in ("", "course.")}
+OUTER_MODULES = {
+    f"twell_lab.{place}{room}" for room in OUTER_ROOMS - {"__init__", "__main__"} for place in ("", "course.")
+}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
 
 
@@ -76,8 +77,11 @@ def widget_state(notebook: str) -> bool:
 
 
 def test_no_path_of_a_machine_and_no_index_address_in_any_file():
-    found = {path.relative_to(ROOT).as_posix(): words for path in tracked()
-             if (text := text_of(path)) is not None and (words := private_words(text))}
+    found = {
+        path.relative_to(ROOT).as_posix(): words
+        for path in tracked()
+        if (text := text_of(path)) is not None and (words := private_words(text))
+    }
     assert not found
 
 
@@ -86,8 +90,11 @@ def test_no_large_files():
 
 
 def test_no_library_or_kernel_file_is_long():
-    files = [path for path in tracked() if path.suffix in (".py", ".cu", ".cuh")
-             and path.relative_to(ROOT).parts[0] in ("twell_lab", "kernels")]
+    files = [
+        path
+        for path in tracked()
+        if path.suffix in (".py", ".cu", ".cuh") and path.relative_to(ROOT).parts[0] in ("twell_lab", "kernels")
+    ]
     assert files
     lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
@@ -113,9 +120,15 @@ def test_formats_and_reference_import_torch_alone(room):
     assert not foreign_to_formats((ROOT / "twell_lab" / f"{room}.py").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("breach", [
-    "see /wor" "k/main/x.py", "cd /roo" "t/project", "--extra-index-ur" "l file", "https://pypi.or" "g/simple",
-])
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "see /work/main/x.py",
+        "cd /root/project",
+        "--extra-index-url file",
+        "https://pypi.org/simple",
+    ],
+)
 def test_private_words_are_found(breach):
     assert private_words(breach)
 
@@ -127,11 +140,18 @@ def test_ordinary_words_are_let_through():
 def test_breaches_of_the_import_rules_are_found():
     assert drawn_in("def f():\n    from . import plots") == {"twell_lab.plots"}
     assert drawn_in("from .page import render\nimport plotly.graph_objects as go") == {
-        "twell_lab.app.page", "plotly.graph_objects"}
+        "twell_lab.app.page",
+        "plotly.graph_objects",
+    }
     assert not drawn_in("import torch\nfrom . import ops\nfrom .profile import profile")
     assert foreign_to_formats("import numpy\nfrom . import ops\nfrom .ffn import x") == {
-        "numpy", "twell_lab.ops", "twell_lab.layers.sparse_ffn"}
-    assert not foreign_to_formats("import math, torch.nn\nfrom .errors import InputError\nfrom dataclasses import field")
+        "numpy",
+        "twell_lab.ops",
+        "twell_lab.layers.sparse_ffn",
+    }
+    assert not foreign_to_formats(
+        "import math, torch.nn\nfrom .errors import InputError\nfrom dataclasses import field"
+    )
 
 
 def test_widget_state_is_found():

@@ -10,8 +10,20 @@ import torch
 from twell_lab.core import machine
 from twell_lab.core.errors import StackError
 
-KEYS = {"os", "cpu", "cores", "python", "torch", "torch_cuda", "numpy", "cupy", "cupy_package", "nvrtc", "gpus",
-        "cuda_driver"}
+KEYS = {
+    "os",
+    "cpu",
+    "cores",
+    "python",
+    "torch",
+    "torch_cuda",
+    "numpy",
+    "cupy",
+    "cupy_package",
+    "nvrtc",
+    "gpus",
+    "cuda_driver",
+}
 SMI = "NVIDIA H100 80GB HBM3, 9.0, 81559, 580.82.07\nTesla P100-PCIE-16GB, 6.0, 16384, 580.82.07\n"
 
 
@@ -81,11 +93,14 @@ def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
     assert machine.gpu() == "RTX 4090"
 
 
-@pytest.mark.parametrize("failure", [
-    FileNotFoundError("nvidia-smi"),
-    subprocess.TimeoutExpired("nvidia-smi", 20),
-    subprocess.CalledProcessError(9, "nvidia-smi", "NVIDIA-SMI has failed because it couldn't communicate"),
-])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        FileNotFoundError("nvidia-smi"),
+        subprocess.TimeoutExpired("nvidia-smi", 20),
+        subprocess.CalledProcessError(9, "nvidia-smi", "NVIDIA-SMI has failed because it couldn't communicate"),
+    ],
+)
 def test_a_failing_nvidia_smi_means_no_gpus(monkeypatch, failure):
     def run(*arguments, **keywords):
         raise failure
@@ -105,13 +120,17 @@ def test_unreadable_lines_of_nvidia_smi_are_left_out(monkeypatch):
     assert machine.gpus() == [{"name": "NVIDIA T4", "capability": "7.5", "memory_gib": None, "driver": "535.1"}]
 
 
-@pytest.mark.parametrize("torch_cuda, package, mended", [
-    ("13.0", "cupy-cuda12x", "cupy-cuda13x[ctk]"),
-    ("12.8", "cupy-cuda13x", "cupy-cuda12x[ctk]"),
-    ("12.8", "cupy-cuda11x", "cupy-cuda12x[ctk]"),
-])
+@pytest.mark.parametrize(
+    "torch_cuda, package, mended",
+    [
+        ("13.0", "cupy-cuda12x", "cupy-cuda13x[ctk]"),
+        ("12.8", "cupy-cuda13x", "cupy-cuda12x[ctk]"),
+        ("12.8", "cupy-cuda11x", "cupy-cuda12x[ctk]"),
+    ],
+)
 def test_mixed_cuda_majors_are_refused_with_both_versions_and_the_command(
-        monkeypatch, packages, torch_cuda, package, mended):
+    monkeypatch, packages, torch_cuda, package, mended
+):
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     packages["torch"], packages[package] = "2.99.1", "14.2.0"
     with pytest.raises(StackError) as refused:
@@ -121,9 +140,15 @@ def test_mixed_cuda_majors_are_refused_with_both_versions_and_the_command(
         assert part in message
 
 
-@pytest.mark.parametrize("torch_cuda, package", [
-    ("13.0", "cupy-cuda13x"), ("12.8", "cupy-cuda12x"), (None, "cupy-cuda12x"), ("13.0", None),
-])
+@pytest.mark.parametrize(
+    "torch_cuda, package",
+    [
+        ("13.0", "cupy-cuda13x"),
+        ("12.8", "cupy-cuda12x"),
+        (None, "cupy-cuda12x"),
+        ("13.0", None),
+    ],
+)
 def test_matching_majors_a_cpu_torch_and_no_cupy_are_accepted(monkeypatch, packages, torch_cuda, package):
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     if package:

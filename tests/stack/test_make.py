@@ -52,12 +52,21 @@ class Checkout:
         """Run make; its exit status. `output` holds what it printed, `asked` what it asked of Python."""
         self.calls.write_text("")
         # Under `make test` the outer make's variables must not reach this one.
-        inherited = {k: v for k, v in os.environ.items()
-                     if not k.startswith(("MAKE", "MFLAGS")) and k not in ("STACK", "PYTHON", "PYTEST_ARGS", "TOUR_ARGS")}
+        inherited = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("MAKE", "MFLAGS")) and k not in ("STACK", "PYTHON", "PYTEST_ARGS", "TOUR_ARGS")
+        }
         path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(["make", *arguments], cwd=self.folder, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=60,
-                              env={**inherited, "PATH": path, "CALLS": str(self.calls), **environment})
+        done = subprocess.run(
+            ["make", *arguments],
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            env={**inherited, "PATH": path, "CALLS": str(self.calls), **environment},
+        )
         self.output = done.stdout
         return done.returncode
 
@@ -72,7 +81,7 @@ def checkout(tmp_path):
 
 def test_setup_installs_once_and_is_reused(checkout):
     assert checkout.make("setup") == 0
-    pip, = checkout.asked("-m pip")
+    (pip,) = checkout.asked("-m pip")
     assert "-c constraints/cpu.txt" in pip and "-e .[course,test,compile]" in pip
     assert "torch-9.9" in checkout.output and "six.whl" not in checkout.output and "WARNING" not in checkout.output
     assert checkout.make("setup") == 0
@@ -92,7 +101,7 @@ def test_another_stack_starts_a_clean_environment_and_is_remembered(checkout):
     checkout.make("setup")
     assert checkout.make("setup", "STACK=cu13") == 0
     assert "--clear" in checkout.asked("-m venv")[0]
-    pip, = checkout.asked("-m pip")
+    (pip,) = checkout.asked("-m pip")
     assert "-c constraints/cu13.txt" in pip and "-e .[course,test,cu13]" in pip
     assert checkout.make("test") == 0
     assert not checkout.asked("-m pip") and "cu13 stack" in checkout.output
@@ -130,11 +139,14 @@ def test_an_environment_that_was_moved_or_broke_is_made_anew(checkout):
     assert checkout.make("setup") == 0 and checkout.asked("-m venv")
 
 
-@pytest.mark.parametrize("arguments, environment, says", [
-    (["PYTHON=python3.99"], {}, "there is no python3.99 here"),
-    ([], {"TOO_OLD": "1", "SAYS": "3.9.2"}, "python3 is Python 3.9.2, and 3.11 or newer is needed; try PYTHON="),
-    ([], {"NO_VENV": "1"}, "python3 has no venv; install it"),
-])
+@pytest.mark.parametrize(
+    "arguments, environment, says",
+    [
+        (["PYTHON=python3.99"], {}, "there is no python3.99 here"),
+        ([], {"TOO_OLD": "1", "SAYS": "3.9.2"}, "python3 is Python 3.9.2, and 3.11 or newer is needed; try PYTHON="),
+        ([], {"NO_VENV": "1"}, "python3 has no venv; install it"),
+    ],
+)
 def test_an_unfit_python_is_named_in_one_line(checkout, arguments, environment, says):
     assert checkout.make("setup", *arguments, **environment) != 0
     lines = [line for line in checkout.output.splitlines() if line.startswith("setup:")]
@@ -174,11 +186,11 @@ def test_the_tour_gets_its_arguments_and_keeps_its_status(checkout):
 
 def test_a_tour_installs_what_it_needs_and_what_comes_later_adds_the_rest(checkout):
     assert checkout.make("tour") == 0
-    pip, = checkout.asked("-m pip")
+    (pip,) = checkout.asked("-m pip")
     assert "-c constraints/cpu.txt" in pip and "-e .[tour]" in pip
     assert checkout.make("tour") == 0 and not checkout.asked("-m pip")
     assert checkout.make("test") == 0
-    pip, = checkout.asked("-m pip")
+    (pip,) = checkout.asked("-m pip")
     assert "-e .[course,test,compile]" in pip and not checkout.asked("-m venv")  # into the same environment
     assert checkout.make("tour") == 0 and not checkout.asked("-m pip")  # which a tour leaves whole
     later = (checkout.folder / ".venv/ready").stat().st_mtime + 5

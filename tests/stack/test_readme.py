@@ -19,9 +19,11 @@ def test_the_first_screen_has_the_two_commands():
 
 
 def test_the_example_runs():
-    example, = re.findall(r"```python\n(.*?)```", README, re.S)
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
     # The same calls, made short: fewer steps and held-out windows, a smaller layer to time.
-    shortened = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example).replace("d_model=2048, d_ff=5632", "d_model=64, d_ff=256")
+    shortened = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example).replace(
+        "d_model=2048, d_ff=5632", "d_model=64, d_ff=256"
+    )
     assert shortened.count("steps=3") == 1 and "d_ff=256" in shortened
     names = {}
     exec(compile(shortened, "README.md", "exec"), names)
@@ -48,5 +50,8 @@ def test_targets_extras_and_files_exist():
 
 
 def test_the_counts_of_what_is_attacked_are_those_of_the_newest_records():
-    after = README.partition('<!-- python -c "from twell_lab.app import recordings; from twell_lab.records import record as records; print(recordings.attack_table(records.load_all()))" prints this table -->\n')[2]
+    after = README.partition(
+        '<!-- python -c "from twell_lab.app import recordings; from twell_lab.records import record as records; '
+        'print(recordings.attack_table(records.load_all()))" prints this table -->\n'
+    )[2]
     assert after.partition("\n\n")[0] == recordings.attack_table(records.load_all())

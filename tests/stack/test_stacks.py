@@ -21,7 +21,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 STACKS = {"cpu": "compile", "cu12": "cu12", "cu13": "cu13"}
 # What a Colab machine came with in August 2026: an install there must leave all of it as it is.
 COLAB = {
-    "torch": "2.11.0+cu128", "numpy": "2.1.3", "cupy-cuda12x": "14.0.1", "ipywidgets": "7.7.1", "plotly": "5.24.1",
+    "torch": "2.11.0+cu128",
+    "numpy": "2.1.3",
+    "cupy-cuda12x": "14.0.1",
+    "ipywidgets": "7.7.1",
+    "plotly": "5.24.1",
     "anywidget": "0.9.21",
 }
 LINUX = {"sys_platform": "linux"}

@@ -41,8 +41,14 @@ def test_every_kernel_and_data_file_is_in_the_wheel(wheel):
 
 def test_the_unpacked_wheel_finds_its_own_files(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True,
-                          env={"PYTHONPATH": str(tmp_path), "PATH": ""}, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     for name, path in json.loads(done.stdout).items():
         assert Path(path).is_relative_to(tmp_path), name

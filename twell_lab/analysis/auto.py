@@ -1,4 +1,5 @@
-"""A layer that plans itself: it counts who fires in the first batches it sees, then decides. Used by sparsify(plan="auto")."""
+"""A layer that plans itself: it counts who fires in the first batches it sees, then decides. Used by
+sparsify(plan="auto")."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ class Watch:
         """Count one input of `layer`, a SparseFFN. Returns the LayerPlan once there is one, and None before."""
         rows = x.reshape(-1, x.shape[-1])
         weight = layer.up.weight
-        if not rows.shape[0] or rows.dtype != weight.dtype or rows.device != weight.device or rows.shape[1] != weight.shape[1]:
+        if (
+            not rows.shape[0]
+            or rows.dtype != weight.dtype
+            or rows.device != weight.device
+            or rows.shape[1] != weight.shape[1]
+        ):
             return None  # nothing to count, or nothing that this layer takes: its forward says so
         if self.tokens >= TOKENS or self.forwards >= FORWARDS:
             return self._decide(layer, rows)

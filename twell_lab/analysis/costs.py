@@ -1,7 +1,7 @@
 """What a feed-forward layer should cost on each path: counted bytes and operations over rates measured on the device.
 
-The counts, for T tokens, values of `b` bytes, and e entries (kept values) a token; a gated layer's entry costs two rows of
-d_model values (up, down), a plain one's one (down):
+The counts, for T tokens, values of `b` bytes, and e entries (kept values) a token; a gated layer's entry costs two rows
+of d_model values (up, down), a plain one's one (down):
   dense      three GEMMs (plain: two) of 2 T d_model d_ff operations, and relu and multiply over T d_ff values
   twell      the gate's GEMM, writing packed words; e T entries' rows from the L2 cache; x in, y out
   hot_cold   twell over the cold neurons, and over the hot ones gate, up and down GEMMs and a float32 sum, out and in
@@ -35,11 +35,11 @@ _CACHE_USED = 0.8  # share of the L2 cache that the most used rows are taken to 
 class Rates:
     """What a device reaches with values of one dtype, measured here by `measure_rates`.
 
-    bandwidth: bytes a second from and to memory (a copy). l2: bytes a second at which the sparse part reads the rows
-    of up and down (what more entries add to its time). matmul: operations a second (a large torch.mm). launch: seconds
-    that one more launch (on a CPU: operation) takes. cache: bytes of the GPU's L2 cache, 0 where none is modelled. fused_from:
-    tokens from which the kernels pack inside the gate GEMM and multiply inside the up GEMM, None where they do not.
-    """
+    bandwidth: bytes a second from and to memory (a copy). l2: bytes a second at which the sparse part reads the rows of
+    up and down (what more entries add to its time). matmul: operations a second (a large torch.mm). launch: seconds
+    that one more launch (on a CPU: operation) takes. cache: bytes of the GPU's L2 cache, 0 where none is modelled.
+    fused_from: tokens from which the kernels pack inside the gate GEMM and multiply inside the up GEMM, None where they
+    do not."""
 
     device: str
     dtype: str
@@ -65,10 +65,9 @@ class Rates:
 class Firing:
     """How a layer fires, as the predictions need it.
 
-    frequency: float64 [d_ff], the share of tokens at which each neuron fires, descending. totals: float64 [d_ff + 1], the
-    share of tokens with so many firing. overflowing, excess: of the layer in its own order, the share of tokens with a tile
-    beyond its slots, and the entries beyond them, a token.
-    """
+    frequency: float64 [d_ff], the share of tokens at which each neuron fires, descending. totals: float64 [d_ff + 1],
+    the share of tokens with so many firing. overflowing, excess: of the layer in its own order, the share of tokens
+    with a tile beyond its slots, and the entries beyond them, a token."""
 
     d_model: int
     gated: bool
@@ -95,9 +94,8 @@ class Firing:
     def lost(self, hot: int) -> float:
         """About what share of the tokens will be computed densely after all, `hot` neurons not being packed.
 
-        Those that fill tiles on average, however evenly their neurons lie. In the layer's own order (hot 0) also those whose
-        overflow exceeds the pool that 16 rows share, were it all in one tile.
-        """
+        Those that fill tiles on average, however evenly their neurons lie. In the layer's own order (hot 0) also those
+        whose overflow exceeds the pool that 16 rows share, were it all in one tile."""
         packed = self.frequency[hot:].sum() / self.frequency.sum().clamp(min=1e-30)
         a_tile = torch.arange(self.totals.numel(), device="cpu") * packed / math.ceil((self.d_ff - hot) / TILE)
         lost = self.totals[a_tile > WORDS - 1].sum().item()
@@ -107,7 +105,8 @@ class Firing:
 
 
 def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> dict[str, float]:
-    """Microseconds of one call with `tokens` tokens, by what they go to: gemm, rows, memory, launches, lost, and total."""
+    """Microseconds of one call with `tokens` tokens, by what they go to: gemm, rows, memory, launches, lost, and
+    total."""
     choice.check(firing.d_ff)
     d_model, d_ff, hot = firing.d_model, firing.d_ff, choice.hot
     fused = rates.fused_from is not None and tokens >= rates.fused_from
@@ -123,8 +122,13 @@ def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize:
     dense = gemm(d_ff, d_model, gemms) + elementwise / rates.bandwidth
     if choice.path == "dense":
         launches = 2 if fused else 5 if firing.gated else 3
-        parts = {"gemm": gemm(d_ff, d_model, gemms), "rows": 0.0, "memory": elementwise / rates.bandwidth,
-                 "launches": launches * rates.launch, "lost": 0.0}  # fmt: skip
+        parts = {
+            "gemm": gemm(d_ff, d_model, gemms),
+            "rows": 0.0,
+            "memory": elementwise / rates.bandwidth,
+            "launches": launches * rates.launch,
+            "lost": 0.0,
+        }
         return _microseconds(parts)
     cold = firing.frequency[hot:]
     row = (2 if firing.gated else 1) * d_model * itemsize
@@ -138,13 +142,19 @@ def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize:
     lost = firing.lost(hot) if tokens > 64 else 0.0  # the kernels for few tokens take any number of entries
     chunks = 2 * math.ceil(tokens / 8192) if fused else 0
     launches = (2 if fused or tokens <= 64 else 3) + chunks + (0 if not hot else 2 if fused else 5)
-    parts = {"gemm": gemm_time, "rows": _rows_time(cold, tokens, row, rates), "memory": moved / rates.bandwidth,
-             "launches": launches * rates.launch, "lost": lost * dense}  # fmt: skip
+    parts = {
+        "gemm": gemm_time,
+        "rows": _rows_time(cold, tokens, row, rates),
+        "memory": moved / rates.bandwidth,
+        "launches": launches * rates.launch,
+        "lost": lost * dense,
+    }
     return _microseconds(parts)
 
 
 def compiling_saves(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> float:
-    """Microseconds by which torch.compile should shorten the dense path: relu and multiply in one pass over their values."""
+    """Microseconds by which torch.compile should shorten the dense path: relu and multiply in one pass over their
+    values."""
     if not firing.gated or (rates.fused_from is not None and tokens >= rates.fused_from):
         return 0.0
     return 1e6 * (2 * tokens * firing.d_ff * itemsize / rates.bandwidth + rates.launch)
@@ -172,7 +182,8 @@ def _microseconds(parts: dict[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Rates:
-    """Measure a device with a few small calls (under a second, kernels compiled). dtype: bfloat16 on a GPU, else float32."""
+    """Measure a device with a few small calls (under a second, kernels compiled). dtype: bfloat16 on a GPU, else
+    float32."""
     device = measure._device(device)
     large = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if large else torch.float32)
@@ -181,8 +192,12 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     target, tiny = torch.empty_like(source), torch.zeros(8, 8, dtype=dtype, device=device)
     n, k = (8192, 2048) if large else (512, 512)
     a, b = torch.ones(n, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
-    calls = {"copy": lambda turn: target.copy_(source), "mm": lambda turn: torch.mm(a, b),
-             "few": lambda turn: _repeat(tiny, 10), "many": lambda turn: _repeat(tiny, 50)}  # fmt: skip
+    calls = {
+        "copy": lambda turn: target.copy_(source),
+        "mm": lambda turn: torch.mm(a, b),
+        "few": lambda turn: _repeat(tiny, 10),
+        "many": lambda turn: _repeat(tiny, 50),
+    }
     shape = (4096, 2048, 4096) if large else (32, 512, 2048)
     counts = (16, 80) if large else (2, 12)
     for nnz in counts:
@@ -194,10 +209,15 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     rows = entries * 2 * shape[1] * itemsize
     properties = torch.cuda.get_device_properties(device) if large else None
     return Rates(
-        device=properties.name if large else "CPU", dtype=str(dtype).removeprefix("torch."), bandwidth=bandwidth,
-        l2=rows / max(added, rows / (1000 * bandwidth)), matmul=2 * n * n * k / took["mm"],
-        launch=max(0.0, (took["many"] - took["few"]) / 40), cache=getattr(properties, "L2_cache_size", 0),
-        fused_from=_fused_from(device, dtype))  # fmt: skip
+        device=properties.name if large else "CPU",
+        dtype=str(dtype).removeprefix("torch."),
+        bandwidth=bandwidth,
+        l2=rows / max(added, rows / (1000 * bandwidth)),
+        matmul=2 * n * n * k / took["mm"],
+        launch=max(0.0, (took["many"] - took["few"]) / 40),
+        cache=getattr(properties, "L2_cache_size", 0),
+        fused_from=_fused_from(device, dtype),
+    )
 
 
 def _fused_from(device: torch.device, dtype: torch.dtype) -> int | None:

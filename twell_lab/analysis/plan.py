@@ -1,8 +1,7 @@
 """What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON.
 
-The planner (twell_lab.analysis.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired in the
-profile it was made from, so the hot neurons, and what the packed part is expected to keep, follow from it.
-"""
+The planner (twell_lab.analysis.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired
+in the profile it was made from, so the hot neurons, and what the packed part is expected to keep, follow from it."""
 
 from __future__ import annotations
 
@@ -61,19 +60,48 @@ class Plan:
                 timed = None not in (chosen.measured_us, dense.measured_us)
                 pair = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
                 dense_us, us = pair
-                rows.append({"layer": each.name or "layer", "nnz": each.nnz, "tokens": tokens, "choice": str(choice),
-                             "us": us, "dense_us": dense_us, "x_dense": dense_us / us if us else None,
-                             "how": "measured" if timed else "predicted", "why": chosen.why})  # fmt: skip
-        columns = {"layer": "layer", "nnz": "mean nnz", "tokens": "tokens", "choice": "choice", "us": "us",
-                   "dense_us": "dense us", "x_dense": "x dense", "how": "how", "why": "why"}  # fmt: skip
+                rows.append(
+                    {
+                        "layer": each.name or "layer",
+                        "nnz": each.nnz,
+                        "tokens": tokens,
+                        "choice": str(choice),
+                        "us": us,
+                        "dense_us": dense_us,
+                        "x_dense": dense_us / us if us else None,
+                        "how": "measured" if timed else "predicted",
+                        "why": chosen.why,
+                    }
+                )
+        columns = {
+            "layer": "layer",
+            "nnz": "mean nnz",
+            "tokens": "tokens",
+            "choice": "choice",
+            "us": "us",
+            "dense_us": "dense us",
+            "x_dense": "x dense",
+            "how": "how",
+            "why": "why",
+        }
         left = f"; dense throughout: {', '.join(self.dense_layers)}" if self.dense_layers else ""
         return f"plan for {self.device}, {self.dtype}{left}\n{records.table(rows, columns)}"
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""
-        layers = [{**vars(each), "neuron_counts": list(each.neuron_counts), "candidates": each.table()} for each in self.layers]
-        content = {"format": FORMAT, "version": VERSION, "device": self.device, "dtype": self.dtype, "rates": self.rates,
-                   "inputs": self.inputs, "layers": layers}  # fmt: skip
+        layers = [
+            {**vars(each), "neuron_counts": list(each.neuron_counts), "candidates": each.table()}
+            for each in self.layers
+        ]
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "device": self.device,
+            "dtype": self.dtype,
+            "rates": self.rates,
+            "inputs": self.inputs,
+            "layers": layers,
+        }
         try:
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -98,24 +126,46 @@ class Plan:
 
 
 def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
-    """InputError where `layers`, of a profile or plan, are not the model's (found: its FeedForwards), by name and shape."""
+    """InputError where `layers`, of a profile or plan, are not the model's (found: its FeedForwards), by name and
+    shape."""
     have = {each.name: (each.up.weight.shape[1], each.up.weight.shape[0], each.gate is not None) for each in found}
     want = {each.name: (each.d_model, each.d_ff, each.gated) for each in layers}
     if sorted(have) != sorted(want):
         raise InputError(f"the {what} has layers {sorted(want)}, the model {sorted(have)}; the same ones are accepted")
     for name, shape in have.items():
         if want[name] != shape:
-            described = ["d_model {}, d_ff {}, {}".format(*each[:2], "gated" if each[2] else "plain") for each in (want[name], shape)]
-            raise InputError(f"the {what}'s layer {name!r} has {described[0]}, the model's {described[1]}; the same is accepted")
+            described = [
+                "d_model {}, d_ff {}, {}".format(*each[:2], "gated" if each[2] else "plain")
+                for each in (want[name], shape)
+            ]
+            raise InputError(
+                f"the {what}'s layer {name!r} has {described[0]}, the model's {described[1]}; the same is accepted"
+            )
 
 
-_LAYER = {"name": str, "d_model": int, "d_ff": int, "gated": bool, "profiled": int, "neuron_counts": list, "candidates": list}
-_CANDIDATE = {"tokens": int, "path": str, "hot": int, "predicted_us": (int, float),
-              "measured_us": (int, float, type(None)), "chosen": bool, "why": str}  # fmt: skip
+_LAYER = {
+    "name": str,
+    "d_model": int,
+    "d_ff": int,
+    "gated": bool,
+    "profiled": int,
+    "neuron_counts": list,
+    "candidates": list,
+}
+_CANDIDATE = {
+    "tokens": int,
+    "path": str,
+    "hot": int,
+    "predicted_us": (int, float),
+    "measured_us": (int, float, type(None)),
+    "chosen": bool,
+    "why": str,
+}
 
 
 def _fields(content, kinds: dict, where: str) -> dict:
-    """The content, if it has exactly these fields, each of its kind, and no number below zero or beyond what tensors hold."""
+    """The content, if it has exactly these fields, each of its kind, and no number below zero or beyond what tensors
+    hold."""
     if not isinstance(content, dict):
         raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
     for name, kind in kinds.items():
@@ -133,7 +183,9 @@ def _layer_from(content, where: str) -> LayerPlan:
     fields = _fields(content, _LAYER, where)
     counts = fields["neuron_counts"]
     if not all(type(value) is int and 0 <= value <= fields["profiled"] for value in counts):
-        raise RecordError(f"{where}: 'neuron_counts' is not a list of whole numbers from 0 to 'profiled', {fields['profiled']}")
+        raise RecordError(
+            f"{where}: 'neuron_counts' is not a list of whole numbers from 0 to 'profiled', {fields['profiled']}"
+        )
     if sum(counts) >= WHOLE:
         raise RecordError(f"{where}: 'neuron_counts' sums to {sum(counts)}; accepted: less than 2**63")
     for name in ("d_model", "d_ff"):

@@ -1,9 +1,9 @@
 """The planner: for each layer and number of tokens, dense, TwELL or hot/cold, by predicted and measured time.
 
-Candidates are predicted from counted bytes and operations over the device's measured rates (twell_lab.analysis.costs); the
-best few are then timed on the layer itself, the dense path beside them. A sparse path is only taken where it is at
-least 3% faster than the dense one (10% where nothing was timed), also than the dense one should be once torch.compile has
-fused it, so that no layer is slower than it was by choice.
+Candidates are predicted from counted bytes and operations over the device's measured rates (twell_lab.analysis.costs);
+the best few are then timed on the layer itself, the dense path beside them. A sparse path is only taken where it is at
+least 3% faster than the dense one (10% where nothing was timed), also than the dense one should be once torch.compile
+has fused it, so that no layer is slower than it was by choice.
 
 Method of the split: neurons that fire on more than about 1% of the tokens cost less as columns of a dense GEMM than as
 rows read from the cache for each entry; where the line lies is for the rates to say.
@@ -37,9 +37,24 @@ MARGIN = 0.97  # a sparse path that was timed is taken up to this share of the d
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
 _CUTS = 3  # times a class is cut in two at most
 _TIMED = 3  # sparse candidates of one class that are timed
-_CPU_LONGEST = 5e5  # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
+_CPU_LONGEST = (
+    5e5  # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
+)
 _HOPELESS = 1.5  # those predicted to take this many times the dense path are not
-_HOT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # hot sizes that are weighed, in steps of 256; and the best predicted one
+_HOT = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+)  # hot sizes that are weighed, in steps of 256; and the best predicted one
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
 
 
@@ -56,24 +71,28 @@ def plan(
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
 
-    profile: what `twell_lab.profile` counted. model: the profiled one, dense or sparsified; without it nothing is timed,
-    and the choice rests on the predictions. tokens: the largest count of each class (see LayerPlan). device: where the
-    layers will run, by default where the model is, or a GPU where there is one. measure: whether to time the best candidates.
-    batches: inputs of the model, OTHER than the profiled ones, to time them on; a class with more tokens than they hold
-    repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that each neuron fires as often
-    as in the profile, though independently (the plan's `inputs` says which). rates: measure_rates of the device, if at hand. only: as it was
-    for the profile.
+    profile: what `twell_lab.profile` counted. model: the profiled one, dense or sparsified; without it nothing is
+    timed, and the choice rests on the predictions. tokens: the largest count of each class (see LayerPlan). device:
+    where the layers will run, by default where the model is, or a GPU where there is one. measure: whether to time the
+    best candidates. batches: inputs of the model, OTHER than the profiled ones, to time them on; a class with more
+    tokens than they hold repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that
+    each neuron fires as often as in the profile, though independently (the plan's `inputs` says which). rates:
+    measure_rates of the device, if at hand. only: as it was for the profile.
 
     Needs no gradient and leaves the model as it was. Raises InputError for a profile that does not fit the model.
     """
     if not isinstance(profile, FiringProfile):
-        raise InputError(f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted")
+        raise InputError(
+            f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
+        )
     tokens = _classes(tokens)
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = clocks._device(device if device is not None or weight is None else weight.device)
     if found and measure and device.type != weight.device.type:
-        raise InputError(f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is accepted")
+        raise InputError(
+            f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is accepted"
+        )
     dtype = weight.dtype if found else None
     if dtype is not None and dtype not in VALUE_DTYPES:
         raise InputError(f"the model's weights are {dtype}; bfloat16, float16 and float32 are accepted")
@@ -99,12 +118,12 @@ def plan_layer(
     x: Tensor | None = None,
     timed: Iterable[int] | None = None,
 ) -> LayerPlan:
-    """The plan of one layer. found: the layer itself, to time candidates on; x: real inputs of it [rows, d_model], or None
-    for a drawn stand-in; timed: the classes that are timed, by default all of them if `found` is given.
+    """The plan of one layer. found: the layer itself, to time candidates on; x: real inputs of it [rows, d_model], or
+    None for a drawn stand-in; timed: the classes that are timed, by default all of them if `found` is given.
 
-    A class's choice is weighed at its largest count. Where it would lose to the dense path at its smallest one, the class is
-    cut in two, up to three times; what then still loses is dense (in the table with the times of the class above it).
-    """
+    A class's choice is weighed at its largest count. Where it would lose to the dense path at its smallest one, the
+    class is cut in two, up to three times; what then still loses is dense (in the table with the times of the class
+    above it)."""
     tokens = _classes(tokens)
     timed = set(tokens if timed is None else timed) if found is not None else set()
     weigher = _Weigher(layer, rates, found, x)
@@ -124,7 +143,9 @@ class _Weigher:
         self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
         self.off: dict[str, float] = {}  # how far off predictions were where candidates were last timed, by path
 
-    def cut(self, least: int | None, most: int, timed: bool, cuts: int = _CUTS, found: list | None = None) -> list[Candidate]:
+    def cut(
+        self, least: int | None, most: int, timed: bool, cuts: int = _CUTS, found: list | None = None
+    ) -> list[Candidate]:
         """The candidates of the class from `least` (None: not looked at) to `most`, in one class or several.
 
         found: what was weighed at `most`, if it was.
@@ -180,11 +201,14 @@ def _corrected(predicted: dict[Choice, float], off: dict[str, float]) -> dict[Ch
 
 
 def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
-    """The candidate, timed just above this class, in a class that stays dense because the choice loses at its smallest count."""
+    """The candidate, timed just above this class, in a class that stays dense because the choice loses at its smallest
+    count."""
     if candidate.chosen:
         return replace(candidate, tokens=most, chosen=False, why=f"slower than dense at {least} tokens")
     if candidate.path == "dense":
-        return replace(candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on")
+        return replace(
+            candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on"
+        )
     return replace(candidate, tokens=most)
 
 
@@ -198,7 +222,11 @@ def _off(predicted: dict[Choice, float], measured: dict[Choice, float]) -> dict[
 
 def _classes(tokens: Iterable[int]) -> list[int]:
     classes = [tokens] if isinstance(tokens, int) else list(tokens)
-    if not classes or not all(type(each) is int and 0 < each < WHOLE for each in classes) or len(set(classes)) < len(classes):
+    if (
+        not classes
+        or not all(type(each) is int and 0 < each < WHOLE for each in classes)
+        or len(set(classes)) < len(classes)
+    ):
         raise InputError(f"tokens is {classes!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     return sorted(classes)
 
@@ -230,8 +258,8 @@ def _judge(
 ) -> list[Candidate]:
     """The candidates of one class with their times, one of them chosen, and why each is or is not.
 
-    off: how far predictions were off at another number of tokens, by path; it corrects those of a class not timed. saved: what
-    compiling would take off the dense time: who compiles the model should not lose by the choice either.
+    off: how far predictions were off at another number of tokens, by path; it corrects those of a class not timed.
+    saved: what compiling would take off the dense time: who compiles the model should not lose by the choice either.
     """
     times, margin, how = measured, MARGIN, "measured"
     if not measured:
@@ -261,7 +289,9 @@ def _judge(
 
 
 @torch.no_grad()
-def _measure(layer: LayerProfile, found: FeedForward, x: Tensor | None, choices: list[Choice], tokens: int) -> dict[Choice, float]:
+def _measure(
+    layer: LayerProfile, found: FeedForward, x: Tensor | None, choices: list[Choice], tokens: int
+) -> dict[Choice, float]:
     """Measured microseconds of each choice with this many tokens."""
     weight = found.up.weight
     if x is None:
@@ -270,7 +300,9 @@ def _measure(layer: LayerProfile, found: FeedForward, x: Tensor | None, choices:
         module, inputs = _bare(found), _inputs(x.to(weight.device, weight.dtype), tokens)
     calls = {}
     for choice in choices:
-        sparse = SparseFFN(module, tile=layer.tile, words=layer.words, plan=LayerPlan.forced(layer, choice), _check=False)
+        sparse = SparseFFN(
+            module, tile=layer.tile, words=layer.words, plan=LayerPlan.forced(layer, choice), _check=False
+        )
         calls[choice] = lambda turn, f=sparse: f(inputs[turn % len(inputs)])
     taken = costs.clock(calls, weight.device)
     return {choice: 1e6 * seconds for choice, seconds in taken.items()}
@@ -307,7 +339,9 @@ def _captured(model: nn.Module, batches: list, name: str, tokens: int) -> Tensor
     return torch.cat(rows)
 
 
-def _stand_in(layer: LayerProfile, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, list[Tensor]]:
+def _stand_in(
+    layer: LayerProfile, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, list[Tensor]]:
     """A drawn layer of the profile's shape, and inputs at which each neuron fires as often as in the profile.
 
     As in clocks.workload: the inputs' first component is constant, and the pattern projection's weight for it sets

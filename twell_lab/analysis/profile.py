@@ -92,24 +92,49 @@ class FiringProfile:
 
     def table(self) -> list[dict]:
         """One row a layer, JSON-able; None stands where a layer saw no token."""
+
         def number(value: float) -> float | None:
             return None if value != value else value
 
-        return [{"layer": layer.name, "d_model": layer.d_model, "d_ff": layer.d_ff, "gated": layer.gated,
-                 "tokens": layer.tokens, "density": number(layer.density), "mean_nnz": number(layer.mean_nnz),
-                 "dead": layer.dead, "overflow_rows": number(layer.overflow_rows)} for layer in self.layers]
+        return [
+            {
+                "layer": layer.name,
+                "d_model": layer.d_model,
+                "d_ff": layer.d_ff,
+                "gated": layer.gated,
+                "tokens": layer.tokens,
+                "density": number(layer.density),
+                "mean_nnz": number(layer.mean_nnz),
+                "dead": layer.dead,
+                "overflow_rows": number(layer.overflow_rows),
+            }
+            for layer in self.layers
+        ]
 
     def __str__(self) -> str:
         """`table` as lines of text, without the sizes."""
-        return records.table(self.table(), {"layer": "layer", "d_ff": "d_ff", "mean_nnz": "mean nnz", "density": "density",
-                                            "dead": "dead neurons", "overflow_rows": "rows overflowing"})
+        return records.table(
+            self.table(),
+            {
+                "layer": "layer",
+                "d_ff": "d_ff",
+                "mean_nnz": "mean nnz",
+                "density": "density",
+                "dead": "dead neurons",
+                "overflow_rows": "rows overflowing",
+            },
+        )
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""
         path = Path(path)
-        layers = [{key: value.tolist() if isinstance(value, Tensor) else value
-                   for key, value in vars(layer).items()} for layer in self.layers]
-        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}) + "\n", make_folder=False)
+        layers = [
+            {key: value.tolist() if isinstance(value, Tensor) else value for key, value in vars(layer).items()}
+            for layer in self.layers
+        ]
+        write_atomically(
+            path, json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}) + "\n", make_folder=False
+        )
         return path
 
     @classmethod
@@ -142,9 +167,8 @@ def profile(
     tile, words: the TwELL geometry for which tiles are counted.
     only: profile the layers for which only(name, module) is true.
 
-    Raises InputError for a model without feed-forward layers, for dense ones that compute something else than their parts say
-    (probe.check: then the gate alone does not say who fires), no batches, and batches without a token.
-    """
+    Raises InputError for a model without feed-forward layers, for dense ones that compute something else than their
+    parts say (probe.check: then the gate alone does not say who fires), no batches, and batches without a token."""
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
@@ -163,8 +187,10 @@ def profile(
         raise InputError("batches is empty; accepted: at least one input of the model")
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
-        raise InputError("no feed-forward layer saw a token: the batches were empty, or the model was "
-                         "compiled, which hides it from hooks; accepted: one token or more, not yet compiled")
+        raise InputError(
+            "no feed-forward layer saw a token: the batches were empty, or the model was "
+            "compiled, which hides it from hooks; accepted: one token or more, not yet compiled"
+        )
     return FiringProfile(layers)
 
 
@@ -206,11 +232,13 @@ class _Counter:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
         self.mask: Tensor | None = None  # of the batch that is running: bool [batch, tokens]
-        self.counts = {"tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
-                       "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
-                       "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64, device="cpu"),
-                       "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64, device="cpu"),
-                       "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu")}
+        self.counts = {
+            "tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
+            "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
+            "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64, device="cpu"),
+            "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64, device="cpu"),
+            "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu"),
+        }
 
     def add(self, x: Tensor, gate: Tensor) -> None:
         firing = fires(gate.reshape(-1, self.d_ff))
@@ -230,15 +258,23 @@ class _Counter:
     def result(self) -> LayerProfile:
         counts = {name: count.cpu() for name, count in self.counts.items()}
         return LayerProfile(
-            name=self.layer.name, d_model=self.d_model, d_ff=self.d_ff, gated=self.layer.gate is not None,
-            tile=self.tile, words=self.words, tokens=counts.pop("tokens").item(),
-            overflowing=counts.pop("overflowing").item(), **counts)
+            name=self.layer.name,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            gated=self.layer.gate is not None,
+            tile=self.tile,
+            words=self.words,
+            tokens=counts.pop("tokens").item(),
+            overflowing=counts.pop("overflowing").item(),
+            **counts,
+        )
 
 
 @contextmanager
 def _watching(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Within this context, `see(x, gate pre-activation)` is called whenever `layer` runs."""
     if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
+
         def on_sparse(module: nn.Module, args: tuple) -> None:
             see(args[0], F.linear(args[0], layer.pattern.weight, layer.pattern.bias))
 
@@ -305,15 +341,18 @@ def _mask(batch) -> Tensor | None:
 def _flat_mask(mask: Tensor, rows: Tensor) -> Tensor:
     """The mask as bool [rows] on the device of `rows`, one entry for each row that a layer saw."""
     if mask.numel() != len(rows):
-        raise InputError(f"attention_mask has shape {list(mask.shape)}, but a layer saw {len(rows)} "
-                         f"positions; accepted: one entry a position")
+        raise InputError(
+            f"attention_mask has shape {list(mask.shape)}, but a layer saw {len(rows)} "
+            f"positions; accepted: one entry a position"
+        )
     return mask.flatten().to(rows.device)
 
 
 def _layer_from(fields: dict, where: str) -> LayerProfile:
     """A LayerProfile from its JSON form, each field checked."""
-    numbers = {name: _whole(fields, name, where)
-               for name in ("d_model", "d_ff", "tokens", "tile", "words", "overflowing")}
+    numbers = {
+        name: _whole(fields, name, where) for name in ("d_model", "d_ff", "tokens", "tile", "words", "overflowing")
+    }
     for name, kind in (("name", str), ("gated", bool)):
         if not isinstance(fields.get(name), kind):
             raise RecordError(f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a {kind.__name__}")
@@ -324,8 +363,11 @@ def _layer_from(fields: dict, where: str) -> LayerProfile:
         check_geometry(numbers["tile"], numbers["words"])
     except InputError as error:
         raise RecordError(f"{where}: {error}") from None
-    lengths = {"nnz_histogram": numbers["d_ff"] + 1, "neuron_counts": numbers["d_ff"],
-               "tile_histogram": numbers["tile"] + 1}
+    lengths = {
+        "nnz_histogram": numbers["d_ff"] + 1,
+        "neuron_counts": numbers["d_ff"],
+        "tile_histogram": numbers["tile"] + 1,
+    }
     counts = {}
     for name, length in lengths.items():
         values = fields.get(name)
@@ -338,23 +380,33 @@ def _layer_from(fields: dict, where: str) -> LayerProfile:
 
 
 def _check_counts(d_ff, tokens, tile, overflowing, nnz_histogram, neuron_counts, tile_histogram, where, **_) -> None:
-    """RecordError unless they can be counts of the same tokens: what is computed from others would be wrong without a word."""
+    """RecordError unless they can be counts of the same tokens: what is computed from others would be wrong without a
+    word."""
     fired = sum(neuron_counts)
     for name, found, wanted in (
-        ("nnz_histogram", sum(nnz_histogram), tokens), ("tile_histogram", sum(tile_histogram), tokens * -(-d_ff // tile)),
+        ("nnz_histogram", sum(nnz_histogram), tokens),
+        ("tile_histogram", sum(tile_histogram), tokens * -(-d_ff // tile)),
         ("nnz_histogram", sum(nnz * count for nnz, count in enumerate(nnz_histogram)), fired),
-        ("tile_histogram", sum(nnz * count for nnz, count in enumerate(tile_histogram)), fired)):  # fmt: skip
+        ("tile_histogram", sum(nnz * count for nnz, count in enumerate(tile_histogram)), fired),
+    ):
         if found != wanted:
-            raise RecordError(f"{where}: {name!r} counts {found} where 'tokens' and 'neuron_counts' make {wanted}; accepted: a whole profile")
+            raise RecordError(
+                f"{where}: {name!r} counts {found} where 'tokens' and 'neuron_counts' make {wanted}; accepted: a "
+                f"whole profile"
+            )
     if fired >= WHOLE:
         raise RecordError(f"{where}: 'neuron_counts' sums to {fired}; accepted: less than 2**63")
     if max([overflowing, *neuron_counts]) > tokens:
-        raise RecordError(f"{where}: 'overflowing' or one of 'neuron_counts' is above 'tokens', {tokens}; accepted: a whole profile")
+        raise RecordError(
+            f"{where}: 'overflowing' or one of 'neuron_counts' is above 'tokens', {tokens}; accepted: a whole profile"
+        )
 
 
 def _whole(fields: dict, name: str, where: str) -> int:
     if not _is_whole(fields.get(name)):
-        raise RecordError(f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a whole number from 0 to 2**63 - 1")
+        raise RecordError(
+            f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a whole number from 0 to 2**63 - 1"
+        )
     return fields[name]
 
 

@@ -26,9 +26,18 @@ from .terminal import Answer
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
-_ROW_COLUMNS = {"device": "device", "dtype": "dtype", "tokens": "tokens", "d_model": "d_model",
-                "d_ff": "d_ff", "nnz": "mean nnz", "path": "path", "ms": "ms", "spread": "spread",
-                "x_dense": "x dense"}
+_ROW_COLUMNS = {
+    "device": "device",
+    "dtype": "dtype",
+    "tokens": "tokens",
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "nnz": "mean nnz",
+    "path": "path",
+    "ms": "ms",
+    "spread": "spread",
+    "x_dense": "x dense",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,8 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
             error = error.__context__
         if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
             several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-            again = (f"torchrun as before, with --resume {shlex.quote(folder)}" if several else
-                     _again(["train", "--resume", folder]))
+            again = (
+                f"torchrun as before, with --resume {shlex.quote(folder)}"
+                if several
+                else _again(["train", "--resume", folder])
+            )
             said = f"{error}; to go on: {again}"
         else:
             said = f"interrupted; to run it again: {_again(arguments)}"
@@ -121,7 +133,8 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of the command line. The options of `train`, which are those of a class that needs torch, are there if
     `arguments` ask for that command."""
     parser = argparse.ArgumentParser(
-        prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed.")
+        prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
+    )
     parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
@@ -135,54 +148,93 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     tour = command("tour", _tour, "Train with and without L1, profile, pack, time, and write a page.")
     add_fields(tour, TourOptions)
-    tour.add_argument("--render", metavar="TOUR_JSON", type=path,
-                      help="do nothing but draw the page of an earlier tour, from this or another machine")
+    tour.add_argument(
+        "--render",
+        metavar="TOUR_JSON",
+        type=path,
+        help="do nothing but draw the page of an earlier tour, from this or another machine",
+    )
 
     train = command("train", train_command.run, "Train a small ReLU language model, with an L1 penalty if asked for.")
     if "train" in arguments:
         train_command.add_options(train)
 
-    prepared = command("prepare", _prepare, "Read a text of any length once, encode it, and keep its tokens for "
-                       "training.")
-    prepared.add_argument("text", type=source, metavar="TEXT", help="a file, a folder of files, or "
-                          "hf:owner/name?bytes=10e9 for a Hugging Face dataset, all of it unless ?bytes says how much")
-    prepared.add_argument("--out", metavar="DIR", type=path, required=True,
-                          help="a new folder, for twell-lab train --text")
-    prepared.add_argument("--tokenizer", metavar="WORD", help="bytes, bpe:4096 (a BPE of that size, trained on the "
-                          "text's beginning), or a file [bytes]")
+    prepared = command(
+        "prepare", _prepare, "Read a text of any length once, encode it, and keep its tokens for training."
+    )
+    prepared.add_argument(
+        "text",
+        type=source,
+        metavar="TEXT",
+        help="a file, a folder of files, or "
+        "hf:owner/name?bytes=10e9 for a Hugging Face dataset, all of it unless ?bytes says how much",
+    )
+    prepared.add_argument(
+        "--out", metavar="DIR", type=path, required=True, help="a new folder, for twell-lab train --text"
+    )
+    prepared.add_argument(
+        "--tokenizer",
+        metavar="WORD",
+        help="bytes, bpe:4096 (a BPE of that size, trained on the text's beginning), or a file [bytes]",
+    )
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
-    for each, counts, kept in ((profile, "how many windows", "counts"),
-                               (plan, "how many windows to profile, and how many others to time on", "plan")):
+    for each, counts, kept in (
+        (profile, "how many windows", "counts"),
+        (plan, "how many windows to profile, and how many others to time on", "plan"),
+    ):
         each.add_argument("model", metavar="DIR", type=path, help="a folder that twell-lab train --out wrote")
-        each.add_argument("--text", type=source, metavar="PATH", help="a file or folder, read whole, but of the text "
-                          "that the model was trained on the held-out part [that of the source of Python's standard "
-                          "library]")
+        each.add_argument(
+            "--text",
+            type=source,
+            metavar="PATH",
+            help="a file or folder, read whole, but of the text "
+            "that the model was trained on the held-out part [that of the source of Python's standard "
+            "library]",
+        )
         each.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
         each.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
-    plan.add_argument("--tokens", type=positive, nargs="+", default=[1, 64, 2048, 16384], metavar="N",
-                      help="tokens at once to plan for [1 64 2048 16384]")
+    plan.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[1, 64, 2048, 16384],
+        metavar="N",
+        help="tokens at once to plan for [1 64 2048 16384]",
+    )
     plan.add_argument("--predict-only", action="store_true", help="time none of the candidates")
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
-    bench.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N",
-                       help="one or more [1 8 64]")
+    bench.add_argument(
+        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="one or more [1 8 64]"
+    )
     bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="[%(default)s]")
     bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="[%(default)s]")
-    bench.add_argument("--nnz", type=float, default=29.0, metavar="X",
-                       help="mean number of neurons firing for a token [%(default)s]")
-    bench.add_argument("--workload", choices=["lognormal", "uniform"], default="lognormal",
-                       help="how neurons share the firing [%(default)s]")
+    bench.add_argument(
+        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
+    )
+    bench.add_argument(
+        "--workload",
+        choices=["lognormal", "uniform"],
+        default="lognormal",
+        help="how neurons share the firing [%(default)s]",
+    )
     bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
-    bench.add_argument("--seconds", type=seconds, default=2.0, metavar="S",
-                       help="how long to measure each size on a CPU [%(default)s]")
+    bench.add_argument(
+        "--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure each size on a CPU [%(default)s]"
+    )
     bench.add_argument("--out", metavar="DIR", type=path, help="save the records here")
     for each, several in ((plan, None), (bench, "+")):
         each.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
-        each.add_argument("--dtype", choices=_DTYPES, nargs=several, metavar="DTYPE",
-                          help=f"{', '.join(_DTYPES)} [bfloat16 on a GPU, else float32]")
+        each.add_argument(
+            "--dtype",
+            choices=_DTYPES,
+            nargs=several,
+            metavar="DTYPE",
+            help=f"{', '.join(_DTYPES)} [bfloat16 on a GPU, else float32]",
+        )
 
     record = command("record", _record, "Make one of the recordings that the course's figures come from.")
     record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
@@ -194,14 +246,23 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
     built.add_argument("out", metavar="DIR", type=path, help="where the cubins go; name it in TWELL_LAB_CUBINS there")
     built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="sm_75 ... [sm_90]")
-    built.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"], metavar="DTYPE",
-                       help=f"{', '.join(_DTYPES)} [bfloat16]")
+    built.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        nargs="+",
+        default=["bfloat16"],
+        metavar="DTYPE",
+        help=f"{', '.join(_DTYPES)} [bfloat16]",
+    )
     built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N", help="model widths [2048]")
 
     kept = command("records", _records, "List every recorded measurement.")
     kept.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
-    kept.add_argument("--verify", action="store_true",
-                      help="instead, check that these kernels were tested on a GPU or are named as untested")
+    kept.add_argument(
+        "--verify",
+        action="store_true",
+        help="instead, check that these kernels were tested on a GPU or are named as untested",
+    )
     return parser
 
 
@@ -210,6 +271,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def _doctor(options) -> Answer:
     from .doctor import examine
+
     findings = examine()
     width = max(len(finding.topic) for finding in findings)
     lines = []
@@ -223,12 +285,15 @@ def _doctor(options) -> Answer:
 def _tour(options) -> Answer:
     if options.render is not None:
         from .page import render_file
+
         page = render_file(options.render, options.out or TourOptions.out)
         return Answer(strict_json({"page": str(page)}), f"tour: the page is {page}")
     from . import tour as tour_module
+
     record, saved, page = tour_module.run(TourOptions(**given(options, TourOptions)))
-    where = (f"the page is {page}" if page else
-             f"the record is {saved}, and twell-lab tour --render {saved} draws its page")
+    where = (
+        f"the page is {page}" if page else f"the record is {saved}, and twell-lab tour --render {saved} draws its page"
+    )
     taken = sum(record.notes["tour"]["seconds"].values())
     return Answer(record.to_json(), f"{tour_module.summary(record)}\ntour: done in {taken:.0f} s; {where}")
 
@@ -236,6 +301,7 @@ def _tour(options) -> Answer:
 def _profile(options) -> Answer:
     from ..analysis.profile import profile
     from ..models.tiny import LanguageModel
+
     if options.out is not None:
         check_target(options.out)
     model = LanguageModel.load(options.model)
@@ -243,19 +309,26 @@ def _profile(options) -> Answer:
     firing = profile(model, windows.split(32))
     if options.out is not None:
         firing.save(options.out)
-    return Answer(firing.table(), f"{firing}\nprofile: {firing.tokens:,} tokens of {part.name}" +
-                  (f"; the counts are in {options.out}" if options.out else ""))
+    return Answer(
+        firing.table(),
+        f"{firing}\nprofile: {firing.tokens:,} tokens of {part.name}"
+        + (f"; the counts are in {options.out}" if options.out else ""),
+    )
 
 
 def _prepare(options) -> Answer:
     from ..training.text.prepared import prepare
+
     with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        made = prepare(options.text, options.out, tokenizer=options.tokenizer,
-                       on_bytes=lambda size: bar.update(size - bar.n))
+        made = prepare(
+            options.text, options.out, tokenizer=options.tokenizer, on_bytes=lambda size: bar.update(size - bar.n)
+        )
     training, validation = (len(part.tokens) for part in made.split())
-    return Answer({**made.describe(), "training_tokens": training, "validation_tokens": validation},
-                  f"prepare: {made.size:,} bytes of {made.name} as {made.count:,} {made.tokenizer.unit}, {validation:,} "
-                  f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them")
+    return Answer(
+        {**made.describe(), "training_tokens": training, "validation_tokens": validation},
+        f"prepare: {made.size:,} bytes of {made.name} as {made.count:,} {made.tokenizer.unit}, {validation:,} "
+        f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
+    )
 
 
 def _windows(options, count: int, config):
@@ -266,17 +339,22 @@ def _windows(options, count: int, config):
     from ..training.text.load import load_any
     from ..training.text.prepared import PreparedText
     from ..training.text.source import spread_windows
+
     own = options.model / "tokenizer.json"
     text = load_any(options.text, tokenizer=own if own.is_file() else None)
     if text.vocabulary != config.vocabulary:
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
-        raise InputError(f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
-                         "accepted: a model with the tokenizer it was trained with beside it")
+        raise InputError(
+            f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
+            "accepted: a model with the tokenizer it was trained with beside it"
+        )
     seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
     part = text.split()[1] if seen else text
     if len(part.tokens) <= config.context:
-        raise InputError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
-                         f"{config.context}, so at least {config.context + 1} are needed")
+        raise InputError(
+            f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
+            f"{config.context}, so at least {config.context + 1} are needed"
+        )
     return part, spread_windows(part.tokens, count, config.context)[:, :-1]
 
 
@@ -287,6 +365,7 @@ def _plan(options) -> Answer:
     from ..analysis.profile import profile
     from ..models.tiny import LanguageModel
     from ..ops.measure import _device
+
     if options.out is not None:
         check_target(options.out)
     device = _device(options.device)
@@ -295,14 +374,23 @@ def _plan(options) -> Answer:
     part, windows = _windows(options, 2 * options.windows, model.config)
     # Every other window is profiled, and the ones between are timed: the same text, other tokens.
     firing = profile(model, windows[::2].split(32))
-    made = plan(firing, model, tokens=options.tokens, device=device, measure=not options.predict_only,
-                batches=windows[1::2].split(32) if len(windows) > 1 else None)
+    made = plan(
+        firing,
+        model,
+        tokens=options.tokens,
+        device=device,
+        measure=not options.predict_only,
+        batches=windows[1::2].split(32) if len(windows) > 1 else None,
+    )
     if options.out is not None:
         made.save(options.out)
     shown = "\n\n".join(map(str, made.layers)) if options.all else made
     timed = f"timed on inputs {made.inputs}" if made.inputs else "nothing was timed"
-    return Answer(made.table(), f"{shown}\nplan: from {firing.tokens:,} tokens of {part.name}; {timed}" +
-                  (f"; the plan is in {options.out}" if options.out else ""))
+    return Answer(
+        made.table(),
+        f"{shown}\nplan: from {firing.tokens:,} tokens of {part.name}; {timed}"
+        + (f"; the plan is in {options.out}" if options.out else ""),
+    )
 
 
 def _bench(options) -> Answer:
@@ -310,12 +398,25 @@ def _bench(options) -> Answer:
 
     from ..bench import forward
     from ..records import record as records
+
     if options.out is not None:
         check_folder(options.out)
     dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
-    made = [forward.ffn(tokens, options.d_model, options.d_ff, options.nnz, dtype=dtype, device=options.device,
-                      workload_kind=options.workload, compiled=options.compiled, seconds=options.seconds)
-            for dtype in dtypes for tokens in options.tokens]
+    made = [
+        forward.ffn(
+            tokens,
+            options.d_model,
+            options.d_ff,
+            options.nnz,
+            dtype=dtype,
+            device=options.device,
+            workload_kind=options.workload,
+            compiled=options.compiled,
+            seconds=options.seconds,
+        )
+        for dtype in dtypes
+        for tokens in options.tokens
+    ]
     saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
     rows = records.flat_rows(made)
     return Answer(rows, "\n".join([records.table(rows, _ROW_COLUMNS), *saved]))
@@ -325,6 +426,7 @@ def _record(options) -> Answer:
     from ..core import folders
     from ..records import record as records
     from . import recordings
+
     names = sorted(recordings.RECORDINGS)
     if options.name is None:
         return Answer(strict_json(names), "\n".join(names))
@@ -345,13 +447,16 @@ def _compile(options) -> Answer:
 
     from ..cuda import cubins
     from ..ops.prebuild import prebuild
+
     if unknown := sorted(set(options.arch) - set(cubins.ARCHITECTURES)):
         raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(cubins.ARCHITECTURES)}")
     with tqdm(unit="cubin", disable=None) as bar:
+
         def built(done: int, of: int, name: str) -> None:
             bar.total = of
             bar.set_postfix_str(name[:60], refresh=False)
             bar.update(done - bar.n)
+
         dtypes = [getattr(torch, name) for name in options.dtype]
         names = prebuild(options.out, options.arch, dtypes, options.d_model, built)
     return Answer(names, f"compile: {len(names)} cubins in {options.out}")
@@ -360,6 +465,7 @@ def _compile(options) -> Answer:
 def _records(options) -> Answer:
     from ..records import provenance
     from ..records import record as records
+
     if options.verify:
         try:
             why, holds = records.verify(options.folder), True

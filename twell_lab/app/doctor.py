@@ -175,10 +175,15 @@ def _why_no_compiler() -> str:
 def _cache(facts: dict) -> tuple:
     folder, refused = folders.find_cache()
     if refused:
-        return "limited", f"others could put kernels there: {'; '.join(refused)}", "export TWELL_LAB_CACHE=/a/folder/of/your/own"
+        return (
+            "limited",
+            f"others could put kernels there: {'; '.join(refused)}",
+            "export TWELL_LAB_CACHE=/a/folder/of/your/own",
+        )
     if folder is None:
         return (
-            "limited", "no folder can be written, so each process compiles its kernels again",
+            "limited",
+            "no folder can be written, so each process compiles its kernels again",
             "export TWELL_LAB_CACHE=/a/folder/that/can/be/written",
         )
     return "ok", f"compiled kernels are kept in {folder}"
@@ -237,7 +242,8 @@ def _notebooks(facts: dict) -> tuple:
         return "missing", f"not installed: {', '.join(absent)}", install_command("course")
     if not _writable(Path(os.environ.get("JUPYTER_RUNTIME_DIR") or Path.home())):
         return (
-            "limited", "Jupyter keeps its runtime files in the home folder, which cannot be written",
+            "limited",
+            "Jupyter keeps its runtime files in the home folder, which cannot be written",
             "export JUPYTER_RUNTIME_DIR=$(mktemp -d)",
         )
     return "ok", f"{', '.join(needed)} are installed; `make lab` opens the course"

@@ -84,8 +84,11 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
             groups[found["name"]], texts[found["name"]] = group, " ".join(found["text"].split()).rstrip(".")
     for field in fields(config):
         name, default = _option(field.name), field.default
-        told = re.sub(r"\b[a-z0-9]+_\w+", lambda word: _option(word[0]) if word[0] in kinds else word[0],
-                      texts.get(field.name, ""))
+        told = re.sub(
+            r"\b[a-z0-9]+_\w+",
+            lambda word: _option(word[0]) if word[0] in kinds else word[0],
+            texts.get(field.name, ""),
+        )
         if default is not None and default is not False:
             told += f" [{name if default is True else f'{default:g}' if isinstance(default, float) else default}]"
         kind = {"type": source, "metavar": "PATH"} if field.name == "text" else _kind(kinds[field.name])

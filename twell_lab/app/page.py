@@ -21,8 +21,13 @@ from ..records import record as records
 
 FORMAT = 1  # of notes["tour"] that this page reads
 
-_PAGES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-                            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+_PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 _PAGES.filters.update(number=format, share=share, json=json.dumps)
 
 
@@ -35,17 +40,21 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
     """
     tour = record.notes.get("tour")
     if not isinstance(tour, dict) or tour.get("format") != FORMAT:
-        raise RecordError(f"record {record.name!r} holds no tour that this version can draw: it needs "
-                          f"notes.tour.format {FORMAT}; twell-lab tour makes such a record")
+        raise RecordError(
+            f"record {record.name!r} holds no tour that this version can draw: it needs "
+            f"notes.tour.format {FORMAT}; twell-lab tour makes such a record"
+        )
     try:
         return _page(record, tour, recorded or [])
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, jinja2.TemplateError) as error:
-        raise RecordError(f"record {record.name!r}: notes.tour or a row is not as a tour writes it "
-                          f"({type(error).__name__}: {error})") from error
+        raise RecordError(
+            f"record {record.name!r}: notes.tour or a row is not as a tour writes it ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
     from plotly.offline import get_plotlyjs  # not above: `plots` is to say what is missing
+
     own, large = split_rows(record.rows)
     beside = comparable(recorded, large)
     layers, packing, tile = tour["profile"]["layers"], tour["packing"], tour["tile"]
@@ -61,17 +70,34 @@ def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
         "tile": (plots.packed_tile(tile), see_tile(tile)),
         "bytes": (plots.formats_bytes(packing["layers"]), see_bytes(packing)),
         "own": (of_own.update_layout(title_text="The trained model's own layers"), see_speed(own) + see_size(own)),
-        "large": (of_large.update_layout(title_text=title), see_speed(large) + " " + see_recorded(beside))}
+        "large": (of_large.update_layout(title_text=title), see_speed(large) + " " + see_recorded(beside)),
+    }
     return _PAGES.get_template("page.html.jinja").render(
-        record=record, tour=tour, layers=layer_rows(tour), times=large, plotly=Markup(get_plotlyjs()),
-        about={"training": about_training(tour), "firing": about_firing(tour), "packing": about_packing(packing),
-               "timing": about_timing(record)},
-        figures={name: (_drawn(name, figure), caption) for name, (figure, caption) in figures.items()})
+        record=record,
+        tour=tour,
+        layers=layer_rows(tour),
+        times=large,
+        plotly=Markup(get_plotlyjs()),
+        about={
+            "training": about_training(tour),
+            "firing": about_firing(tour),
+            "packing": about_packing(packing),
+            "timing": about_timing(record),
+        },
+        figures={name: (_drawn(name, figure), caption) for name, (figure, caption) in figures.items()},
+    )
 
 
 def _drawn(name: str, figure) -> Markup:
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False,
-                                 div_id=f"figure-{name}", config={"displayModeBar": False, "responsive": True}))
+    return Markup(
+        figure.to_html(
+            full_html=False,
+            include_plotlyjs=False,
+            include_mathjax=False,
+            div_id=f"figure-{name}",
+            config={"displayModeBar": False, "responsive": True},
+        )
+    )
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
@@ -95,8 +121,13 @@ def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
     for row in recorded:
         size = (row["d_model"], row["d_ff"])
         near = [nnz for nnz in (8, 29) if row["nnz"] and nnz / 1.5 < row["nnz"] < nnz * 1.5]
-        if row["kind"] == "ffn_forward" and size == (2048, 5632) and row["workload"] in workloads and near \
-                and not records.is_cpu(row["device"]):
+        if (
+            row["kind"] == "ffn_forward"
+            and size == (2048, 5632)
+            and row["workload"] in workloads
+            and near
+            and not records.is_cpu(row["device"])
+        ):
             latest[row["device"], row["dtype"], row["path"], row["tokens"], near[0]] = row
     return list(latest.values())
 
@@ -108,29 +139,38 @@ def about_training(tour: dict) -> str:
     run = tour["runs"]["with L1"]
     config, text = run["config"], tour["text"]
     kind = "gated" if config["gated"] else "plain"
-    return (f"A language model with {run['parameters']:,} parameters ({config['layers']} layers, d_model "
-            f"{config['d_model']}, {kind} ReLU feed-forward layers of width {config['d_ff']}) read bytes of "
-            f"{text['name']}: {run['tokens']:,} tokens in {config['steps']} steps, twice from the same seed, "
-            f"once with an L1 penalty of {config['l1']:g} on the feed-forward activations.")
+    return (
+        f"A language model with {run['parameters']:,} parameters ({config['layers']} layers, d_model "
+        f"{config['d_model']}, {kind} ReLU feed-forward layers of width {config['d_ff']}) read bytes of "
+        f"{text['name']}: {run['tokens']:,} tokens in {config['steps']} steps, twice from the same seed, "
+        f"once with an L1 penalty of {config['l1']:g} on the feed-forward activations."
+    )
 
 
 def see_training(without: dict, sparse: dict) -> str:
     before, after = without["mean_nnz"], sparse["mean_nnz"]
     d_ff = sparse["config"]["d_ff"]
     change = sparse["validation_bits_per_byte"] - without["validation_bits_per_byte"]
-    loss = (f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
-            if abs(change) >= 0.0005 else "the same validation loss as without it")
+    loss = (
+        f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
+        if abs(change) >= 0.0005
+        else "the same validation loss as without it"
+    )
     verb = "fell" if after < before else "did not fall"
-    return (f"With L1, the neurons that fire for a token {verb} from {before:.1f} to {after:.1f} of {d_ff} "
-            f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is {loss}. "
-            "One seed and a short run: this shows the mechanism, not what L1 costs a real model.")
+    return (
+        f"With L1, the neurons that fire for a token {verb} from {before:.1f} to {after:.1f} of {d_ff} "
+        f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is {loss}. "
+        "One seed and a short run: this shows the mechanism, not what L1 costs a real model."
+    )
 
 
 def about_firing(tour: dict) -> str:
     layers = tour["profile"]["layers"]
     dead, neurons = sum(layer["dead"] for layer in layers), sum(layer["d_ff"] for layer in layers)
-    return (f"Over {tour['profile']['tokens']:,} held-out tokens, {dead} of the {neurons} neurons of the "
-            f"model trained with L1 ({share(dead / neurons)}) never fired.")
+    return (
+        f"Over {tour['profile']['tokens']:,} held-out tokens, {dead} of the {neurons} neurons of the "
+        f"model trained with L1 ({share(dead / neurons)}) never fired."
+    )
 
 
 def see_firing(layers: list[dict]) -> str:
@@ -138,13 +178,15 @@ def see_firing(layers: list[dict]) -> str:
     most = max(range(len(layers)), key=lambda i: layers[i]["density"])
     least = min(range(len(layers)), key=lambda i: layers[i]["density"])
     high, low = layers[most]["density"], layers[least]["density"]
-    text = f"{names[most]} fires most, {share(high)} of its neurons for a token, {names[least]} least, " \
-           f"{share(low)}"
+    text = f"{names[most]} fires most, {share(high)} of its neurons for a token, {names[least]} least, {share(low)}"
     text = text[0].upper() + text[1:]
     if high < 1.5 * low:
         return f"{text}: the layers are much alike here."
-    return text + (f": {high / low:.1f} times fewer." if low else ".") + \
-        " What pays for one layer need not pay for another."
+    return (
+        text
+        + (f": {high / low:.1f} times fewer." if low else ".")
+        + " What pays for one layer need not pay for another."
+    )
 
 
 def see_frequency(layers: list[dict], index: int) -> str:
@@ -163,13 +205,17 @@ def about_packing(packing: dict) -> str:
     layers = packing["layers"]
     used = sum(layer["slots_used"] for layer in layers) / sum(layer["slots"] for layer in layers)
     over, rows = sum(layer["overflow_rows"] for layer in layers), sum(layer["tokens"] for layer in layers)
-    text = (f"The activations of all {len(layers)} layers on {packing['tokens']:,} tokens were packed in "
-            f"{packing['dtype']}, tiles of {layers[0]['tile']} columns into {layers[0]['words']} words. "
-            f"Unpacking gave relu(gate) back bit for bit. {share(used)} of the slots hold a value; ")
+    text = (
+        f"The activations of all {len(layers)} layers on {packing['tokens']:,} tokens were packed in "
+        f"{packing['dtype']}, tiles of {layers[0]['tile']} columns into {layers[0]['words']} words. "
+        f"Unpacking gave relu(gate) back bit for bit. {share(used)} of the slots hold a value; "
+    )
     if not over:
         return text + "no row had a tile with more values than slots."
-    return text + (f"{over:,} of {rows:,} rows ({share(over / rows)}) had a tile with more values than "
-                   "slots, and what did not fit travelled in the tail.")
+    return text + (
+        f"{over:,} of {rows:,} rows ({share(over / rows)}) had a tile with more values than "
+        "slots, and what did not fit travelled in the tail."
+    )
 
 
 def see_tile(tile: dict) -> str:
@@ -188,17 +234,21 @@ def see_bytes(packing: dict) -> str:
     text = f"Of the dense bytes, these layers take: {shares}; {min(total, key=total.get)} is smallest here."
     if total["ELL"] > total["dense"]:
         text += " ELL widens every row to the fullest one, which costs more here than storing the zeros."
-    return (f"{text} TwELL's tiles have the same size whatever the data, so each one's place is known before "
-            "anyone has counted: that is what lets a GPU pack while it multiplies. Its tail holds "
-            f"{tail / rows:.3g} values a row here.")
+    return (
+        f"{text} TwELL's tiles have the same size whatever the data, so each one's place is known before "
+        "anyone has counted: that is what lets a GPU pack while it multiplies. Its tail holds "
+        f"{tail / rows:.3g} values a row here."
+    )
 
 
 def about_timing(record: records.Record) -> str:
     devices = sorted({row["device"] for row in record.rows})
     cpu = record.machine.get("cpu") or "an unnamed CPU"
     devices = [cpu if records.is_cpu(device) else device for device in devices]
-    return (f"Measured on {', '.join(devices)}. Each sparse result was first checked against float64, then "
-            "sparse and dense were timed in turn; a point is the ratio of the two medians.")
+    return (
+        f"Measured on {', '.join(devices)}. Each sparse result was first checked against float64, then "
+        "sparse and dense were timed in turn; a point is the ratio of the two medians."
+    )
 
 
 def see_speed(rows: list[dict]) -> str:
@@ -209,15 +259,21 @@ def see_speed(rows: list[dict]) -> str:
     worst, best = rows[0], rows[-1]
     slower = sum(row["x_dense"] < 1 for row in rows)
     if slower == len(rows):
-        return (f"The sparse layer was slower than torch's dense one at all {slower} points, by "
-                f"{1 / best['x_dense']:.1f} to {1 / worst['x_dense']:.1f} times; closest: {_at(best)}.")
-    text = (f"At {_at(best)} the sparse layer took {best['ms']:.3g} ms against {best['dense_ms']:.3g} ms "
-            f"dense: {best['x_dense']:.2f} times as fast, the best of {len(rows)} points.")
+        return (
+            f"The sparse layer was slower than torch's dense one at all {slower} points, by "
+            f"{1 / best['x_dense']:.1f} to {1 / worst['x_dense']:.1f} times; closest: {_at(best)}."
+        )
+    text = (
+        f"At {_at(best)} the sparse layer took {best['ms']:.3g} ms against {best['dense_ms']:.3g} ms "
+        f"dense: {best['x_dense']:.2f} times as fast, the best of {len(rows)} points."
+    )
     if not slower:
         return f"{text} None was slower than dense; the least gain, at {_at(worst)}: {worst['x_dense']:.2f}x."
     were = "was" if slower == 1 else "were"
-    return (f"{text} {slower} of them {were} slower than dense, at worst {_at(worst)}: "
-            f"{1 / worst['x_dense']:.2f} times the dense time.")
+    return (
+        f"{text} {slower} of them {were} slower than dense, at worst {_at(worst)}: "
+        f"{1 / worst['x_dense']:.2f} times the dense time."
+    )
 
 
 def see_size(rows: list[dict]) -> str:
@@ -227,8 +283,10 @@ def see_size(rows: list[dict]) -> str:
     if 2 * slower <= len(rows):
         return ""
     dense = min(row["dense_ms"] for row in rows)
-    return (f" A dense layer this small takes as little as {1000 * dense:.0f} microseconds: finding the "
-            "zeros costs more than skipping them saves.")
+    return (
+        f" A dense layer this small takes as little as {1000 * dense:.0f} microseconds: finding the "
+        "zeros costs more than skipping them saves."
+    )
 
 
 def see_recorded(rows: list[dict]) -> str:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,8 +35,8 @@ class TestsFailed(TwellError, RuntimeError):
 
 
 def portable() -> Record:
-    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, across nnz and tokens, beside the dense layer
-    and what `dispatch` picks for the TwELL path on this GPU; and each version of the portable kernels."""
+    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, across nnz and tokens, beside the
+    dense layer and what `dispatch` picks for the TwELL path on this GPU; and each version of the portable kernels."""
     _need_gpu()
     rows = []
     for nnz in (8, 29, 60, 120, 300):
@@ -50,12 +51,18 @@ def portable() -> Record:
 
 
 def training() -> Record:
-    """Forward and backward of one layer on every path beside torch's, eager and compiled, and whole training steps, bf16."""
+    """Forward and backward of one layer on every path beside torch's, eager and compiled, and whole training steps,
+    bf16."""
     _need_gpu()
     from ..bench import training as tables
 
     rows, seconds = _sections(tables.SECTIONS)
-    return Record.new("training", "training steps of a feed-forward layer and of a model, beside the dense layer", rows, {"seconds": seconds})
+    return Record.new(
+        "training",
+        "training steps of a feed-forward layer and of a model, beside the dense layer",
+        rows,
+        {"seconds": seconds},
+    )
 
 
 def _sections(sections: dict) -> tuple[list[dict], dict[str, float]]:
@@ -98,8 +105,8 @@ print(time.perf_counter() - start)
 
 
 def _startup() -> dict:
-    """Seconds from importing twell_lab to the first result, torch and the GPU being up and the cubins cached; and those that
-    it takes to compile every kernel of this GPU for bfloat16 at d_model 2048."""
+    """Seconds from importing twell_lab to the first result, torch and the GPU being up and the cubins cached; and those
+    that it takes to compile every kernel of this GPU for bfloat16 at d_model 2048."""
     from ..ops import prebuild
 
     found = {}
@@ -116,7 +123,8 @@ def _startup() -> dict:
 
 
 def host_time() -> Record:
-    """What a plain call costs the host, forward and training, on each path at 1 to 16,384 tokens (twell_lab.bench.host)."""
+    """What a plain call costs the host, forward and training, on each path at 1 to 16,384 tokens
+    (twell_lab.bench.host)."""
     _need_gpu()
     from ..bench import host
 
@@ -156,16 +164,24 @@ def gpu_tests() -> Record:
             # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
             checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             command = [tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
-            jobs.append(side_by_side.submit(_suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command))
+            jobs.append(
+                side_by_side.submit(
+                    _suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command
+                )
+            )
         files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
         jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)], environment) for path in files]
         suites = _all_passed(jobs)
     if cubins:
         with tempfile.TemporaryDirectory() as empty:
             elsewhere = {**environment, "TWELL_LAB_CUBINS": cubins, "TWELL_LAB_CACHE": empty}
-            suites.append(_suite("kernel tests on cubins compiled elsewhere", [str(folder / "test_kernels.py")], elsewhere))
+            suites.append(
+                _suite("kernel tests on cubins compiled elsewhere", [str(folder / "test_kernels.py")], elsewhere)
+            )
             if compiled := sorted(p.name for p in Path(empty).glob("*.cubin")):
-                raise TestsFailed(f"{len(compiled)} kernels were compiled here although cubins were given: {compiled[:3]}")
+                raise TestsFailed(
+                    f"{len(compiled)} kernels were compiled here although cubins were given: {compiled[:3]}"
+                )
         compilers = sorted({p.stem.rpartition("-nvrtc")[2] for p in Path(cubins).glob("*.cubin")})
         suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
@@ -188,7 +204,7 @@ def _all_passed(jobs: list[Future]) -> list[dict]:
     return [job.result() for job in jobs]
 
 
-def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] = []) -> dict:
+def _suite(name: str, targets: list[str], environment: dict, prefix: Sequence[str] = ()) -> dict:
     """Run pytest on the targets in a process of its own: {"suite", "passed", "failed", "skipped", "seconds"}."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -201,11 +217,18 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: list[str] =
         found = ElementTree.parse(report).getroot().find("testsuite").attrib
     total, skipped = int(found["tests"]), int(found["skipped"])
     failed = int(found["failures"]) + int(found["errors"])
-    return {"suite": name, "passed": total - skipped - failed, "failed": failed, "skipped": skipped, "seconds": round(seconds, 1)}
+    return {
+        "suite": name,
+        "passed": total - skipped - failed,
+        "failed": failed,
+        "skipped": skipped,
+        "seconds": round(seconds, 1),
+    }
 
 
 def two_gpus() -> Record:
-    """What tests/gpu says where there are two GPUs, and whole trainings on one of them and on both, dense and through the kernels."""
+    """What tests/gpu says where there are two GPUs, and whole trainings on one of them and on both, dense and through
+    the kernels."""
     _need_gpu()
     if torch.cuda.device_count() < 2:
         raise DeviceError("this recording needs two GPUs; there is 1")
@@ -221,35 +244,49 @@ def two_gpus() -> Record:
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
-    """Random and hostile cases, counted: on a GPU, layers on every path and kernel (twell_lab.bench.attack), for 420 seconds unless told
-    otherwise; without one, the long form of tests/attack: formats, packing, layers, the simulator, kills, damaged files and commands.
+    """Random and hostile cases, counted: on a GPU, layers on every path and kernel (twell_lab.bench.attack), for 420
+    seconds unless told otherwise; without one, the long form of tests/attack: formats, packing, layers, the simulator,
+    kills, damaged files and commands.
 
-    seed: of the cases. seconds: how long, on a GPU alone. cases: how many layers, without a GPU of each kind. Raises attack.Broken,
-    or TestsFailed, with every case that failed and how to see it again: there is nothing to record then.
+    seed: of the cases. seconds: how long, on a GPU alone. cases: how many layers, without a GPU of each kind. Raises
+    attack.Broken, or TestsFailed, with every case that failed and how to see it again: there is nothing to record then.
     """
     from ..bench import attack as attacked
 
     if torch.cuda.is_available():
         start = time.perf_counter()
-        found = attacked.layers(seed, cases=cases, seconds=420.0 if seconds is None and cases is None else seconds, device="cuda")
+        found = attacked.layers(
+            seed, cases=cases, seconds=420.0 if seconds is None and cases is None else seconds, device="cuda"
+        )
         took = round(time.perf_counter() - start, 1)
         rows = [{"attack": "layers on a GPU", **found.row(), "seconds": took}]
-        return Record.new("attack", "random and hostile layers on a GPU against float64", rows,
-                          {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}})
+        return Record.new(
+            "attack",
+            "random and hostile layers on a GPU against float64",
+            rows,
+            {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}},
+        )
     if seconds is not None:
         raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")
     folder = _gpu_tests_folder().parent / "attack"
     with tempfile.TemporaryDirectory() as temporary:
         counts = Path(temporary, "counts.json")
         asked = ["--long"] if cases is None else [f"--attack-cases={cases}"]
-        suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"], dict(os.environ))
+        suite = _suite(
+            "attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"], dict(os.environ)
+        )
         rows = json.loads(counts.read_text())
-    return Record.new("attack", "random and hostile cases on a CPU", [*rows, suite],
-                      {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/attack", "seed": seed}})
+    return Record.new(
+        "attack",
+        "random and hostile cases on a CPU",
+        [*rows, suite],
+        {"kernels": "off: none ran on a GPU", "attack": {"script": "tests/attack", "seed": seed}},
+    )
 
 
 def sweep() -> Record:
-    """The L1 sweep (twell_lab.training.sweep): 19 trainings of a model of 57 million parameters, about 15 minutes on an H100.
+    """The L1 sweep (twell_lab.training.sweep): 19 trainings of a model of 57 million parameters, about 15 minutes on an
+    H100.
 
     TWELL_LAB_SWEEP_TEXT names the text; without it, the error says where the published sweep's comes from.
     """
@@ -266,8 +303,15 @@ def _need_gpu() -> None:
 
 def attack_table(recorded: list[Record]) -> str:
     """The newest recorded attack on a GPU and the newest without one, as a Markdown table; recorded: oldest first."""
-    newest = {"gpus" in record.machine and bool(record.machine["gpus"]): record for record in recorded if record.name == "attack"}
-    lines = ["| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |", "|---|---|---|---|---|---|"]
+    newest = {
+        "gpus" in record.machine and bool(record.machine["gpus"]): record
+        for record in recorded
+        if record.name == "attack"
+    }
+    lines = [
+        "| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |",
+        "|---|---|---|---|---|---|",
+    ]
     for gpu, record in sorted(newest.items(), reverse=True):
         where = f"{record.machine['gpus'][0]['name'] if gpu else 'a CPU'}, {record.date[:10]}"
         for row in record.rows:
@@ -280,6 +324,16 @@ def attack_table(recorded: list[Record]) -> str:
 
 
 RECORDINGS = {
-    "portable": portable, "inference": inference, "training": training, "host-time": host_time, "cpu": cpu, "matmul-density": matmul_density, "gpu-tests": gpu_tests,
-    "two-gpus": two_gpus, "sweep": sweep, "attack": attack, "gpu-outputs": evidence.outputs_record, "gpu-counters": evidence.counters_record,
-}  # fmt: skip
+    "portable": portable,
+    "inference": inference,
+    "training": training,
+    "host-time": host_time,
+    "cpu": cpu,
+    "matmul-density": matmul_density,
+    "gpu-tests": gpu_tests,
+    "two-gpus": two_gpus,
+    "sweep": sweep,
+    "attack": attack,
+    "gpu-outputs": evidence.outputs_record,
+    "gpu-counters": evidence.counters_record,
+}

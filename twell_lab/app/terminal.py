@@ -27,7 +27,8 @@ class Answer(NamedTuple):
 
 
 class Stream:
-    """A text stream that shows what its encoding lacks as escapes, and remembers in `failed` why it could not be written.
+    """A text stream that shows what its encoding lacks as escapes, and remembers in `failed` why it could not be
+    written.
 
     forgiving: that is no error then; what is written is lost.
     """
@@ -59,12 +60,11 @@ class Stream:
 
 @contextmanager
 def ready() -> Iterator[Stream]:
-    """Within this context stdout and stderr are Streams; gives stdout's. What stderr cannot take is lost: it reports on the
-    work, which goes on.
+    """Within this context stdout and stderr are Streams; gives stdout's. What stderr cannot take is lost: it reports on
+    the work, which goes on.
 
-    A closed stdout raises InputError: what was asked for would be lost, and a file opened later could get its number, and be
-    written into by whatever prints below Python.
-    """
+    A closed stdout raises InputError: what was asked for would be lost, and a file opened later could get its number,
+    and be written into by whatever prints below Python."""
     before = sys.stdout, sys.stderr
     if before[1] is None:
         _fill()
@@ -92,7 +92,8 @@ def _fill() -> None:
 
 
 def _abandon(stream) -> None:
-    """If what still waits to be written has nowhere to go, let it go nowhere: Python would try, and fail, at its end."""
+    """If what still waits to be written has nowhere to go, let it go nowhere: Python would try, and fail, at its
+    end."""
     try:
         if stream is not None:
             stream.flush()

@@ -48,7 +48,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     """
     check_folder(options.out)
     written = options.out / "tour.json", options.out / "index.html"
-    for path in written[:1 if options.record_only else 2]:
+    for path in written[: 1 if options.record_only else 2]:
         check_target(path)
     if not options.record_only:
         from . import page
@@ -57,8 +57,10 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
 
     say(1, f"training twice on {text.name} ({text.size / 1e6:.1f} MB)")
     config = replace(_quick(TOUR) if options.quick else TOUR, text=text)
-    runs = {WITHOUT: train(replace(config, l1=0.0), progress=options.progress),
-            WITH: train(config, progress=options.progress)}
+    runs = {
+        WITHOUT: train(replace(config, l1=0.0), progress=options.progress),
+        WITH: train(config, progress=options.progress),
+    }
     sparse = runs[WITH]
 
     say(2, "profiling the sparse model on held-out text")
@@ -72,11 +74,19 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     rows = time_layers(sparse, windows, options) + time_llm_layer(sparse, options)
 
     say(5, f"writing to {options.out}")
-    notes = {"tour": {
-        "format": FORMAT, "quick": options.quick, "seconds": say.seconds(), "text": sparse.text,
-        "device": str(next(sparse.model.parameters()).device.type),
-        "runs": {label: result.summary() for label, result in runs.items()},
-        "profile": firing_notes(firing), "packing": packing, "tile": tile}}
+    notes = {
+        "tour": {
+            "format": FORMAT,
+            "quick": options.quick,
+            "seconds": say.seconds(),
+            "text": sparse.text,
+            "device": str(next(sparse.model.parameters()).device.type),
+            "runs": {label: result.summary() for label, result in runs.items()},
+            "profile": firing_notes(firing),
+            "packing": packing,
+            "tile": tile,
+        }
+    }
     record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
     write_atomically(written[0], record.to_json())  # first: should the page fail, it can be drawn from this
     if options.record_only:
@@ -91,21 +101,52 @@ def summary(record: records.Record) -> str:
     lines = []
     for label, result in tour["runs"].items():
         d_ff = result["config"]["d_ff"]
-        lines.append({"run": label, "bits": result["validation_bits_per_byte"], "nnz": result["mean_nnz"],
-                      "density": f"{100 * result['mean_nnz'] / d_ff:.1f}%",
-                      "dead": f"{sum(result['dead'])} of {d_ff * len(result['dead'])}"})
-    first = records.table(lines, {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density",
-                                  "dead": "dead neurons"})
+        lines.append(
+            {
+                "run": label,
+                "bits": result["validation_bits_per_byte"],
+                "nnz": result["mean_nnz"],
+                "density": f"{100 * result['mean_nnz'] / d_ff:.1f}%",
+                "dead": f"{sum(result['dead'])} of {d_ff * len(result['dead'])}",
+            }
+        )
+    first = records.table(
+        lines, {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density", "dead": "dead neurons"}
+    )
     timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
     second = records.table(
         [{**row, "layer": row.get("label", "LLM size")} for row in timed if not row["path"].startswith("dense eager")],
-        {"layer": "layer", "tokens": "tokens", "dtype": "dtype", "path": "path", "nnz": "mean nnz",
-         "ms": "ms", "dense_ms": "dense ms", "x_dense": "x dense"})
+        {
+            "layer": "layer",
+            "tokens": "tokens",
+            "dtype": "dtype",
+            "path": "path",
+            "nnz": "mean nnz",
+            "ms": "ms",
+            "dense_ms": "dense ms",
+            "x_dense": "x dense",
+        },
+    )
     text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
-    layers = records.table(layer_rows(tour), {
-        "layer": "", "before": "density", "after": "with L1", "dead_before": "dead", "dead_after": "with L1",
-        "used": "slots used", "overflow": "rows over", "dense": "dense B", "CSR": "CSR B", "ELL": "ELL B",
-        "TwELL": "TwELL B"}) + "\nB: bytes a token. Unpacking gave every value back, bit for bit."
+    layers = (
+        records.table(
+            layer_rows(tour),
+            {
+                "layer": "",
+                "before": "density",
+                "after": "with L1",
+                "dead_before": "dead",
+                "dead_after": "with L1",
+                "used": "slots used",
+                "overflow": "rows over",
+                "dense": "dense B",
+                "CSR": "CSR B",
+                "ELL": "ELL B",
+                "TwELL": "TwELL B",
+            },
+        )
+        + "\nB: bytes a token. Unpacking gave every value back, bit for bit."
+    )
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
     return "\n\n".join([text, first, layers, second, *note])
 
@@ -117,8 +158,10 @@ def check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PAGE_BYTES))
     except (OSError, ValueError) as error:
-        raise RecordError(f"cannot write in the folder {str(folder)!r}: {getattr(error, 'strerror', None) or error}; free "
-                          f"{_PAGE_BYTES >> 20} MiB there or name another with --out") from None
+        raise RecordError(
+            f"cannot write in the folder {str(folder)!r}: {getattr(error, 'strerror', None) or error}; free "
+            f"{_PAGE_BYTES >> 20} MiB there or name another with --out"
+        ) from None
 
 
 def held_out(text: Text, config: TrainConfig) -> Tensor:
@@ -135,10 +178,15 @@ def firing_notes(firing: FiringProfile) -> dict:
     """A profile as plain data: one dict a layer, the neurons' frequencies to six digits."""
     layers = []
     for layer, row in zip(firing.layers, firing.table(), strict=True):
-        layers.append({"name": layer.name, **{key: row[key] for key in row if key != "layer"},
-                       "nnz_histogram": layer.nnz_histogram.tolist(),
-                       "tile_histogram": layer.tile_histogram.tolist(),
-                       "neuron_frequency": [round(share, 6) for share in layer.neuron_frequency.tolist()]})
+        layers.append(
+            {
+                "name": layer.name,
+                **{key: row[key] for key in row if key != "layer"},
+                "nnz_histogram": layer.nnz_histogram.tolist(),
+                "tile_histogram": layer.tile_histogram.tolist(),
+                "neuron_frequency": [round(share, 6) for share in layer.neuron_frequency.tolist()],
+            }
+        )
     return {"tokens": firing.tokens, "layers": layers}
 
 
@@ -157,14 +205,26 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
         check_packing(found.name, gate, packed)
         dense = reference.relu(gate)
         counts, slots = packed.counts, packed.slots
-        layers.append({
-            "layer": found.name, "tokens": gate.shape[0], "d_ff": gate.shape[1], "tile": packed.tile,
-            "words": packed.words, "nnz": packed.nnz, "slots": counts.numel() * slots,
-            "slots_used": int(counts.clamp(max=slots).sum()), "overflow_rows": packed.overflow_rows.numel(),
-            "tail": packed.tail_value.numel(),
-            "bytes": {"dense": dense.numel() * dense.element_size(),
-                      "CSR": classic.CSR.from_dense(dense).nbytes,
-                      "ELL": classic.ELL.from_dense(dense).nbytes, "TwELL": packed.nbytes}})
+        layers.append(
+            {
+                "layer": found.name,
+                "tokens": gate.shape[0],
+                "d_ff": gate.shape[1],
+                "tile": packed.tile,
+                "words": packed.words,
+                "nnz": packed.nnz,
+                "slots": counts.numel() * slots,
+                "slots_used": int(counts.clamp(max=slots).sum()),
+                "overflow_rows": packed.overflow_rows.numel(),
+                "tail": packed.tail_value.numel(),
+                "bytes": {
+                    "dense": dense.numel() * dense.element_size(),
+                    "CSR": classic.CSR.from_dense(dense).nbytes,
+                    "ELL": classic.ELL.from_dense(dense).nbytes,
+                    "TwELL": packed.nbytes,
+                },
+            }
+        )
         # A tile worth looking at: about a third of its slots filled, the first such one of all layers.
         distance = (counts - slots // 3).abs().flatten()
         best = int(distance.argmin())
@@ -179,8 +239,9 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
     bits = {torch.float32: torch.int32}.get(gate.dtype, torch.int16)
     wrong = int((packed.to_dense().view(bits) != reference.relu(gate).view(bits)).sum())
     if wrong:
-        raise TwellError(f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL as they "
-                         "went in; none may differ")
+        raise TwellError(
+            f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL as they went in; none may differ"
+        )
 
 
 def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> list[dict]:
@@ -224,8 +285,9 @@ def _seconds(options: TourOptions) -> float:
 
 
 def _quick(config: TrainConfig) -> TrainConfig:
-    return replace(config, steps=12, batch=4, context=32, layers=2, warmup=2,
-                   log_every=2, eval_every=6, eval_windows=16)
+    return replace(
+        config, steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16
+    )
 
 
 class _Steps:

@@ -43,16 +43,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Every field of TrainConfig as an option, and where the run is kept."""
     from ..training import presets
     from ..training.config import TrainConfig
+
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_fields(parser, TrainConfig)
     parser.add_argument("--plain", action="store_false", default=None, dest="gated", help="the same as --no-gated")
-    parser.add_argument("--out", metavar="DIR", type=path, help="save metrics and checkpoints here, for --resume, and "
-                        "in the end the model, for twell-lab profile; a folder that holds another run or model is refused")
-    parser.add_argument("--resume", metavar="DIR", type=path, help="go on with the run that was saved there; of its "
-                        "options only where and how it computes and --checkpoint-every may change")
-    parser.add_argument("--config", metavar="NAME", help="sizes, steps and rates to begin from, which every option "
-                        f"here overrides: {', '.join(presets.NAMES)}; 'list' says what they are")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=path,
+        help="save metrics and checkpoints here, for --resume, and "
+        "in the end the model, for twell-lab profile; a folder that holds another run or model is refused",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        type=path,
+        help="go on with the run that was saved there; of its "
+        "options only where and how it computes and --checkpoint-every may change",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="NAME",
+        help="sizes, steps and rates to begin from, which every option "
+        f"here overrides: {', '.join(presets.NAMES)}; 'list' says what they are",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer | None:
@@ -61,26 +76,35 @@ def run(options: argparse.Namespace) -> Answer | None:
     from ..training import checkpoint, presets
     from ..training.config import TrainConfig
     from ..training.loop import train
+
     if options.config == "list":
         return Answer(presets.rows(), presets.table())
     told = given(options, TrainConfig)
     if options.config is not None:
         told = {**presets.named(options.config), **told}
     if options.checkpoint_every and not (options.out or options.resume):
-        raise InputError(f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, where "
-                         "they go")
+        raise InputError(
+            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, where they go"
+        )
     config = checkpoint.config_of(options.resume, **told) if options.resume else TrainConfig(**told)
     with _warnings_in_one_line():
         result = train(config, out=options.out, resume=options.resume)
     if int(os.environ.get("RANK", "0")):
         return None
-    table = records.table([{"layer": i, "density": share, "dead": dead} for i, (share, dead)
-                           in enumerate(zip(result.density, result.dead, strict=True))],
-                          {"layer": "layer", "density": "density", "dead": "dead neurons"})
+    table = records.table(
+        [
+            {"layer": i, "density": share, "dead": dead}
+            for i, (share, dead) in enumerate(zip(result.density, result.dead, strict=True))
+        ],
+        {"layer": "layer", "density": "density", "dead": "dead neurons"},
+    )
     where = options.out or options.resume
-    return Answer(result.summary(), f"{table}\ntrain: {result.validation_bits_per_byte:.3f} bits per byte on held-out "
-                  f"text, mean nnz {result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s" +
-                  (f"; the model is in {where}" if where else ""))
+    return Answer(
+        result.summary(),
+        f"{table}\ntrain: {result.validation_bits_per_byte:.3f} bits per byte on held-out "
+        f"text, mean nnz {result.mean_nnz:.1f} of {config.d_ff}, {result.seconds:.0f} s"
+        + (f"; the model is in {where}" if where else ""),
+    )
 
 
 @contextmanager

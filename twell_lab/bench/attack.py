@@ -1,12 +1,11 @@
 """Random and hostile layers, on every path that this machine has, held against float64: `layers`.
 
-Each layer is drawn from a seed and its number alone, so that one that fails can be made again alone: widths that no vector
-divides, heavy rows, bursts that overflow tiles and the pool, rows of NaN and infinity, views with odd strides, values near the ends
-of their dtype, and integers, of which every sum is exact. Every path computes it twice, which must give the same bits, the
-second time on a GPU often on a side stream whose input comes late, while what torch allocates is full of NaN. The yardstick is
-accuracy.Exact; gradients are held to twice the dense layer's error. `twell-lab record attack` runs it for long; tests/attack runs
-some of it, and shows that it sees a layer that is wrong.
-"""
+Each layer is drawn from a seed and its number alone, so that one that fails can be made again alone: widths that no
+vector divides, heavy rows, bursts that overflow tiles and the pool, rows of NaN and infinity, views with odd strides,
+values near the ends of their dtype, and integers, of which every sum is exact. Every path computes it twice, which must
+give the same bits, the second time on a GPU often on a side stream whose input comes late, while what torch allocates
+is full of NaN. The yardstick is accuracy.Exact; gradients are held to twice the dense layer's error. `twell-lab record
+attack` runs it for long; tests/attack runs some of it, and shows that it sees a layer that is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +31,16 @@ MOST_FAILURES = 10  # after so many there is nothing more to learn from going on
 _SLEEP = 300_000  # cycles by which an input is late on a side stream: a fifth of a millisecond
 _GEOMETRIES = ((TILE, WORDS), (TILE, WORDS), (64, 17), (32, 33), (100, 5), (8, 3), (7, 2), (300, 40), (1, 2))
 _CPU_WIDTHS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 33, 64, 100, 128, 200, 257)
-_GPU_WIDTHS = (64, 264, 768, 2048, 1, 7, 100, 333)  # the kernels are compiled for each of those that 8 divides, and take others as they come
+_GPU_WIDTHS = (
+    64,
+    264,
+    768,
+    2048,
+    1,
+    7,
+    100,
+    333,
+)  # the kernels are compiled for each of those that 8 divides, and take others as they come
 NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 
@@ -42,9 +50,9 @@ class Broken(TwellError, AssertionError):
 
 @dataclass
 class Counts:
-    """What an attack did. cases: results that were checked; rows: rows in them; excused: rows that kept the bound only because a
-    neuron may count either way, overflowed: only because the dense layer overflows inside too, rounded: only from torch's own gate
-    (accuracy.Exact); worst: the largest error over what is allowed; by: cases by category."""
+    """What an attack did. cases: results that were checked; rows: rows in them; excused: rows that kept the bound only
+    because a neuron may count either way, overflowed: only because the dense layer overflows inside too, rounded: only
+    from torch's own gate (accuracy.Exact); worst: the largest error over what is allowed; by: cases by category."""
 
     layers: int = 0
     cases: int = 0
@@ -57,8 +65,16 @@ class Counts:
 
     def row(self) -> dict:
         """As a row of a record."""
-        return {"layers": self.layers, "cases": self.cases, "rows": self.rows, "excused_rows": self.excused,
-                "overflowed_rows": self.overflowed, "rounded_rows": self.rounded, "worst_ratio": round(self.worst, 4), "by": dict(sorted(self.by.items()))}
+        return {
+            "layers": self.layers,
+            "cases": self.cases,
+            "rows": self.rows,
+            "excused_rows": self.excused,
+            "overflowed_rows": self.overflowed,
+            "rounded_rows": self.rounded,
+            "worst_ratio": round(self.worst, 4),
+            "by": dict(sorted(self.by.items())),
+        }
 
 
 @dataclass
@@ -82,8 +98,10 @@ class Layer:
     def say(self) -> str:
         shape = f"{self.x.shape[0]} tokens, d_model {self.x.shape[1]}, d_ff {self.d_ff}"
         biases = "".join(letter for letter, b in zip("gud", self.tensors[4:]) if b is not None)
-        return (f"{str(self.x.dtype)[6:]}, {'gated' if self.gated else 'plain'}, {shape}, biases {biases or 'none'}, "
-                f"tile {self.tile} x {self.words}, {', '.join(self.traits) or 'nothing special'}")  # fmt: skip
+        return (
+            f"{str(self.x.dtype)[6:]}, {'gated' if self.gated else 'plain'}, {shape}, biases {biases or 'none'}, "
+            f"tile {self.tile} x {self.words}, {', '.join(self.traits) or 'nothing special'}"
+        )
 
 
 # ---- drawing ----
@@ -114,24 +132,32 @@ def draw(seed: int, number: int, device: str = "cpu") -> Layer:
         x[:, 1] = 0
         x[some(tokens, 4), 1] = 8.0
         first[: r.choice((d_ff, min(d_ff, 1500), min(d_ff, 300))), 1] = 4.0
-    if d_model > 2 and chance("bursts", 0.3):  # groups of rows that fire 33 to 300 neighbours: past a tile's words, and past the pool
+    if d_model > 2 and chance(
+        "bursts", 0.3
+    ):  # groups of rows that fire 33 to 300 neighbours: past a tile's words, and past the pool
         x[:, 2] = 0
         start, many = r.randrange(d_ff), r.choice((32, 40, 64, 300))
         begin = r.randrange(tokens)
         x[begin : begin + r.choice((1, 8, 20)), 2] = 16.0
         first[start : start + many, 2] = 1.0
     if chance("integers", 0.1):  # every product and sum is exact, and many gates are zero
-        x, first, up, down = (torch.randint(-1, 2, t.shape, generator=g, device=device).float() for t in (x, first, up, down))
+        x, first, up, down = (
+            torch.randint(-1, 2, t.shape, generator=g, device=device).float() for t in (x, first, up, down)
+        )
         biases = [None if b is None else b.sign() for b in biases]
     if chance("zeros", 0.1):
         x[some(tokens, 3)], first[some(d_ff, 3)] = 0.0, -0.0
     if chance("opposites", 0.1):  # gates that are nearly zero: a neuron's inputs cancel
         half = d_model // 2
         x[:, half : 2 * half], first[:, half : 2 * half] = x[:, :half], -first[:, :half] * (1 + 1e-3 * normal(d_ff, 1))
-    scale = r.choice((0, 0, 0, 0, 0, 0, -8, 5) if dtype == torch.float16 else (0, 0, 0, 0, 0, 0, -20, -60, -110, -126, 20, 30))
+    scale = r.choice(
+        (0, 0, 0, 0, 0, 0, -8, 5) if dtype == torch.float16 else (0, 0, 0, 0, 0, 0, -20, -60, -110, -126, 20, 30)
+    )
     if scale and chance(f"scaled by 2^{scale}", 1.0):
         place = r.randrange(3)  # 0: what goes in, 1: what comes out, 2: the weights in between
-        x, first, up, down = (t * 2.0**scale if place == each else t for t, each in zip((x, first, up, down), (0, 2, 2, 1)))
+        x, first, up, down = (
+            t * 2.0**scale if place == each else t for t, each in zip((x, first, up, down), (0, 2, 2, 1))
+        )
         biases = [b if b is None or place == 1 else b * 2.0**scale for b in biases]
     if chance("rows that are not finite", 0.15):
         for row in some(tokens, 3):
@@ -147,11 +173,23 @@ def draw(seed: int, number: int, device: str = "cpu") -> Layer:
 def _sizes(r: random.Random, cuda: bool) -> tuple[int, int, int]:
     """d_model, d_ff, tokens."""
     if not cuda:
-        d_ff = r.choice((r.randint(1, 40), r.randint(1, 700), 8 * r.randint(1, 90), 256 * r.randint(1, 3) + r.randint(-1, 1)))
+        d_ff = r.choice(
+            (r.randint(1, 40), r.randint(1, 700), 8 * r.randint(1, 90), 256 * r.randint(1, 3) + r.randint(-1, 1))
+        )
         return r.choice(_CPU_WIDTHS), d_ff, r.choice((1, 1, r.randint(2, 9), r.randint(2, 70), r.randint(2, 200)))
     d_model = r.choice(_GPU_WIDTHS)
-    d_ff = r.choice((r.randint(1, 300), 8 * r.randint(1, 300), r.randint(300, 3000), 256 * r.randint(1, 22) + r.randint(-1, 1), 5632))
-    tokens = r.choice((1, 1, r.randint(2, 16), r.randint(17, 64), r.randint(65, 600), r.randint(300, 2047), r.randint(2048, 4500)))
+    d_ff = r.choice(
+        (
+            r.randint(1, 300),
+            8 * r.randint(1, 300),
+            r.randint(300, 3000),
+            256 * r.randint(1, 22) + r.randint(-1, 1),
+            5632,
+        )
+    )
+    tokens = r.choice(
+        (1, 1, r.randint(2, 16), r.randint(17, 64), r.randint(65, 600), r.randint(300, 2047), r.randint(2048, 4500))
+    )
     return d_model, d_ff, tokens
 
 
@@ -201,14 +239,22 @@ def _infer(path: str, hot: int = 0) -> Callable[[Layer, Tensor], Tensor]:
 def _packed(layer: Layer, x: Tensor) -> Tensor:
     _, gate, up, down, _, up_bias, down_bias = layer.tensors
     packed = operators.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
-    return operators.packed_down(packed, down, down_bias) if gate is None else operators.packed_gated(x, packed, up, down, up_bias, down_bias)
+    return (
+        operators.packed_down(packed, down, down_bias)
+        if gate is None
+        else operators.packed_gated(x, packed, up, down, up_bias, down_bias)
+    )
 
 
 class _Module(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         _, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-        for name, weight, bias in (("gate_proj", gate, gate_bias), ("up_proj", up, up_bias), ("down_proj", down, down_bias)):
+        for name, weight, bias in (
+            ("gate_proj", gate, gate_bias),
+            ("up_proj", up, up_bias),
+            ("down_proj", down, down_bias),
+        ):
             if weight is not None:
                 with torch.device("meta"):
                     linear_ = nn.Linear(*reversed(weight.shape), bias=bias is not None)
@@ -233,8 +279,15 @@ def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
 def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     """Every way of computing this layer here: name -> function of the layer and its x."""
     hot = 256 * max(1, (layer.d_ff // 256) // 2)
-    found = {"operator": _operator, "infer, dense": _infer("dense"), "infer, twell": _infer("twell"), "packed": _packed,
-             "module": _swapped(None), "trained, twell": _trained("twell"), "trained, dense": _trained("dense")}  # fmt: skip
+    found = {
+        "operator": _operator,
+        "infer, dense": _infer("dense"),
+        "infer, twell": _infer("twell"),
+        "packed": _packed,
+        "module": _swapped(None),
+        "trained, twell": _trained("twell"),
+        "trained, dense": _trained("dense"),
+    }
     if hot < layer.d_ff:
         found["infer, hot/cold"] = _infer("hot_cold", hot)
         found["module, hot/cold"] = _swapped(Choice("hot_cold", hot=hot))
@@ -249,28 +302,39 @@ def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     x, gate, up, down, gate_bias, up_bias, down_bias = tensors
     down_t, first = down.t().contiguous(), up if gate is None else gate
     rest = (gate_bias, up_bias, down_bias)
-    found = {"portable": lambda layer, x: dispatch.twell(checks.plain(x), gate, up, down_t, *rest, layer.tile, layer.words)}
+    found = {
+        "portable": lambda layer, x: dispatch.twell(checks.plain(x), gate, up, down_t, *rest, layer.tile, layer.words)
+    }
     for version in decode.VERSIONS if decode.takes(x, up) else ():
-        found[f"decode v{version}"] = lambda layer, x, v=version: decode.decode(checks.plain(x), gate, up, down_t, *rest, version=v)
+        found[f"decode v{version}"] = lambda layer, x, v=version: decode.decode(
+            checks.plain(x), gate, up, down_t, *rest, version=v
+        )
     if portable.pooled_takes(x.dtype, x.shape[1]) and hopper_dense.takes(x, up, down):
         hots = [0] + [256 * ((layer.d_ff // 256 + 1) // 2)] * (layer.d_ff > 512 and not layer.d_ff % 8)
         for name, packs in (("sm80", ampere), ("sm90", hopper_pack)):
             for hot in hots if packs.takes(x, first) else ():
                 found[f"{name}{', hot/cold' * bool(hot)}"] = lambda layer, x, packs=packs, hot=hot: dispatch.sm90(
-                    checks.plain(x), gate, up, down, down_t, *rest, None, hot, packs=packs)  # fmt: skip
+                    checks.plain(x), gate, up, down, down_t, *rest, None, hot, packs=packs
+                )
     return found
 
 
 # ---- checking ----
 
 
-def layers(seed: int = 0, *, cases: int | None = None, seconds: float | None = None, number: int | None = None, device: str = "cpu",
-           change: Callable[[str, Tensor], Tensor] = lambda path, y: y) -> Counts:  # fmt: skip
+def layers(
+    seed: int = 0,
+    *,
+    cases: int | None = None,
+    seconds: float | None = None,
+    number: int | None = None,
+    device: str = "cpu",
+    change: Callable[[str, Tensor], Tensor] = lambda path, y: y,
+) -> Counts:
     """Attack layers on `device` until there are so many, or for so long; or the one of this number.
 
-    cases: layers to draw (each is computed on every path). change: what to do to a path's result before it is judged, for tests of
-    the attack itself. Raises Broken, once MOST_FAILURES failed or at the end, with all of them.
-    """
+    cases: layers to draw (each is computed on every path). change: what to do to a path's result before it is judged,
+    for tests of the attack itself. Raises Broken, once MOST_FAILURES failed or at the end, with all of them."""
     counts, failures, begin = Counts(), [], time.monotonic()
     for each in itertools.count() if number is None else (number,):
         enough = cases is not None and each >= cases or seconds is not None and time.monotonic() - begin > seconds
@@ -288,8 +352,8 @@ def layers(seed: int = 0, *, cases: int | None = None, seconds: float | None = N
 def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
     """What is wrong with this layer's results."""
     with torch.no_grad():
-        # A path on a GPU may lay strided tensors out anew first, which torch's GEMMs sum in another order: it stands beside
-        # the dense layer of one of the two.
+        # A path on a GPU may lay strided tensors out anew first, which torch's GEMMs sum in another order: it stands
+        # beside the dense layer of one of the two.
         anew = [None if t is None else t.contiguous() for t in layer.tensors]
         given = [layer.tensors, anew] if layer.x.is_cuda and "strided" in layer.traits else [layer.tensors]
         exact, beside, wrong = accuracy.Exact(*layer.tensors), [(dense(*each), _first(*each)) for each in given], []
@@ -309,7 +373,9 @@ def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
         counts.overflowed += verdict.overflowed
         counts.rounded += verdict.rounded
         counts.worst = max(counts.worst, verdict.ratio)
-        counts.by.update([name, str(y.dtype)[6:], *layer.traits, *["side stream"] * late, *["poisoned memory"] * poisoned])
+        counts.by.update(
+            [name, str(y.dtype)[6:], *layer.traits, *["side stream"] * late, *["poisoned memory"] * poisoned]
+        )
         if not verdict.ratio <= 1.0:
             wrong.append(f"{name}: row {verdict.row} is off by {verdict.ratio:.3g} times what is allowed")
         if not torch.equal(_bits(y), _bits(again)):
@@ -325,9 +391,13 @@ def _bits(t: Tensor) -> Tensor:
 
 @contextmanager
 def _poison(like: Tensor, filled: bool):
-    """Have what torch allocates meanwhile hold NaN: all of it where `filled`, otherwise what its cache hands out again."""
+    """Have what torch allocates meanwhile hold NaN: all of it where `filled`, otherwise what its cache hands out
+    again."""
     if like.is_cuda:
-        held = [torch.full((size,), torch.nan, device=like.device) for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, like.numel() // 2 + 1)]
+        held = [
+            torch.full((size,), torch.nan, device=like.device)
+            for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, like.numel() // 2 + 1)
+        ]
         del held
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if filled:
@@ -361,9 +431,10 @@ def _differentiable(layer: Layer) -> bool:
 
 
 def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counts, change) -> list[str]:
-    """Every gradient of both training paths, by the norm of the error over each whole tensor: at most twice the dense layer's, and
-    what rounding each of its terms once makes of it (`_noise`): of a few values the dense layer's may be exact by luck. Rows in which
-    rounding decides about a neuron get no upstream gradient, as a flipped sign is a different function there."""
+    """Every gradient of both training paths, by the norm of the error over each whole tensor: at most twice the dense
+    layer's, and what rounding each of its terms once makes of it (`_noise`): of a few values the dense layer's may be
+    exact by luck. Rows in which rounding decides about a neuron get no upstream gradient, as a flipped sign is a
+    different function there."""
     x, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
     # Sums are made in float32 at least, so that is what a sign of g or of u hangs on.
     doubt = exact.doubtful(slice(None), 16 * torch.finfo(torch.float32).eps).any(1)
@@ -412,7 +483,9 @@ def _step(function, tensors, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
 
 def _exact_step(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
     """The gradients in float64, with the neurons that fire given."""
-    x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (None if t is None else t.double() for t in (*tensors, dy, dl1))
+    x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
+        None if t is None else t.double() for t in (*tensors, dy, dl1)
+    )
     g = torch.where(keep, linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
     u = None if gate is None else linear(x, up, up_bias)
     h = g if u is None else g * u
@@ -425,13 +498,17 @@ def _exact_step(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor |
 
 
 def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """The norm of the error of each gradient if every value and every term of every sum were rounded once in the tensors' dtype,
-    independently of each other: variances in place of values, in units of eps^2."""
-    x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (None if t is None else t.double() for t in (*tensors, dy, dl1))
+    """The norm of the error of each gradient if every value and every term of every sum were rounded once in the
+    tensors' dtype, independently of each other: variances in place of values, in units of eps^2."""
+    x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
+        None if t is None else t.double() for t in (*tensors, dy, dl1)
+    )
     terms = lambda x, w, b=None: linear(x.square(), w.square(), None if b is None else b.square())  # noqa: E731
     g = torch.where(keep, linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
     g_off = torch.where(keep, terms(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
-    u, u_off = (torch.ones_like(g), torch.zeros_like(g)) if gate is None else (linear(x, up, up_bias), terms(x, up, up_bias))
+    u, u_off = (
+        (torch.ones_like(g), torch.zeros_like(g)) if gate is None else (linear(x, up, up_bias), terms(x, up, up_bias))
+    )
     h, h_off = g * u, g_off * u.square() + g.square() * u_off
     dh = torch.where(keep, dy @ down + dl1[:, None] * h.sign(), 0.0)
     dh_off = torch.where(keep, terms(dy, down.t()) + dl1[:, None].square(), 0.0)
@@ -439,12 +516,15 @@ def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None
     dg = (dh * u).square() + dh_off * u.square() + dh.square() * u_off
     du = (dh * g).square() + dh_off * g.square() + dh.square() * g_off
     h = h.square() + h_off
-    halves = 0.0 if gate is None else (torch.where(keep, dh * u, 0.0) @ gate).square() + ((dh * g) @ up).square()  # rounded, then added
+    halves = (
+        0.0 if gate is None else (torch.where(keep, dh * u, 0.0) @ gate).square() + ((dh * g) @ up).square()
+    )  # rounded, then added
     x, dy, gate, up = x.square(), dy.square(), None if gate is None else gate.square(), up.square()
     if gate is None:
         made = [dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
     else:
         made = [dg @ gate + du @ up + halves, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]
-    # Terms of one sign, added one after the other in float32, cost up to this many times as much as the rounding of each.
+    # Terms of one sign, added one after the other in float32, cost up to this many times as much as the rounding of
+    # each.
     one_by_one = 0.15 * max(*x.shape, up.shape[0]) * torch.finfo(torch.float32).eps
     return [None if t is None else (torch.finfo(tensors[0].dtype).eps + one_by_one) * t.sum().sqrt() for t in made]

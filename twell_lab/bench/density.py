@@ -80,8 +80,9 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
     return embedding_bag(a.column, b, per_sample_weights=a.value, mode="sum")
 
 
-def against_density(columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype,
-                    seconds: float = 0.4) -> list[dict]:
+def against_density(
+    columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype, seconds: float = 0.4
+) -> list[dict]:
     """Time each format at each density, beside the dense product.
 
     Returns rows {density, nnz (a row), path, ms, spread, dense_ms, x_dense (times as fast as dense), samples}. The
@@ -100,8 +101,18 @@ def against_density(columns: int, width: int, rows: int, densities: list[float],
         dense = measure.quartiles(times["dense"])[0]
         for path, samples in times.items():
             middle, spread = measure.quartiles(samples)
-            table.append({"density": per_row / columns, "nnz": per_row, "path": path, "ms": middle, "spread": spread,
-                          "dense_ms": dense, "x_dense": dense / middle, "samples": samples})
+            table.append(
+                {
+                    "density": per_row / columns,
+                    "nnz": per_row,
+                    "path": path,
+                    "ms": middle,
+                    "spread": spread,
+                    "dense_ms": dense,
+                    "x_dense": dense / middle,
+                    "samples": samples,
+                }
+            )
     return table
 
 
@@ -110,16 +121,38 @@ def density_record() -> Record:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows, columns, width = SIZES[device]
-    where = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-             "dtype": str(dtype).removeprefix("torch."), "tokens": rows, "d_model": width, "d_ff": columns}
+    where = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": rows,
+        "d_model": width,
+        "d_ff": columns,
+    }
     table = against_density(columns, width, rows, DENSITIES, device, dtype, seconds=3.0)
-    measured = [{"kind": DENSITY, **where, "workload": "scattered", **row,
-                 "samples": [round(value, 6) for value in row["samples"]]} for row in table]
+    measured = [
+        {
+            "kind": DENSITY,
+            **where,
+            "workload": "scattered",
+            **row,
+            "samples": [round(value, 6) for value in row["samples"]],
+        }
+        for row in table
+    ]
     b = scattered(columns, width, width, dtype=dtype, device=device)
     full, empty = (scattered(rows, columns, count, dtype=dtype, device=device) for count in (columns, 0))
     times = clock({"random": lambda: full @ b, "zeros": lambda: empty @ b}, device, 3.0)
     for workload, samples in times.items():
         middle, spread = measure.quartiles(samples)
-        measured.append({"kind": "matmul_data", **where, "workload": workload, "path": "dense", "ms": middle,
-                         "spread": spread, "samples": [round(value, 6) for value in samples]})
+        measured.append(
+            {
+                "kind": "matmul_data",
+                **where,
+                "workload": workload,
+                "path": "dense",
+                "ms": middle,
+                "spread": spread,
+                "samples": [round(value, 6) for value in samples],
+            }
+        )
     return Record.new("density", "sparse formats against a dense product across densities, through torch", measured)

@@ -57,10 +57,9 @@ def ffn(
 ) -> Record:
     """Time a gated layer of the given size on a drawn workload (see `workload`), dense beside sparse.
 
-    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer. others: on a
-    GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
-    seconds: how long to measure on a CPU. Returns a Record with a row for each path.
-    """
+    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer. others:
+    on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync"). seconds: how
+    long to measure on a CPU. Returns a Record with a row for each path."""
     _check_seconds(seconds)
     device = _device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -128,7 +127,14 @@ def _compare(
         base = f"dense eager ({how}" if how else "dense eager"
         median, spread = quartiles(values)
         dense_ms = quartiles(samples[base])[0]
-        row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense_ms, "x_dense": dense_ms / median}
+        row = {
+            **shared,
+            "path": path,
+            "ms": median,
+            "spread": spread,
+            "dense_ms": dense_ms,
+            "x_dense": dense_ms / median,
+        }
         if path.startswith("part: "):
             row |= {"dense_ms": None, "x_dense": None}
         elif x.is_cuda and path in memory:
@@ -183,7 +189,9 @@ def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int],
 
 
 @torch.no_grad()
-def kernel_versions(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29, *, seed: int = 0) -> list[dict]:
+def kernel_versions(
+    tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29, *, seed: int = 0
+) -> list[dict]:
     """Rows of kind "kernel": every version of every portable kernel on one workload, bf16, on this GPU.
 
     Each version is first compared with the newest one, which `ffn` has checked against float64.
@@ -199,7 +207,9 @@ def kernel_versions(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, 
         return lambda turn: launch.pack(gates[turn % _ROTATED], TILE, WORDS, version)
 
     def down(version):
-        return lambda turn: launch.down(packs[turn % _ROTATED], gates[turn % _ROTATED], none, down_t, None, d_ff, TILE, version)
+        return lambda turn: launch.down(
+            packs[turn % _ROTATED], gates[turn % _ROTATED], none, down_t, None, d_ff, TILE, version
+        )
 
     def gated(version):
         def call(turn):
@@ -217,11 +227,28 @@ def kernel_versions(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, 
         for v in range(1, newest):
             if (off := float((make(v)(0).float() - best).norm() / best.norm())) > 0.01:
                 raise WrongResult(f"{name}_v{v} differs from v{newest} by {off:.3g} of its norm: nothing was timed")
-    shared = {"kind": "kernel", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": tokens,
-              "d_model": d_model, "d_ff": d_ff, "nnz": nnz, "workload": "independent, lognormal"}  # fmt: skip
+    shared = {
+        "kind": "kernel",
+        "device": torch.cuda.get_device_name(),
+        "dtype": "bfloat16",
+        "tokens": tokens,
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "nnz": nnz,
+        "workload": "independent, lognormal",
+    }
     rows = []
     for path, values in time_cuda(calls).items():
         median, spread = quartiles(values)
-        rows.append({**shared, "path": path, "ms": median, "spread": spread, "dense_ms": None, "x_dense": None,
-                     "samples": [round(v, 6) for v in values]})  # fmt: skip
+        rows.append(
+            {
+                **shared,
+                "path": path,
+                "ms": median,
+                "spread": spread,
+                "dense_ms": None,
+                "x_dense": None,
+                "samples": [round(v, 6) for v in values],
+            }
+        )
     return rows

@@ -1,9 +1,8 @@
 """What a plain call costs the host: the time until it returns, beside the time until its result is there.
 
-The GPU is idle before each call, so that nothing is waited for but what the call itself waits for. Python, torch's dispatcher, the
-allocator and the driver are in these times; the kernels only in `wall_ms`. Where the host time is the longer of
-the two, a faster kernel gains nothing. Paths take turns; every result is checked before any clock starts.
-"""
+The GPU is idle before each call, so that nothing is waited for but what the call itself waits for. Python, torch's
+dispatcher, the allocator and the driver are in these times; the kernels only in `wall_ms`. Where the host time is the
+longer of the two, a faster kernel gains nothing. Paths take turns; every result is checked before any clock starts."""
 
 from __future__ import annotations
 
@@ -24,8 +23,9 @@ ROUNDS = 60
 
 
 def rows(tokens: tuple[int, ...] = TOKENS) -> list[dict]:
-    """Host and wall time of one gated layer, bf16, on each path at each of these token counts: a forward without gradients, and a
-    forward and backward pass. `ms` is the host's time, `wall_ms` until the GPU has finished; medians, spread between quartiles."""
+    """Host and wall time of one gated layer, bf16, on each path at each of these token counts: a forward without
+    gradients, and a forward and backward pass. `ms` is the host's time, `wall_ms` until the GPU has finished; medians,
+    spread between quartiles."""
     found = []
     for count in tokens:
         layer, inputs, _ = inference.drawn(count, D_MODEL, D_FF, NNZ)
@@ -41,7 +41,12 @@ def _forward_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[di
     for name, call in calls.items():
         if name != "dense eager":
             inference.check(layer, call, inputs)
-    return _rows(layer, inputs, "forward", {name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
+    return _rows(
+        layer,
+        inputs,
+        "forward",
+        {name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()},
+    )
 
 
 def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[dict]:
@@ -57,9 +62,11 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
         asked = [inputs[turn], *layer.parameters()]
         return torch.autograd.grad(call(inputs[turn]), asked, grads[turn])
 
-    calls = {"dense eager": lambda turn: step(layer, turn),
-             "dense": lambda turn: step(sparse, turn, "dense"),
-             "twell": lambda turn: step(sparse, turn, "twell")}  # fmt: skip
+    calls = {
+        "dense eager": lambda turn: step(layer, turn),
+        "dense": lambda turn: step(sparse, turn, "dense"),
+        "twell": lambda turn: step(sparse, turn, "twell"),
+    }
     wanted = calls["dense eager"](0)
     for name in ("dense", "twell"):
         for got, want in zip(calls[name](0), wanted, strict=True):
@@ -76,9 +83,20 @@ def _rows(layer, inputs, what: str, calls: dict[str, Callable[[int], object]]) -
     samples = _time(calls)
     medians = {name: [measure.quartiles(values) for values in both] for name, both in samples.items()}
     dense = medians["dense eager"][0][0]
-    return [{**shared, "path": name, "ms": host[0], "spread": host[1], "wall_ms": wall[0], "wall_spread": wall[1], "dense_ms": dense,
-             "x_dense": dense / host[0], "samples": [round(ms, 5) for ms in samples[name][0]]}
-            for name, (host, wall) in medians.items()]  # fmt: skip
+    return [
+        {
+            **shared,
+            "path": name,
+            "ms": host[0],
+            "spread": host[1],
+            "wall_ms": wall[0],
+            "wall_spread": wall[1],
+            "dense_ms": dense,
+            "x_dense": dense / host[0],
+            "samples": [round(ms, 5) for ms in samples[name][0]],
+        }
+        for name, (host, wall) in medians.items()
+    ]
 
 
 def _time(calls: dict[str, Callable[[int], object]]) -> dict[str, tuple[list[float], list[float]]]:

@@ -1,8 +1,8 @@
 """The inference tables: each path of a layer beside torch's dense layer, eager and compiled, in one run.
 
-Every function returns rows (see twell_lab.records). Each result is checked before any clock starts: 64 rows of it against
-float64, all of it against the dense layer. Times are device events with cold L2 and rotated inputs, taken in turns
-(bench.time_cuda); for few tokens, CUDA-graph replays. The planner sees other tokens than those that are timed.
+Every function returns rows (see twell_lab.records). Each result is checked before any clock starts: 64 rows of it
+against float64, all of it against the dense layer. Times are device events with cold L2 and rotated inputs, taken in
+turns (bench.time_cuda); for few tokens, CUDA-graph replays. The planner sees other tokens than those that are timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from ..ops import measure
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 
 D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
-SHAPES = ((768, 3072, True), (1024, 4096, False), (2048, 8192, False), (3584, 18944, True), (4096, 14336, True), (5120, 13824, True))
+SHAPES = (
+    (768, 3072, True),
+    (1024, 4096, False),
+    (2048, 8192, False),
+    (3584, 18944, True),
+    (4096, 14336, True),
+    (5120, 13824, True),
+)
 _GRAPH_TOKENS = 256  # up to here replays of a CUDA graph are timed
 _DENSITY = 29 / 5632  # of the shapes' workload
 
@@ -71,14 +78,20 @@ def _forced(layer: nn.Module, plan: LayerPlan, path: str, hot: int = 0) -> Spars
 
 
 @torch.no_grad()
-def compare(layer: nn.Module, inputs: list[Tensor], seen: list[Tensor], label: str, *, forced: bool = True) -> list[dict]:
+def compare(
+    layer: nn.Module, inputs: list[Tensor], seen: list[Tensor], label: str, *, forced: bool = True
+) -> list[dict]:
     """Rows of every path for `layer` on `inputs`, planned on `seen`; forced: also each path on its own."""
     plan = plan_for(layer, seen)
     chosen = plan.layers[0].choice(inputs[0].shape[0])
     planned = sparsify(copy.deepcopy(layer), plan)
     torch._dynamo.reset()
-    calls = {"dense eager": layer, "dense compiled": _compiled_dense(layer), "planned": planned,
-             "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False)}  # fmt: skip
+    calls = {
+        "dense eager": layer,
+        "dense compiled": _compiled_dense(layer),
+        "planned": planned,
+        "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False),
+    }
     if forced:
         hot = chosen.hot or _usual_hot(layer)
         ways = {"forced dense": ("dense",), "forced twell": ("twell",), f"forced hot_cold {hot}": ("hot_cold", hot)}
@@ -106,8 +119,18 @@ def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
         if entry["measured_us"] is None:
             continue
         path = f"plan: {entry['path']} {entry['hot']}" if entry["hot"] else f"plan: {entry['path']}"
-        rows.append({**shared, "kind": "plan", "path": path, "ms": entry["measured_us"] / 1e3,
-                     "predicted_ms": entry["predicted_us"] / 1e3, "chosen": bool(entry["chosen"]), "dense_ms": None, "x_dense": None})  # fmt: skip
+        rows.append(
+            {
+                **shared,
+                "kind": "plan",
+                "path": path,
+                "ms": entry["measured_us"] / 1e3,
+                "predicted_ms": entry["predicted_us"] / 1e3,
+                "chosen": bool(entry["chosen"]),
+                "dense_ms": None,
+                "x_dense": None,
+            }
+        )
     return rows
 
 
@@ -119,9 +142,17 @@ def _describe(layer: nn.Module, inputs: list[Tensor], label: str) -> dict:
     pattern = getattr(layer, "gate_proj", layer.up_proj)
     fired = [twell.fires(linear(each, pattern.weight)).sum(1).double().mean() for each in inputs]
     x = inputs[0]
-    return {"kind": "inference", "device": torch.cuda.get_device_name(), "dtype": str(x.dtype).removeprefix("torch."), "tokens": x.shape[0],
-            "d_model": x.shape[1], "d_ff": pattern.weight.shape[0], "gated": hasattr(layer, "gate_proj"),
-            "nnz": round(float(sum(fired) / len(fired)), 2), "workload": label}  # fmt: skip
+    return {
+        "kind": "inference",
+        "device": torch.cuda.get_device_name(),
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "tokens": x.shape[0],
+        "d_model": x.shape[1],
+        "d_ff": pattern.weight.shape[0],
+        "gated": hasattr(layer, "gate_proj"),
+        "nnz": round(float(sum(fired) / len(fired)), 2),
+        "workload": label,
+    }
 
 
 def _rows(shared: dict, samples: dict, *extra: dict) -> list[dict]:
@@ -158,7 +189,9 @@ def check(layer: nn.Module, call, inputs: list[Tensor]) -> float:
 # ---- the tables ----
 
 
-def drawn(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str = "lognormal", *, gated: bool = True, seed: int = 0):
+def drawn(
+    tokens: int, d_model: int, d_ff: int, nnz: float, kind: str = "lognormal", *, gated: bool = True, seed: int = 0
+):
     """(layer, inputs to time, inputs to plan on): a drawn workload (bench.workload), bf16; plain if not gated."""
     layer, seen = measure.workload(tokens, d_model, d_ff, nnz, kind, torch.bfloat16, "cuda", seed=seed)
     generator = torch.Generator("cuda").manual_seed(seed + 1000)
@@ -182,7 +215,11 @@ def table(tokens: int, nnzs, kind: str, *, forced: bool = True) -> list[dict]:
 def overflow_rows() -> list[dict]:
     """nnz 60, then with 20% of the rows holding a tile of 40 positives, then with every row beyond the pool."""
     rows = []
-    for label, share, many in (("no overflow", 0.0, 0), ("20% of rows with a tile of 40", 0.2, 40), ("every row beyond the pool", 1.0, 128)):
+    for label, share, many in (
+        ("no overflow", 0.0, 0),
+        ("20% of rows with a tile of 40", 0.2, 40),
+        ("every row beyond the pool", 1.0, 128),
+    ):
         layer, inputs, seen = drawn(TOKENS, D_MODEL, D_FF, 60)
         overflow(layer, [*inputs, *seen], share, many)
         rows += compare(layer, inputs, seen, f"overflow: {label}")
@@ -210,8 +247,8 @@ def decode_rows() -> list[dict]:
 
 @torch.no_grad()
 def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
-    """A layer's share of a CUDA graph of `layers` layers, each with weights of its own, as a model is decoded: so many that none
-    of them is left in the L2 cache by the replay before."""
+    """A layer's share of a CUDA graph of `layers` layers, each with weights of its own, as a model is decoded: so many
+    that none of them is left in the L2 cache by the replay before."""
     stack = [drawn(tokens, D_MODEL, D_FF, nnz, seed=seed) for seed in range(layers)]
     sparse = [SparseFFN.from_module(layer) for layer, _, _ in stack]
     for (layer, inputs, _), each in zip(stack, sparse):
@@ -243,7 +280,8 @@ def shape_rows() -> list[dict]:
 
 @torch.no_grad()
 def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
-    """The gate GEMM with packing, version by version, beside torch's GEMM and torch's GEMM followed by the packing kernel."""
+    """The gate GEMM with packing, version by version, beside torch's GEMM and torch's GEMM followed by the packing
+    kernel."""
     from ..formats.twell import TILE, WORDS
     from ..ops import ampere, hopper_pack, portable
 
@@ -251,9 +289,14 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
     for nnz in nnzs:
         layer, inputs, _ = drawn(tokens, D_MODEL, D_FF, nnz)
         gate = layer.gate_proj.weight
-        calls = {"gate GEMM (torch)": lambda x: linear(x, gate),
-                 "gate GEMM (torch), then pack": lambda x: portable.pack(linear(x, gate), TILE, WORDS)}  # fmt: skip
-        calls |= {f"sm90 gate_pack v{v}": functools.partial(hopper_pack.gate_pack, gate=gate, gate_bias=None, version=v) for v in hopper_pack.PACK_VERSIONS}
+        calls = {
+            "gate GEMM (torch)": lambda x: linear(x, gate),
+            "gate GEMM (torch), then pack": lambda x: portable.pack(linear(x, gate), TILE, WORDS),
+        }
+        calls |= {
+            f"sm90 gate_pack v{v}": functools.partial(hopper_pack.gate_pack, gate=gate, gate_bias=None, version=v)
+            for v in hopper_pack.PACK_VERSIONS
+        }
         calls["sm80 gate_pack"] = functools.partial(ampere.gate_pack, gate=gate, gate_bias=None)
         want = portable.pack(linear(inputs[0], gate), TILE, WORDS)
         for name, call in calls.items():
@@ -263,8 +306,18 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
         shared = _describe(layer, inputs, "independent, lognormal") | {"kind": "gate"}
         for path, values in samples.items():
             median, spread = measure.quartiles(values)
-            rows.append({**shared, "path": path, "ms": median, "spread": spread, "dense_ms": None, "x_dense": None,
-                         "tflops": round(2e-9 * tokens * D_MODEL * D_FF / median, 1), "samples": [round(v, 6) for v in values]})  # fmt: skip
+            rows.append(
+                {
+                    **shared,
+                    "path": path,
+                    "ms": median,
+                    "spread": spread,
+                    "dense_ms": None,
+                    "x_dense": None,
+                    "tflops": round(2e-9 * tokens * D_MODEL * D_FF / median, 1),
+                    "samples": [round(v, 6) for v in values],
+                }
+            )
     return rows
 
 
@@ -273,7 +326,9 @@ def _same_counts(name: str, got, want: Tensor) -> None:
     packed = got[0] if isinstance(got, tuple) else got
     off = (packed[..., 0].long() != want[..., 0].long()).double().mean().item()
     if off > 0.01:
-        raise measure.WrongResult(f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed")
+        raise measure.WrongResult(
+            f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed"
+        )
 
 
 def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
@@ -283,17 +338,39 @@ def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
 
     rows = []
     for l1 in l1s:
-        config = TrainConfig(l1=l1, steps=steps, batch=16, context=512, d_model=D_MODEL, layers=4, heads=16, d_ff=D_FF,
-                             lr=5e-4, warmup=100, log_every=50, eval_every=steps, eval_windows=64)  # fmt: skip
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):  # its cache would keep the first step's weights
+        config = TrainConfig(
+            l1=l1,
+            steps=steps,
+            batch=16,
+            context=512,
+            d_model=D_MODEL,
+            layers=4,
+            heads=16,
+            d_ff=D_FF,
+            lr=5e-4,
+            warmup=100,
+            log_every=50,
+            eval_every=steps,
+            eval_windows=64,
+        )
+        with torch.autocast(
+            "cuda", torch.bfloat16, cache_enabled=False
+        ):  # its cache would keep the first step's weights
             result = train(config, progress=False)
         model = result.model.to(torch.bfloat16).requires_grad_(False)
         inputs = _layer_inputs(model, config)
-        facts = {"l1": l1, "steps": steps, "validation_bits_per_byte": round(result.validation_bits_per_byte, 4),
-                 "nnz_curve": [[row["step"], round(row["nnz"], 1)] for row in result.history]}  # fmt: skip
+        facts = {
+            "l1": l1,
+            "steps": steps,
+            "validation_bits_per_byte": round(result.validation_bits_per_byte, 4),
+            "nnz_curve": [[row["step"], round(row["nnz"], 1)] for row in result.history],
+        }
         for i, seen in enumerate(inputs):
             layer = feed_forwards(model)[i].module
-            rows += [{**row, "layer": i, **facts} for row in compare(layer, seen[:3], seen[3:], f"trained, L1 {l1:g}, layer {i}")]
+            rows += [
+                {**row, "layer": i, **facts}
+                for row in compare(layer, seen[:3], seen[3:], f"trained, L1 {l1:g}, layer {i}")
+            ]
     return rows
 
 
@@ -305,8 +382,12 @@ def _layer_inputs(model: nn.Module, config) -> list[list[Tensor]]:
     _, validation = load(config.text).split()
     windows = spread_windows(validation.data, 5 * TOKENS // config.context, config.context).to("cuda")[:, :-1]
     caught: list[list[Tensor]] = [[] for _ in feed_forwards(model)]
-    hooks = [found.module.register_forward_pre_hook(lambda module, args, kept=kept: kept.append(args[0].reshape(-1, D_MODEL).contiguous()))
-             for found, kept in zip(feed_forwards(model), caught)]  # fmt: skip
+    hooks = [
+        found.module.register_forward_pre_hook(
+            lambda module, args, kept=kept: kept.append(args[0].reshape(-1, D_MODEL).contiguous())
+        )
+        for found, kept in zip(feed_forwards(model), caught)
+    ]
     try:
         for batch in windows.split(TOKENS // config.context):
             model(batch)

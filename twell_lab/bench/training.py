@@ -1,10 +1,10 @@
-"""The training tables: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a model.
+"""The training tables: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
+model.
 
 Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
-before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device events, cold
-L2, inputs and output gradients rotated, taken in turns (bench.time_cuda). peak_bytes: what one call holds at most beyond what
-was there, its output and all gradients included.
-"""
+before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device
+events, cold L2, inputs and output gradients rotated, taken in turns (bench.time_cuda). peak_bytes: what one call holds
+at most beyond what was there, its output and all gradients included."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def check(ours: list[Tensor], dense: list[Tensor], exact: list[Tensor]) -> dict[
 
 @torch.no_grad()
 def _exact(weights: Weights, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y, dx and the gradients in float64, from the gate as torch rounds it: that decides which neurons fire, and differs between
-    orders of summing only where a value is all but zero."""
+    """y, dx and the gradients in float64, from the gate as torch rounds it: that decides which neurons fire, and
+    differs between orders of summing only where a value is all but zero."""
     gate, up, down = weights
     g = linear(x, up if gate is None else gate).double()
     x, dy, gate, up, down = (None if t is None else t.double() for t in (x, dy, gate, up, down))
@@ -118,8 +118,14 @@ def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | No
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
     shared = _describe(weights, inputs, label) | (facts or {})
     path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], weights[0] is not None)
-    layers = {"dense eager": dense_layer, "dense compiled": _compiled("torch"), "forced dense": our_layer("dense"),
-              "forced twell": our_layer("twell"), "planned": our_layer(path), "planned compiled": _compiled(path)}  # fmt: skip
+    layers = {
+        "dense eager": dense_layer,
+        "dense compiled": _compiled("torch"),
+        "forced dense": our_layer("dense"),
+        "forced twell": our_layer("twell"),
+        "planned": our_layer(path),
+        "planned compiled": _compiled(path),
+    }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
     base, exact = calls["dense eager"](0), _exact(weights, inputs[0].detach(), grads[0])
     notes = {}
@@ -140,17 +146,36 @@ def _describe(weights: Weights, inputs: list[Tensor], label: str) -> dict:
     with torch.no_grad():
         fired = [(linear(each, first) > 0).sum(1).double().mean() for each in inputs]
     device = torch.cuda.get_device_name() if x.is_cuda else "cpu"
-    return {"kind": "training", "device": device, "dtype": str(x.dtype).removeprefix("torch."), "tokens": len(x),
-            "d_model": first.shape[1], "d_ff": first.shape[0], "gated": weights[0] is not None,
-            "nnz": round(float(sum(fired) / len(fired)), 2), "workload": label}  # fmt: skip
+    return {
+        "kind": "training",
+        "device": device,
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "tokens": len(x),
+        "d_model": first.shape[1],
+        "d_ff": first.shape[0],
+        "gated": weights[0] is not None,
+        "nnz": round(float(sum(fired) / len(fired)), 2),
+        "workload": label,
+    }
 
 
 def _rows(shared: dict, samples: dict[str, list[float]], notes: dict[str, dict]) -> list[dict]:
     medians = {path: measure.quartiles(values) for path, values in samples.items()}
     dense, compiled = medians["dense eager"][0], medians["dense compiled"][0]
-    return [{**shared, "path": path, "ms": medians[path][0], "spread": medians[path][1], "dense_ms": dense, "x_dense": dense / medians[path][0],
-             "x_compiled": compiled / medians[path][0], **notes.get(path, {}), "samples": [round(v, 5) for v in values]}
-            for path, values in samples.items()]  # fmt: skip
+    return [
+        {
+            **shared,
+            "path": path,
+            "ms": medians[path][0],
+            "spread": medians[path][1],
+            "dense_ms": dense,
+            "x_dense": dense / medians[path][0],
+            "x_compiled": compiled / medians[path][0],
+            **notes.get(path, {}),
+            "samples": [round(v, 5) for v in values],
+        }
+        for path, values in samples.items()
+    ]
 
 
 # ---- the tables ----
@@ -176,9 +201,13 @@ def plain_rows() -> list[dict]:
 
 
 def overflow_rows() -> list[dict]:
-    """nnz 29 with 20% of the rows holding a tile of 40 positives (in the pool), and with 1% holding one of 200 (lost)."""
+    """nnz 29 with 20% of the rows holding a tile of 40 positives (in the pool), and with 1% holding one of 200
+    (lost)."""
     rows = []
-    for label, share, many in (("20% of rows with a tile of 40", 0.2, 40), ("1% of rows with a tile of 200", 0.01, 200)):
+    for label, share, many in (
+        ("20% of rows with a tile of 40", 0.2, 40),
+        ("1% of rows with a tile of 200", 0.01, 200),
+    ):
         layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, 29)
         inference.overflow(layer, inputs, share, many)
         rows += compare(_weights(layer), inputs, f"overflow: {label}")
@@ -192,27 +221,50 @@ def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
 
     rows = []
     for l1 in l1s:
-        config = TrainConfig(l1=l1, steps=steps, batch=16, context=512, d_model=D_MODEL, layers=4, heads=16, d_ff=D_FF, lr=5e-4,
-                             warmup=100, log_every=50, eval_every=steps, eval_windows=64)  # fmt: skip
+        config = TrainConfig(
+            l1=l1,
+            steps=steps,
+            batch=16,
+            context=512,
+            d_model=D_MODEL,
+            layers=4,
+            heads=16,
+            d_ff=D_FF,
+            lr=5e-4,
+            warmup=100,
+            log_every=50,
+            eval_every=steps,
+            eval_windows=64,
+        )
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             model = train(config, progress=False).model.to(torch.bfloat16)
         for i, seen in enumerate(inference._layer_inputs(model, config)):
             layer = feed_forwards(model)[i].module
-            rows += compare(_weights(layer), seen[:3], f"trained, L1 {l1:g}, layer {i}", {"l1": l1, "layer": i, "steps": steps})
+            rows += compare(
+                _weights(layer), seen[:3], f"trained, L1 {l1:g}, layer {i}", {"l1": l1, "layer": i, "steps": steps}
+            )
     return rows
 
 
 # ---- whole steps ----
 
 
-def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads: int = 16, vocabulary: int = 32768,
-               layers: int = 8, context: int = 2048, batch: int = 8, name: str = "") -> list[dict]:  # fmt: skip
-    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside layers as they are planned, and
-    beside sparse ones. name: what the workload is called beside "whole step".
+def model_rows(
+    nnz: float = 30,
+    d_model: int = D_MODEL,
+    d_ff: int = D_FF,
+    heads: int = 16,
+    vocabulary: int = 32768,
+    layers: int = 8,
+    context: int = 2048,
+    batch: int = 8,
+    name: str = "",
+) -> list[dict]:
+    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside layers as they are
+    planned, and beside sparse ones. name: what the workload is called beside "whole step".
 
-    The gate's thresholds are drawn so that the layers fire at about `nnz`: see _quiet. The learning rate is zero, so that every
-    step is the same step; AdamW does its work all the same.
-    """
+    The gate's thresholds are drawn so that the layers fire at about `nnz`: see _quiet. The learning rate is zero, so
+    that every step is the same step; AdamW does its work all the same."""
     import copy
 
     from ..models.tiny import LanguageModel, ModelConfig
@@ -227,29 +279,51 @@ def model_rows(nnz: float = 30, d_model: int = D_MODEL, d_ff: int = D_FF, heads:
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
     twin, sparse = sparsify(copy.deepcopy(dense)), sparsify(copy.deepcopy(dense))
     choice = plan(twin, tokens[0, :, :-1])
-    by_layer = copy.deepcopy(twin)  # as the trainer does with layers that may change their path; the loss is compiled in none of these
+    by_layer = copy.deepcopy(
+        twin
+    )  # as the trainer does with layers that may change their path; the loss is compiled in none of these
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
-    steps = {"dense compiled": _model_step(dense, tokens, True), "planned compiled": _model_step(twin, tokens, True),
-             "planned, compiled by layer": _model_step(by_layer, tokens, False),
-             "forced twell compiled": _model_step(sparse, tokens, True),
-             "dense eager": _model_step(dense, tokens, False), "planned": _model_step(twin, tokens, False)}  # fmt: skip
+    steps = {
+        "dense compiled": _model_step(dense, tokens, True),
+        "planned compiled": _model_step(twin, tokens, True),
+        "planned, compiled by layer": _model_step(by_layer, tokens, False),
+        "forced twell compiled": _model_step(sparse, tokens, True),
+        "dense eager": _model_step(dense, tokens, False),
+        "planned": _model_step(twin, tokens, False),
+    }
     losses = {name: float(call(0)) for name, call in steps.items()}
     if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
         raise measure.WrongResult(f"the losses differ: {losses}; nothing was timed")
-    peaks = {name: {"peak_bytes": measure.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()}
+    peaks = {
+        name: {"peak_bytes": measure.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()
+    }
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
         peaks[path]["choice"] = choice
     peaks["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
-    peaks["dense compiled"]["gradients_apart"] = gradients_apart(torch.compile(dense, dynamic=False), dense, tokens[0])  # a yardstick
-    shared = {"kind": "training", "device": torch.cuda.get_device_name(), "dtype": "bfloat16", "tokens": batch * context, "d_model": d_model,
-              "d_ff": d_ff, "gated": True, "nnz": round(fired, 2), "layers": layers, "context": context,
-              "parameters": sum(p.numel() for p in dense.parameters()), "workload": f"whole step, {name or f'{layers} layers'}"}  # fmt: skip
+    peaks["dense compiled"]["gradients_apart"] = gradients_apart(
+        torch.compile(dense, dynamic=False), dense, tokens[0]
+    )  # a yardstick
+    shared = {
+        "kind": "training",
+        "device": torch.cuda.get_device_name(),
+        "dtype": "bfloat16",
+        "tokens": batch * context,
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "gated": True,
+        "nnz": round(fired, 2),
+        "layers": layers,
+        "context": context,
+        "parameters": sum(p.numel() for p in dense.parameters()),
+        "workload": f"whole step, {name or f'{layers} layers'}",
+    }
     return _rows(shared, measure.time_cuda(steps, rounds=10), peaks)
 
 
 def plan(model: nn.Module, tokens: Tensor) -> str:
-    """Have each sparse layer take the path that switching chooses for it; returns in how many it is the sparse one, in words."""
+    """Have each sparse layer take the path that switching chooses for it; returns in how many it is the sparse one, in
+    words."""
     from ..layers.terms import layer_terms
 
     with layer_terms(model) as terms:
@@ -261,7 +335,7 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
-    """How far two models' gradients of the loss with L1 are apart: the largest over parameters of |a - b| / |b|, in norms."""
+    """How far two models' gradients of the loss with L1 are apart: the largest of |a - b| / |b| over parameters."""
     a, b = (_gradients(each, windows) for each in (model, other))
     return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
 
@@ -332,7 +406,12 @@ SECTIONS = {
     "plain": plain_rows,
     "overflow": overflow_rows,
     "whole step": model_rows,
-    "whole step, the sweep's model": lambda: [row for nnz in (42, 20) for row in model_rows(  # as with L1 1e-4 and 2e-4
-        nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model")],
+    "whole step, the sweep's model": lambda: [
+        row
+        for nnz in (42, 20)
+        for row in model_rows(  # as with L1 1e-4 and 2e-4
+            nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model"
+        )
+    ],
     "trained": trained_rows,
 }

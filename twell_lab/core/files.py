@@ -29,11 +29,14 @@ WHOLE = 2**63  # whole numbers below this one are what tensors hold
 
 
 def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
-    """The bytes of a regular file. OSError for whatever cannot be read, also a pipe, a device, and a name that is none."""
+    """The bytes of a regular file. OSError for whatever cannot be read, also a pipe, a device, and a name that is
+    none."""
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and a device need not end
-            raise OSError(None, f"it is {'a folder' if stat.S_ISDIR(found.st_mode) else 'a pipe or a device'}, not a file")
+            raise OSError(
+                None, f"it is {'a folder' if stat.S_ISDIR(found.st_mode) else 'a pipe or a device'}, not a file"
+            )
         if largest is not None and found.st_size > largest:
             raise OSError(None, f"it has {found.st_size:,} bytes; accepted: at most {largest:,}")
         with open(path, "rb") as file:
@@ -43,8 +46,8 @@ def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
 
 
 def read_json(path: str | os.PathLike, what: str):
-    """What a JSON file holds, by `parse_json`. RecordError, naming `what` it was to be and the path, where it cannot be read or
-    parsed."""
+    """What a JSON file holds, by `parse_json`. RecordError, naming `what` it was to be and the path, where it cannot be
+    read or parsed."""
     where = f"{what} {os.fspath(path)!r}"
     try:
         content = read(path, LARGEST)
@@ -57,8 +60,8 @@ def read_json(path: str | os.PathLike, what: str):
 
 
 def parse_json(content: bytes):
-    """What JSON text holds. ValueError for what is no JSON that every reader would understand alike: NaN, infinite and endless
-    numbers, names that come twice, no UTF-8, or lists and objects more than DEEPEST deep."""
+    """What JSON text holds. ValueError for what is no JSON that every reader would understand alike: NaN, infinite and
+    endless numbers, names that come twice, no UTF-8, or lists and objects more than DEEPEST deep."""
     try:
         value = json.loads(content.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
     except RecursionError as error:
@@ -109,8 +112,8 @@ def _finite(value):
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_folder: bool = True) -> None:
-    """Write a file whole or not at all: a temporary file beside it, then a rename. Text is written as UTF-8. Its folder is made if
-    need be, unless told otherwise.
+    """Write a file whole or not at all: a temporary file beside it, then a rename. Text is written as UTF-8. Its folder
+    is made if need be, unless told otherwise.
 
     What a process that was killed left of an earlier write of the same file goes first; one that another process is
     writing right now stays. A link is followed. Raises RecordError naming the folder where that cannot be written
@@ -137,8 +140,10 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
             Path(file.name).unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RecordError(f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {why}; "
-                          "name a folder with free space that you may write") from None
+        raise RecordError(
+            f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {why}; "
+            "name a folder with free space that you may write"
+        ) from None
 
 
 def _why_no_file(target: Path) -> str | None:
@@ -187,8 +192,10 @@ def check_folder(folder: str | os.PathLike) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
-        raise RecordError(f"cannot write in the folder {os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}; "
-                          "name one that you may write") from None
+        raise RecordError(
+            f"cannot write in the folder {os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}; "
+            "name one that you may write"
+        ) from None
 
 
 def check_target(path: str | os.PathLike) -> None:
@@ -197,7 +204,9 @@ def check_target(path: str | os.PathLike) -> None:
     try:
         wrong = _why_no_file(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
-        raise RecordError(f"{str(path)!r} is no file that can be written: {getattr(error, 'strerror', None) or error}") from None
+        raise RecordError(
+            f"{str(path)!r} is no file that can be written: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if wrong:
         raise RecordError(f"{str(path)!r} is {wrong}; accepted: the name of a file")
     check_folder(path.parent)

@@ -48,16 +48,17 @@ def records_dir() -> Path:
 def cache_dir() -> Path | None:
     """A folder for compiled kernels that nobody else can write in, or None where no candidate can be written.
 
-    `TWELL_LAB_CACHE` wins; otherwise the user's cache folder, then the system's temporary folder. What is kept there runs
-    as this user, so a folder that `refusal` finds wanting is left alone: `private_folder` takes its place, with a warning.
-    Being writable is tried, not guessed from permission bits: root may write where the bits say no,
-    and a read-only mount refuses where they say yes.
-    """
+    `TWELL_LAB_CACHE` wins; otherwise the user's cache folder, then the system's temporary folder. What is kept there
+    runs as this user, so a folder that `refusal` finds wanting is left alone: `private_folder` takes its place, with a
+    warning. Being writable is tried, not guessed from permission bits: root may write where the bits say no, and a
+    read-only mount refuses where they say yes."""
     folder, refused = find_cache()
     if refused:
         folder = folder or private_folder()
         instead = f"kernels are kept in {folder}" if folder else "kernels are compiled anew in each process"
-        _warn_once(f"not used as a cache, since others could put kernels there: {'; '.join(refused)}. Instead, {instead}")
+        _warn_once(
+            f"not used as a cache, since others could put kernels there: {'; '.join(refused)}. Instead, {instead}"
+        )
     return folder
 
 
@@ -129,10 +130,8 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
     """Why others could have put files into this folder, or could put another one in its place; None if nobody can.
 
     It must belong to this user (`roots_too`: or to root), and neither group nor others may write there. The folders
-    above it may not be writable by all or by a group that others are in, unless they are sticky as the system's temporary
-    folder is; links must be this user's or root's.
-    Raises OSError for a folder that is not there.
-    """
+    above it may not be writable by all or by a group that others are in, unless they are sticky as the system's
+    temporary folder is; links must be this user's or root's. Raises OSError for a folder that is not there."""
     user = _user()
     if user is None:
         return None
@@ -154,7 +153,11 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
                 return f"{at} belongs to {_name(facts.st_uid)}"
             if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
                 return f"{at} can be written by all users (chmod o-w, or +t)"
-            if facts.st_mode & stat.S_IWGRP and not facts.st_mode & stat.S_ISVTX and not _is_own_group(facts.st_gid, user):
+            if (
+                facts.st_mode & stat.S_IWGRP
+                and not facts.st_mode & stat.S_ISVTX
+                and not _is_own_group(facts.st_gid, user)
+            ):
                 return f"{at} can be written by group {facts.st_gid} (chmod g-w, or +t)"
             name = left.pop(0)
             at = at.parent if name == ".." else at / name
@@ -182,8 +185,8 @@ def _name(user: int) -> str:
 
 
 def _is_own_group(group: int, user: int) -> bool:
-    """Whether nobody but root and this user is known to be in the group: root's own, or the one that many systems make for each
-    user, who then often lets it write everywhere (umask 002)."""
+    """Whether nobody but root and this user is known to be in the group: root's own, or the one that many systems make
+    for each user, who then often lets it write everywhere (umask 002)."""
     try:
         name, own = (entry := pwd.getpwuid(user)).pw_name, entry.pw_gid
     except KeyError:  # as in a container

@@ -1,10 +1,10 @@
 """One process at a time writes into a folder: a file in it is locked, and says by whom.
 
-The system itself lets go of the lock of a process that ends, however it ends, so that one killed leaves no folder closed.
-On another machine nobody can know whether the owner lives, and some network file systems keep locks within a machine:
-what another machine's process left is refused until somebody removes it. Where there are no locks at all (Windows, some
-file systems) the owner's number and start are looked up; two processes that begin in the same instant may miss each other there.
-"""
+The system itself lets go of the lock of a process that ends, however it ends, so that one killed leaves no folder
+closed. On another machine nobody can know whether the owner lives, and some network file systems keep locks within a
+machine: what another machine's process left is refused until somebody removes it. Where there are no locks at all
+(Windows, some file systems) the owner's number and start are looked up; two processes that begin in the same instant
+may miss each other there."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ NAME = ".twell-lab.lock"
 
 
 class Lock:
-    """A folder's lock. `take` it, `release` it; both may be called again. what: who has it, in the message of a refusal."""
+    """A folder's lock. `take` it, `release` it; both may be called again. what: who has it, in the message of a
+    refusal."""
 
     def __init__(self, folder: str | os.PathLike, what: str) -> None:
         self.path, self.what = Path(folder) / NAME, what
         self.handle: int | None = None
 
     def take(self) -> None:
-        """Have the folder, which must be there. InputError names the owner where there is one, and says why where the file can't be
-        written."""
+        """Have the folder, which must be there. InputError names the owner where there is one, and says why where the
+        file can't be written."""
         try:
             while self.handle is None:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -74,8 +75,11 @@ class Lock:
     def _refusal(self, owner: dict, locked: bool | None) -> str:
         who = f", process {owner['pid']} on {owner['host']!r}, since {owner['since']}" if owner else ""
         remove = "" if locked is False else f"; if it was killed, remove {str(self.path)!r} and try again"
-        return (f"{str(self.path.parent)!r} is in use by another {self.what}{who}; accepted: another folder, or this one once that has "
-                f"ended{remove}")
+        return (
+            f"{str(self.path.parent)!r} is in use by another {self.what}{who}; accepted: another folder, or this one "
+            f"once that has "
+            f"ended{remove}"
+        )
 
 
 def _lock(handle: int) -> bool | None:
@@ -92,8 +96,12 @@ def _lock(handle: int) -> bool | None:
 
 
 def _write(handle: int) -> None:
-    owner = {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname(),
-             "since": datetime.now().isoformat(" ", "seconds")}
+    owner = {
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "host": socket.gethostname(),
+        "since": datetime.now().isoformat(" ", "seconds"),
+    }
     os.ftruncate(handle, 0)
     os.lseek(handle, 0, os.SEEK_SET)
     os.write(handle, json.dumps(owner).encode())

@@ -32,6 +32,7 @@ def let_cupy_start() -> None:
         if folder := folders.cache_dir() or folders.private_folder():
             os.environ["CUPY_CACHE_DIR"] = str(folder)
 
+
 CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 CUPY_BOUNDS = ">=14.0.1,<15"
 _SMI_SECONDS = 20  # a driver that is just loading can take ten
@@ -61,8 +62,8 @@ def describe() -> dict:
 
 
 def memory() -> int | None:
-    """Bytes of memory that this process may use: the machine's, less where its container or `ulimit -v` allows less; None
-    where the system does not say. Not what is free: that changes, and caches are given back."""
+    """Bytes of memory that this process may use: the machine's, less where its container or `ulimit -v` allows less;
+    None where the system does not say. Not what is free: that changes, and caches are given back."""
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(_address_space)]
     for bound in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         bounds.append(_guarded(lambda file=bound: _number_in(file)))
@@ -131,7 +132,7 @@ def stack_fault() -> tuple[str, str] | None:
 
 
 def major(cuda: str | None) -> int | None:
-    """"12.8" -> 12"""
+    """ "12.8" -> 12"""
     return int(cuda.split(".")[0]) if cuda else None
 
 
@@ -247,8 +248,12 @@ def _nvidia_smi() -> list[dict]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 4 and re.fullmatch(r"\d+\.\d+", fields[1]):
             memory = float(fields[2]) / 1024 if fields[2].isdigit() else None
-            found.append({
-                "name": fields[0], "capability": fields[1],
-                "memory_gib": round(memory, 1) if memory else None, "driver": fields[3],
-            })
+            found.append(
+                {
+                    "name": fields[0],
+                    "capability": fields[1],
+                    "memory_gib": round(memory, 1) if memory else None,
+                    "driver": fields[3],
+                }
+            )
     return found

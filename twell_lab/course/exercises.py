@@ -95,7 +95,9 @@ def _csr_bytes(answer) -> str:
         for dtype in (torch.float32, torch.bfloat16):
             form = CSR.from_dense((torch.rand(rows, columns) < share).to(dtype))
             size = form.value.element_size()
-            _same(answer(rows, form.nnz, size), form.nbytes, f"csr_bytes(rows={rows}, nnz={form.nnz}, value_bytes={size})")
+            _same(
+                answer(rows, form.nnz, size), form.nbytes, f"csr_bytes(rows={rows}, nnz={form.nnz}, value_bytes={size})"
+            )
     return "8 bytes a row boundary, 4 a column number, and the value itself."
 
 
@@ -118,14 +120,20 @@ def _formula_l1(answer) -> str:
 
 
 def _firing_share(answer) -> str:
-    cases = [(torch.tensor(counts), share) for counts, share in (
-        ([1, 1, 1, 1], 0.5), ([8, 0, 1, 1], 0.8), ([0, 0, 7, 90, 3], 0.95), ([5, 4, 3, 2, 1, 0, 0, 0], 1.0))]
+    cases = [
+        (torch.tensor(counts), share)
+        for counts, share in (
+            ([1, 1, 1, 1], 0.5),
+            ([8, 0, 1, 1], 0.8),
+            ([0, 0, 7, 90, 3], 0.95),
+            ([5, 4, 3, 2, 1, 0, 0, 0], 1.0),
+        )
+    ]
     cases += [(torch.randint(0, 50, (60,)) ** 2, 0.8) for _ in range(3)]
     for counts, share in cases:
         asked = f"firing_share({counts.tolist()}, {share})"
         got = answer(counts, share)
-        _close(torch.as_tensor(_written(got)).double(),
-               torch.tensor(firing_share(counts, share)).double(), asked)
+        _close(torch.as_tensor(_written(got)).double(), torch.tensor(firing_share(counts, share)).double(), asked)
     return "the busiest first, added up, until the share is reached."
 
 
@@ -138,31 +146,35 @@ def _pack_tile(answer) -> str:
             gate[0] = torch.nan
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
-        _same_list(answer(gate, words), want,
-                   f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})")
+        _same_list(
+            answer(gate, words), want, f"pack_tile(torch.tensor({gate.tolist()}, dtype=torch.bfloat16), words={words})"
+        )
     return "the true count, then value and column of what fits, with NaN kept and -0 left out."
 
 
 def _fewest_words(answer) -> str:
     for tile, most, share in ((256, 200, 0.1), (32, 32, 0.0), (64, 9, 0.3), (16, 1, 1.0)):
         counts = torch.randint(0, most + 1, (50, 5))
-        want = next(words for words in range(2, tile + 2)
-                    if (counts >= words).any(1).double().mean() <= share)
-        _same(answer(counts, share), want,
-              f"fewest_words for 50 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},")
+        want = next(words for words in range(2, tile + 2) if (counts >= words).any(1).double().mean() <= share)
+        _same(
+            answer(counts, share),
+            want,
+            f"fewest_words for 50 rows of 5 tiles, fullest tile {int(counts.max())}, share {share},",
+        )
     return "one word for the count, and slots for the fullest tile of all rows but the allowed few."
 
 
 def _sectors(answer) -> str:
     lanes = range(32)
     for asked, addresses, size in (
-            ("32 lanes read floats, one after another", [4 * lane for lane in lanes], 4),
-            ("32 lanes read 2-byte values, one after another", [2 * lane for lane in lanes], 2),
-            ("the same, from address 6 on", [6 + 2 * lane for lane in lanes], 2),
-            ("all lanes read the same float", [128] * 32, 4),
-            ("32 lanes read 16 bytes each, one after another", [16 * lane for lane in lanes], 16),
-            ("32 lanes read 2-byte values 512 bytes apart", [512 * lane for lane in lanes], 2),
-            ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4)):
+        ("32 lanes read floats, one after another", [4 * lane for lane in lanes], 4),
+        ("32 lanes read 2-byte values, one after another", [2 * lane for lane in lanes], 2),
+        ("the same, from address 6 on", [6 + 2 * lane for lane in lanes], 2),
+        ("all lanes read the same float", [128] * 32, 4),
+        ("32 lanes read 16 bytes each, one after another", [16 * lane for lane in lanes], 16),
+        ("32 lanes read 2-byte values 512 bytes apart", [512 * lane for lane in lanes], 2),
+        ("five lanes read floats anywhere", (4 * torch.randint(0, 60, (5,))).tolist(), 4),
+    ):
         want = len({byte // 32 for address in addresses for byte in range(address, address + size)})
         _same(answer(addresses, size), want, f"sectors({addresses}, {size}) ({asked})")
     return "a sector counts once, however many lanes touch it."
@@ -180,15 +192,21 @@ def _tile_counts(file) -> str:
             gate = gate.to(torch.bfloat16)
             want = TwELL.from_gate(gate).counts
             got = torch.full(want.shape, -1, dtype=torch.int32)
-            counts = program.launch("tile_counts", tuple(reversed(want.shape)), 32, (gate, got, columns), watch="counts").counts
+            counts = program.launch(
+                "tile_counts", tuple(reversed(want.shape)), 32, (gate, got, columns), watch="counts"
+            ).counts
             if not torch.equal(got, want.int()):
                 row, tile = (got != want).nonzero()[0].tolist()
-                raise NotYet(f"with {columns} columns, counts[{row}][{tile}] should be {want[row, tile]}; "
-                             f"yours is {got[row, tile]}.")
+                raise NotYet(
+                    f"with {columns} columns, counts[{row}][{tile}] should be {want[row, tile]}; "
+                    f"yours is {got[row, tile]}."
+                )
             moved, least = counts.global_reads.sectors, counts.unique_bytes("gate", "read") // 32
             if columns % 256 == 0 and moved > least:  # rows of 600 columns begin in the middle of a sector
-                raise NotYet(f"the counts are right. But the loads touch {moved:,} sectors, and the values lie in {least:,}: "
-                             "let neighbouring lanes read neighbouring values.")
+                raise NotYet(
+                    f"the counts are right. But the loads touch {moved:,} sectors, and the values lie in {least:,}: "
+                    "let neighbouring lanes read neighbouring values."
+                )
     except simulator.Fault as fault:
         kind = type(fault).__name__
         article = "an" if kind[0] in "AEIOU" else "a"

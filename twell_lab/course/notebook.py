@@ -53,8 +53,10 @@ def ready() -> bool:
     try:
         found = compiler()
     except StackError as missing:
-        print(f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
-              f"and cells that say '{NEEDS.strip('# ')}' are left out.")
+        print(
+            f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
+            f"and cells that say '{NEEDS.strip('# ')}' are left out."
+        )
         if shell is not None:
             shell.input_transformers_cleanup.append(_left_out)
         return False

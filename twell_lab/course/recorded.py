@@ -45,7 +45,8 @@ def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]
 
 
 def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, **equal) -> list[dict]:
-    """The rows of this kind whose fields equal those given; nnz within 8%, as a drawn workload meets it only roughly."""
+    """The rows of this kind whose fields equal those given; nnz within 8%, as a drawn workload meets it only
+    roughly."""
     return [
         row
         for row in rows
@@ -69,7 +70,21 @@ def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
 def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: int, d_ff: int, nnz: float) -> list[dict]:
     """Milliseconds of calls on this machine's GPU as rows of a record, a row a path; "dense eager" is one of them."""
     device, (dense, _) = torch.cuda.get_device_name(), clocks.quartiles(samples["dense eager"])
-    shared = {"kind": kind, "device": device, "where": f"yours, now, on {device}", "tokens": tokens, "d_model": d_model,
-              "d_ff": d_ff, "gated": True, "nnz": nnz, "workload": LOGNORMAL, "dtype": "bfloat16", "dense_ms": dense}
-    return [{**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms}
-            for path, values in samples.items() for ms, spread in [clocks.quartiles(values)]]
+    shared = {
+        "kind": kind,
+        "device": device,
+        "where": f"yours, now, on {device}",
+        "tokens": tokens,
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "gated": True,
+        "nnz": nnz,
+        "workload": LOGNORMAL,
+        "dtype": "bfloat16",
+        "dense_ms": dense,
+    }
+    return [
+        {**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms}
+        for path, values in samples.items()
+        for ms, spread in [clocks.quartiles(values)]
+    ]

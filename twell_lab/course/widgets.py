@@ -61,8 +61,12 @@ class Explorer(Drawn):
             raise InputError("choices is empty; at least one (label, value) pair is accepted")
         self._change = change
         self.slider = ipywidgets.SelectionSlider(
-            options=choices, description=label, continuous_update=True,
-            style={"description_width": "initial"}, layout={"width": "560px", "max_width": "100%"})
+            options=choices,
+            description=label,
+            continuous_update=True,
+            style={"description_width": "initial"},
+            layout={"width": "560px", "max_width": "100%"},
+        )
         super().__init__([self.slider], figure)
         self.slider.observe(lambda _: self._draw(), names="index")
         self._draw()

@@ -90,7 +90,8 @@ def architecture(capability: tuple[int, int], file: str) -> str:
 
 
 def _prebuilt() -> Path | None:
-    """The folder that TWELL_LAB_CUBINS names. Raises InputError for one that others than this user and root can fill."""
+    """The folder that TWELL_LAB_CUBINS names. Raises InputError for one that others than this user and root can
+    fill."""
     if not (named := os.environ.get("TWELL_LAB_CUBINS")):
         return None
     try:
@@ -117,8 +118,8 @@ def _source_with_headers(file: str, seen: dict[str, str] | None = None) -> dict[
 
 def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
     values = [f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items())]
-    # Without --fmad=false the compiler may join a product and a sum as it likes; the kernels say fma where they mean it,
-    # so that they compute the same bits on every GPU and in the simulator.
+    # Without --fmad=false the compiler may join a product and a sum as it likes; the kernels say fma where they mean
+    # it, so that they compute the same bits on every GPU and in the simulator.
     fixed = ["--std=c++17", "--fmad=false", "--generate-line-info", "--ptxas-options=-v"]
     return [*fixed, f"--gpu-architecture={arch}", *values]
 

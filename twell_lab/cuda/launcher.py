@@ -18,7 +18,9 @@ from . import cubins
 
 _DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
 _BY_VALUE = (ctypes._SimpleCData, ctypes.Array)
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread, such as autograd's, in which torch has not had to ask for anything yet
+_NO_CONTEXT = (
+    201  # CUDA_ERROR_INVALID_CONTEXT: a thread, such as autograd's, in which torch has not had to ask for anything yet
+)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 _loaded: dict[tuple, int] = {}
@@ -94,7 +96,17 @@ def _launch(
 
     values = [a if isinstance(a, _BY_VALUE) else _pointer(a) for a in arguments]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    launch = (kernel, *grid, 1, *block, 1, shared, torch._C._cuda_getCurrentRawStream(device.index), ctypes.addressof(addresses), 0)
+    launch = (
+        kernel,
+        *grid,
+        1,
+        *block,
+        1,
+        shared,
+        torch._C._cuda_getCurrentRawStream(device.index),
+        ctypes.addressof(addresses),
+        0,
+    )
     try:
         try:
             driver.launchKernel(*launch)
@@ -105,7 +117,8 @@ def _launch(
             driver.launchKernel(*launch)
     except driver.CUDADriverError as error:
         raise DeviceError(
-            f"the driver refused a launch of {name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
+            f"the driver refused a launch of {name} with grid {grid}, block {block}, {shared} bytes of shared memory: "
+            f"{error}"
         ) from error
 
 

@@ -1,9 +1,8 @@
 """Tensor maps: how Hopper's copy engine (TMA) is told where a matrix lies and which box of it one copy brings.
 
-A map is 128 bytes that the driver encodes on the host, from plain numbers, without touching the GPU; a kernel gets it by
-value. It holds an address, so an activation has a new one for each call: the maps are cached by their numbers, and memory
-that torch hands out again finds its map there.
-"""
+A map is 128 bytes that the driver encodes on the host, from plain numbers, without touching the GPU; a kernel gets it
+by value. It holds an address, so an activation has a new one for each call: the maps are cached by their numbers, and
+memory that torch hands out again finds its map there."""
 
 from __future__ import annotations
 
@@ -15,7 +14,13 @@ import torch
 from ..core.errors import DeviceError, InputError, StackError
 
 MAP_WORDS = 16  # of 8 bytes
-_TYPE = {torch.uint8: 0, torch.int32: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType of cuda.h
+_TYPE = {
+    torch.uint8: 0,
+    torch.int32: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}  # CUtensorMapDataType of cuda.h
 _NO_INTERLEAVE, _FILL_WITH_ZEROS, _PROMOTE_TO_128_BYTES = 0, 0, 2
 _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
 _ENCODED_AT = 64  # bytes: the alignment that the driver wants for what it writes
@@ -32,26 +37,38 @@ def _encode():
 
 
 @lru_cache(maxsize=4096)
-def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128) -> ctypes.Array:
-    """The map of the matrix at `address`, as a ctypes array that twell_lab.ops.portable passes by value. Do not write to it.
+def tensor_map(
+    address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128
+) -> ctypes.Array:
+    """The map of the matrix at `address`, as a ctypes array that twell_lab.ops.portable passes by value. Do not write
+    to it.
 
-    dims: elements along each dimension, innermost first (1 to 5). strides: bytes from one element to the next along each
-    dimension but the innermost, whose elements lie side by side; they need not rise. box: elements of one copy along each
-    dimension. swizzle: bytes, of 0, 32, 64, 128. What a box holds beyond the matrix arrives as zeros.
-    Raises InputError for what the engine does not take, StackError without a driver, DeviceError if the driver refuses.
-    """
+    dims: elements along each dimension, innermost first (1 to 5). strides: bytes from one element to the next along
+    each dimension but the innermost, whose elements lie side by side; they need not rise. box: elements of one copy
+    along each dimension. swizzle: bytes, of 0, 32, 64, 128. What a box holds beyond the matrix arrives as zeros. Raises
+    InputError for what the engine does not take, StackError without a driver, DeviceError if the driver refuses."""
     _check(address, dtype, dims, strides, box, swizzle)
     encode, rank = _encode(), len(dims)
     room = (ctypes.c_char * (8 * MAP_WORDS + _ENCODED_AT))()
     start = -ctypes.addressof(room) % _ENCODED_AT
     error = encode(
-        ctypes.c_void_p(ctypes.addressof(room) + start), _TYPE[dtype], ctypes.c_uint32(rank), ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * max(1, rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), _NO_INTERLEAVE, _SWIZZLE[swizzle], _PROMOTE_TO_128_BYTES, _FILL_WITH_ZEROS,
-    )  # fmt: skip
+        ctypes.c_void_p(ctypes.addressof(room) + start),
+        _TYPE[dtype],
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*dims),
+        (ctypes.c_uint64 * max(1, rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        _NO_INTERLEAVE,
+        _SWIZZLE[swizzle],
+        _PROMOTE_TO_128_BYTES,
+        _FILL_WITH_ZEROS,
+    )
     if error:
         raise DeviceError(
-            f"the driver refused a tensor map (error {error}): {dtype} at {address:#x}, dims {dims}, strides {strides}, "
+            f"the driver refused a tensor map (error {error}): {dtype} at {address:#x}, dims {dims}, strides "
+            f"{strides}, "
             f"box {box}, swizzle {swizzle}"
         )
     made = (ctypes.c_uint64 * MAP_WORDS)()
@@ -62,22 +79,30 @@ def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, bo
 def _check(address, dtype, dims, strides, box, swizzle) -> None:
     rank = len(dims)
     if dtype not in _TYPE or swizzle not in _SWIZZLE:
-        raise InputError(f"a tensor map of {dtype} with a swizzle of {swizzle} bytes; {[*_TYPE]} and {[*_SWIZZLE]} are accepted")
+        raise InputError(
+            f"a tensor map of {dtype} with a swizzle of {swizzle} bytes; {[*_TYPE]} and {[*_SWIZZLE]} are accepted"
+        )
     if not 1 <= rank <= 5 or len(box) != rank or len(strides) != rank - 1:
         raise InputError(
-            f"a tensor map has 1 to 5 dims, as many box sizes and one stride fewer, not {rank}, {len(box)} and {len(strides)}"
+            f"a tensor map has 1 to 5 dims, as many box sizes and one stride fewer, not {rank}, {len(box)} and "
+            f"{len(strides)}"
         )
     if address % 16 or any(s % 16 or not 0 < s < 2**40 for s in strides):
-        raise InputError(f"address {address:#x} and strides {strides} must be multiples of 16 bytes, strides below 2^40")
+        raise InputError(
+            f"address {address:#x} and strides {strides} must be multiples of 16 bytes, strides below 2^40"
+        )
     if any(not 0 < d <= 2**32 for d in dims) or any(not 0 < b <= 256 for b in box):
         raise InputError(f"dims {dims} must be 1 to 2^32, box sizes {box} 1 to 256")
     inner = box[0] * dtype.itemsize
     if inner % 16 or (swizzle and inner > swizzle):
-        raise InputError(f"a box of {inner} bytes along the innermost dimension; a multiple of 16, at most the swizzle ({swizzle})")
+        raise InputError(
+            f"a box of {inner} bytes along the innermost dimension; a multiple of 16, at most the swizzle ({swizzle})"
+        )
 
 
 def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> ctypes.Array:
-    """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns` values."""
+    """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns`
+    values."""
     n, d = matrix.shape
     row = matrix.stride(0) if n > 1 else d  # torch leaves the stride of a single row as it happens to be
     return tensor_map(matrix.data_ptr(), matrix.dtype, (d, n), (row * matrix.element_size(),), (columns, rows))

@@ -17,6 +17,20 @@ from .twell import (
 )
 
 __all__ = [
-    "COO", "CSR", "ELL", "POOL_ROWS", "POOL_WORDS", "TILE", "VALUE_DTYPES", "WORDS", "Hybrid", "TwELL", "check_geometry", "fires", "join_words",
-    "split_words", "tail_of", "word_dtype",
+    "COO",
+    "CSR",
+    "ELL",
+    "POOL_ROWS",
+    "POOL_WORDS",
+    "TILE",
+    "VALUE_DTYPES",
+    "WORDS",
+    "Hybrid",
+    "TwELL",
+    "check_geometry",
+    "fires",
+    "join_words",
+    "split_words",
+    "tail_of",
+    "word_dtype",
 ]

@@ -49,11 +49,18 @@ class _Format:
     """What all formats share: when two of them are equal."""
 
     def __eq__(self, other) -> bool:
-        """Whether both are of one kind and geometry and hold the same matrix, bit for bit; where their tensors lie is no part of it."""
+        """Whether both are of one kind and geometry and hold the same matrix, bit for bit; where their tensors lie is
+        no part of it."""
         if type(other) is not type(self):
             return NotImplemented
-        plain = [[getattr(each, field.name) for field in fields(each) if not isinstance(getattr(each, field.name), (Tensor, _Format))]
-                 for each in (self, other)]
+        plain = [
+            [
+                getattr(each, field.name)
+                for field in fields(each)
+                if not isinstance(getattr(each, field.name), (Tensor, _Format))
+            ]
+            for each in (self, other)
+        ]
         if plain[0] != plain[1] or self._geometry() != other._geometry():
             return False
         mine, theirs = (each.to_dense().detach().cpu() for each in (self, other))

@@ -1,11 +1,10 @@
 """What the packing kernels of the tensor-core GEMMs produce, in a few lines of torch: words, and the pool beside them.
 
-Those kernels keep no dense gate, so what a tile's words cannot hold has to go somewhere else. The pool is a bounded piece
-of memory with a place for everybody and no counter that anyone races for: each POOL_ROWS neighbouring rows share
-POOL_WORDS words for each tile. A (row, tile) with more values than slots keeps its first ones in its words, and the rest,
-columns ascending, in the pool after those of the earlier rows of its group. Where a row's part would end beyond the pool, that
-row is lost: it has to be computed from the dense weights.
-"""
+Those kernels keep no dense gate, so what a tile's words cannot hold has to go somewhere else. The pool is a bounded
+piece of memory with a place for everybody and no counter that anyone races for: each POOL_ROWS neighbouring rows share
+POOL_WORDS words for each tile. A (row, tile) with more values than slots keeps its first ones in its words, and the
+rest, columns ascending, in the pool after those of the earlier rows of its group. Where a row's part would end beyond
+the pool, that row is lost: it has to be computed from the dense weights."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ POOL_DTYPES = (torch.bfloat16, torch.float16)
 def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gate [tokens, d_ff], bfloat16 or float16, before the ReLU -> (packed, pool, lost).
 
-    packed: int32 [tokens, tiles, 32], as TwELL.packed. pool: int32 [ceil(tokens / 16), tiles, 64]. lost: bool [tokens], the
-    rows of which a tile reaches past the pool. Words that nobody reads are 0 here; a kernel leaves them as they were.
-    """
+    packed: int32 [tokens, tiles, 32], as TwELL.packed. pool: int32 [ceil(tokens / 16), tiles, 64]. lost: bool [tokens],
+    the rows of which a tile reaches past the pool. Words that nobody reads are 0 here; a kernel leaves them as they
+    were."""
     if not isinstance(gate, Tensor) or gate.is_nested or gate.is_meta:
         raise InputError("gate is no dense torch.Tensor that holds its values; one of bfloat16 or float16 is accepted")
     if gate.layout != torch.strided or gate.dim() != 2 or gate.dtype not in POOL_DTYPES or not gate.shape[1]:
@@ -46,8 +45,16 @@ def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def pool_used(packed: Tensor) -> Tensor:
     """How many words of each pool segment are in use, int64 [ceil(tokens / 16), tiles]; packed [tokens, tiles, 32]."""
-    if not isinstance(packed, Tensor) or packed.is_nested or packed.dim() != 3 or packed.dtype != torch.int32 or packed.shape[2] != WORDS:
-        raise InputError(f"packed is no int32 tensor [tokens, tiles, {WORDS}]; the first of packed_and_pool is accepted")
+    if (
+        not isinstance(packed, Tensor)
+        or packed.is_nested
+        or packed.dim() != 3
+        or packed.dtype != torch.int32
+        or packed.shape[2] != WORDS
+    ):
+        raise InputError(
+            f"packed is no int32 tensor [tokens, tiles, {WORDS}]; the first of packed_and_pool is accepted"
+        )
     late = (packed[..., 0].long() - (WORDS - 1)).clamp(min=0)
     late = pad(late, (0, 0, 0, -len(late) % POOL_ROWS))
     return late.view(-1, POOL_ROWS, late.shape[1]).sum(1).clamp(max=POOL_WORDS)

@@ -5,9 +5,8 @@ Recognised by the names of their parts (more families are added to LAYOUTS):
   up_proj, down_proj, act_fn              plain: this course's model
   fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
 
-A name is a hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is asked what it
-computes before it is swapped (twell_lab.layers.probe).
-"""
+A name is a hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is asked what
+it computes before it is swapped (twell_lab.layers.probe)."""
 
 from __future__ import annotations
 
@@ -75,7 +74,8 @@ def is_linear(module) -> bool:
 
 
 class HandOn:
-    """The forward of a projection whose work is done in the activation's seat: it only keeps its parameters and their names.
+    """The forward of a projection whose work is done in the activation's seat: it only keeps its parameters and their
+    names.
 
     InputError where a part was replaced since: another activation would get what the projection gets.
     """
@@ -86,7 +86,9 @@ class HandOn:
     def __call__(self, x: Tensor) -> Tensor:
         for seat, part in self.parts:
             if getattr(self.block, seat) is not part:
-                raise InputError(f"{seat} of a swapped {type(self.block).__name__} was replaced; accepted: twell_lab.densify first")
+                raise InputError(
+                    f"{seat} of a swapped {type(self.block).__name__} was replaced; accepted: twell_lab.densify first"
+                )
         return x
 
 
@@ -113,7 +115,9 @@ def title(name: str, module: nn.Module) -> str:
 def selected(only: Only | None, name: str, module: nn.Module) -> bool:
     """Whether the filter takes the layer; InputError for one that cannot be called."""
     if only is not None and not callable(only):
-        raise InputError(f"only is {only!r:.80}; a function of a layer's name and module is accepted, or None for all layers")
+        raise InputError(
+            f"only is {only!r:.80}; a function of a layer's name and module is accepted, or None for all layers"
+        )
     return only is None or bool(only(name, module))
 
 
@@ -131,16 +135,17 @@ def _describe(name: str, module: nn.Module) -> FeedForward | None:
     if layout is None or not is_relu(getattr(module, layout[3])):
         return None
     gate, up, down, _ = layout
-    return FeedForward(name, module, getattr(module, gate) if gate else None, getattr(module, up), getattr(module, down))
+    return FeedForward(
+        name, module, getattr(module, gate) if gate else None, getattr(module, up), getattr(module, down)
+    )
 
 
 def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
 
-    Found by the names of their parts (twell_lab.layers.anatomy), which do not say what is computed between them: `sparsify` and
-    `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name, module) is true.
-    Raises InputError if there is none, naming the activations that were found instead.
-    """
+    Found by the names of their parts (twell_lab.layers.anatomy), which do not say what is computed between them:
+    `sparsify` and `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name,
+    module) is true. Raises InputError if there is none, naming the activations that were found instead."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [f for name, module in model.named_modules() if (f := _describe(name, module))]
@@ -151,8 +156,11 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
         raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {ACCEPTED} and a ReLU")
     chosen = [f for f in found if selected(only, f.name, f.module)]
     if not chosen:
-        raise InputError(f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of which is "
-                         f"{found[0].name!r}; accepted: one that is true for some")  # fmt: skip
+        raise InputError(
+            f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of "
+            f"which is "
+            f"{found[0].name!r}; accepted: one that is true for some"
+        )
     return chosen
 
 

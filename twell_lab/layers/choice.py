@@ -1,4 +1,5 @@
-"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan that makes it, with what was weighed."""
+"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan that makes it, with what was
+weighed."""
 
 from __future__ import annotations
 
@@ -76,18 +77,23 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         if len(self.neuron_counts) != self.d_ff:
-            raise InputError(f"{len(self.neuron_counts)} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted")
+            raise InputError(
+                f"{len(self.neuron_counts)} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted"
+            )
         classes = [each.tokens for each in self.candidates]
         chosen = [each.tokens for each in self.candidates if each.chosen]
         if not chosen or sorted(chosen) != sorted(set(classes)):
-            raise InputError(f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(set(classes))}; "
-                             "one for each is accepted")  # fmt: skip
+            raise InputError(
+                f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(set(classes))}; "
+                "one for each is accepted"
+            )
         for each in self.candidates:
             each.choice.check(self.d_ff)
 
     @classmethod
     def forced(cls, layer, choice: Choice) -> LayerPlan:
-        """One choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that says how it fires."""
+        """One choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that says how it
+        fires."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
         counts = tuple(int(count) for count in layer.neuron_counts)
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
@@ -109,7 +115,8 @@ class LayerPlan:
         return self.packed_nnz(Choice())
 
     def packed_nnz(self, choice: Choice) -> float:
-        """How many of them the packed part of a choice is expected to keep: none, all, or the cold ones; NaN unprofiled."""
+        """How many of them the packed part of a choice is expected to keep: none, all, or the cold ones; NaN
+        unprofiled."""
         if choice.path == "dense":
             return 0.0
         rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
@@ -125,15 +132,23 @@ class LayerPlan:
 
     def __str__(self) -> str:
         rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
-        columns = {"tokens": "tokens", "path": "path", "hot": "hot", "predicted_us": "predicted us",
-                   "measured_us": "measured us", "chosen": "chosen", "why": "why"}  # fmt: skip
+        columns = {
+            "tokens": "tokens",
+            "path": "path",
+            "hot": "hot",
+            "predicted_us": "predicted us",
+            "measured_us": "measured us",
+            "chosen": "chosen",
+            "why": "why",
+        }
         kind = "gated" if self.gated else "plain"
         head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
         return f"{head}\n{records.table(rows, columns)}"
 
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:
-    """An order of the neurons, int64: the `hot` with the highest counts first, by count; then the others, dealt to tiles.
+    """An order of the neurons, int64: the `hot` with the highest counts first, by count; then the others, dealt to
+    tiles.
 
     Dealt like cards, back and forth, so that every tile of 256 gets its share of what still fires often: packed in the
     order of their counts, the first tile would overflow while the last ones stay empty. Equal counts keep their order.

@@ -1,9 +1,9 @@
-"""What others put on a feed-forward layer: hooks, adapters, forwards of their own. A sparse layer calls none of its parts, so nothing
-that is on a part would act: it is refused before a swap, and noticed after one.
+"""What others put on a feed-forward layer: hooks, adapters, forwards of their own. A sparse layer calls none of its
+parts, so nothing that is on a part would act: it is refused before a swap, and noticed after one.
 
-Not noticed: hooks for every module (torch.nn.modules.module.register_module_forward_hook and the like), which see a SparseFFN but
-not its projections; and attributes changed after the swap on the dense module, which is set aside, or on its activation.
-"""
+Not noticed: hooks for every module (torch.nn.modules.module.register_module_forward_hook and the like), which see a
+SparseFFN but not its projections; and attributes changed after the swap on the dense module, which is set aside, or on
+its activation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from .anatomy import (
 )
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_STATE_HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_STATE_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 class Guarded(nn.Module):
@@ -45,25 +50,38 @@ class Guarded(nn.Module):
             if part is None:
                 continue
             held = part.__dict__
-            if held["_forward_hooks"] or held["_forward_pre_hooks"] or held["_backward_hooks"] or held["_backward_pre_hooks"]:
+            if (
+                held["_forward_hooks"]
+                or held["_forward_pre_hooks"]
+                or held["_backward_hooks"]
+                or held["_backward_pre_hooks"]
+            ):
                 self._refuse(name, part)
             if type(part) is not nn.Linear or "forward" in held:
                 if not is_linear(part):
                     self._refuse(name, part)
         if borrowed is None:
             if self._seat in modules or self._seat in self.__dict__:
-                raise InputError(f"{self._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first")
+                raise InputError(
+                    f"{self._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first"
+                )
         elif any(name is not None and modules[name] is not part for name, part in zip(self._names, borrowed)):
-            raise InputError("a projection of this decoder layer was replaced after it was swapped; accepted: twell_lab.densify first")
+            raise InputError(
+                "a projection of this decoder layer was replaced after it was swapped; accepted: twell_lab.densify "
+                "first"
+            )
 
     def _refuse(self, name: str, part: nn.Module) -> None:
         reason = on_part(part) or f"is a {type(part).__name__}; accepted: a plain torch.nn.Linear"
-        raise InputError(f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: twell_lab.densify first")
+        raise InputError(
+            f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: twell_lab.densify first"
+        )
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module with the parts of a feed-forward layer cannot be swapped though its own code were the formula: something
-    of other libraries or of the user's, on it or on a part of it, that a SparseFFN would never call. None if there is nothing."""
+    """Why a module with the parts of a feed-forward layer cannot be swapped though its own code were the formula:
+    something of other libraries or of the user's, on it or on a part of it, that a SparseFFN would never call. None if
+    there is nothing."""
     layout = named_parts(module)
     if layout is None:
         return None
@@ -74,7 +92,11 @@ def obstacle(module: nn.Module) -> str | None:
             within.append((seat, part))
     seats = {id(part) for _, part in within}
     if layout != IN_BLOCK:  # projections are carried whole, so what lies within them acts as before
-        carried = {id(each) for seat in layout[:3] if seat for each in getattr(module, seat).modules()} if layout_of(module) else seats
+        carried = (
+            {id(each) for seat in layout[:3] if seat for each in getattr(module, seat).modules()}
+            if layout_of(module)
+            else seats
+        )
         within += [(name, each) for name, each in module.named_modules() if id(each) not in seats | carried]
     for seat, part in within:
         if reason := on_part(part, whole=seat == "" or part is getattr(module, layout[3])):
@@ -86,8 +108,11 @@ def on_part(part: nn.Module, whole: bool = False) -> str | None:
     """What is on this module that would be lost; whole: with what it does when it is saved and loaded."""
     own = vars(part)
     if "_hf_hook" in own:
-        return (f"has a hook of accelerate's ({type(own['_hf_hook']).__name__}), as device_map and dispatch_model put there; accepted: "
-                "a model loaded without device_map, or accelerate.hooks.remove_hook_from_submodules(model) first")  # fmt: skip
+        return (
+            f"has a hook of accelerate's ({type(own['_hf_hook']).__name__}), as device_map and dispatch_model put "
+            f"there; accepted: "
+            "a model loaded without device_map, or accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
     if any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__):
         return f"is an adapter of PEFT's ({type(part).__name__}); accepted: a merged model (model.merge_and_unload())"
     if "_is_hooked" in own or "_hf_tp_plan" in own:
@@ -98,7 +123,9 @@ def on_part(part: nn.Module, whole: bool = False) -> str | None:
         for hook in own.get(kind, {}).values():
             return _hooked(kind.strip("_").removesuffix("s").replace("_", " "), hook)
     if not whole and "forward" in own and not isinstance(own["forward"], HandOn):
-        return "has had its forward replaced on the instance; accepted: projections that are each a plain torch.nn.Linear"
+        return (
+            "has had its forward replaced on the instance; accepted: projections that are each a plain torch.nn.Linear"
+        )
     if whole and type(part).get_extra_state is not nn.Module.get_extra_state:
         return "keeps extra state (get_extra_state) that would vanish from the state_dict; accepted: a layer without"
     return None
@@ -111,13 +138,18 @@ def _hooked(kind: str, hook) -> str:
     where = f"{getattr(hook, '__module__', '')}.{named}"
     if where.startswith(("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")):
         function = "weight_norm" if "weight_norm" in where else "spectral_norm"
-        return (f"recomputes its weight in a {kind} ({named}); accepted: torch.nn.utils.parametrizations.{function}, or "
-                f"torch.nn.utils.remove_{function} first")  # fmt: skip
+        return (
+            f"recomputes its weight in a {kind} ({named}); accepted: torch.nn.utils.parametrizations.{function}, or "
+            f"torch.nn.utils.remove_{function} first"
+        )
     if where.startswith("torch.nn.utils.prune"):
         return f"recomputes its weight in a {kind} ({named}); accepted: torch.nn.utils.prune.remove first"
     if "fsdp" in where.lower():
         return f"has a {kind} of FSDP's ({named}); accepted: a model that is swapped first and sharded then"
-    return f"has a {kind} ({named}) that a sparse layer would never call; accepted: remove it, swap, and put it on the SparseFFN"
+    return (
+        f"has a {kind} ({named}) that a sparse layer would never call; accepted: remove it, swap, and put it on "
+        f"the SparseFFN"
+    )
 
 
 def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
@@ -129,7 +161,10 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
             continue
         reason = obstacle(module)
         if layout != IN_BLOCK and name.rpartition(".")[2] == "_orig_mod":
-            reason = "is compiled by itself, and torch.compile would go on with the dense layer; accepted: swap first, compile then"
+            reason = (
+                "is compiled by itself, and torch.compile would go on with the dense layer; accepted: swap "
+                "first, compile then"
+            )
         if reason is not None:
             reasons.append(f"{title(name, module)}: {reason}")
     raise_all(reasons)
@@ -146,6 +181,14 @@ def hand_over(sparse: Guarded, dense: nn.Module) -> None:
     dense._non_persistent_buffers_set |= sparse._non_persistent_buffers_set - sparse._born
     for name in filter(None, sparse._names if sparse._borrowed is None else ()):
         dense._modules[name] = sparse._modules[name]  # another one, should it have been replaced
-    for of, to in ((sparse.__dict__, dense.__dict__), *((getattr(sparse, kind), getattr(dense, kind)) for kind in _TABLES)):
-        to.update({name: each for name, each in of.items()
-                   if name not in sparse._born and not name.startswith("_") and not hasattr(type(sparse), name)})  # fmt: skip
+    for of, to in (
+        (sparse.__dict__, dense.__dict__),
+        *((getattr(sparse, kind), getattr(dense, kind)) for kind in _TABLES),
+    ):
+        to.update(
+            {
+                name: each
+                for name, each in of.items()
+                if name not in sparse._born and not name.startswith("_") and not hasattr(type(sparse), name)
+            }
+        )

@@ -12,7 +12,8 @@ from ..core.errors import InputError
 from ..ops import copies
 from ..ops.copies import COLUMNS, ROWS, ROWS_OF_TRANSPOSE
 
-# gate, up and down are the first three weights; down is held twice, also transposed, and the two biases of the neurons last.
+# gate, up and down are the first three weights; down is held twice, also transposed, and the two biases of the neurons
+# last.
 NAMES = ("gate", "up", "down", "down_t", "gate_bias", "up_bias")
 _HELD = tuple(f"hot_first_{name}" for name in NAMES)
 BUFFERS = ("order", *_HELD)
@@ -22,16 +23,16 @@ _HOW = (ROWS, ROWS, COLUMNS, ROWS_OF_TRANSPOSE, ROWS, ROWS)
 class HotFirst(nn.Module):
     """What SparseFFN needs for hot/cold: `order`, int64 [d_ff], and `hot_first_*`, the weights in that order.
 
-    All are non-persistent buffers that are there once `_hold_order` was called. The sources that the methods take are the module's
-    own gate, up and down weights, and gate's and up's bias (None where there is none), in this order.
-    """
+    All are non-persistent buffers that are there once `_hold_order` was called. The sources that the methods take are
+    the module's own gate, up and down weights, and gate's and up's bias (None where there is none), in this order."""
 
     def __init__(self) -> None:
         super().__init__()
         self._neurons: list[int] | None = None  # the order once more, should its buffer be moved by to_empty
 
     def _hold(self, name: str, t: Tensor | None) -> None:
-        """Keep t as a buffer outside the state_dict; None: have no buffer of that name (torch.export miscounts those that are None)."""
+        """Keep t as a buffer outside the state_dict; None: have no buffer of that name (torch.export miscounts those
+        that are None)."""
         if t is None:
             self._buffers.pop(name, None)
         else:
@@ -66,7 +67,9 @@ class HotFirst(nn.Module):
         """Memory for all copies, for the next refresh to fill: what is there if it fits and not `anew` is asked for."""
         up = sources[1]
         if up.shape[0] != len(self._neurons):
-            raise InputError(f"up has {up.shape[0]} neurons, but the layer's plan is for {len(self._neurons)}; as many are accepted")
+            raise InputError(
+                f"up has {up.shape[0]} neurons, but the layer's plan is for {len(self._neurons)}; as many are accepted"
+            )
         order, held = self._buffers.get("order"), [self._buffers.get(name) for name in _HELD]
         if anew or not self._order_fits(order, held, sources):
             with torch.inference_mode(False):

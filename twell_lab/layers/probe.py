@@ -1,5 +1,5 @@
-"""Asking a feed-forward layer what it computes: it is run on a few rows beside the formula of its parts, without gradients and
-with them: `check`, which also says what this cannot see."""
+"""Asking a feed-forward layer what it computes: it is run on a few rows beside the formula of its parts, without
+gradients and with them: `check`, which also says what this cannot see."""
 
 from __future__ import annotations
 
@@ -31,8 +31,13 @@ def _uncarried(module: nn.Module, layout: tuple) -> list[str]:
     if layout == IN_BLOCK:
         return []
     ours = {id(each) for seat in layout[:3] if seat for each in getattr(module, seat).modules()}
-    return [f"{at}.{name}" if at else name for at, each in module.named_modules() if id(each) not in ours
-            for name, held in (*each._parameters.items(), *each._buffers.items()) if held is not None]
+    return [
+        f"{at}.{name}" if at else name
+        for at, each in module.named_modules()
+        if id(each) not in ours
+        for name, held in (*each._parameters.items(), *each._buffers.items())
+        if held is not None
+    ]
 
 
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
@@ -47,35 +52,42 @@ def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def check(name: str, module: nn.Module) -> None:
-    """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or down(act(up(x))).
+    """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
+    down(act(up(x))).
 
-    It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without gradients, in
-    its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No hook sees it. It is asked
-    with its own weights, unless those are on meta, and with drawn ones: its own may be zero, not finite, or fire too few
-    neurons to show a difference. Outputs may differ as rounding can: row by row, the norm by 2 eps in 16-bit types and 64 in
-    others; a layer in 16 bits that does not give the very bits of the formula is asked in float32 once more.
+    It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without
+    gradients, in its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No
+    hook sees it. It is asked with its own weights, unless those are on meta, and with drawn ones: its own may be zero,
+    not finite, or fire too few neurons to show a difference. Outputs may differ as rounding can: row by row, the norm
+    by 2 eps in 16-bit types and 64 in others; a layer in 16 bits that does not give the very bits of the formula is
+    asked in float32 once more.
 
-    Then with gradients, for rows of scale 1, drawn weights and one gradient of the output: the output and the gradients of x and of
-    the projections' weights and biases (frozen ones too) are the formula's very bits, or within 64 eps of float32 by their
-    norm; where they are not, or in 16 bits, it is asked in float64 once more. No .grad is written. A layer that raises with
-    gradients (it cannot be trained, or not by torch.autograd.grad) has none to compare, and is taken for its values.
+    Then with gradients, for rows of scale 1, drawn weights and one gradient of the output: the output and the gradients
+    of x and of the projections' weights and biases (frozen ones too) are the formula's very bits, or within 64 eps of
+    float32 by their norm; where they are not, or in 16 bits, it is asked in float64 once more. No .grad is written. A
+    layer that raises with gradients (it cannot be trained, or not by torch.autograd.grad) has none to compare, and is
+    taken for its values.
 
-    A module of its own is refused as well if it writes to its input, or sets on itself or on a part a new attribute, one that was
-    None, or a tensor: after a swap it would be missing, or old.
+    A module of its own is refused as well if it writes to its input, or sets on itself or on a part a new attribute,
+    one that was None, or a tensor: after a swap it would be missing, or old.
 
-    What this cannot see: anything but the rows asked with, which are len(SCALES) * ROWS random ones [3, 4, d_model] or [12,
-    d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does something else
-    for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A list or dictionary that a
-    forward writes to keeps what these runs wrote, and gets nothing from a sparse layer.
-    """
+    What this cannot see: anything but the rows asked with, which are len(SCALES) * ROWS random ones [3, 4, d_model] or
+    [12, d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does
+    something else for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A
+    list or dictionary that a forward writes to keeps what these runs wrote, and gets nothing from a sparse layer."""
     layout = layout_of(module)
     where = title(name, module)
     lost = _uncarried(module, layout)
     if lost:
-        raise InputError(f"{where} has parameters or buffers that a sparse layer does not carry: {', '.join(lost[:5])}; accepted: "
-                         "those of its projections alone")  # fmt: skip
+        raise InputError(
+            f"{where} has parameters or buffers that a sparse layer does not carry: {', '.join(lost[:5])}; accepted: "
+            "those of its projections alone"
+        )
     try:
-        with _disable_current_modes(), torch.no_grad():  # FakeTensorMode would hide the values, and a user's mode would see ours
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+        ):  # FakeTensorMode would hide the values, and a user's mode would see ours
             _check_widths(where, module, layout)
             for own in (True, False) if _readable(module) else (False,):
                 same = _compare(where, module, layout, None if own else _drawn(module, None))
@@ -87,8 +99,10 @@ def check(name: str, module: nn.Module) -> None:
         raise
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
-        raise InputError(f"{where} could not be asked what it computes: run on a few rows of its width it raised "
-                         f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone") from error  # fmt: skip
+        raise InputError(
+            f"{where} could not be asked what it computes: run on a few rows of its width it raised "
+            f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone"
+        ) from error
 
 
 def _check_widths(where: str, module: nn.Module, layout: tuple) -> None:
@@ -97,8 +111,10 @@ def _check_widths(where: str, module: nn.Module, layout: tuple) -> None:
         gate, up, down = (tuple(getattr(module, seat).weight.shape) if seat else None for seat in layout[:3])
     if down != up[::-1] or gate not in (None, up):
         sizes = [f"{seat} {list(shape)}" for seat, shape in zip(layout, (gate, up, down)) if seat]
-        raise InputError(f"{where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
-                         "down [d_model, d_ff]")  # fmt: skip
+        raise InputError(
+            f"{where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
+            "down [d_model, d_ff]"
+        )
 
 
 def _rows(module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> Tensor:
@@ -111,7 +127,8 @@ def _rows(module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> 
 
 
 def _formula(module: nn.Module, layout: tuple, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The hidden activations and the output for x [..., d_model], from the projections' weights, each of them read once."""
+    """The hidden activations and the output for x [..., d_model], from the projections' weights, each of them read
+    once."""
     gate, up, down = (getattr(module, seat) if seat else None for seat in layout[:3])
     activation = getattr(module, layout[3])
     if gate is None:
@@ -127,10 +144,13 @@ def _readable(module: nn.Module) -> bool:
 
 
 def _drawn(module: nn.Module, dtype: torch.dtype | None, own: bool = False) -> dict[int, Tensor]:
-    """Stand-ins by the id of each parameter, and of each buffer that holds no numbers here; own: the own values, cast."""
+    """Stand-ins by the id of each parameter, and of each buffer that holds no numbers here; own: the own values,
+    cast."""
     generator, made = torch.Generator("cpu").manual_seed(2), {}
     most = sum(t.numel() for t in (*module.parameters(), *module.buffers()))
-    numbers = torch.randn(min(1_048_573, most), generator=generator, device="cpu")  # a prime: repeated, they make no two rows alike
+    numbers = torch.randn(
+        min(1_048_573, most), generator=generator, device="cpu"
+    )  # a prime: repeated, they make no two rows alike
     parameters = {id(t) for t in module.parameters()}
     for t in (*module.parameters(), *module.buffers()):
         if own:
@@ -149,10 +169,17 @@ def _drawn(module: nn.Module, dtype: torch.dtype | None, own: bool = False) -> d
 
 @contextmanager
 def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | None) -> Iterator[None]:
-    """Within: the module in this mode, on copies of its buffers (and on these stand-ins), for itself; afterwards as it was."""
+    """Within: the module in this mode, on copies of its buffers (and on these stand-ins), for itself; afterwards as it
+    was."""
     modules = list(module.modules())
-    before = [(each, dict(vars(each)), [(vars(each)[kind], dict(vars(each)[kind])) for kind in ("_parameters", "_buffers", "_modules")])
-              for each in modules]  # fmt: skip
+    before = [
+        (
+            each,
+            dict(vars(each)),
+            [(vars(each)[kind], dict(vars(each)[kind])) for kind in ("_parameters", "_buffers", "_modules")],
+        )
+        for each in modules
+    ]
     drawn = drawn or {}
     devices = {t.device for t in module.parameters()} | {t.device for t in drawn.values()}
     python, numpys = random.getstate(), numpy.random.get_state()
@@ -165,7 +192,12 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
         try:
             for kind, found in globally.items():
                 setattr(torch_modules, kind, OrderedDict() if isinstance(found, dict) else found)
-            copies = {id(t): t.clone() for each in modules for t in each._buffers.values() if t is not None and id(t) not in drawn}
+            copies = {
+                id(t): t.clone()
+                for each in modules
+                for t in each._buffers.values()
+                if t is not None and id(t) not in drawn
+            }
             for each in modules:
                 for key, t in each._parameters.items():
                     if t is not None and id(t) in drawn:
@@ -173,9 +205,12 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
                 for key, t in each._buffers.items():
                     if t is not None:
                         each._buffers[key] = drawn[id(t)].clone() if id(t) in drawn else copies[id(t)]
-                # Nobody's hooks are called, and nothing that Module.compile() made: compiling it takes longer than asking.
+                # Nobody's hooks are called, and nothing that Module.compile() made: compiling it takes longer than
+                # asking.
                 vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
-                vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})  # what is no buffer by name
+                vars(each).update(
+                    {key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)}
+                )  # what is no buffer by name
             module.train(training)
             yield
         finally:
@@ -193,7 +228,8 @@ def _untouched(module: nn.Module, training: bool, drawn: dict[int, Tensor] | Non
 
 
 def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tensor] | None) -> bool:
-    """Whether the layer gives the very bits of the formula; InputError where rounding does not explain what it gives instead."""
+    """Whether the layer gives the very bits of the formula; InputError where rounding does not explain what it gives
+    instead."""
     same = True
     for training in (False, True):
         ask = _ask_block if layout == IN_BLOCK else _ask_module
@@ -213,8 +249,10 @@ def _compare(where: str, module: nn.Module, layout: tuple, drawn: dict[int, Tens
 def _check_kind(where: str, found, expected: Tensor, training: bool) -> None:
     if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
         what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise InputError(f"{where} returns {what} in {_mode(training)} mode; accepted: {expected.dtype} {list(expected.shape)}, "
-                         "as its formula gives")  # fmt: skip
+        raise InputError(
+            f"{where} returns {what} in {_mode(training)} mode; accepted: {expected.dtype} {list(expected.shape)}, "
+            "as its formula gives"
+        )
 
 
 def _mode(training: bool) -> str:
@@ -224,12 +262,18 @@ def _mode(training: bool) -> str:
 def _other(where: str, layout: tuple, training: bool, what: str, off: float) -> InputError:
     hint = " (dropout inside it has to be of p=0)" if training else ""
     product = "down(act(up(x)))" if layout[0] is None else "down(act(gate(x)) * up(x))"
-    return InputError(f"{where} does not compute {product}: in {_mode(training)} mode {what} is {_percent(off)} off{hint}; accepted: "
-                      "layers that do, or an `only` that leaves it out")  # fmt: skip
+    return InputError(
+        f"{where} does not compute {product}: in {_mode(training)} mode {what} is {_percent(off)} off{hint}; accepted: "
+        "layers that do, or an `only` that leaves it out"
+    )
 
 
 def _percent(off: float) -> str:
-    return "not finite where the formula's is, or the other way round, and so" if off == float("inf") else f"{100 * off:.3g}%"
+    return (
+        "not finite where the formula's is, or the other way round, and so"
+        if off == float("inf")
+        else f"{100 * off:.3g}%"
+    )
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
@@ -240,7 +284,10 @@ def _off(found: Tensor, expected: Tensor) -> float:
     """The largest relative norm of a row's difference; infinite where other values overflow than in the formula."""
     found, expected = found.double(), expected.double()
     finite = expected.isfinite()
-    if not _identical(found.where(~finite, 0), expected.where(~finite, 0)) or not found.where(finite, 0).isfinite().all():
+    if (
+        not _identical(found.where(~finite, 0), expected.where(~finite, 0))
+        or not found.where(finite, 0).isfinite().all()
+    ):
         return float("inf")
     difference, norm = ((t.where(finite, 0)).norm(dim=-1) for t in (found - expected, expected))
     off = torch.where(difference == 0, 0.0, difference / norm)
@@ -258,7 +305,9 @@ def _ask_module(where: str, module: nn.Module, layout: tuple, training: bool, dr
             return found, _formula(module, layout, given)[1], OF_SCALES if len(given) > 1 else ["one row alone"]
 
     yield _first_taken(beside, (x, x.flatten(0, 1)))
-    for given in (one, one.flatten(0, 1)) if drawn else ():  # with one set of weights: it is the number of rows that is tried here
+    for given in (
+        (one, one.flatten(0, 1)) if drawn else ()
+    ):  # with one set of weights: it is the number of rows that is tried here
         try:
             answer = beside(given)
         except InputError:
@@ -269,7 +318,8 @@ def _ask_module(where: str, module: nn.Module, layout: tuple, training: bool, dr
 
 
 def _first_taken(ask: Callable, inputs: Iterable[Tensor]):
-    """The answer to the first input that raises nothing: layers of experts want [tokens, d_model], most others know a batch too."""
+    """The answer to the first input that raises nothing: layers of experts want [tokens, d_model], most others know a
+    batch too."""
     *others, last = inputs
     for x in others:
         try:
@@ -289,33 +339,47 @@ def _run(where: str, module: nn.Module, layout: tuple, training: bool, drawn, x:
         before = _attributes(parts)
         found = module(given)
         after = _attributes(parts)
-    kept = [name for name, value in after.items()
-            if name not in before or value is not before[name] and (before[name] is None or isinstance(value, Tensor))]  # fmt: skip
+    kept = [
+        name
+        for name, value in after.items()
+        if name not in before or value is not before[name] and (before[name] is None or isinstance(value, Tensor))
+    ]
     if kept:
-        raise InputError(f"{where} sets {', '.join(kept[:5])} in its forward, which a sparse layer does not; accepted: a forward that "
-                         "keeps nothing on the module")  # fmt: skip
+        raise InputError(
+            f"{where} sets {', '.join(kept[:5])} in its forward, which a sparse layer does not; accepted: a forward "
+            f"that "
+            "keeps nothing on the module"
+        )
     if not _identical(given, x):
-        raise InputError(f"{where} writes to its input, which a sparse layer does not; accepted: a forward that leaves it as it was")
+        raise InputError(
+            f"{where} writes to its input, which a sparse layer does not; accepted: a forward that leaves it as it was"
+        )
     return found
 
 
 def _parts(module: nn.Module, layout: tuple) -> list[tuple[str, nn.Module]]:
     """The module and those in it by name, without what lies within projections: those are carried whole."""
     projections = [getattr(module, seat) for seat in layout[:3] if seat]
-    carried = {id(each) for projection in projections for each in projection.modules()} - {id(each) for each in projections}
+    carried = {id(each) for projection in projections for each in projection.modules()} - {
+        id(each) for each in projections
+    }
     return [(name, each) for name, each in module.named_modules() if id(each) not in carried]
 
 
 def _attributes(parts: list[tuple[str, nn.Module]]) -> dict[str, object]:
     """What is set on them, by name; what a cached_property keeps is nobody's loss."""
-    return {f"{at}.{key}" if at else key: value for at, each in parts
-            for table in (vars(each), each._parameters, each._buffers, each._modules) for key, value in table.items()
-            if not isinstance(getattr(type(each), key, None), cached_property)}  # fmt: skip
+    return {
+        f"{at}.{key}" if at else key: value
+        for at, each in parts
+        for table in (vars(each), each._parameters, each._buffers, each._modules)
+        for key, value in table.items()
+        if not isinstance(getattr(type(each), key, None), cached_property)
+    }
 
 
 def _ask_block(where: str, module: nn.Module, layout: tuple, training: bool, drawn) -> Iterator[tuple]:
-    """What a decoder layer gives for its up projection's input and from its down projection, beside the formula; and what it
-    returns as it is and with the formula in the activation's seat: nothing else may read what lies between.
+    """What a decoder layer gives for its up projection's input and from its down projection, beside the formula; and
+    what it returns as it is and with the formula in the activation's seat: nothing else may read what lies between.
 
     The up projection is given rows of every scale, whatever norm comes before it.
     """
@@ -325,8 +389,10 @@ def _ask_block(where: str, module: nn.Module, layout: tuple, training: bool, dra
 
     def rows_for(given: Tensor) -> Tensor:
         if given.numel() != x.numel() or given.shape[-1] != x.shape[-1]:
-            raise InputError(f"{where} gives {up} {list(given.shape)} where it is given {list(x.shape)}; accepted: "
-                             "a layer whose feed-forward part takes each of its rows")  # fmt: skip
+            raise InputError(
+                f"{where} gives {up} {list(given.shape)} where it is given {list(x.shape)}; accepted: "
+                "a layer whose feed-forward part takes each of its rows"
+            )
         return x.reshape(given.shape)
 
     def listen() -> None:
@@ -391,10 +457,13 @@ def _compare_gradients(where: str, module: nn.Module, layout: tuple) -> None:
     """
     for dtype in (None, torch.float64):
         drawn, worst = _drawn(module, dtype), None
-        if _readable(module):  # not every number is one that a parametrization can make a weight of: orthogonal rounds some to zero
+        if _readable(
+            module
+        ):  # not every number is one that a parametrization can make a weight of: orthogonal rounds some to zero
             made_of = [p for name, p in module.named_parameters() if "parametrizations." in name]
             drawn.update({id(p): p.detach().to(dtype or p.dtype, copy=True) for p in made_of})
         for training in (False, True):
+
             def trained(x: Tensor) -> tuple:
                 return x, _trained(module, layout, training, drawn, x, formula=False)
 
@@ -416,16 +485,24 @@ def _compare_gradients(where: str, module: nn.Module, layout: tuple) -> None:
                 if worst is None or off > worst[0]:
                     worst = off, training, name
         fits = 64 * torch.finfo(torch.float32).eps
-        if worst is None or worst[0] == 0 or worst[0] <= fits and (dtype or getattr(module, layout[1]).weight.dtype).itemsize >= 4:
+        if (
+            worst is None
+            or worst[0] == 0
+            or worst[0] <= fits
+            and (dtype or getattr(module, layout[1]).weight.dtype).itemsize >= 4
+        ):
             return
     off, training, name = worst
     raise _other(where, layout, training, f"{name} with gradients" if name == "its output" else name, off)
 
 
 def _trained(module: nn.Module, layout: tuple, training: bool, drawn, x: Tensor, formula: bool) -> dict[str, Tensor]:
-    """The output for x and, by their names, its gradients, for one gradient of the output: the layer's own or its formula's."""
+    """The output for x and, by their names, its gradients, for one gradient of the output: the layer's own or its
+    formula's."""
     with _untouched(module, training, drawn):  # whose stand-ins are the leaves: nothing of the user's gets a .grad
-        leaves = {f"{seat}.{name}": p for seat in layout[:3] if seat for name, p in getattr(module, seat).named_parameters()}
+        leaves = {
+            f"{seat}.{name}": p for seat in layout[:3] if seat for name, p in getattr(module, seat).named_parameters()
+        }
         leaves = {"x": x.detach(), **leaves}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -438,11 +515,16 @@ def _trained(module: nn.Module, layout: tuple, training: bool, drawn, x: Tensor,
             outputs = [_formula(module, layout, given)[1] if formula else module(given)]
         generator = torch.Generator("cpu").manual_seed(3)
         following = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-        upstream = [torch.randn(each.shape, generator=generator, dtype=torch.float32, device="cpu").to(each) for each in following]
+        upstream = [
+            torch.randn(each.shape, generator=generator, dtype=torch.float32, device="cpu").to(each)
+            for each in following
+        ]
         gradients = [None] * len(leaves)
         if following:
             gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
-        named = {f"the gradient of {name}": torch.zeros_like(leaf) if gradient is None else gradient.detach()
-                 for (name, leaf), gradient in zip(leaves.items(), gradients)}  # fmt: skip
+        named = {
+            f"the gradient of {name}": torch.zeros_like(leaf) if gradient is None else gradient.detach()
+            for (name, leaf), gradient in zip(leaves.items(), gradients)
+        }
         outputs = [each.detach() if isinstance(each, Tensor) else each for each in outputs]
         return {f"its output{f' {at}' if at else ''}": each for at, each in enumerate(outputs)} | named

@@ -1,7 +1,7 @@
 """SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one.
 
-Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.layers.anatomy's and twell_lab.layers.probe's to say.
-"""
+Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.layers.anatomy's
+and twell_lab.layers.probe's to say."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from .learner import Learner, may_watch
 class SparseFFN(Guarded, Learner, HotFirst, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
-    Holds the source module's own projections under their own names, so parameters, their shapes and the
-    state_dict stay what they were. Without a plan it always packs what fires ("twell"). plan: a LayerPlan picks the path by
-    the number of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons as they
-    lie. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers
-    outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost).
-    A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it (0 * NaN),
-    and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it either: ask
-    `LayerTerms.finite` (twell_lab.layers.terms) now and then, as twell_lab.train does. Where a gradient is needed (twell_lab.ops.differentiable), `learn` says whether all neurons are computed or those that fire.
+    Holds the source module's own projections under their own names, so parameters, their shapes and the state_dict stay
+    what they were. Without a plan it always packs what fires ("twell"). plan: a LayerPlan picks the path by the number
+    of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons as they lie. What the
+    paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers outside
+    the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost). A
+    weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it (0 *
+    NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it either:
+    ask `LayerTerms.finite` (twell_lab.layers.terms) now and then, as twell_lab.train does. Where a gradient is needed
+    (twell_lab.ops.differentiable), `learn` says whether all neurons are computed or those that fire.
 
-    The source is run on a few rows beside the formula before it is taken (probe.check), and refused with an InputError where
-    it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or replaced forwards
-    on it or on a part of it. What is put on a projection later, or in its place, is an InputError of the next forward. Hooks
-    belong on the SparseFFN itself, and go with `densify` to the dense layer. Hooks for every module (register_module_forward_hook) see
-    the SparseFFN but not its projections, and attributes changed on the dense module or its activation later are not looked at.
-    """
+    The source is run on a few rows beside the formula before it is taken (probe.check), and refused with an InputError
+    where it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or
+    replaced forwards on it or on a part of it. What is put on a projection later, or in its place, is an InputError of
+    the next forward. Hooks belong on the SparseFFN itself, and go with `densify` to the dense layer. Hooks for every
+    module (register_module_forward_hook) see the SparseFFN but not its projections, and attributes changed on the dense
+    module or its activation later are not looked at."""
 
     def __init__(
         self,
@@ -111,15 +112,17 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
-        Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old buffers.
-        """
+        Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old
+        buffers."""
         d_ff, d_model = self.up.weight.shape
         if isinstance(plan, LayerPlan):
             shape = (plan.d_model, plan.d_ff, plan.gated)
             if shape != (d_model, d_ff, self.gate is not None):
                 kinds = "d_model {}, d_ff {}, gated {}"
-                raise InputError(f"the plan is for {kinds.format(*shape)}; {kinds.format(d_model, d_ff, self.gate is not None)} "
-                                 "is accepted")  # fmt: skip
+                raise InputError(
+                    f"the plan is for {kinds.format(*shape)}; {kinds.format(d_model, d_ff, self.gate is not None)} "
+                    "is accepted"
+                )
             choices = [*plan.choices.items()]
         elif plan is None or isinstance(plan, Choice):
             choices = [(1, plan or Choice())]
@@ -133,7 +136,9 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
         self.plan = plan
         hot = max(choice.hot for _, choice in choices)
         if hot:
-            self._hold_order(plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff, device="cpu"), self._sources())
+            self._hold_order(
+                plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff, device="cpu"), self._sources()
+            )
         else:
             self._drop_order()
         transposes = any(choice.path == "twell" for _, choice in choices)
@@ -151,12 +156,10 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
         """Have the next forward copy the weights anew.
 
         For what torch itself does not notice, since it raises no version: a change in place of `down.weight.data` (as
-        `p.data += delta`) or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. A CUDA graph that was
-        captured while the copies were up to date reads them as they are: after a change, call the layer once outside of it. What is
-        followed without it:
-        optimizers, `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared
-        with other processes.
-        """
+        `p.data += delta`) or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. A CUDA
+        graph that was captured while the copies were up to date reads them as they are: after a change, call the layer
+        once outside of it. What is followed without it: optimizers, `load_state_dict`, `p.add_` under no_grad, a
+        replaced parameter or `data`, and CPU memory that is shared with other processes."""
         for each in self._buffers.values():
             copies.forget(each)
 
@@ -174,11 +177,15 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)):
             if self._reports or not self._transposes or weights[1].is_cuda or self.learning == "dense":
                 return self._learn(x, weights, biases, choice.path)
-            call, given = (operators.plain_ffn, 1) if weights[0] is None else (operators.gated_ffn, 0)  # a CPU skips the silent neurons forwards
+            call, given = (
+                (operators.plain_ffn, 1) if weights[0] is None else (operators.gated_ffn, 0)
+            )  # a CPU skips the silent neurons forwards
             down_t = self._down_t(weights, biases)
             return call(x, *weights[given:], *biases[given:], down_t=down_t, tile=self.tile, words=self.words)
         if choice.path == "dense":
-            if not torch.compiler.is_compiling():  # a forward that is being compiled sees no addresses, and keeps the last answer
+            if (
+                not torch.compiler.is_compiling()
+            ):  # a forward that is being compiled sees no addresses, and keeps the last answer
                 self._fuses = dispatch.fuses(weights[1])
             fused = self._fuses and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
             if not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
@@ -212,23 +219,35 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
     def status(self) -> dict:
         """What the layer does and has seen. Waits for the device; a forward never does.
 
-        plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; classes: for each class of token
-        counts tokens (its largest count, None for the last one), path, hot, and of what went through it without gradients:
-        rows; mean_nnz, the entries a row that were packed (of the cold neurons, with hot/cold); pooled and lost, the share
-        of rows that used the pool for overflow and that were computed densely after all; planned_nnz, what the plan expects of
-        mean_nnz, and drift, mean_nnz over it. What is not known is None: dense paths count nothing, nor does a layer
-        without a plan on a CPU, nor kernels for small batches that would be held up by it.
-        """
+        plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; classes: for each class
+        of token counts tokens (its largest count, None for the last one), path, hot, and of what went through it
+        without gradients: rows; mean_nnz, the entries a row that were packed (of the cold neurons, with hot/cold);
+        pooled and lost, the share of rows that used the pool for overflow and that were computed densely after all;
+        planned_nnz, what the plan expects of mean_nnz, and drift, mean_nnz over it. What is not known is None: dense
+        paths count nothing, nor does a layer without a plan on a CPU, nor kernels for small batches that would be held
+        up by it."""
         seen = self.stats.tolist() if "stats" in self._buffers else None
         classes = []
         for at, (tokens, choice) in enumerate(self._choices):
             rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or choice.path == "dense" else seen[at]
             share = lambda count, of=rows: count / of if of else None  # noqa: E731
-            planned = self.plan.packed_nnz(choice) if isinstance(self.plan, LayerPlan) and choice.path != "dense" else None
+            planned = (
+                self.plan.packed_nnz(choice) if isinstance(self.plan, LayerPlan) and choice.path != "dense" else None
+            )
             drift = share(kept) / planned if rows and planned else None
-            classes.append({"tokens": tokens if at < len(self._choices) - 1 else None, "path": choice.path, "hot": choice.hot,
-                            "rows": rows or None, "mean_nnz": share(kept), "pooled": share(pooled), "lost": share(lost),
-                            "planned_nnz": planned, "drift": drift})  # fmt: skip
+            classes.append(
+                {
+                    "tokens": tokens if at < len(self._choices) - 1 else None,
+                    "path": choice.path,
+                    "hot": choice.hot,
+                    "rows": rows or None,
+                    "mean_nnz": share(kept),
+                    "pooled": share(pooled),
+                    "lost": share(lost),
+                    "planned_nnz": planned,
+                    "drift": drift,
+                }
+            )
         plan = "watching" if self._watch is not None else "none" if self.plan is None else "planned"
         return {"plan": plan, "extra_bytes": self.extra_bytes, "classes": classes}
 
@@ -261,7 +280,9 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
     def _weights_and_biases(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """gate, up and down, each read once: where a weight is parametrized, reading makes a new tensor."""
         projections = (self.gate, self.up, self.down)
-        return [None if p is None else p.weight for p in projections], [None if p is None else p.bias for p in projections]
+        return [None if p is None else p.weight for p in projections], [
+            None if p is None else p.bias for p in projections
+        ]
 
     def _named(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> dict[str, Tensor]:
         names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -292,7 +313,9 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if "down_t" in self._buffers and self.down_t.is_inference():  # moved inside inference mode: nothing outside could write
+        if (
+            "down_t" in self._buffers and self.down_t.is_inference()
+        ):  # moved inside inference mode: nothing outside could write
             with torch.inference_mode(False):
                 self.down_t = torch.empty_like(self.down_t)
         self.refresh()

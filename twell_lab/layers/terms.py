@@ -44,7 +44,12 @@ class LayerTerms(Sequence[LayerTerm]):
 
     def _all(self) -> list[LayerTerm]:
         passes = zip_longest(*self._told.values())
-        return [LayerTerm(name, *each) for one in passes for name, each in zip(self._told, one, strict=True) if each is not None]
+        return [
+            LayerTerm(name, *each)
+            for one in passes
+            for name, each in zip(self._told, one, strict=True)
+            if each is not None
+        ]
 
     def __len__(self) -> int:
         return sum(map(len, self._told.values()))
@@ -61,10 +66,18 @@ class LayerTerms(Sequence[LayerTerm]):
             each.clear()
 
     def finite(self) -> Tensor:
-        """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read together with
-        the loss, now and then. Kernels that skip silent neurons never read what the dense layer's loss would show: a NaN there."""
-        return all_finite([p.detach() for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None
-                           for p in part.parameters()])
+        """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
+        together with the loss, now and then. Kernels that skip silent neurons never read what the dense layer's loss
+        would show: a NaN there."""
+        return all_finite(
+            [
+                p.detach()
+                for layer in self._layers
+                for part in (layer.gate, layer.up, layer.down)
+                if part is not None
+                for p in part.parameters()
+            ]
+        )
 
     def __repr__(self) -> str:
         return f"LayerTerms({self._all()})"
@@ -74,16 +87,18 @@ class LayerTerms(Sequence[LayerTerm]):
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     """Within this context each forward pass with gradients adds a LayerTerm for every feed-forward layer, in order.
 
-    Enter it for each pass anew, or `clear` the terms between them: each further pass has torch.compile make another graph. One at
-    a time for a model. A layer that runs twice, as under gradient checkpointing, adds two if the second time falls into the
-    context: leave it before the backward pass; of dense layers torch refuses such a second time, which misses the hook of the
-    first. Where a dense model is compiled, compile it within the context: torch does not look for hooks again. Raises
-    InputError for a model without a ReLU or squared ReLU feed-forward layer.
-    """
+    Enter it for each pass anew, or `clear` the terms between them: each further pass has torch.compile make another
+    graph. One at a time for a model. A layer that runs twice, as under gradient checkpointing, adds two if the second
+    time falls into the context: leave it before the backward pass; of dense layers torch refuses such a second time,
+    which misses the hook of the first. Where a dense model is compiled, compile it within the context: torch does not
+    look for hooks again. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer."""
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
-    hooks = [layer.down.register_forward_pre_hook(_told_by_dense(told[layer.name])) for layer in layers
-             if not isinstance(layer.module, SparseFFN)]
+    hooks = [
+        layer.down.register_forward_pre_hook(_told_by_dense(told[layer.name]))
+        for layer in layers
+        if not isinstance(layer.module, SparseFFN)
+    ]
     sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]
     for layer in sparse:
         layer.module.tell(told[layer.name])

@@ -52,41 +52,60 @@ _FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation
 def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
     """Replace the activation of each feed-forward layer with a ReLU, in place; returns the names of those changed.
 
-    model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: see twell_lab.layers.anatomy for the parts that are known) or of this
-    project. Layers that have a ReLU already stay as they are. Of a model of several parts, the text model alone is changed:
-    not the vision tower of a Gemma3. Configurations are changed with it (`hidden_act` and the like become "relu"), so that
-    what is saved is loaded as the same ReLU model. Other modules keep their activations.
-    only: change the layers for which only(name, module) is true instead, in whichever part. Where no configuration says which layers
-    those are, it stays as it was, with a warning: what is saved then is loaded with the old activations, to be changed once more.
+    model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: see twell_lab.layers.anatomy for the parts that are known)
+    or of this project. Layers that have a ReLU already stay as they are. Of a model of several parts, the text model
+    alone is changed: not the vision tower of a Gemma3. Configurations are changed with it (`hidden_act` and the like
+    become "relu"), so that what is saved is loaded as the same ReLU model. Other modules keep their activations. only:
+    change the layers for which only(name, module) is true instead, in whichever part. Where no configuration says which
+    layers those are, it stays as it was, with a warning: what is saved then is loaded with the old activations, to be
+    changed once more.
 
-    Raises InputError, with nothing changed, for a model without feed-forward layers known here; for a layer that, with the
-    activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since its ReLU would not
-    silence neurons; for an activation that a ReLU is no stand-in for (tanh, sigmoid, ...); and without `only`, where the
-    configuration's field also governs modules that keep their activation, as the routed experts of Qwen2-MoE and DeepseekV3.
-    """
+    Raises InputError, with nothing changed, for a model without feed-forward layers known here; for a layer that, with
+    the activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since its ReLU
+    would not silence neurons; for an activation that a ReLU is no stand-in for (tanh, sigmoid, ...); and without
+    `only`, where the configuration's field also governs modules that keep their activation, as the routed experts of
+    Qwen2-MoE and DeepseekV3."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    layers = [(name, module, layout[3]) for name, module in model.named_modules()
-              if not isinstance(module, SparseFFN) and (layout := layout_of(module))]
+    layers = [
+        (name, module, layout[3])
+        for name, module in model.named_modules()
+        if not isinstance(module, SparseFFN) and (layout := layout_of(module))
+    ]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
         raise InputError(f"no feed-forward layer in {type(model).__name__}; {ACCEPTED} and an activation")
-    layers = [(name, module, at) for name, module, at in layers if not is_relu(getattr(module, at)) 
-              and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))]
+    layers = [
+        (name, module, at)
+        for name, module, at in layers
+        if not is_relu(getattr(module, at))
+        and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))
+    ]
     for name, module, at in layers:
         kind = _name(getattr(module, at))
         if not any(part in kind.lower() for part in _LIKE_RELU):
-            raise InputError(f"{name or type(module).__name__} uses {kind}; accepted: SiLU (Swish), GELU, Mish, squared ReLU")
+            raise InputError(
+                f"{name or type(module).__name__} uses {kind}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
+            )
     probe.check_all((name, module) for name, module, _ in layers)
     before = [(module, at, getattr(module, at)) for _, module, at in layers]
     for _, module, at in layers:
         setattr(module, at, nn.ReLU())
     try:
         for name, saved in _saved(model):
-            _say_relu(saved, {f"{place}.{at}".removeprefix(f"{name}.").lstrip(".") for place, _, at in layers if _within(place, name)})
+            _say_relu(
+                saved,
+                {
+                    f"{place}.{at}".removeprefix(f"{name}.").lstrip(".")
+                    for place, _, at in layers
+                    if _within(place, name)
+                },
+            )
     except InputError as error:
         if only is not None:
-            warnings.warn(f"{error}. The configuration stays as it was: what is saved with it is loaded with the old activations",
-                          stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"{error}. The configuration stays as it was: what is saved with it is loaded with the old activations",
+                stacklevel=2,
+            )
         else:
             for module, at, activation in before:
                 if not isinstance(activation, nn.Module):
@@ -131,8 +150,9 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _say_relu(model: nn.Module, changed: set[str]) -> None:
-    """Have the model's configuration say ReLU for the activations of these names. InputError, with the configuration as it was,
-    where it would then say so of others too, or cannot: both are seen by building the model on meta, before and after."""
+    """Have the model's configuration say ReLU for the activations of these names. InputError, with the configuration as
+    it was, where it would then say so of others too, or cannot: both are seen by building the model on meta, before and
+    after."""
     if not changed:
         return
     wanted, configs = copy.deepcopy(model.config), []
@@ -145,11 +165,17 @@ def _say_relu(model: nn.Module, changed: set[str]) -> None:
     own = _described(model)
     other = sorted(name for name in governed if own.get(name) != then.get(name) and not _sparse(model, name))
     if missed := sorted(changed - governed):
-        raise InputError(f"no field of {type(model.config).__name__} makes {missed[0]} a ReLU, so that what is saved would not be loaded "
-                         "as this model")  # fmt: skip
+        raise InputError(
+            f"no field of {type(model.config).__name__} makes {missed[0]} a ReLU, so that what is saved would not be "
+            f"loaded "
+            "as this model"
+        )
     if other:
-        raise InputError(f"the activation in {type(model.config).__name__} is also that of {', '.join(other[:3])} ({len(other)} in all), "
-                         "which would become a ReLU where the model is loaded again")  # fmt: skip
+        raise InputError(
+            f"the activation in {type(model.config).__name__} is also that of {', '.join(other[:3])} ({len(other)} in "
+            f"all), "
+            "which would become a ReLU where the model is loaded again"
+        )
     for at in configs:
         _set_relu(model.config, at)
     if isinstance(model, LanguageModel):
@@ -157,14 +183,19 @@ def _say_relu(model: nn.Module, changed: set[str]) -> None:
 
 
 def _configs_above(model: nn.Module, name: str) -> list[tuple[str, ...]]:
-    """Where, from the model's configuration, the one lies that the module of this name was built from: its own or of what holds it."""
+    """Where, from the model's configuration, the one lies that the module of this name was built from: its own or of
+    what holds it."""
     nearest = model.config
     parts = name.split(".")
     for at in range(len(parts)):
         found = getattr(model.get_submodule(".".join(parts[:at])), "config", None)
         nearest = nearest if found is None else found
     tree = list(_tree(model.config))
-    return [path for path, config in tree if config is nearest] or [path for path, config in tree if type(config) is type(nearest)] or [()]
+    return (
+        [path for path, config in tree if config is nearest]
+        or [path for path, config in tree if type(config) is type(nearest)]
+        or [()]
+    )
 
 
 def _tree(config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -180,7 +211,9 @@ def _set_relu(config, at: tuple[str, ...]) -> None:
         config = getattr(config, name)
     for field in _FIELDS:
         if isinstance(getattr(config, field, None), str):
-            object.__setattr__(config, field, "relu") if isinstance(config, ModelConfig) else setattr(config, field, "relu")
+            object.__setattr__(config, field, "relu") if isinstance(config, ModelConfig) else setattr(
+                config, field, "relu"
+            )
 
 
 def _answers(model: nn.Module, config) -> dict[str, object]:
@@ -190,12 +223,15 @@ def _answers(model: nn.Module, config) -> dict[str, object]:
             return _described(type(model)(config))
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
-        raise InputError(f"{type(model).__name__} could not be built from its configuration to see which layers that governs: "
-                         f"{type(error).__name__}: {said:.200}") from error  # fmt: skip
+        raise InputError(
+            f"{type(model).__name__} could not be built from its configuration to see which layers that governs: "
+            f"{type(error).__name__}: {said:.200}"
+        ) from error
 
 
 def _described(model: nn.Module) -> dict[str, object]:
-    """The kind of every module by name, and every function and string that a module holds: where an activation may be named."""
+    """The kind of every module by name, and every function and string that a module holds: where an activation may be
+    named."""
     made: dict[str, object] = {}
     for name, module in model.named_modules():
         made[name] = type(module).__name__

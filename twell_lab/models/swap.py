@@ -18,21 +18,21 @@ def sparsify(
 ) -> nn.Module:
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
-    plan: what each layer is to do. None: pack what fires, always; layers that are sparse already stay as they are.
-    A Plan (twell_lab.plan): its paths, for the layers of its names and shapes; those it leaves dense become SparseFFNs too,
-    on the dense path and without extra memory (`Plan.dense_layers` names them). "auto": without a profile, each layer
-    counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
-    decides by itself, timing the best candidates on the next input; that forward takes a second or so a layer. Not inside
-    torch.compile or a CUDA graph: run a few batches before either. Layers that are sparse already follow the new plan.
-    only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
+    plan: what each layer is to do. None: pack what fires, always; layers that are sparse already stay as they are. A
+    Plan (twell_lab.plan): its paths, for the layers of its names and shapes; those it leaves dense become SparseFFNs
+    too, on the dense path and without extra memory (`Plan.dense_layers` names them). "auto": without a profile, each
+    layer counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
+    decides by itself, timing the best candidates on the next input; that forward takes a second or so a layer. Not
+    inside torch.compile or a CUDA graph: run a few batches before either. Layers that are sparse already follow the new
+    plan. only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
 
-    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing changed, if
-    the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be swapped: each layer is run
-    on a few rows beside the formula first (probe.check), and looked over for hooks and adapters; the message names those that
-    differ, by how much, and what to do. Hooks belong on the SparseFFNs afterwards, in the place of the layers. Each layer is
-    asked once, on random rows, for its output and its gradients; probe.check says what that cannot show. What is changed later on
-    a decoder layer, such as the p of a dropout between its parts, or on a dense module that was set aside, is not noticed.
-    """
+    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing
+    changed, if the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be
+    swapped: each layer is run on a few rows beside the formula first (probe.check), and looked over for hooks and
+    adapters; the message names those that differ, by how much, and what to do. Hooks belong on the SparseFFNs
+    afterwards, in the place of the layers. Each layer is asked once, on random rows, for its output and its gradients;
+    probe.check says what that cannot show. What is changed later on a decoder layer, such as the p of a dropout between
+    its parts, or on a dense module that was set aside, is not noticed."""
     if plan is not None and plan != "auto" and not isinstance(plan, Plan):
         raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")
     check_geometry(tile, words)
@@ -67,10 +67,9 @@ def sparsify(
 def densify(model: nn.Module) -> nn.Module:
     """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
 
-    What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work, public
-    attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go to the
-    activation. Hooks on a state_dict do not.
-    """
+    What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work,
+    public attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go
+    to the activation. Hooks on a state_dict do not."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():

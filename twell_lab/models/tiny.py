@@ -59,8 +59,10 @@ class ModelConfig:
         if self.activation not in tuple(ACTIVATIONS):
             raise InputError(f"activation is {self.activation!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
         if self.d_model % (2 * self.heads):
-            raise InputError(f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of "
-                             f"{2 * self.heads}, since rotary positions turn pairs within each head")
+            raise InputError(
+                f"d_model is {self.d_model} with heads {self.heads}; accepted: a multiple of "
+                f"{2 * self.heads}, since rotary positions turn pairs within each head"
+            )
 
 
 def parameters(model: ModelConfig) -> int:
@@ -72,13 +74,18 @@ def parameters(model: ModelConfig) -> int:
 
 def check_fits(config: ModelConfig) -> None:
     """InputError where such a model would be more than this machine's memory, before anything of it is built."""
-    tables = 4 * config.context * (config.d_model // config.heads // 2)  # angles, sines, cosines, and what one of them is made of
+    tables = (
+        4 * config.context * (config.d_model // config.heads // 2)
+    )  # angles, sines, cosines, and what one of them is made of
     weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
     needed, there = weights + _LAYER_BYTES * config.layers, machine.memory()
     if there is not None and needed > there:
         sizes = ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config) if each.type == "int")
-        raise InputError(f"a model of {sizes} takes {needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}; accepted: "
-                         "smaller sizes")
+        raise InputError(
+            f"a model of {sizes} takes {needed / 2**30:,.1f} GiB of memory, and this machine has "
+            f"{there / 2**30:,.1f}; accepted: "
+            "smaller sizes"
+        )
 
 
 class Attention(nn.Module):
@@ -95,7 +102,8 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, width of a head]
         mixed = F.scaled_dot_product_attention(
-            rotate(query, cosine, sine), rotate(key, cosine, sine), value, is_causal=True)
+            rotate(query, cosine, sine), rotate(key, cosine, sine), value, is_causal=True
+        )
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -151,8 +159,10 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
-            raise InputError(f"tokens have shape {list(tokens.shape)}; accepted: [batch, context] with a "
-                             f"context of 1 to {self.config.context}")
+            raise InputError(
+                f"tokens have shape {list(tokens.shape)}; accepted: [batch, context] with a "
+                f"context of 1 to {self.config.context}"
+            )
         cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -171,7 +181,10 @@ class LanguageModel(nn.Module):
             del fields["activation"]
         described = {"format": FORMAT, **fields}
         try:
-            write_atomically(folder / "model.safetensors", safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}))
+            write_atomically(
+                folder / "model.safetensors",
+                safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}),
+            )
             write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
         except TwellError as error:
             raise InputError(f"cannot save the model in {str(folder)!r}: {error}") from None
@@ -181,9 +194,8 @@ class LanguageModel(nn.Module):
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
         """The model that `save` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that changed
-        since they were written.
-        """
+        Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that
+        changed since they were written."""
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
@@ -194,7 +206,7 @@ class LanguageModel(nn.Module):
             said = read_json(folder / "config.json", "model")
             content = read(folder / "model.safetensors")
             weights = safetensors.torch.load(content)
-            header = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
             if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
@@ -203,14 +215,22 @@ class LanguageModel(nn.Module):
                 raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
             config = ModelConfig(**said)
             held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
-            with torch.device("meta"):  # nothing is built yet, and of layers that are not there only the first, which is missing then
+            with torch.device(
+                "meta"
+            ):  # nothing is built yet, and of layers that are not there only the first, which is missing then
                 wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
             check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
             if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
-                raise InputError(f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: floating-point weights")
+                raise InputError(
+                    f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: "
+                    f"floating-point weights"
+                )
             if noted not in (None, found):
-                raise InputError(f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the model's "
-                                 f"SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model")
+                raise InputError(
+                    f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the "
+                    f"model's "
+                    f"SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model"
+                )
             model = cls(config)
             model.load_state_dict(weights)
         except InputError:
@@ -221,7 +241,8 @@ class LanguageModel(nn.Module):
 
 
 def fingerprint(weights: dict[str, Tensor], config: object) -> str:
-    """A SHA-256 of a model: of what its config.json holds, and the name, dtype, shape and bytes of every weight (on the CPU)."""
+    """A SHA-256 of a model: of what its config.json holds, and the name, dtype, shape and bytes of every weight (on the
+    CPU)."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
@@ -232,8 +253,12 @@ def fingerprint(weights: dict[str, Tensor], config: object) -> str:
 def check_shapes(what: str, found: dict[str, Tensor], wanted: dict[str, tuple]) -> None:
     """InputError naming the first tensor among those found that is missing, unknown, or of another shape."""
     for name in sorted(found.keys() ^ wanted.keys()):
-        raise InputError(f"{what} {'lack' if name in wanted else 'have an unknown'} {name!r}; accepted: the tensors of this model")
+        raise InputError(
+            f"{what} {'lack' if name in wanted else 'have an unknown'} {name!r}; accepted: the tensors of this model"
+        )
     for name, shape in wanted.items():
         if tuple(found[name].shape) != tuple(shape):
-            raise InputError(f"{name} has shape {list(found[name].shape)} in {what}, and {list(shape)} in this model; accepted: "
-                             "weights of this model")
+            raise InputError(
+                f"{name} has shape {list(found[name].shape)} in {what}, and {list(shape)} in this model; accepted: "
+                "weights of this model"
+            )

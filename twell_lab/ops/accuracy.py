@@ -1,4 +1,5 @@
-"""How exact a feed-forward result has to be, as functions that tests, benchmarks and the attack (twell_lab.bench.attack) share.
+"""How exact a feed-forward result has to be, as functions that tests, benchmarks and the attack
+(twell_lab.bench.attack) share.
 
 Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same
 dtype, plus one unit in the last place of the row's largest value. `worst_row` measures that where float64's result is
@@ -16,15 +17,18 @@ from torch.nn.functional import linear
 from ..formats import twell
 from . import reference
 
-_MOST_TRIED = 200  # rows of one result whose doubtful neurons are counted the other way: more than those are no matter of luck
+_MOST_TRIED = (
+    200  # rows of one result whose doubtful neurons are counted the other way: more than those are no matter of luck
+)
 DOUBT = 2.0  # a gate below this many eps times the sum of |x w| has a sign that rounding decides
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `Exact.judge` found. ratio: error over what is allowed of the worst row, at most 1.0 keeps the promise; row: its number,
-    -1 without rows. Rows that keep it only because a neuron may count either way (excused), because the dense layer overflows inside
-    as well (overflowed), or if the gate that torch rounded is where both layers start (rounded)."""
+    """What `Exact.judge` found. ratio: error over what is allowed of the worst row, at most 1.0 keeps the promise; row:
+    its number, -1 without rows. Rows that keep it only because a neuron may count either way (excused), because the
+    dense layer overflows inside as well (overflowed), or if the gate that torch rounded is where both layers start
+    (rounded)."""
 
     ratio: float
     row: int
@@ -50,9 +54,19 @@ def worst_row(y: Tensor, dense: Tensor, exact: Tensor) -> tuple[float, int]:
     return float(ratio[row]), row
 
 
-def judge(y: Tensor, dense: Tensor, x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None = None,
-          up_bias: Tensor | None = None, down_bias: Tensor | None = None) -> Verdict:  # fmt: skip
-    """Whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see `Exact`.
+def judge(
+    y: Tensor,
+    dense: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Verdict:
+    """Whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see
+    `Exact`.
 
     y, dense: [tokens, d_model], the layer under test and torch's in the same dtype. gate None: the up projection goes
     through the ReLU and takes the place of the product. All else is as the layers got it.
@@ -63,25 +77,29 @@ def judge(y: Tensor, dense: Tensor, x: Tensor, gate: Tensor | None, up: Tensor, 
 class Exact:
     """A layer worked out in float64, on its tensors' device, and the judge of what others make of it.
 
-    A neuron counts as either firing or silent if its gate in float64 is below 2 eps (of the working dtype) times the sum of
-    |x w| over its inputs: no order of rounded additions is held to a sign closer than that. So a row is right if it keeps the
-    bound for *some* way of counting those neurons. The plain one, by float64's signs, is tried first. Only a row that
-    fails it goes on: starting from float64's signs, and from those of torch's gate in the working dtype, one doubtful
-    neuron after the other is counted the other way as long as that brings the exact result closer to y. Each step is one of
-    the allowed ways, so no row is accepted that none of them explains; one that only an unlikely combination would explain
-    may be refused. Where torch's own gate is handed to `judge`, a row may start from its values instead, as paths behind torch's
-    GEMM do: of a few float32 terms the dense layer's later roundings can undo that one by luck, and the same error alone is no fault. What is allowed stays twice the dense layer's error by float64's signs: if it took other signs itself,
-    that error is its own, as it always was.
+    A neuron counts as either firing or silent if its gate in float64 is below 2 eps (of the working dtype) times the
+    sum of |x w| over its inputs: no order of rounded additions is held to a sign closer than that. So a row is right if
+    it keeps the bound for *some* way of counting those neurons. The plain one, by float64's signs, is tried first. Only
+    a row that fails it goes on: starting from float64's signs, and from those of torch's gate in the working dtype, one
+    doubtful neuron after the other is counted the other way as long as that brings the exact result closer to y. Each
+    step is one of the allowed ways, so no row is accepted that none of them explains; one that only an unlikely
+    combination would explain may be refused. Where torch's own gate is handed to `judge`, a row may start from its
+    values instead, as paths behind torch's GEMM do: of a few float32 terms the dense layer's later roundings can undo
+    that one by luck, and the same error alone is no fault. What is allowed stays twice the dense layer's error by
+    float64's signs: if it took other signs itself, that error is its own, as it always was.
 
-    Where the dense layer overflows inside, so that it gives an infinity or NaN for a row that is finite, a value may be infinite
-    or NaN too; and what rounds over the end of the dtype may round the other way. A finite value is held to the bound, beside a dense
-    layer of the same precision whose exponents have no end.
-    """
+    Where the dense layer overflows inside, so that it gives an infinity or NaN for a row that is finite, a value may be
+    infinite or NaN too; and what rounds over the end of the dtype may round the other way. A finite value is held to
+    the bound, beside a dense layer of the same precision whose exponents have no end."""
 
-    def __init__(self, x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, first: Tensor | None = None) -> None:
+    def __init__(
+        self, x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, first: Tensor | None = None
+    ) -> None:
         """first: the gate before its ReLU, [tokens, d_ff], where that was given to the layer under test, so that its
         rounding is not the layer's."""
-        self._first = (x, up, up_bias) if gate is None else (x, gate, gate_bias)  # what decides who fires, as it was given
+        self._first = (
+            (x, up, up_bias) if gate is None else (x, gate, gate_bias)
+        )  # what decides who fires, as it was given
         wide = lambda t: None if t is None else t.detach().double()  # noqa: E731
         self.x, self._down, self._down_bias = wide(x), wide(down), wide(down_bias)
         self.first = linear(self.x, *map(wide, self._first[1:])) if first is None else wide(first)
@@ -91,8 +109,8 @@ class Exact:
         self.y = self._result(slice(None), self.keep)
 
     def judge(self, y: Tensor, dense: Tensor, first: Tensor | None = None) -> Verdict:
-        """The verdict on y [tokens, d_model], beside torch's dense layer in the same dtype. first: the dense layer's gate before
-        its ReLU, [tokens, d_ff], or None."""
+        """The verdict on y [tokens, d_model], beside torch's dense layer in the same dtype. first: the dense layer's
+        gate before its ReLU, [tokens, d_ff], or None."""
         if y.numel() == 0:
             return Verdict(0.0, -1)
         ratio, excused, overflowed, rounded = _ratios(y, self.y, dense, self.y), 0, 0, 0
@@ -127,7 +145,8 @@ class Exact:
         return torch.where(reference.spoilt(self.x[rows], keep)[:, None], torch.nan, y) if self._gated else y
 
     def _endless(self, dtype: torch.dtype) -> Tensor:
-        """The dense layer in float64 with every value rounded as often, and to as many digits, as in `dtype`; none overflows."""
+        """The dense layer in float64 with every value rounded as often, and to as many digits, as in `dtype`; none
+        overflows."""
 
         def rounded(t: Tensor) -> Tensor:
             digits, exponent = torch.frexp(t)
@@ -145,7 +164,9 @@ class Exact:
         target = y[row].double()
         if not doubtful.numel() or not (target.isfinite().all() and self.y[row].isfinite().all()):
             return best
-        added = self._value[row, doubtful, None] * self._down.t()[doubtful]  # [doubtful, d_model]: what each adds if it fires
+        added = (
+            self._value[row, doubtful, None] * self._down.t()[doubtful]
+        )  # [doubtful, d_model]: what each adds if it fires
         x, weight, bias = self._first
         for start in (self.keep[row], twell.fires(linear(x[one], weight, bias))[0]):
             way = self.keep[row].clone()
@@ -165,18 +186,23 @@ class Exact:
 def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, excepted: Tensor | None = None) -> Tensor:
     """Error over what is allowed, float64 [rows]. exact: what y is held against; dense_exact: what the dense layer is.
 
-    excepted: values that are not looked at. Where it is given, a number at the end of the dtype may be rounded over it: an
-    infinity where that is near counts as the least number that rounds to it, or as the exact one beyond.
-    """
+    excepted: values that are not looked at. Where it is given, a number at the end of the dtype may be rounded over it:
+    an infinity where that is near counts as the least number that rounds to it, or as the exact one beyond."""
     expected, most = exact.to(y.dtype), torch.finfo(y.dtype).max
     finite = expected.isfinite() if excepted is None else exact.isfinite() & ~excepted
-    same = (y == expected) | (y.isnan() & expected.isnan()) if excepted is None else (y == expected) | (y.isnan() & exact.isnan()) | excepted
+    same = (
+        (y == expected) | (y.isnan() & expected.isnan())
+        if excepted is None
+        else (y == expected) | (y.isnan() & exact.isnan()) | excepted
+    )
 
     def number(value: Tensor, right: Tensor) -> Tensor:
         if excepted is None:
             return value.double()
         end = (most + most * torch.finfo(y.dtype).eps / 4) * right.sign()
-        over = value.isinf() & (value.sign() == right.sign()) & (right.abs() > most - 8 * most * torch.finfo(y.dtype).eps)
+        over = (
+            value.isinf() & (value.sign() == right.sign()) & (right.abs() > most - 8 * most * torch.finfo(y.dtype).eps)
+        )
         return torch.where(over, torch.where(right.abs() < end.abs(), end, right), value.double())
 
     def norm(value: Tensor, right: Tensor) -> Tensor:

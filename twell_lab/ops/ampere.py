@@ -1,7 +1,7 @@
 """How the mma.sync kernels are launched: any GPU from compute capability 7.5, fp16; bf16 from 8.0.
 
-As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the GPU.
-"""
+As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the
+GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 VECTOR = 8  # values in 16 bytes
 ROWS, COLUMNS, THREADS = 128, TILE, 256  # a block's tile and its threads, as in sm80_gate_pack.cu
-_VALUES, _MASKS = ROWS * COLUMNS, ROWS * COLUMNS // 16  # bytes of half a tile laid out for packing: values, a bit for each
+_VALUES, _MASKS = (
+    ROWS * COLUMNS,
+    ROWS * COLUMNS // 16,
+)  # bytes of half a tile laid out for packing: values, a bit for each
 _WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _AMPERE = (8, 0)
@@ -58,13 +61,15 @@ def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
     if capability < _AMPERE:
         made = {1: Setup(1, 32, 1, True), 2: Setup(2, 32, 2, True), 3: Setup(3, 32, 2, True)}
     else:
-        # A barrier for every 64 of d_model rather than 32 is worth 5% on an H100, a pipeline that runs on while a tile is
-        # packed 1%: where there is not enough memory for both, v3 with the longer steps.
+        # A barrier for every 64 of d_model rather than 32 is worth 5% on an H100, a pipeline that runs on while a tile
+        # is packed 1%: where there is not enough memory for both, v3 with the longer steps.
         steps = (64, 3) if Setup(3, 64, 3).shared <= limit else (32, 4)
         made = {1: Setup(1, 32, 1), **{number: Setup(number, *steps) for number in (2, 3, 4)}}
         made = {number: setup for number, setup in made.items() if setup.shared <= limit}
     if version not in (None, *made):
-        raise InputError(f"version is {version}; {min(made)} to {max(made)} are accepted on a GPU of compute capability {capability}")
+        raise InputError(
+            f"version is {version}; {min(made)} to {max(made)} are accepted on a GPU of compute capability {capability}"
+        )
     return made[version or max(made)]
 
 
@@ -96,15 +101,17 @@ def _tiles(tokens: int, d_ff: int) -> int:
 def gate_pack(
     x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, lost: Tensor | None = None, version: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has them.
+    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has
+    them.
 
-    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0 for
-    the kernels that follow. version: as setup_for takes it. Raises InputError unless takes(x, gate).
-    """
+    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0
+    for the kernels that follow. version: as setup_for takes it. Raises InputError unless takes(x, gate)."""
     if not takes(x, gate):
         raise InputError(
-            f"the mma.sync gate kernel takes contiguous bfloat16 (compute capability 8.0 and newer) or float16 (7.5), d_model and "
-            f"d_ff multiples of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a gate "
+            f"the mma.sync gate kernel takes contiguous bfloat16 (compute capability 8.0 and newer) or float16 (7.5), "
+            f"d_model and "
+            f"d_ff multiples of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a "
+            f"gate "
             f"{list(gate.shape)}"
         )
     return _run(x, gate, gate_bias, lost, setup_for(_device(x.device.index)[0], version))
@@ -124,7 +131,13 @@ def _run(x: Tensor, gate: Tensor, bias: Tensor | None, lost: Tensor | None, setu
         blocks = min(blocks, _device(x.device.index)[1])
     sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
     launcher._launch(
-        "sm80_gate_pack.cu", f"gate_pack_v{setup.version}", setup.defines(x.dtype), (blocks, 1), (THREADS, 1), x.device,
-        (x, gate, None if bias is None else bias.contiguous(), packed, pool, lost, *sizes), setup.shared,
-    )  # fmt: skip
+        "sm80_gate_pack.cu",
+        f"gate_pack_v{setup.version}",
+        setup.defines(x.dtype),
+        (blocks, 1),
+        (THREADS, 1),
+        x.device,
+        (x, gate, None if bias is None else bias.contiguous(), packed, pool, lost, *sizes),
+        setup.shared,
+    )
     return packed, pool

@@ -13,8 +13,9 @@ from ..formats.twell import VALUE_DTYPES, TwELL
 
 
 def watched(*tensors: Tensor | None) -> bool:
-    """Whether anything but a kernel would see what happens to these tensors: torch.compile, a tensor subclass, a mode such as
-    those that trace or count operations. Then the operator is called through torch's dispatcher, which costs more than a launch."""
+    """Whether anything but a kernel would see what happens to these tensors: torch.compile, a tensor subclass, a mode
+    such as those that trace or count operations. Then the operator is called through torch's dispatcher, which costs
+    more than a launch."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -23,20 +24,24 @@ def watched(*tensors: Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """Whether the call is inside a transform that sees operations one by one: torch.func (vmap, grad, jvp), forward-mode
-    gradients, torch.export, torch.jit.trace. There a layer is computed by torch's own operations, which they all know."""
+    """Whether the call is inside a transform that sees operations one by one: torch.func (vmap, grad, jvp),
+    forward-mode gradients, torch.export, torch.jit.trace. There a layer is computed by torch's own operations, which
+    they all know."""
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
-        or not torch.compiler.is_dynamo_compiling() and _is_exporting()  # while it compiles, torch 2.11 says that it exports
+        or not torch.compiler.is_dynamo_compiling()
+        and _is_exporting()  # while it compiles, torch 2.11 says that it exports
     )
 
 
 def refuse_transforms(name: str) -> None:
     if transformed():
-        raise InputError(f"{name} is called inside a transform (torch.func, forward-mode gradients, torch.export or a trace), which "
-                         "cannot follow it; SparseFFN, gated_ffn and plain_ffn are accepted there")  # fmt: skip
+        raise InputError(
+            f"{name} is called inside a transform (torch.func, forward-mode gradients, torch.export or a trace), which "
+            "cannot follow it; SparseFFN, gated_ffn and plain_ffn are accepted there"
+        )
 
 
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # from torch 2.7 on
@@ -117,14 +122,16 @@ def transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
 
 
 def plain(t: Tensor | None) -> Tensor | None:
-    """t itself if it is contiguous and starts on a 16-byte boundary, as the kernels read it; otherwise a copy that does."""
+    """t itself if it is contiguous and starts on a 16-byte boundary, as the kernels read it; otherwise a copy that
+    does."""
     if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def check_backend(backend: str | None, *tensors: Tensor | None) -> bool:
-    """Whether the kernels are to run in the simulator: None (what the tensors' device has) or "simulator" is accepted."""
+    """Whether the kernels are to run in the simulator: None (what the tensors' device has) or "simulator" is
+    accepted."""
     if backend is None:
         return False
     if backend != "simulator":

@@ -1,19 +1,19 @@
 """Copies of weights in another layout, kept equal to the weights: `down` transposed, or all with the hot neurons first.
 
-What a copy was made from is kept on the copy itself: the weight's storage (a weak reference, so that another one at the same
-address is told apart), address, strides and version, and how many steps optimizers had taken that raise no version, as torch's
-fused ones. A copy that somebody else put in its place has none of it and is made anew. So is, on every call, the copy of
-a weight that can change unseen: an inference tensor, CPU memory shared with another process, a weight that FSDP gathers, and a
-copy that a captured CUDA graph writes to.
+What a copy was made from is kept on the copy itself: the weight's storage (a weak reference, so that another one at the
+same address is told apart), address, strides and version, and how many steps optimizers had taken that raise no
+version, as torch's fused ones. A copy that somebody else put in its place has none of it and is made anew. So is, on
+every call, the copy of a weight that can change unseen: an inference tensor, CPU memory shared with another process, a
+weight that FSDP gathers, and a copy that a captured CUDA graph writes to.
 
-What is left unseen are writes that go past torch's version counter (into `weight.data` or its storage, through NumPy or DLPack, or
-from another process on a GPU), and what a CUDA graph does not hold: one captured while the copy was up to date reads it as it is, and
-follows a changed weight once a call outside of the graph has refreshed it. On several streams, whoever changes a weight waits for
-the forwards that still read it, as for any tensor that is written to.
+What is left unseen are writes that go past torch's version counter (into `weight.data` or its storage, through NumPy or
+DLPack, or from another process on a GPU), and what a CUDA graph does not hold: one captured while the copy was up to
+date reads it as it is, and follows a changed weight once a call outside of the graph has refreshed it. On several
+streams, whoever changes a weight waits for the forwards that still read it, as for any tensor that is written to.
 
-Non-finite weights are an error (a NaN beside a silent neuron would make the dense layer's result NaN and be skipped here), and
-are looked for when a copy is made outside of training. On a GPU nobody waits for the answer: the call after it has arrived raises.
-"""
+Non-finite weights are an error (a NaN beside a silent neuron would make the dense layer's result NaN and be skipped
+here), and are looked for when a copy is made outside of training. On a GPU nobody waits for the answer: the call after
+it has arrived raises."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..core.errors import InputError
 from . import checks
 
-TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(4)  # how a copy is laid out; all but the first take the neurons in `order`
+TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(
+    4
+)  # how a copy is laid out; all but the first take the neurons in `order`
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
-    "refresh_copies(Tensor[] weights, Tensor(a!)[] copies, int[] how, Tensor? order, Tensor[] beside, str names, bool changing, bool anew) -> ()"
+    "refresh_copies(Tensor[] weights, Tensor(a!)[] copies, int[] how, Tensor? order, Tensor[] beside, str names, bool "
+    "changing, bool anew) -> ()"
 )
 
 
@@ -46,12 +49,11 @@ def refresh(
 ) -> None:
     """Make each copy equal its weight in its layout again, if the weight has changed since the last call.
 
-    weights: by name, one for each copy. order: int64 [d_ff], the neuron that comes first, second, ... in copies that are not just
-    TRANSPOSED. beside: other weights, by name, that the caller reads in place: looked at for non-finite values with the others.
-    training: whether weights with gradients are being trained now.
-    While a CUDA graph is captured, a weight that is being trained is copied in any case: it may change between replays, and this
-    check will not run then. Raises InputError, naming it, for a weight with non-finite values, outside of training only.
-    """
+    weights: by name, one for each copy. order: int64 [d_ff], the neuron that comes first, second, ... in copies that
+    are not just TRANSPOSED. beside: other weights, by name, that the caller reads in place: looked at for non-finite
+    values with the others. training: whether weights with gradients are being trained now. While a CUDA graph is
+    captured, a weight that is being trained is copied in any case: it may change between replays, and this check will
+    not run then. Raises InputError, naming it, for a weight with non-finite values, outside of training only."""
     beside = beside or {}
     sources, others = [*weights.values()], [*beside.values()]
     changing = training and torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
@@ -83,12 +85,18 @@ def place(how: int, weight: Tensor | None) -> Tensor | None:
     if weight is None:
         return None
     with torch.inference_mode(False):  # what is made inside inference mode could not be written to outside of it
-        return weight.new_empty(weight.shape[::-1] if how in (TRANSPOSED, ROWS_OF_TRANSPOSE) else weight.shape, requires_grad=False)
+        return weight.new_empty(
+            weight.shape[::-1] if how in (TRANSPOSED, ROWS_OF_TRANSPOSE) else weight.shape, requires_grad=False
+        )
 
 
 def check_finite(weights: dict[str, Tensor | None]) -> None:
     """Raise InputError naming the first weight that has a NaN or an infinity. Waits for the device."""
-    known = {name: w.detach() for name, w in weights.items() if w is not None and w.device.type in ("cpu", "cuda") and not checks.watched(w)}
+    known = {
+        name: w.detach()
+        for name, w in weights.items()
+        if w is not None and w.device.type in ("cpu", "cuda") and not checks.watched(w)
+    }
     if known and not all_finite([*known.values()]).item():
         _refuse(known)
 
@@ -96,9 +104,9 @@ def check_finite(weights: dict[str, Tensor | None]) -> None:
 class _Made:
     """What a copy was made from. Pickled or copied along with a copy it is forgotten.
 
-    Of the first copy of a call also: what the weights beside it were when all were found finite or are being looked at (None: they
-    were not), and on a GPU the stream that made the copies, an event after that, and where the answer will be.
-    """
+    Of the first copy of a call also: what the weights beside it were when all were found finite or are being looked at
+    (None: they were not), and on a GPU the stream that made the copies, an event after that, and where the answer will
+    be."""
 
     def __init__(self, weight: Tensor | None = None, order: Tensor | None = None) -> None:
         self.order = order
@@ -125,8 +133,11 @@ def _changes_unseen(weight: Tensor) -> bool:
 
 
 def _sharding() -> bool:
-    """Whether FSDP2 manages a module: it writes gathered weights where the last ones were, and keeps their version as it was."""
-    states = sys.modules.get("torch.distributed._composable_state")  # where torch keeps whom it manages, once there was one
+    """Whether FSDP2 manages a module: it writes gathered weights where the last ones were, and keeps their version as
+    it was."""
+    states = sys.modules.get(
+        "torch.distributed._composable_state"
+    )  # where torch keeps whom it manages, once there was one
     return states is not None and bool(getattr(states, "_module_state_mapping", True))
 
 
@@ -151,20 +162,30 @@ def _up_to_date(made: list[_Made | None], weights, copies, order, changing, anew
     """Whether every copy equals its weight; a graph that is captured in training holds the copying in any case."""
     if anew or not all(each is not None and each.is_of(weight, order) for each, weight in zip(made, weights)):
         return False
-    return not (copies[0].is_cuda and (hasattr(copies[0], "in_graph") or changing and torch.cuda.is_current_stream_capturing()))
+    return not (
+        copies[0].is_cuda and (hasattr(copies[0], "in_graph") or changing and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _looked_at(first: _Made, beside) -> bool:
     """Whether the weights, which the first copy is of, were found finite, or are being looked at."""
-    return first.beside is not None and len(first.beside) == len(beside) and all(
-        each.is_of(weight, None) for each, weight in zip(first.beside, beside))  # fmt: skip
+    return (
+        first.beside is not None
+        and len(first.beside) == len(beside)
+        and all(each.is_of(weight, None) for each, weight in zip(first.beside, beside))
+    )
 
 
 def _done(weights, copies, order, beside, changing, anew) -> bool:
     """Whether nothing is to be done but, on another stream than the one that made the copies, wait for them there."""
     made = _made_of(copies)
     first = made[0]
-    if first is not None and (answer := first.answer) is not None and not torch.cuda.is_current_stream_capturing() and first.event.query():
+    if (
+        first is not None
+        and (answer := first.answer) is not None
+        and not torch.cuda.is_current_stream_capturing()
+        and first.event.query()
+    ):
         first.answer = None
         if not answer:
             first.beside = None
@@ -225,7 +246,8 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
 @torch.library.impl(_library, "refresh_copies", "CPU")
 def _refresh_within(weights, copies, how, order, beside, names, changing, anew):
     if not hasattr(copies[0], "made"):
-        # A compiler that works on clones writes them back into copies that would still be taken for what they were made from.
+        # A compiler that works on clones writes them back into copies that would still be taken for what they were made
+        # from.
         _count_step()
     _refresh(weights, copies, how, order, beside, names, changing, anew)
 
@@ -233,7 +255,9 @@ def _refresh_within(weights, copies, how, order, beside, names, changing, anew):
 @torch.no_grad()
 def all_finite(weights: list[Tensor]) -> Tensor:
     """Whether no weight has a NaN or an infinity: a bool scalar on the first one's device. Waits for nothing."""
-    largest = [torch.linalg.vector_norm(w, torch.inf).float() for w in weights if w.numel()]  # NaN is larger than any number here
+    largest = [
+        torch.linalg.vector_norm(w, torch.inf).float() for w in weights if w.numel()
+    ]  # NaN is larger than any number here
     if not largest:
         return torch.ones((), dtype=torch.bool, device="cpu")
     return torch.stack([each.to(largest[0].device, non_blocking=True) for each in largest]).isfinite().all()
@@ -245,8 +269,11 @@ def _refuse(weights: dict[str, Tensor]) -> None:
         if len(wrong):
             place = wrong[0].tolist()
             value = weight[tuple(place)].item()
-            raise InputError(f"{name} has {len(wrong)} values that are not finite, the first at {place}: {value}; finite weights are accepted "
-                             "(a layer that is still being trained has diverged)")  # fmt: skip
+            raise InputError(
+                f"{name} has {len(wrong)} values that are not finite, the first at {place}: {value}; finite weights "
+                f"are accepted "
+                "(a layer that is still being trained has diverged)"
+            )
 
 
 @torch.library.register_fake("twell_lab::refresh_copies", lib=_library)

@@ -7,9 +7,8 @@ instead of travelling to memory and back.
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
 adding them in float32 is sure to come as close. So the gate of an entry is summed again there, in float64, where its
-weights are at hand; and where all neurons are computed, this follows torch's layer operation by operation on the tensors as
-they came, or, where the tensors are no longer those (permuted, packed), takes float64.
-"""
+weights are at hand; and where all neurons are computed, this follows torch's layer operation by operation on the
+tensors as they came, or, where the tensors are no longer those (permuted, packed), takes float64."""
 
 from __future__ import annotations
 
@@ -30,12 +29,22 @@ _ENTRY_COST = 6.0
 _TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tensor, up_bias, down_bias, made_by=None, follow=True) -> Tensor:
+def gated(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor | None,
+    down_t: Tensor,
+    up_bias,
+    down_bias,
+    made_by=None,
+    follow=True,
+) -> Tensor:
     """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU.
 
-    down may be None where only its transpose is at hand. made_by: the weight and bias that gate was made with from x, or None
-    where the values of the gate are what was asked for. follow: whether these are the tensors that torch's layer would have.
-    """
+    down may be None where only its transpose is at hand. made_by: the weight and bias that gate was made with from x,
+    or None where the values of the gate are what was asked for. follow: whether these are the tensors that torch's
+    layer would have."""
     token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
         if x.dtype == torch.float32:
@@ -44,7 +53,9 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tens
         else:
             y = _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias)
     elif not follow and x.dtype == torch.float32:
-        x, gate, up, down_t, up_bias, down_bias, *made_by = _double(x, gate, up, down_t, up_bias, down_bias, *made_by or ())
+        x, gate, up, down_t, up_bias, down_bias, *made_by = _double(
+            x, gate, up, down_t, up_bias, down_bias, *made_by or ()
+        )
         first = linear(x, *made_by) if made_by else gate
         return reference.gated(x, first, up, down_t.t(), up_bias, down_bias).float()
     else:
@@ -56,8 +67,11 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor | None, down_t: Tens
     return y
 
 
-def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | None = None, made_by=None, follow=True) -> Tensor:
-    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down, made_by, follow: see gated; x: what gate was made from."""
+def plain(
+    gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | None = None, made_by=None, follow=True
+) -> Tensor:
+    """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down, made_by, follow: see gated; x: what gate was
+    made from."""
     token, neuron, value = _entries(gate)
     if not _pays(gate, token.numel()):
         if not follow and gate.dtype == torch.float32:
@@ -74,9 +88,12 @@ def plain(gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | N
     return y.float()
 
 
-def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, down_t: Tensor, up_bias, down_bias) -> Tensor:
-    """start + what `gated`, or `plain` where up is None, makes of 16-bit values: summed in start, float32 [tokens, d_model] that is
-    written over, and rounded once. A part that is rounded by itself may overflow float16 where the whole does not."""
+def added_to(
+    start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, down_t: Tensor, up_bias, down_bias
+) -> Tensor:
+    """start + what `gated`, or `plain` where up is None, makes of 16-bit values: summed in start, float32 [tokens,
+    d_model] that is written over, and rounded once. A part that is rounded by itself may overflow float16 where the
+    whole does not."""
     token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
         hidden = value if up is None else _hidden_short(x, value, token, neuron, up, up_bias)
@@ -103,8 +120,10 @@ def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _summed_again(x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The gate of each entry after the ReLU, float64: an entry that rounding alone made positive is 0."""
     x = x.double()
-    made = [_dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
-            for t, n in _chunks(token, neuron)]  # fmt: skip
+    made = [
+        _dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
+        for t, n in _chunks(token, neuron)
+    ]
     return torch.relu(torch.cat([x.new_empty(0), *made]))
 
 
@@ -146,8 +165,10 @@ def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias) -> Ten
 
 
 def _hidden_short(x, value, token, neuron, up, up_bias) -> Tensor:
-    hidden = [v * _dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t)
-              for t, n, v in _chunks(token, neuron, value)]  # fmt: skip
+    hidden = [
+        v * _dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t)
+        for t, n, v in _chunks(token, neuron, value)
+    ]
     return hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
 
 

@@ -24,14 +24,21 @@ _TILE, _SLAB, _DOWN_THREADS = 16, 256, 512  # as in the source
 _NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source, by tokens rounded up:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
 _SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # where a block has 99 or 163 KiB of shared memory, not 227
-_EARLY_DRIVER = 12_030  # CUDA 12.3: from here on graphs can hold launches that may start before the one before has ended
+_EARLY_DRIVER = (
+    12_030  # CUDA 12.3: from here on graphs can hold launches that may start before the one before has ended
+)
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID of cuda.h
 _own = threading.local()  # .prepared: {key: _Prepared} of this thread
 
 
 def takes(x: Tensor, up: Tensor) -> bool:
     """Whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate is taken to be like up."""
-    if x.dim() != 2 or not 1 <= x.shape[0] <= MOST_TOKENS or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+    if (
+        x.dim() != 2
+        or not 1 <= x.shape[0] <= MOST_TOKENS
+        or not x.is_cuda
+        or x.dtype not in (torch.bfloat16, torch.float16)
+    ):
         return False
     if x.shape[1] % 8 or x.shape[1] != up.shape[1] or x.dtype != up.dtype or not 1 <= up.shape[0] < 2**27:
         return False
@@ -52,9 +59,8 @@ def rounded_up(tokens: int) -> int:
 def shape_for(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
     """What `_NAMES` are for `rows` tokens, as `rounded_up` gives them.
 
-    From 17 tokens on a multiprocessor holds one block, and what it reads of the weights and of x is what takes the time:
-    of three tiles a block and two, whichever leaves the busiest one less to read.
-    """
+    From 17 tokens on a multiprocessor holds one block, and what it reads of the weights and of x is what takes the
+    time: of three tiles a block and two, whichever leaves the busiest one less to read."""
     shape = _SHAPES[rows]
     if capability[0] not in (9, 10):
         return _SMALLER.get(rows, shape)
@@ -74,7 +80,9 @@ def specialisation(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int
     parts = warps * 8 * -(-rows // 8) * (_TILE * tiles + 4) * 4
     shared = max(warps * stages * stage, parts)
     if shared > launcher._SHARED_BY_DEFAULT - 16 * 1024:
-        shared = max(shared, launcher._SHARED_BY_DEFAULT + 16)  # with its static part it passes what needs no permission: so ask
+        shared = max(
+            shared, launcher._SHARED_BY_DEFAULT + 16
+        )  # with its static part it passes what needs no permission: so ask
     value = ("VALUE_BF16" if dtype == torch.bfloat16 else "VALUE_FP16", True)
     return (value, ("D_MODEL", d_model), ("TOKENS", rows), *zip(_NAMES, shape)), shared
 
@@ -151,7 +159,9 @@ class _Prepared:
         defines, shared = specialisation(dtype, d_model, rows, shape)
         found = dict(defines)
         neurons, threads = (_TILE * found["BANDS"], 32 * found["BLOCK_WARPS"]) if version > 1 else (_TILE, 32 * _TILE)
-        self.gate = _Kernel(f"decode_gate_v{version}", defines, (1,) * 6 + (2, 1, 1, 1), threads, shared if version > 1 else 0, device)
+        self.gate = _Kernel(
+            f"decode_gate_v{version}", defines, (1,) * 6 + (2, 1, 1, 1), threads, shared if version > 1 else 0, device
+        )
         self.down = _Kernel("decode_down", defines, (2, 1, 1, 1, 1), _DOWN_THREADS, 0, device)
         self.blocks, self.tiles, self.slabs = -(-d_ff // neurons), -(-d_ff // _TILE), -(-d_model // _SLAB)
         self.gate.slots[10] = d_ff
@@ -159,7 +169,8 @@ class _Prepared:
 
 
 def _make_context_current(index: int) -> None:
-    """Give this thread torch's context if it has none: the driver launches into it, and torch sets it only when it must."""
+    """Give this thread torch's context if it has none: the driver launches into it, and torch sets it only when it
+    must."""
     context, driver = ctypes.c_void_p(), _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context:
@@ -203,7 +214,9 @@ def decode(
             return decode(x, gate, up, down_t, gate_bias, up_bias, down_bias, stats, version)
     if not (_fit(gate) and _fit(down_t)):  # rare: copies are contiguous and aligned
         gate, down_t = (t if _fit(t) else t.clone(memory_format=torch.contiguous_format) for t in (gate, down_t))
-    gate_bias, up_bias, down_bias = (b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
+    gate_bias, up_bias, down_bias = (
+        b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias)
+    )
     key = (device.index, x.dtype, d_model, d_ff, rounded_up(tokens), version)
     try:
         found = _own.prepared[key]

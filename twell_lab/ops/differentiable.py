@@ -1,7 +1,9 @@
-"""The operator of a layer that is being trained: its output, its L1 norm, and gradients that skip the silent neurons too.
+"""The operator of a layer that is being trained: its output, its L1 norm, and gradients that skip the silent neurons
+too.
 
 `train_forward` keeps, for the backward pass, the entries that fired and nothing as wide as d_ff: for each row of x its
-survivors' columns, gate values and up values (twell_lab.ops.train_rows). `train_backward` makes every gradient from them:
+survivors' columns, gate values and up values (twell_lab.ops.train_rows). `train_backward` makes every gradient from
+them:
 
   dh = dy . down[:, j] + dl1 * sign(h)    where neuron j fired, and nowhere else; L1 reaches the gate through h = g * u
   dg = dh * u,  du = dh * g
@@ -29,15 +31,18 @@ _VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
-    "train_forward(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias) -> "
+    "train_forward(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? "
+    "down_bias) -> "
     "(Tensor y, Tensor l1, Tensor kept, Tensor down_t, Tensor spans, Tensor words, Tensor ups, Tensor lost)"
 )
 _library.define(
-    "train_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
+    "train_backward(Tensor dy, Tensor? dl1, Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
+    "Tensor? up_bias, "
     "Tensor? down_bias, Tensor kept, Tensor down_t, Tensor spans, Tensor words, Tensor ups, Tensor lost) -> Tensor[]"
 )
 _library.define(
-    "train_dense(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias) -> "
+    "train_dense(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? "
+    "down_bias) -> "
     "(Tensor y, Tensor l1, Tensor kept, Tensor g, Tensor u)"
 )
 _library.define(
@@ -59,13 +64,12 @@ def train_ffn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One feed-forward layer with gradients: (y, l1, kept).
 
-    x: [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]; gate None for a plain layer. y: [..., d_model].
-    l1: float32 [...], the sum over neurons of |h| at each token, differentiable: add it to the loss with any factor. kept: int32
-    [...], how many neurons fired. path: "twell" computes and differentiates only neurons that fire; "dense" all of
-    them, with the element-wise middle of the layer in one kernel each way. Same function, same gradients, either way.
-    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Raises InputError for arguments
-    that do not fit together.
-    """
+    x: [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]; gate None for a plain layer. y: [...,
+    d_model]. l1: float32 [...], the sum over neurons of |h| at each token, differentiable: add it to the loss with any
+    factor. kept: int32 [...], how many neurons fired. path: "twell" computes and differentiates only neurons that fire;
+    "dense" all of them, with the element-wise middle of the layer in one kernel each way. Same function, same
+    gradients, either way. Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Raises
+    InputError for arguments that do not fit together."""
     return train_layer(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)[:3]
 
 
@@ -80,8 +84,8 @@ def train_layer(
     *,
     path: str = "twell",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`train_ffn`, and how many tokens did not fit into the compact form and were finished densely: an int32 scalar on the
-    device, None where no such form was made (path "dense", and wherever `takes` says no)."""
+    """`train_ffn`, and how many tokens did not fit into the compact form and were finished densely: an int32 scalar on
+    the device, None where no such form was made (path "dense", and wherever `takes` says no)."""
     checks.check_tensor("x", x)
     x, gate, up, down, gate_bias, up_bias, down_bias = checks.autocast(x, gate, up, down, gate_bias, up_bias, down_bias)
     named = dict(up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
@@ -151,10 +155,15 @@ def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, ke
     # The weights' gradients first: their workspace is freed before dx is there.
     dgate, dup, ddown_t, dgate_bias, dup_bias = train_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased)
     dx = train_rows.input_gradient(s, dh, gate, up)
-    train_lost.lost_backward(lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias)
+    train_lost.lost_backward(
+        lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias
+    )
     ddown = transpose.transposed(ddown_t)
-    biases = (None if gate_bias is None else dgate_bias, None if up_bias is None else dup_bias,
-              None if down_bias is None else dy.sum(0))  # fmt: skip
+    biases = (
+        None if gate_bias is None else dgate_bias,
+        None if up_bias is None else dup_bias,
+        None if down_bias is None else dy.sum(0),
+    )
     return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
 
 
@@ -180,7 +189,9 @@ def _nothing(x: Tensor) -> list[Tensor]:
 
 @torch.library.impl(_library, "train_backward", "CPU")
 @torch.no_grad()
-def _backward_dense_cpu(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
+def _backward_dense_cpu(
+    dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost
+):
     return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
 
 
@@ -189,7 +200,7 @@ def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
     return _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, _or_nothing(x, u))
 
 
-# ---- the dense path: torch's GEMMs, and the middle of the layer fused (h is not kept: it is made again on the way) ----
+# ---- the dense path: torch's GEMMs, and the middle of the layer fused (h is not kept, but made again) ----
 
 
 def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
@@ -201,8 +212,14 @@ def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
 def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
     """(y, l1, kept), differentiable any number of times."""
     first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
-    h = first if gate is None else first * linear(x, up, up_bias)  # torch's compiler fuses these; on a CPU nothing is gained
-    return linear(h, down, down_bias), h.abs().sum(1, dtype=_wide(h)), twell.fires(first.detach()).sum(1, dtype=torch.int32)
+    h = (
+        first if gate is None else first * linear(x, up, up_bias)
+    )  # torch's compiler fuses these; on a CPU nothing is gained
+    return (
+        linear(h, down, down_bias),
+        h.abs().sum(1, dtype=_wide(h)),
+        twell.fires(first.detach()).sum(1, dtype=torch.int32),
+    )
 
 
 def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
@@ -219,7 +236,9 @@ def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None
 def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
     g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
     h, l1, kept = _middle(g, u)
-    if u is not None and not x.is_cuda:  # a silent neuron's zero times an infinity: the kernel multiplies these as torch does
+    if (
+        u is not None and not x.is_cuda
+    ):  # a silent neuron's zero times an infinity: the kernel multiplies these as torch does
         spoilt = reference.spoilt(x, twell.fires(g))
         h[spoilt], l1[spoilt] = torch.nan, torch.nan
     with torch.autocast(x.device.type, enabled=False):
@@ -237,9 +256,16 @@ def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g
         if gate is None:
             dgate, dup, dx = None, dg.t() @ x, dg @ up
         else:
-            dgate, dup, dx = dg.t() @ x, du.t() @ x, torch.addmm(dg @ gate, du, up) if x.is_cuda else dg @ gate + du @ up
-        biases = (None if gate_bias is None else dg.sum(0), None if up_bias is None else (dg if gate is None else du).sum(0),
-                  None if down_bias is None else dy.sum(0))  # fmt: skip
+            dgate, dup, dx = (
+                dg.t() @ x,
+                du.t() @ x,
+                torch.addmm(dg @ gate, du, up) if x.is_cuda else dg @ gate + du @ up,
+            )
+        biases = (
+            None if gate_bias is None else dg.sum(0),
+            None if up_bias is None else (dg if gate is None else du).sum(0),
+            None if down_bias is None else dy.sum(0),
+        )
         return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
 
 
@@ -280,9 +306,15 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     if not takes(x, gate, up):
         return torch.empty_like(x), *facts, *_nothing(x)
     room = train_rows.capacity_for(x.shape[0], up.shape[0])
-    return (torch.empty_like(x), *facts, new(*up.shape, dtype=x.dtype), new(x.shape[0], 2, dtype=torch.int32),
-            new(room, dtype=torch.int32), new(0 if gate is None else room, dtype=torch.float32),
-            new(1 + x.shape[0], dtype=torch.int32))  # fmt: skip
+    return (
+        torch.empty_like(x),
+        *facts,
+        new(*up.shape, dtype=x.dtype),
+        new(x.shape[0], 2, dtype=torch.int32),
+        new(room, dtype=torch.int32),
+        new(0 if gate is None else room, dtype=torch.float32),
+        new(1 + x.shape[0], dtype=torch.int32),
+    )
 
 
 @torch.library.register_fake("twell_lab::train_backward", lib=_library)
@@ -294,8 +326,13 @@ def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, s
 @torch.library.register_fake("twell_lab::train_dense", lib=_library)
 def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     wide = (x.shape[0], up.shape[0])
-    return (torch.empty_like(x), x.new_empty(x.shape[0], dtype=_wide(x)), x.new_empty(x.shape[0], dtype=torch.int32), x.new_empty(wide),
-            x.new_empty(0 if gate is None else wide))  # fmt: skip
+    return (
+        torch.empty_like(x),
+        x.new_empty(x.shape[0], dtype=_wide(x)),
+        x.new_empty(x.shape[0], dtype=torch.int32),
+        x.new_empty(wide),
+        x.new_empty(0 if gate is None else wide),
+    )
 
 
 @torch.library.register_fake("twell_lab::train_dense_backward", lib=_library)
@@ -318,7 +355,9 @@ def _gradients(operator, ctx, dy, dl1, saved_for: slice):
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
     # create_graph: these gradients are to be differentiated themselves; or they are asked for many dy at once.
-    if torch.is_grad_enabled() or any(t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)):
+    if torch.is_grad_enabled() or any(
+        t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)
+    ):
         return _differentiable_gradients(dy, dl1, inputs)
     made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
     return tuple(None if t is None else d for t, d in zip(inputs, made))

@@ -18,7 +18,9 @@ from torch.nn.functional import linear
 from . import decode, hopper_dense, hopper_pack, portable
 
 _NO_TAIL = (None, None, None)
-_PIECE = 32768  # tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost
+_PIECE = (
+    32768  # tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost
+)
 _LEAST = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
 _LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
 LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
@@ -47,7 +49,8 @@ def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
 
 
 def fuses(weight: Tensor) -> bool:
-    """Whether `dense` beats torch's operations on a layer with this gate or up weight, also compiled, from LEAST_DENSE tokens."""
+    """Whether `dense` beats torch's operations on a layer with this gate or up weight, also compiled, from LEAST_DENSE
+    tokens."""
     sizes = weight.dim() == 2 and all(n and n % hopper_pack.VECTOR == 0 for n in weight.shape)
     return sizes and hopper_pack.fits(weight)
 
@@ -61,7 +64,11 @@ def _hidden(x, gate, up, gate_bias, up_bias) -> Tensor:
 
 def _hopper(x, gate, up, down, hot, tile, words) -> bool:
     first = up if gate is None else gate
-    if (tile, words) != (256, 32) or x.shape[0] < (_LEAST_HOT if hot else _LEAST) or not portable.pooled_takes(x.dtype, x.shape[1]):
+    if (
+        (tile, words) != (256, 32)
+        or x.shape[0] < (_LEAST_HOT if hot else _LEAST)
+        or not portable.pooled_takes(x.dtype, x.shape[1])
+    ):
         return False
     return hopper_pack.takes(x, first) and hopper_dense.takes(x, up, down)
 
@@ -105,13 +112,14 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y
 
 
 def _portable(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, tile, words) -> Tensor:
-    """Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself may
-    overflow float16 where the whole does not, or cancel against the hot one and leave its rounding."""
+    """Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself
+    may overflow float16 where the whole does not, or cancel against the hot one and leave its rounding."""
     return twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats, hot)
 
 
 def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats=None, hot=0) -> Tensor:
-    """The portable kernels behind torch's gate GEMM: any width and dtype, any GPU from sm_75. hot: neurons that stats leave out."""
+    """The portable kernels behind torch's gate GEMM: any width and dtype, any GPU from sm_75. hot: neurons that stats
+    leave out."""
     g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
     packed = portable.pack(g, tile, words)
     if stats is not None and x.shape[0] >= _LEAST:  # below, the extra launches would be felt
@@ -122,7 +130,10 @@ def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats
 
 
 def _count(packed: Tensor, stats: Tensor, words: int) -> None:
-    """Add this call to stats: tokens, kept entries, rows with an overflowing tile, rows computed densely (none here)."""
+    """Add this call to stats: tokens, kept entries, rows with an overflowing tile, rows computed densely (none
+    here)."""
     counts = packed[..., 0].long()
-    seen = torch.stack([counts.new_full((), packed.shape[0]), counts.sum(), (counts >= words).any(1).sum(), counts.new_zeros(())])
+    seen = torch.stack(
+        [counts.new_full((), packed.shape[0]), counts.sum(), (counts >= words).any(1).sum(), counts.new_zeros(())]
+    )
     stats.add_(seen)

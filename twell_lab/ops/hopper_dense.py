@@ -1,8 +1,8 @@
 """Launches of the Hopper kernels that compute neurons densely: kernels/sm90_gate_up.cu and kernels/sm90_down_rows.cu.
 
-They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path gives up. Everything runs
-on torch's current stream and nothing waits for the GPU. Only CUDA tensors of compute capability 9.0: `takes` says so.
-"""
+They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path gives up. Everything
+runs on torch's current stream and nothing waits for the GPU. Only CUDA tensors of compute capability 9.0: `takes` says
+so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _SHARED = -(-RING_BYTES // 1024) * 1024 + BM * 128 * 2  # and 128 columns of eve
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the kernels take these matrices: bfloat16 or float16 on one GPU of capability 9.0, all sizes of weights multiples of 8.
+    """Whether the kernels take these matrices: bfloat16 or float16 on one GPU of capability 9.0, all sizes of weights
+    multiples of 8.
 
     x: [rows, d_model]; weights may be slices of rows or columns that start on 16 bytes.
     """
@@ -65,10 +66,14 @@ def _check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = Non
         or (gate is not None and gate.shape != up.shape)
         or (down is not None and down.shape != (d_model, d_ff))
     ):
-        told = ", ".join(f"{name} {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for name, t in given.items())
+        told = ", ".join(
+            f"{name} {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for name, t in given.items()
+        )
         raise InputError(
-            f"{told}; x [rows, d_model], gate and up [d_ff, d_model] and down [d_model, d_ff] of bfloat16 or float16 on one GPU of "
-            "capability 9.0 are accepted, where d_model and d_ff are multiples of 8 and rows lie in one piece on 16 bytes"
+            f"{told}; x [rows, d_model], gate and up [d_ff, d_model] and down [d_model, d_ff] of bfloat16 or float16 "
+            f"on one GPU of "
+            "capability 9.0 are accepted, where d_model and d_ff are multiples of 8 and rows lie in one piece on 16 "
+            "bytes"
         )
 
 
@@ -76,15 +81,20 @@ def _check_biases(up: Tensor, **biases: Tensor | None) -> None:
     for name, bias in biases.items():
         length = up.shape[name == "down_bias"]
         if bias is not None and (bias.shape != (length,) or bias.dtype != up.dtype or bias.device != up.device):
-            raise InputError(f"{name} is {bias.dtype} {list(bias.shape)} on {bias.device}; {up.dtype} [{length}] on {up.device} is accepted")
+            raise InputError(
+                f"{name} is {bias.dtype} {list(bias.shape)} on {bias.device}; {up.dtype} [{length}] on {up.device} is "
+                f"accepted"
+            )
 
 
-def gate_up(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> Tensor:
+def gate_up(
+    x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> Tensor:
     """relu(x gate^T + gate_bias) * (x up^T + up_bias), or relu(x up^T + up_bias) without a gate -> h [rows, d_ff].
 
-    x: [rows, d_model]; gate and up: [d_ff, d_model], or slices of rows of such. The gate is rounded before the ReLU as torch's
-    linear rounds it; products and sums are float32; h is rounded once. Raises InputError for what `takes` refuses.
-    """
+    x: [rows, d_model]; gate and up: [d_ff, d_model], or slices of rows of such. The gate is rounded before the ReLU as
+    torch's linear rounds it; products and sums are float32; h is rounded once. Raises InputError for what `takes`
+    refuses."""
     _check(x, gate, up)
     _check_biases(up, gate_bias=gate_bias, up_bias=up_bias)
     rows, d_ff = x.shape[0], up.shape[0]
@@ -97,9 +107,8 @@ def gate_up(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None
 def _gate_up(x, gate, up, gate_bias, up_bias, h, lost, counters=None, counted=0):
     """A function of (first, rows) that fills the first rows of h [., d_ff] from rows first, first + 1, ... of x.
 
-    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where there are
-    rows, `counted` words of `counters` are set to 0.
-    """
+    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
+    there are rows, `counted` words of `counters` are set to 0."""
     gated = gate is not None
     (d_ff, d_model), device = up.shape, up.device
     of_up = _map(up)
@@ -128,13 +137,13 @@ def finish_lost(
     start: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Compute the rows of y that the packed path gave up: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i]) down^T.
+    """Compute the rows of y that the packed path gave up: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i])
+    down^T.
 
-    lost: int32 [1 + tokens], lost[0] their number, on the GPU; lost_x [tokens, d_model]: their rows of x, in that order;
-    down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens, d_model],
-    contiguous. The launches depend on `tokens` alone: two for each CHUNK tokens, which end at once where nothing is lost.
-    Raises InputError for what `takes` refuses, and for other shapes, types and layouts than these.
-    """
+    lost: int32 [1 + tokens], lost[0] their number, on the GPU; lost_x [tokens, d_model]: their rows of x, in that
+    order; down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens,
+    d_model], contiguous. The launches depend on `tokens` alone: two for each CHUNK tokens, which end at once where
+    nothing is lost. Raises InputError for what `takes` refuses, and for other shapes, types and layouts than these."""
     _check(lost_x, gate, up, down)
     _check_biases(up, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     tokens, d_model = lost_x.shape
@@ -147,7 +156,9 @@ def finish_lost(
     d_ff, device = up.shape[0], y.device
     h = torch.empty(min(tokens, CHUNK), d_ff, dtype=y.dtype, device=device)
     clusters = multiprocessors(device) // _CLUSTER
-    parts = torch.empty(clusters * _WARPS * (_PART_BYTES + 4), dtype=torch.uint8, device=device)  # the counters come last
+    parts = torch.empty(
+        clusters * _WARPS * (_PART_BYTES + 4), dtype=torch.uint8, device=device
+    )  # the counters come last
     counters = ctypes.c_void_p(parts.data_ptr() + clusters * _WARPS * _PART_BYTES)
     fill = _gate_up(lost_x, gate, up, gate_bias, up_bias, h, lost, counters, clusters * _WARPS)
     given = _map(h), _map(down), _bias(down_bias), start, y, lost
@@ -162,8 +173,15 @@ def finish_lost(
 
 
 def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
-    if t.dtype != dtype or tuple(t.shape) != shape or t.device != device or not t.is_contiguous() or (t.dim() == 2 and t.data_ptr() % 16):
+    if (
+        t.dtype != dtype
+        or tuple(t.shape) != shape
+        or t.device != device
+        or not t.is_contiguous()
+        or (t.dim() == 2 and t.data_ptr() % 16)
+    ):
         raise InputError(
-            f"{name} is {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}; a contiguous {dtype} {list(shape)} on {device} "
+            f"{name} is {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}; a contiguous {dtype} "
+            f"{list(shape)} on {device} "
             "that starts on 16 bytes is accepted"
         )

@@ -1,7 +1,7 @@
 """How the Hopper kernels are launched: compute capability 9.0 alone, bf16 and fp16.
 
-As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the GPU.
-"""
+As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the
+GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def fits(*matrices: Tensor) -> bool:
-    """Whether the copy engine can read these matrices [n, d]: 16-bit values of one dtype on one Hopper GPU, whole vectors."""
+    """Whether the copy engine can read these matrices [n, d]: 16-bit values of one dtype on one Hopper GPU, whole
+    vectors."""
     first = matrices[0]
     if not (first.is_cuda and first.dtype in _DTYPES and _device(first.device.index)[0]):
         return False
@@ -53,18 +54,24 @@ def _rows_fit(m: Tensor) -> bool:
 def takes(x: Tensor, gate: Tensor) -> bool:
     """Whether gate_pack takes x [tokens, d_model] and gate [d_ff, d_model]; views of contiguous rows are fine."""
     d_ff, d_model = gate.shape
-    sizes = x.shape[1] == d_model and d_model % VECTOR == 0 and d_ff % VECTOR == 0 and d_ff > 0 and x.shape[0] < _MOST_TOKENS
+    sizes = (
+        x.shape[1] == d_model
+        and d_model % VECTOR == 0
+        and d_ff % VECTOR == 0
+        and d_ff > 0
+        and x.shape[0] < _MOST_TOKENS
+    )
     return sizes and fits(x, gate)
 
 
 def gate_pack(
     x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, lost: Tensor | None = None, version: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has them.
+    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has
+    them.
 
-    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0 for
-    the kernels that follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate).
-    """
+    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0
+    for the kernels that follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate)."""
     _check(x, gate)
     if version not in (None, *PACK_VERSIONS):
         raise InputError(f"version is {version}; {PACK_VERSIONS[0]} to {PACK_VERSIONS[-1]} are accepted")
@@ -80,7 +87,8 @@ def gate_pack(
 
 
 def dense_gate(x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, store: bool = True) -> Tensor:
-    """The same main loop without the packing: the gate [tokens, d_ff], for checks; store=False: for timing, unwritten."""
+    """The same main loop without the packing: the gate [tokens, d_ff], for checks; store=False: for timing,
+    unwritten."""
     _check(x, gate)
     out = torch.empty(x.shape[0], gate.shape[0], dtype=x.dtype, device=x.device)
     if x.shape[0]:
@@ -91,8 +99,10 @@ def dense_gate(x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, store: 
 def _check(x: Tensor, gate: Tensor) -> None:
     if not takes(x, gate):
         raise InputError(
-            f"the Hopper gate kernel takes bfloat16 or float16 on a GPU of compute capability 9.0, d_model and d_ff multiples "
-            f"of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a gate {list(gate.shape)}"
+            f"the Hopper gate kernel takes bfloat16 or float16 on a GPU of compute capability 9.0, d_model and d_ff "
+            f"multiples "
+            f"of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a gate "
+            f"{list(gate.shape)}"
         )
 
 
@@ -106,18 +116,25 @@ def _gate(x, gate, bias, out, pool, lost, version) -> None:
     sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
     arguments = (*maps, out, bias, pool, lost, *sizes)
     launcher._launch(
-        "sm90_gate_pack.cu", f"gate_pack_v{version}", defines, (grid, 1), (THREADS, 1), x.device, arguments, _PACK_SHARED
+        "sm90_gate_pack.cu",
+        f"gate_pack_v{version}",
+        defines,
+        (grid, 1),
+        (THREADS, 1),
+        x.device,
+        arguments,
+        _PACK_SHARED,
     )
 
 
 @lru_cache(maxsize=1024)
 def _gate_maps(address: int, dtype: torch.dtype, d_ff: int, d_model: int, row: int, cluster: int) -> tuple:
-    """Two maps of the gate's rows in the order in which the packing epilogue wants the columns: whole tiles, narrow tile.
+    """Two maps of the gate's rows in the order in which the packing epilogue wants the columns: whole tiles, narrow
+    tile.
 
-    After wgmma, lane q of a quad holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the weights is put there, so
-    that a lane holds `span` neighbouring columns in order: a view [tile, j, q, e, k] of the weights, which moves no data.
-    span is 64, and a quarter of the width in a narrow last tile.
-    """
+    After wgmma, lane q of a quad holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the weights is put
+    there, so that a lane holds `span` neighbouring columns in order: a view [tile, j, q, e, k] of the weights, which
+    moves no data. span is 64, and a quarter of the width in a narrow last tile."""
     row *= dtype.itemsize
     box = (BK, 2, 4, 32 // cluster, 1)
 
@@ -135,5 +152,7 @@ def builds(dtypes=_DTYPES) -> list[tuple[str, tuple]]:
     """(file, macros) of everything that gate_pack and dense_gate compile for these dtypes, for sm_90a."""
     return [
         ("sm90_gate_pack.cu", ((launcher._DEFINE[dtype], True), ("BIAS", bias), ("VERSION", version)))
-        for dtype in dtypes for bias in (0, 1) for version in (0, *PACK_VERSIONS)
-    ]  # fmt: skip
+        for dtype in dtypes
+        for bias in (0, 1)
+        for version in (0, *PACK_VERSIONS)
+    ]

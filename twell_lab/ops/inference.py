@@ -1,8 +1,8 @@
 """The operator of a layer that is not being trained: one call, one of three paths (see twell_lab.ops.dispatch).
 
 `torch.ops.twell_lab.infer` is registered for CPU and CUDA, with a fake implementation for torch.compile; it has no
-gradient. `infer_counted` also adds what it saw to `stats`, so that a layer can say how often it fires without a second pass.
-"""
+gradient. `infer_counted` also adds what it saw to `stats`, so that a layer can say how often it fires without a second
+pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PATHS = ("dense", "twell", "hot_cold")
 STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` add up
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
-_WEIGHTS = "Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? down_t, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias"
+_WEIGHTS = (
+    "Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? down_t, Tensor? gate_bias, Tensor? up_bias, "
+    "Tensor? down_bias"
+)
 _HOW = "str path, int hot, int tile, int words"
 # Two operators, because torch.compile cannot lower one that writes to an argument which may be None.
 _library.define(f"infer({_WEIGHTS}, {_HOW}) -> Tensor")
@@ -45,14 +48,13 @@ def infer(
     """(relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias on the named path, without gradients.
 
     x: [..., d_model] -> [..., d_model]; gate: None for a plain layer, where the up projection goes through the ReLU.
-    path: "dense" computes every neuron; "twell" only those that fire; "hot_cold" the first `hot` neurons densely and the
-    others as twell does. For hot_cold the neurons are in the order of the weights given: permute gate, up, down, down_t and
-    the biases so that those that fire most come first; `hot` is a multiple of 256. down_t: down transposed and contiguous,
-    if the caller keeps one. stats: int64 [4] on x's device or None; tokens, kept values of the packed neurons, rows that
-    overflowed into the pool and rows that were computed densely are added to it, where the kernels count them.
-    Under torch.autocast everything is cast first. Raises InputError for arguments that do not fit, and where a gradient
-    would be needed: `gated_ffn` and `plain_ffn` have one.
-    """
+    path: "dense" computes every neuron; "twell" only those that fire; "hot_cold" the first `hot` neurons densely and
+    the others as twell does. For hot_cold the neurons are in the order of the weights given: permute gate, up, down,
+    down_t and the biases so that those that fire most come first; `hot` is a multiple of 256. down_t: down transposed
+    and contiguous, if the caller keeps one. stats: int64 [4] on x's device or None; tokens, kept values of the packed
+    neurons, rows that overflowed into the pool and rows that were computed densely are added to it, where the kernels
+    count them. Under torch.autocast everything is cast first. Raises InputError for arguments that do not fit, and
+    where a gradient would be needed: `gated_ffn` and `plain_ffn` have one."""
     checks.check_tensor("x", x)
     check_geometry(tile, words)
     x, gate, up, down, down_t, gate_bias, up_bias, down_bias = checks.autocast(
@@ -65,7 +67,9 @@ def infer(
     _check_stats(stats, x)
     tensors = (x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise InputError("infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable")
+        raise InputError(
+            "infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable"
+        )
     checks.refuse_transforms("infer")
     if path != "dense":
         down_t = checks.transposed(down, down_t)
@@ -118,15 +122,21 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
         if stats is not None:
             kept = twell.fires(first[:, hot:])
             stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
-        if not hot or x.dtype == torch.float32:  # as on a GPU: no GEMM sums as widely as float32 values ask for, so all are packed
+        if (
+            not hot or x.dtype == torch.float32
+        ):  # as on a GPU: no GEMM sums as widely as float32 values ask for, so all are packed
             return _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=not hot)
         bias = None if up_bias is None else up_bias[:hot]
         hidden = reference.relu(first[:, :hot])
         if gate is not None:
-            hidden = torch.where(twell.fires(first[:, :hot]), hidden * linear(x, up[:hot], bias), torch.zeros_like(hidden))
+            hidden = torch.where(
+                twell.fires(first[:, :hot]), hidden * linear(x, up[:hot], bias), torch.zeros_like(hidden)
+            )
         start = linear(hidden.float(), down[:, :hot].float())  # the two parts meet in a wider type, to be rounded once
         cold_up, cold_bias = (None, None) if gate is None else (up[hot:], None if up_bias is None else up_bias[hot:])
-        y = cpu.added_to(start, x, first[:, hot:].contiguous(), cold_up, down[:, hot:], down_t[hot:], cold_bias, down_bias)
+        y = cpu.added_to(
+            start, x, first[:, hot:].contiguous(), cold_up, down[:, hot:], down_t[hot:], cold_bias, down_bias
+        )
         if gate is not None and not x.isfinite().all():
             y[reference.spoilt(x, twell.fires(first))] = torch.nan
         return y

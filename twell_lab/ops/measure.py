@@ -64,7 +64,9 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
         raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
-    needed = dtype.itemsize * (3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff))  # the layer, and what goes through it
+    needed = dtype.itemsize * (
+        3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff)
+    )  # the layer, and what goes through it
     _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
     rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
     generator = torch.Generator(device).manual_seed(seed)
@@ -94,12 +96,16 @@ def _check_sizes(**sizes: tuple[int, int]) -> None:
             raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
 
 
-def _check_room(needed: int, what: str, device: torch.device = torch.device("cpu")) -> None:
+def _check_room(needed: int, what: str, device: torch.device | None = None) -> None:
     """InputError where so many bytes are more than the device's memory, before any of it is taken."""
-    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine.memory()
+    kind = "cpu" if device is None else device.type
+    there = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else machine.memory()
     if there is not None and needed > there:
-        raise InputError(f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}; smaller sizes "
-                         "are accepted")
+        raise InputError(
+            f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {kind} has {there / 2**30:,.1f}; "
+            f"smaller sizes "
+            "are accepted"
+        )
 
 
 # ---- correctness, before any clock starts ----
@@ -108,9 +114,9 @@ def _check_room(needed: int, what: str, device: torch.device = torch.device("cpu
 def check(dense: nn.Module, sparse, x: Tensor, rows: int = 64) -> float:
     """Compare sparse with float64 on `rows` rows spread over x; returns the worst ratio to what is allowed.
 
-    sparse: what has gate, up and down projections, and is called like the layer. Raises WrongResult, naming the row, if the promise of twell_lab.ops.accuracy is broken; and if the dense module is not
-    the layer that the sparse one's weights make, since its error is what the promise allows for.
-    """
+    sparse: what has gate, up and down projections, and is called like the layer. Raises WrongResult, naming the row, if
+    the promise of twell_lab.ops.accuracy is broken; and if the dense module is not the layer that the sparse one's
+    weights make, since its error is what the promise allows for."""
     picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
     y, reached = sparse(x)[picked], dense(x)[picked]
     gate, up, down = sparse.gate, sparse.up, sparse.down
@@ -138,7 +144,9 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
     return middle, high - low
 
 
-def time_cpu(calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False) -> dict[str, list[float]]:
+def time_cpu(
+    calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False
+) -> dict[str, list[float]]:
     """Milliseconds a call, for the named calls in turn, until `seconds` are used (at least two turns, cold
     ten).
 

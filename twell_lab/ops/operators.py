@@ -6,9 +6,9 @@ once and call them. Weights are as torch.nn.Linear stores them: gate and up [d_f
 [d_model, d_ff]; x is [..., d_model]. dtypes: bfloat16, float16, float32, the same for x and every weight.
 
 `backend="simulator"` runs the CUDA kernels themselves on CPU tensors (twell_lab.simulator), slowly, for tests and
-notebooks; it is never picked otherwise. No CUDA implementation waits for the GPU. `gated_ffn` and `plain_ffn` run on the
-kernels that twell_lab.ops.dispatch picks; where gradients are not needed, `infer` also has the dense and the hot/cold path.
-"""
+notebooks; it is never picked otherwise. No CUDA implementation waits for the GPU. `gated_ffn` and `plain_ffn` run on
+the kernels that twell_lab.ops.dispatch picks; where gradients are not needed, `infer` also has the dense and the
+hot/cold path."""
 
 from __future__ import annotations
 
@@ -133,14 +133,12 @@ def gated_ffn(
 ) -> Tensor:
     """(relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias, skipping what the ReLU silences.
 
-    x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one
-    (SparseFFN does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases.
-    Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Inside torch.func's transforms, export and
-    traces torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN there
-    is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that is not finite; else
-    nobody looks (SparseFFN does, once for each change).
-    Method: arXiv 2603.23198, section 3.
-    """
+    x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one (SparseFFN
+    does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases. Under torch.autocast
+    everything is cast first, as torch.nn.functional.linear does. Inside torch.func's transforms, export and traces
+    torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN
+    there is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that
+    is not finite; else nobody looks (SparseFFN does, once for each change). Method: arXiv 2603.23198, section 3."""
     checks.check_tensor("x", x)
     check_geometry(tile, words)
     tensors = checks.autocast(x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
@@ -152,7 +150,10 @@ def gated_ffn(
         return differentiable.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
     _check_unprepared(down_t, gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     down_t = checks.transposed(down, down_t)
-    rows, simulated = x.reshape(-1, x.shape[-1]), checks.check_backend(backend, x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    rows, simulated = (
+        x.reshape(-1, x.shape[-1]),
+        checks.check_backend(backend, x, gate, up, down, down_t, gate_bias, up_bias, down_bias),
+    )
     rows, gate, up = _as_kernels_read(simulated, rows, gate, up)
     tensors = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     operator = _gated_ffn_cuda if simulated else _pick("gated_ffn", tensors, _gated_ffn_cpu, _gated_ffn_cuda)
@@ -198,21 +199,25 @@ def _check_unprepared(down_t: Tensor | None, **weights: Tensor | None) -> None:
 
 
 def _as_kernels_read(simulated: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous for the kernels. On a CPU as they came: torch's dense layer sums over other strides in another order."""
+    """Contiguous for the kernels. On a CPU as they came: torch's dense layer sums over other strides in another
+    order."""
     return tuple(t.contiguous() if t.is_cuda or simulated else t for t in tensors)
 
 
 def _learning(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for on a GPU: a forward pass for training saves what its sparse backward pass needs."""
+    """Whether a gradient is asked for on a GPU: a forward pass for training saves what its sparse backward pass
+    needs."""
     return tensors[0].is_cuda and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
     """The operator, or, where nothing but its kernel would see the call, the kernel itself.
 
-    torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and for gradients.
-    """
-    seen = checks.watched(*tensors) or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and
+    for gradients."""
+    seen = checks.watched(*tensors) or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    )
     return getattr(torch.ops.twell_lab, name) if seen else on_cuda if tensors[0].is_cuda else on_cpu
 
 
@@ -314,7 +319,7 @@ def _(x, up, down, down_t, up_bias, down_bias, tile, words):
     return torch.empty_like(x)
 
 
-# ---- autograd: by torch's operations. On a GPU the functions above take twell_lab.ops.differentiable instead, for a sparse backward ----
+# ---- autograd: by torch's operations. On a GPU the functions above take ops.differentiable, for a sparse backward ----
 
 
 def _save_for_backward(ctx, inputs, output):

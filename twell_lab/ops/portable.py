@@ -22,8 +22,12 @@ _TEAMS = 8  # teams that share a token when there are few
 _FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
 _MANY_TOKENS = 32  # tokens a multiprocessor, from which on two passes with one weight matrix each pay
 _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
-POOLED_FILES = [("smxx_gated.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True}),
-                ("smxx_up.cu", {"POOL": True}), ("smxx_down.cu", {"POOL": True, "HIDDEN": True})]  # fmt: skip
+POOLED_FILES = [
+    ("smxx_gated.cu", {"POOL": True}),
+    ("smxx_down.cu", {"POOL": True}),
+    ("smxx_up.cu", {"POOL": True}),
+    ("smxx_down.cu", {"POOL": True, "HIDDEN": True}),
+]
 _TWO_PASS_ROWS = 32768  # rows whose hidden values lie between the two passes at once: a multiple of the pool's groups
 _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
 
@@ -33,7 +37,9 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     from ..formats.twell import check_geometry, word_dtype
 
     if gate.dim() != 2 or gate.dtype not in _DEFINE:
-        raise InputError(f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted")
+        raise InputError(
+            f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted"
+        )
     check_geometry(tile, words)
     gate = gate.contiguous()
     rows, columns = gate.shape
@@ -49,7 +55,8 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
         version = 4 if vectors else 2
     elif version not in _PACK_BLOCKS or (version > 2 and not vectors):
         raise InputError(
-            f"version is {version}; 1 and 2 are accepted, and 3 and 4 where d_ff and tile are multiples of {vector} and the "
+            f"version is {version}; 1 and 2 are accepted, and 3 and 4 where d_ff and tile are multiples of {vector} "
+            f"and the "
             f"gate lies on a 16-byte boundary (d_ff is {columns}, tile {tile})"
         )
     block, tiles_a_block = _PACK_BLOCKS[version]
@@ -120,18 +127,28 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
 
 
 def gated_pooled(
-    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats,
-    version: int | None = None, y: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x,
+    packed,
+    pool,
+    up,
+    down_t,
+    up_bias,
+    down_bias,
+    start,
+    lost,
+    lost_x,
+    stats,
+    version: int | None = None,
+    y: Tensor | None = None,
+) -> Tensor:
     """x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model] -> y [tokens, d_model].
 
     packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], as kernels/twell.cuh has them. start: float32
-    [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost: each
-    takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x there, and
-    its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the pool, lost rows.
-    version: 5 (one pass), 6 (one, with teams, for few tokens), 7 (two passes, for many). y: where to write, if not into a
-    new tensor. Raises InputError for what the kernels do not take.
-    """
+    [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost:
+    each takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x
+    there, and its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the
+    pool, lost rows. version: 5 (one pass), 6 (one, with teams, for few tokens), 7 (two passes, for many). y: where to
+    write, if not into a new tensor. Raises InputError for what the kernels do not take."""
     vectors = (x, up, down_t, down_bias, start, lost_x, y)
     _check_pooled(x, packed, pool, up.shape[0], vectors, lost, lost_x, version, (5, 6, 7))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
@@ -141,10 +158,15 @@ def gated_pooled(
     if version < 7:
         _pooled("gated", version, 5, y, (x, packed, pool, *weights, start, y, lost, lost_x, stats), up.shape[0])
         return y
-    hidden, beside = (torch.empty(t[:n].shape, dtype=torch.float32, device=x.device)
-                      for t, n in ((packed, _TWO_PASS_ROWS), (pool, _TWO_PASS_ROWS // POOL_ROWS)))  # fmt: skip
+    hidden, beside = (
+        torch.empty(t[:n].shape, dtype=torch.float32, device=x.device)
+        for t, n in ((packed, _TWO_PASS_ROWS), (pool, _TWO_PASS_ROWS // POOL_ROWS))
+    )
     for first in range(0, len(y), _TWO_PASS_ROWS):
-        part = [t if t is None or len(y) <= _TWO_PASS_ROWS else t[first : first + _TWO_PASS_ROWS] for t in (y, x, packed, start)]
+        part = [
+            t if t is None or len(y) <= _TWO_PASS_ROWS else t[first : first + _TWO_PASS_ROWS]
+            for t in (y, x, packed, start)
+        ]
         group = pool[first // POOL_ROWS :]
         _pooled("up", 1, 1, part[0], (*part[1:3], group, up, up_bias, hidden, beside, lost, lost_x), up.shape[0], first)
         rest = (part[2], group, hidden, beside, down_t, down_bias, part[3], part[0], stats)
@@ -155,11 +177,11 @@ def gated_pooled(
 def down_pooled(
     x, packed, pool, down_t, bias, start, lost, lost_x, stats, version: int | None = None, y: Tensor | None = None
 ) -> Tensor:
-    """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model]; see gated_pooled.
+    """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model]; see
+    gated_pooled.
 
-    x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for few
-    tokens. y: where to write, if not into a new tensor.
-    """
+    x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for
+    few tokens. y: where to write, if not into a new tensor."""
     _check_pooled(x, packed, pool, down_t.shape[0], (x, down_t, bias, start, lost_x, y), lost, lost_x, version, (4, 5))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
     arguments = (x, packed, pool, down_t, bias, start, y, lost, lost_x, stats)
@@ -175,18 +197,25 @@ def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
 def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, versions) -> None:
     tokens, tiles = x.shape[0], -(-columns // TILE)
     if not pooled_takes(x.dtype, x.shape[1]):
-        raise InputError(f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384")
+        raise InputError(
+            f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384"
+        )
     if packed.shape != (tokens, tiles, WORDS) or pool.shape != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
         raise InputError(
-            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {columns} columns make "
+            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {columns} columns "
+            f"make "
             f"{[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
         )
     if lost is None or lost_x is None or lost.numel() <= tokens or lost_x.numel() < x.numel():
-        raise InputError(f"lost and lost_x are for {tokens} rows: int32 [{1 + tokens}] and {x.dtype} {list(x.shape)} are accepted")
+        raise InputError(
+            f"lost and lost_x are for {tokens} rows: int32 [{1 + tokens}] and {x.dtype} {list(x.shape)} are accepted"
+        )
     if version not in (None, *versions):
         raise InputError(f"version is {version}; {', '.join(map(str, versions))} take a pool")
     if not _aligned(*vectors):
-        raise InputError("the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them")
+        raise InputError(
+            "the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them"
+        )
 
 
 def _pooled(name, version, one, y, tensors, columns, *more) -> None:

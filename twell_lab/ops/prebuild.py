@@ -29,7 +29,8 @@ _THREADS = 8  # the compiler runs outside of Python's lock
 
 
 def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
-    """(file, architecture, macros) of every kernel that a GPU of `arch` may be asked for, for these values and widths."""
+    """(file, architecture, macros) of every kernel that a GPU of `arch` may be asked for, for these values and
+    widths."""
     number = int(arch.removeprefix("sm_"))
     found: list[tuple[str, tuple]] = []
     for dtype in dtypes:
@@ -57,13 +58,17 @@ def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
     return [(file, target(file), defines) for file, defines in dict.fromkeys(found)]
 
 
-def prebuild(folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+def prebuild(
+    folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] | None = None
+) -> list[str]:
     """Compile every kernel for these targets into `folder`, for TWELL_LAB_CUBINS elsewhere; the cubins' names.
 
     progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written.
     """
     try:  # before a minute is spent on compiling
-        folders.make_folder(folder, 0o755)  # not writable by others, whatever the umask: TWELL_LAB_CUBINS would refuse it
+        folders.make_folder(
+            folder, 0o755
+        )  # not writable by others, whatever the umask: TWELL_LAB_CUBINS would refuse it
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -1,7 +1,7 @@
 """The gradients of a sparse layer's weights: the survivors of its forward pass are sorted by neuron and summed up.
 
-See kernels/columns.cuh, smxx_columns.cu and smxx_weight_gradients.cu. CUDA tensors run on torch's current stream, nothing waits
-for the GPU; CPU tensors run the same kernels in twell_lab.simulator. The same input gives the same bits.
+See kernels/columns.cuh, smxx_columns.cu and smxx_weight_gradients.cu. CUDA tensors run on torch's current stream,
+nothing waits for the GPU; CPU tensors run the same kernels in twell_lab.simulator. The same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ MOST_COLUMNS = 65536  # a survivor's column has 16 bits
 _MOST_CHUNKS = 256  # MOST_CHUNKS of smxx_columns.cu
 _COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
 _LEAST_ROWS = 16  # rows of a chunk
-_COUNT_SLAB, _FILL_SLAB, _THREADS = 16384, 8192, 512  # COUNT_SLAB, FILL_SLAB, COUNT_THREADS and FILL_THREADS of smxx_columns.cu
+_COUNT_SLAB, _FILL_SLAB, _THREADS = (
+    16384,
+    8192,
+    512,
+)  # COUNT_SLAB, FILL_SLAB, COUNT_THREADS and FILL_THREADS of smxx_columns.cu
 _BLOCK_WARPS, _CLASSES = 8, 9  # BLOCK_WARPS and CLASSES of columns.cuh
 _PLAN_INTS = 22  # sizeof(Plan) / 4
 _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
@@ -33,8 +37,9 @@ _WIDTH = 256  # columns of x and dy that a warp sums up at a time: SLAB of smxx_
 
 @dataclass(frozen=True)
 class Columns:
-    """The survivors by neuron. records: int32 [capacity, 4] (token, then the bits of float32 dgate_of, dup_of, hidden), those of
-    neuron j from starts[j] to starts[j + 1], tokens ascending; the rest as described in kernels/columns.cuh."""
+    """The survivors by neuron. records: int32 [capacity, 4] (token, then the bits of float32 dgate_of, dup_of, hidden),
+    those of neuron j from starts[j] to starts[j + 1], tokens ascending; the rest as described in
+    kernels/columns.cuh."""
 
     records: Tensor
     starts: Tensor
@@ -49,16 +54,19 @@ def builds(dtypes) -> list[tuple[str, tuple]]:
     found = []
     for dtype in dtypes:
         value = (launcher._DEFINE[dtype], True)
-        found += [("smxx_columns.cu", (value,)), ("smxx_weight_gradients.cu", (value,)),
-                  ("smxx_weight_gradients.cu", (value, ("GATED", 0)))]  # fmt: skip
+        found += [
+            ("smxx_columns.cu", (value,)),
+            ("smxx_weight_gradients.cu", (value,)),
+            ("smxx_weight_gradients.cu", (value, ("GATED", 0))),
+        ]
     return found
 
 
 def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: int = _MOST_PIECES) -> Columns:
     """The survivors s, whose values are of `dtype`, with dh float32 [capacity], sorted by neuron.
 
-    pieces: what the longest lists may be cut into, in all. Raises InputError for more tokens than the counts have bits for.
-    """
+    pieces: what the longest lists may be cut into, in all. Raises InputError for more tokens than the counts have bits
+    for."""
     tokens, device = len(s.spans), dh.device
     ints = lambda *shape: torch.empty(*shape, dtype=torch.int32, device=device)  # noqa: E731
     chunks = max(1, min(_MOST_CHUNKS, _COUNTS // d_ff))
@@ -70,12 +78,44 @@ def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: i
     found = Columns(ints(len(s.words), 4), ints(d_ff + 1), ints(d_ff), ints(pieces, 2), ints(d_ff), ints(_PLAN_INTS))
     defines = ((launcher._DEFINE[dtype], True),)
     run = lambda name, grid, threads, *arguments: launcher._launch(  # noqa: E731
-        "smxx_columns.cu", f"columns_{name}_v2", defines, grid, (threads, 1), device,
-        [ctypes.c_int(a) if isinstance(a, int) else a for a in arguments])  # fmt: skip
+        "smxx_columns.cu",
+        f"columns_{name}_v2",
+        defines,
+        grid,
+        (threads, 1),
+        device,
+        [ctypes.c_int(a) if isinstance(a, int) else a for a in arguments],
+    )
     run("count", (chunks, -(-d_ff // _COUNT_SLAB)), _THREADS, s.spans, s.words, counts, tokens, d_ff, rows)
     run("scan", (-(-d_ff // 32), 1), 1024, counts, totals, chunks, d_ff)
-    run("plan", (1, 1), 1024, totals, found.starts, found.order, found.pieces, found.first_piece, found.plan, d_ff, _UNITS_A_PIECE * pieces)
-    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), _THREADS, s.spans, s.words, s.ups, dh, counts, found.starts, found.records, tokens, d_ff, rows)
+    run(
+        "plan",
+        (1, 1),
+        1024,
+        totals,
+        found.starts,
+        found.order,
+        found.pieces,
+        found.first_piece,
+        found.plan,
+        d_ff,
+        _UNITS_A_PIECE * pieces,
+    )
+    run(
+        "fill",
+        (chunks, -(-d_ff // _FILL_SLAB)),
+        _THREADS,
+        s.spans,
+        s.words,
+        s.ups,
+        dh,
+        counts,
+        found.starts,
+        found.records,
+        tokens,
+        d_ff,
+        rows,
+    )
     return found
 
 
@@ -84,13 +124,12 @@ def weight_gradients(
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """(dgate, dup, ddown_t, dgate_bias, dup_bias), of x's dtype: [d_ff, d_model], the biases' [d_ff].
 
-    x, dy: [tokens, d_model], 16-bit, rows of a multiple of 8 values; s: the survivors of x; dh: float32 [capacity], the gradient of
-    each survivor's h. With g, u, h of a survivor at (t, j), and dg = dh u, du = dh g: dgate[j] = sum of dg x[t], dup[j] = sum of
-    du x[t], ddown_t[j] = sum of h dy[t], the biases' the sums of dg and du. A plain layer (s.ups is None) has neither dgate nor
-    dgate_bias; its dg is dh, and dup and dup_bias are made of that. Without `biases` both are None. Lost rows add nothing.
-    Every row is written, with zeros for a neuron that never fired. Sums are float32 and rounded once. version: 1 or 2.
-    Raises InputError for what the kernels do not take.
-    """
+    x, dy: [tokens, d_model], 16-bit, rows of a multiple of 8 values; s: the survivors of x; dh: float32 [capacity], the
+    gradient of each survivor's h. With g, u, h of a survivor at (t, j), and dg = dh u, du = dh g: dgate[j] = sum of dg
+    x[t], dup[j] = sum of du x[t], ddown_t[j] = sum of h dy[t], the biases' the sums of dg and du. A plain layer (s.ups
+    is None) has neither dgate nor dgate_bias; its dg is dh, and dup and dup_bias are made of that. Without `biases`
+    both are None. Lost rows add nothing. Every row is written, with zeros for a neuron that never fired. Sums are
+    float32 and rounded once. version: 1 or 2. Raises InputError for what the kernels do not take."""
     x, dy, dh = x.contiguous(), dy.contiguous(), dh.contiguous()
     _check(x, dy, s, dh, d_ff, version)
     (tokens, d_model), gated = x.shape, s.ups is not None
@@ -105,11 +144,20 @@ def weight_gradients(
     defines = ((launcher._DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
     size = ctypes.c_int(d_model)
     run = lambda name, grid, threads, *arguments: launcher._launch(  # noqa: E731
-        "smxx_weight_gradients.cu", f"weight_gradients_{name}", defines, grid, (threads, 1), x.device, (*arguments, *outputs, size))
+        "smxx_weight_gradients.cu",
+        f"weight_gradients_{name}",
+        defines,
+        grid,
+        (threads, 1),
+        x.device,
+        (*arguments, *outputs, size),
+    )
     if version == 1:
         run("v1", (d_ff, -(-d_model // 128)), 128, x, dy, columns.starts, columns.records)
         return outputs
-    partials, bias_partials = (torch.empty(pieces, width, dtype=torch.float32, device=x.device) for width in (sums * d_model, 2))
+    partials, bias_partials = (
+        torch.empty(pieces, width, dtype=torch.float32, device=x.device) for width in (sums * d_model, 2)
+    )
     blocks = _most_blocks(d_ff, pieces)
     plan = (columns.starts, columns.order, columns.pieces, columns.plan, columns.records)
     run("v2", (blocks, -(-d_model // _WIDTH)), 256, x, dy, *plan, partials, bias_partials)
@@ -119,18 +167,24 @@ def weight_gradients(
 
 
 def _most_blocks(d_ff: int, pieces: int) -> int:
-    """Blocks that a plan has at most: a warp for each list, or less than two for each unit of it, rounded up class by class."""
+    """Blocks that a plan has at most: a warp for each list, or less than two for each unit of it, rounded up class by
+    class."""
     return -(-(d_ff + 2 * _UNITS_A_PIECE * pieces) // _BLOCK_WARPS) + _CLASSES
 
 
 def _check(x: Tensor, dy: Tensor, s: Survivors, dh: Tensor, d_ff: int, version: int) -> None:
     if x.dim() != 2 or not portable.pooled_takes(x.dtype, x.shape[1]):
-        raise InputError(f"x is {x.dtype} {list(x.shape)}; bfloat16 and float16 rows of a multiple of 8 values, up to 16384, are accepted")
+        raise InputError(
+            f"x is {x.dtype} {list(x.shape)}; bfloat16 and float16 rows of a multiple of 8 values, up to 16384, are "
+            f"accepted"
+        )
     if dy.shape != x.shape or dy.dtype != x.dtype:
         raise InputError(f"dy is {dy.dtype} {list(dy.shape)}; what x is, {x.dtype} {list(x.shape)}, is accepted")
     if len(s.spans) != len(x) or dh.dtype != torch.float32 or dh.shape != s.words.shape:
-        raise InputError(f"the survivors are of {len(s.spans)} rows and dh is {dh.dtype} {list(dh.shape)}; {len(x)} rows and "
-                         f"float32 {list(s.words.shape)} are accepted")  # fmt: skip
+        raise InputError(
+            f"the survivors are of {len(s.spans)} rows and dh is {dh.dtype} {list(dh.shape)}; {len(x)} rows and "
+            f"float32 {list(s.words.shape)} are accepted"
+        )
     if not 0 < d_ff <= MOST_COLUMNS:
         raise InputError(f"d_ff is {d_ff}; 1 to {MOST_COLUMNS} is accepted")
     if version not in (1, 2):

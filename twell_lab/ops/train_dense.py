@@ -22,10 +22,10 @@ _ROWS_A_BLOCK = 8
 def dense_hidden(g: Tensor, u: Tensor | None, version: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(h, l1, kept) of g and u [tokens, d_ff] before the ReLU; u None for a plain layer.
 
-    h = relu(g) * u, or relu(g), in g's dtype, rounded once and as torch gives it, NaN included; l1 float32 [tokens]: the
-    sum of |h| of each row, of the rounded h, added in float32 (float64 where g is float32); kept int32 [tokens]: how many
-    neurons of each row fire (reference.fires). version: 1 (any d_ff) or 2 (16 bytes at a time). Raises InputError.
-    """
+    h = relu(g) * u, or relu(g), in g's dtype, rounded once and as torch gives it, NaN included; l1 float32 [tokens]:
+    the sum of |h| of each row, of the rounded h, added in float32 (float64 where g is float32); kept int32 [tokens]:
+    how many neurons of each row fire (reference.fires). version: 1 (any d_ff) or 2 (16 bytes at a time). Raises
+    InputError."""
     rows, _ = _check("dense_hidden", g, u)
     h = torch.empty_like(g)
     l1 = torch.empty(rows, dtype=torch.float32, device=g.device)
@@ -37,15 +37,20 @@ def dense_hidden(g: Tensor, u: Tensor | None, version: int | None = None) -> tup
 def dense_gradients(
     g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None, version: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(h, dg, du) from the gradient dh [tokens, d_ff] of h, and dl1 float32 [tokens] or None, that of dense_hidden's l1.
+    """(h, dg, du) from the gradient dh [tokens, d_ff] of h, and dl1 float32 [tokens] or None, that of dense_hidden's
+    l1.
 
     With d = dh + dl1 * sign(h), not rounded: dg = d * u (plain: d) where g fires, else 0; du = d * relu(g), None for a
-    plain layer. h is that of dense_hidden, for the gradient of the down weight. dg is written over dh's memory and is dh.
-    Raises InputError.
-    """
+    plain layer. h is that of dense_hidden, for the gradient of the down weight. dg is written over dh's memory and is
+    dh. Raises InputError."""
     rows, _ = _check("dense_gradients", g, u, dh)
-    if dl1 is not None and (dl1.dtype != torch.float32 or dl1.shape != (rows,) or dl1.device != g.device or not dl1.is_contiguous()):
-        raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)} on {dl1.device}; contiguous float32 [{rows}] on {g.device} is accepted")
+    if dl1 is not None and (
+        dl1.dtype != torch.float32 or dl1.shape != (rows,) or dl1.device != g.device or not dl1.is_contiguous()
+    ):
+        raise InputError(
+            f"dl1 is {dl1.dtype} {list(dl1.shape)} on {dl1.device}; contiguous float32 [{rows}] on {g.device} is "
+            f"accepted"
+        )
     h = torch.empty_like(g)
     du = None if u is None else torch.empty_like(g)
     _rows("dense_gradients", version, g, (g, u, dl1, dh, h, du), (g, u, dh, h, du))
@@ -59,9 +64,13 @@ def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
 
 def _check(name: str, g: Tensor, *others: Tensor | None) -> torch.Size:
     if g.dim() != 2 or g.dtype not in _DEFINE or g.shape[1] >= 2**30:
-        raise InputError(f"g of {name} is {g.dtype} {list(g.shape)}; bfloat16, float16 or float32 [tokens, d_ff] is accepted")
+        raise InputError(
+            f"g of {name} is {g.dtype} {list(g.shape)}; bfloat16, float16 or float32 [tokens, d_ff] is accepted"
+        )
     for t in (g, *others):
-        if t is not None and (t.shape != g.shape or t.dtype != g.dtype or t.device != g.device or not t.is_contiguous()):
+        if t is not None and (
+            t.shape != g.shape or t.dtype != g.dtype or t.device != g.device or not t.is_contiguous()
+        ):
             raise InputError(
                 f"{name} got a tensor {t.dtype} {list(t.shape)} on {t.device}, strides {t.stride()}; "
                 f"contiguous {g.dtype} {list(g.shape)} on {g.device}, as g is, is accepted"
@@ -75,7 +84,9 @@ def _rows(name: str, version: int | None, g: Tensor, arguments: tuple, vectors: 
         return
     wide = d_ff % (16 // g.element_size()) == 0 and _aligned(*vectors)
     if version not in (None, 1, 2) or (version == 2 and not wide):
-        raise InputError(f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})")
+        raise InputError(
+            f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})"
+        )
     version = version or 1 + wide
     sizes = (ctypes.c_longlong(rows), ctypes.c_int(d_ff))
     grid, block = (-(-rows // _ROWS_A_BLOCK), 1), (32 * _ROWS_A_BLOCK, 1)

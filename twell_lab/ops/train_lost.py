@@ -1,9 +1,10 @@
-"""Launching the kernels for the rows that a sparse training step cannot hold (kernels/smxx_train_lost.cu, smxx_lost_weights.cu).
+"""Launching the kernels for the rows that a sparse training step cannot hold (kernels/smxx_train_lost.cu,
+smxx_lost_weights.cu).
 
-How many rows are lost, and which, only the GPU knows: `lost`, int32 [1 + tokens], holds their count and then their numbers,
-ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's current
-stream, CPU tensors in twell_lab.simulator; nothing waits for the GPU. The same input gives the same bits on the same GPU.
-"""
+How many rows are lost, and which, only the GPU knows: `lost`, int32 [1 + tokens], holds their count and then their
+numbers, ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's
+current stream, CPU tensors in twell_lab.simulator; nothing waits for the GPU. The same input gives the same bits on the
+same GPU."""
 
 from __future__ import annotations
 
@@ -25,16 +26,24 @@ _MOST_ENTRIES = 48 << 20  # bytes of what lost_backward leaves for lost_weights
 
 
 def lost_forward(
-    lost: Tensor, x: Tensor, gate: Tensor | None, up: Tensor, down_t: Tensor, gate_bias: Tensor | None,
-    up_bias: Tensor | None, down_bias: Tensor | None, y: Tensor, l1: Tensor, kept: Tensor,
-) -> None:  # fmt: skip
+    lost: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down_t: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    y: Tensor,
+    l1: Tensor,
+    kept: Tensor,
+) -> None:
     """Write the lost rows of y, l1 and kept.
 
-    x and y [tokens, d_model]; gate (None: a plain layer), up, down_t [d_ff, d_model]; biases [d_ff], [d_ff], [d_model] or None;
-    l1 float32 [tokens]: sum of |h|; kept int32 [tokens]: neurons that fire. bfloat16 or float16, d_model a multiple of 8 up
-    to 16384. The gate is rounded to x's type before it is tested and used, as torch's linear gives it; u and h are not
-    rounded, y once. Where x's row is not finite, y's row and l1 are NaN. Raises InputError.
-    """
+    x and y [tokens, d_model]; gate (None: a plain layer), up, down_t [d_ff, d_model]; biases [d_ff], [d_ff], [d_model]
+    or None; l1 float32 [tokens]: sum of |h|; kept int32 [tokens]: neurons that fire. bfloat16 or float16, d_model a
+    multiple of 8 up to 16384. The gate is rounded to x's type before it is tested and used, as torch's linear gives it;
+    u and h are not rounded, y once. Where x's row is not finite, y's row and l1 are NaN. Raises InputError."""
     _check(lost, x, gate, up, down_t, gate_bias, up_bias, l1)
     _same("y and down_bias", x, (y, x.shape), (down_bias, x.shape[1:]))
     if kept.dtype != torch.int32 or kept.shape != x.shape[:1] or l1 is None:
@@ -45,28 +54,54 @@ def lost_forward(
     sums = torch.empty(blocks, _ROWS, x.shape[1], dtype=torch.float32, device=x.device)
     part_l1 = torch.empty(blocks, _ROWS, dtype=torch.float32, device=x.device)
     part_kept = torch.empty(blocks, _ROWS, dtype=torch.int32, device=x.device)
-    _run("lost_forward_v1", blocks, x, up,
-         (lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept, sums, part_l1, part_kept))  # fmt: skip
+    _run(
+        "lost_forward_v1",
+        blocks,
+        x,
+        up,
+        (lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept, sums, part_l1, part_kept),
+    )
     _run("lost_finish_v1", _grid(x), x, up, (lost, down_bias, y, l1, kept, sums, part_l1, part_kept), blocks)
 
 
 def lost_backward(
-    lost: Tensor, x: Tensor, dy: Tensor, dl1: Tensor | None, gate: Tensor | None, up: Tensor, down_t: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, dx: Tensor, dgate: Tensor | None, dup: Tensor, ddown_t: Tensor,
-    dgate_bias: Tensor | None, dup_bias: Tensor | None,
-) -> None:  # fmt: skip
+    lost: Tensor,
+    x: Tensor,
+    dy: Tensor,
+    dl1: Tensor | None,
+    gate: Tensor | None,
+    up: Tensor,
+    down_t: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    dx: Tensor,
+    dgate: Tensor | None,
+    dup: Tensor,
+    ddown_t: Tensor,
+    dgate_bias: Tensor | None,
+    dup_bias: Tensor | None,
+) -> None:
     """Write the lost rows of dx, and add what they give to the weights' and biases' gradients.
 
-    dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. dgate (None: a plain layer), dup and ddown_t
-    like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to each row of a neuron that fired the sum
-    over the lost rows, ascending, is added in float32, and the result rounded once; other rows are not touched. Where
-    x's row is not finite, dx's row is NaN and nothing is added. Otherwise see lost_forward.
-    """
+    dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. dgate (None: a plain layer), dup and
+    ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to each row of a neuron that
+    fired the sum over the lost rows, ascending, is added in float32, and the result rounded once; other rows are not
+    touched. Where x's row is not finite, dx's row is NaN and nothing is added. Otherwise see lost_forward."""
     _check(lost, x, gate, up, down_t, gate_bias, up_bias, dl1)
     _same("dy and dx", x, (dy, x.shape), (dx, x.shape))
-    _same("gradients", x, (dgate, up.shape), (dup, up.shape), (ddown_t, up.shape), (dgate_bias, up.shape[:1]), (dup_bias, up.shape[:1]))
+    _same(
+        "gradients",
+        x,
+        (dgate, up.shape),
+        (dup, up.shape),
+        (ddown_t, up.shape),
+        (dgate_bias, up.shape[:1]),
+        (dup_bias, up.shape[:1]),
+    )
     if dup is None or ddown_t is None or (gate is None) != (dgate is None) or (gate is None and dgate_bias is not None):
-        raise InputError("dup and ddown_t are needed, and dgate (perhaps dgate_bias) exactly where the layer has a gate")
+        raise InputError(
+            "dup and ddown_t are needed, and dgate (perhaps dgate_bias) exactly where the layer has a gate"
+        )
     if not len(x):
         return
     (d_ff, d_model), here = up.shape, {"dtype": torch.float32, "device": x.device}
@@ -74,7 +109,9 @@ def lost_backward(
     room = min(len(x), max(_MOST_ENTRIES // (4 * planes * _NEURONS * groups), 1))
     blocks, others = _blocks(x), min(_grid(x), -(-d_ff // _OWN))
     sums = torch.empty(blocks, _ROWS, d_model, **here)
-    least = planes * _OWN * _PIECE * -(-d_model // _PIECE)  # where entries find no room, sums of one block at least must
+    least = (
+        planes * _OWN * _PIECE * -(-d_model // _PIECE)
+    )  # where entries find no room, sums of one block at least must
     entries = torch.empty(max(planes * groups * room * _NEURONS, least), **here)
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx)
     _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries, ctypes.c_int(room)))
@@ -104,14 +141,27 @@ def _run(name: str, blocks: int, x: Tensor, up: Tensor, arguments: tuple, *more:
 
 def _check(lost, x, gate, up, down_t, gate_bias, up_bias, by_row) -> None:
     if x.dim() != 2 or not pooled_takes(x.dtype, x.shape[1]):
-        raise InputError(f"x is {x.dtype} {list(x.shape)}; bfloat16 or float16 rows of a multiple of 8, up to 16384, are accepted")
+        raise InputError(
+            f"x is {x.dtype} {list(x.shape)}; bfloat16 or float16 rows of a multiple of 8, up to 16384, are accepted"
+        )
     if up.dim() != 2 or not 1 <= up.shape[0] <= 65536:
         raise InputError(f"up is {list(up.shape)}; [d_ff, {x.shape[1]}] with d_ff from 1 to 65536 is accepted")
     shape = (up.shape[0], x.shape[1])
-    _same("x and the weights", x, (x, x.shape), (gate, shape), (up, shape), (down_t, shape), (gate_bias, shape[:1]), (up_bias, shape[:1]))
+    _same(
+        "x and the weights",
+        x,
+        (x, x.shape),
+        (gate, shape),
+        (up, shape),
+        (down_t, shape),
+        (gate_bias, shape[:1]),
+        (up_bias, shape[:1]),
+    )
     if lost.dtype != torch.int32 or lost.shape != (1 + len(x),) or lost.device != x.device or not lost.is_contiguous():
         raise InputError(f"lost is {lost.dtype} {list(lost.shape)}; int32 [{1 + len(x)}] on {x.device} is accepted")
-    if by_row is not None and (by_row.dtype != torch.float32 or by_row.shape != x.shape[:1] or not by_row.is_contiguous()):
+    if by_row is not None and (
+        by_row.dtype != torch.float32 or by_row.shape != x.shape[:1] or not by_row.is_contiguous()
+    ):
         raise InputError(f"l1 or dl1 is {by_row.dtype} {list(by_row.shape)}; contiguous float32 [{len(x)}] is accepted")
 
 
@@ -122,7 +172,8 @@ def _same(what: str, x: Tensor, *wanted: tuple[Tensor | None, tuple]) -> None:
             continue
         if t.dtype != x.dtype or t.device != x.device or t.shape != tuple(shape) or not t.is_contiguous():
             raise InputError(
-                f"{what}: a tensor is {t.dtype} {list(t.shape)} on {t.device}, strides {t.stride()}; contiguous {x.dtype} "
+                f"{what}: a tensor is {t.dtype} {list(t.shape)} on {t.device}, strides {t.stride()}; contiguous "
+                f"{x.dtype} "
                 f"{list(shape)} on {x.device} is accepted"
             )
         if t.shape[-1] == x.shape[1] and not _aligned(t):

@@ -1,9 +1,10 @@
-"""How the row kernels of a training step are launched: what a layer keeps for the backward pass, and what it makes of it.
+"""How the row kernels of a training step are launched: what a layer keeps for the backward pass, and what it makes of
+it.
 
-A forward pass keeps the `Survivors` of its gate and nothing as wide as d_ff. As in twell_lab.ops.portable, tensors come checked by
-the caller as far as types and devices go, CUDA tensors run on torch's current stream and nothing waits for the GPU; CPU
-tensors run the same kernels in twell_lab.simulator. 16-bit values, rows that `launch.pooled_takes`, d_ff up to 65,536.
-"""
+A forward pass keeps the `Survivors` of its gate and nothing as wide as d_ff. As in twell_lab.ops.portable, tensors come
+checked by the caller as far as types and devices go, CUDA tensors run on torch's current stream and nothing waits for
+the GPU; CPU tensors run the same kernels in twell_lab.simulator. 16-bit values, rows that `launch.pooled_takes`, d_ff
+up to 65,536."""
 
 from __future__ import annotations
 
@@ -34,12 +35,11 @@ SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_
 class Survivors:
     """The kept entries of all rows, row by row without gaps. h = g * u, or g where ups is None (a plain layer).
 
-    spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the 16
-    bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] + up_bias[column],
-    not rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept: int32 [tokens], entries of
-    each row, l1: float32 [tokens], sum of |h|; both unwritten for lost rows, for whoever computes those to fill in. What is
-    not in use of any of them is never read and not cleared.
-    """
+    spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the
+    16 bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] +
+    up_bias[column], not rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept:
+    int32 [tokens], entries of each row, l1: float32 [tokens], sum of |h|; both unwritten for lost rows, for whoever
+    computes those to fill in. What is not in use of any of them is never read and not cleared."""
 
     spans: Tensor
     words: Tensor
@@ -69,15 +69,20 @@ def takes(dtype: torch.dtype, tokens: int, d_model: int, d_ff: int) -> bool:
 
 
 def survivors(
-    x: Tensor, packed: Tensor, pool: Tensor, up: Tensor | None, up_bias: Tensor | None, d_ff: int, capacity: int | None = None
+    x: Tensor,
+    packed: Tensor,
+    pool: Tensor,
+    up: Tensor | None,
+    up_bias: Tensor | None,
+    d_ff: int,
+    capacity: int | None = None,
 ) -> Survivors:
     """The entries of x's packed gate, with u beside each where `up` is given.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
-    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if a value of x's row is not finite, if a tile
-    of it reached past the pool, or if its entries would end past `capacity` (None: capacity_for), which then holds
-    for all rows behind it. Raises InputError for what the kernels do not take.
-    """
+    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if a value of x's row is not finite, if a
+    tile of it reached past the pool, or if its entries would end past `capacity` (None: capacity_for), which then holds
+    for all rows behind it. Raises InputError for what the kernels do not take."""
     tokens, d_model = x.shape
     capacity = capacity_for(tokens, d_ff) if capacity is None else capacity
     _check(x.dtype, d_model, d_ff, capacity, (x, up))
@@ -131,7 +136,8 @@ def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: in
 
 
 def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None, version: int = 2) -> Tensor:
-    """dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32 [tokens]."""
+    """dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32
+    [tokens]."""
     dh = torch.empty(s.capacity, dtype=torch.float32, device=dy.device)
     dy, down_t = dy.contiguous(), down_t.contiguous()
     _check(dy.dtype, dy.shape[1], down_t.shape[0], s.capacity, (dy, down_t))
@@ -166,7 +172,9 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
     if not 0 < d_ff <= MOST_COLUMNS:
         raise InputError(f"d_ff is {d_ff}; 1 to {MOST_COLUMNS} are accepted")
     if not 0 <= capacity <= _MOST_ENTRIES:
-        raise InputError(f"capacity is {capacity} entries; up to {_MOST_ENTRIES} are accepted: take fewer tokens at once")
+        raise InputError(
+            f"capacity is {capacity} entries; up to {_MOST_ENTRIES} are accepted: take fewer tokens at once"
+        )
     if not launcher._aligned(*vectors):
         raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
 
@@ -195,14 +203,17 @@ def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
         return
     if version == 2:
         shape = _SHAPES[name]
-        return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), (*arguments, ctypes.c_int(len(rows))))
+        return _run_slabs(
+            f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), (*arguments, ctypes.c_int(len(rows)))
+        )
     defines = portable.specialisation(rows.dtype, rows.shape[1])
     block = (32 * dict(defines)["WARPS"], 1)
     launcher._launch(ROWS, f"{name}_v1", defines, (len(rows), 1), block, rows.device, arguments)
 
 
 def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
-    """The dot product of each entry's row with a row of the matrix: pieces by slab, then what `finish` makes of their sums."""
+    """The dot product of each entry's row with a row of the matrix: pieces by slab, then what `finish` makes of their
+    sums."""
     if not len(rows):
         return
     shape = _SHAPES["dots"]

@@ -1,4 +1,5 @@
-"""Launching the transpose of a training step's matrices (kernels/smxx_transpose.cu). Rules as in twell_lab.ops.portable."""
+"""Launching the transpose of a training step's matrices (kernels/smxx_transpose.cu). Rules as in
+twell_lab.ops.portable."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ VECTOR = 8
 
 
 def transposed(m: Tensor) -> Tensor:
-    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for anything else."""
+    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for anything
+    else."""
     if m.dim() != 2 or m.dtype not in (torch.bfloat16, torch.float16) or m.shape[0] % VECTOR or m.shape[1] % VECTOR:
-        raise InputError(f"the matrix is {m.dtype} {list(m.shape)}; bfloat16 or float16, rows and columns multiples of {VECTOR} are accepted")
+        raise InputError(
+            f"the matrix is {m.dtype} {list(m.shape)}; bfloat16 or float16, rows and columns multiples of {VECTOR} "
+            f"are accepted"
+        )
     m = m.contiguous()
     if not launcher._aligned(m):
         m = m.clone()

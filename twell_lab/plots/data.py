@@ -7,11 +7,15 @@ from collections.abc import Iterable
 
 from ..core.errors import InputError
 
-OTHER_KERNELS = ("portable", "mma.sync")  # paths of rows that say what a layer takes on kernels which were not picked for it
+OTHER_KERNELS = (
+    "portable",
+    "mma.sync",
+)  # paths of rows that say what a layer takes on kernels which were not picked for it
 
 
 def picked(path: str) -> bool:
-    """Whether a row's path is the layer as it runs (or the dense one), rather than kernels that are there for comparison."""
+    """Whether a row's path is the layer as it runs (or the dense one), rather than kernels that are there for
+    comparison."""
     return path.partition(" (")[0] not in OTHER_KERNELS
 
 
@@ -34,12 +38,18 @@ def layer_rows(tour: dict) -> list[dict]:
     names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
     rows = []
     for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True)):
-        rows.append({"layer": name, "before": share(without["density"][i]),
-                     "after": share(sparse["density"][i]), "dead_before": without["dead"][i],
-                     "dead_after": sparse["dead"][i],
-                     "overflow": share(packed["overflow_rows"] / packed["tokens"]),
-                     "used": share(packed["slots_used"] / packed["slots"]),
-                     **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()}})
+        rows.append(
+            {
+                "layer": name,
+                "before": share(without["density"][i]),
+                "after": share(sparse["density"][i]),
+                "dead_before": without["dead"][i],
+                "dead_after": sparse["dead"][i],
+                "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+                "used": share(packed["slots_used"] / packed["slots"]),
+                **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()},
+            }
+        )
     return rows
 
 
@@ -65,14 +75,21 @@ def tile_of(twell, row: int, tile: int) -> dict:
             raise InputError(f"{name} is {value!r}; this TwELL has {name}s 0 to {end - 1}")
     stored = twell.packed[row, tile].tolist()
     first, width = tile * twell.tile, min(twell.tile, twell.shape[1] - tile * twell.tile)
-    mine = slice(*twell.tail_pointer[row:row + 2].tolist())
+    mine = slice(*twell.tail_pointer[row : row + 2].tolist())
     column, value = twell.tail_column[mine] - first, twell.tail_value[mine]
     here = (column >= 0) & (column < width)
     tail = join_words(value[here], column[here]).tolist()
     bits = 8 * twell.packed.element_size()
-    return {"row": row, "tile": tile, "width": width, "count": stored[0], "slots": words - 1,
-            "dtype": str(twell.dtype).removeprefix("torch."), "tail": [word % 2**bits for word in tail],
-            "words": [word % 2**bits for word in stored[:min(stored[0], words - 1) + 1]]}
+    return {
+        "row": row,
+        "tile": tile,
+        "width": width,
+        "count": stored[0],
+        "slots": words - 1,
+        "dtype": str(twell.dtype).removeprefix("torch."),
+        "tail": [word % 2**bits for word in tail],
+        "words": [word % 2**bits for word in stored[: min(stored[0], words - 1) + 1]],
+    }
 
 
 def decode(word: int, dtype: str) -> tuple[float, int]:

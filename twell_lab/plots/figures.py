@@ -39,15 +39,41 @@ def training_curves(results: Mapping[str, object]) -> go.Figure:
         steps = [row["step"] for row in history]
         seen = [row for row in history if row.get("val_bits_per_byte") is not None]
         group = {"legendgroup": label, "hovertemplate": "step %{x}: %{y:.3g}"}
-        figure.add_scatter(x=steps, y=[row["ce"] / math.log(2) for row in history], row=1, col=1,
-                           mode="lines", line={"color": colour, "width": 1}, opacity=0.4,
-                           name=f"{label}, training", showlegend=False, **group)
-        figure.add_scatter(x=[row["step"] for row in seen], y=[row["val_bits_per_byte"] for row in seen],
-                           row=1, col=1, mode="lines+markers", line={"color": colour}, marker={"size": 7},
-                           name=label, **group)
+        figure.add_scatter(
+            x=steps,
+            y=[row["ce"] / math.log(2) for row in history],
+            row=1,
+            col=1,
+            mode="lines",
+            line={"color": colour, "width": 1},
+            opacity=0.4,
+            name=f"{label}, training",
+            showlegend=False,
+            **group,
+        )
+        figure.add_scatter(
+            x=[row["step"] for row in seen],
+            y=[row["val_bits_per_byte"] for row in seen],
+            row=1,
+            col=1,
+            mode="lines+markers",
+            line={"color": colour},
+            marker={"size": 7},
+            name=label,
+            **group,
+        )
         width = _get(_get(result, "config"), "d_ff")
-        figure.add_scatter(x=steps, y=[100 * row["nnz"] / width for row in history], row=1, col=2,
-                           mode="lines", line={"color": colour}, name=label, showlegend=False, **group)
+        figure.add_scatter(
+            x=steps,
+            y=[100 * row["nnz"] / width for row in history],
+            row=1,
+            col=2,
+            mode="lines",
+            line={"color": colour},
+            name=label,
+            showlegend=False,
+            **group,
+        )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="bits per byte", row=1, col=1)
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero", row=1, col=2)
@@ -76,11 +102,18 @@ def firing_by_layer(profile, without=None) -> go.Figure:
     # The figures stand below the bars: above them they would collide with the whiskers.
     names = [name + _percent(share) for name, share in zip(names, mean, strict=True)]
     if without is not None:
-        figure.add_bar(x=names, y=before, name="without L1", marker_color=GREY,
-                       hovertemplate="%{y:.2f}% without L1<extra></extra>")
-    figure.add_bar(x=names, y=mean, name="with L1" if without is not None else "", marker_color=BLUE,
-                   error_y={"array": upper, "arrayminus": lower, "color": INK, "thickness": 1, "width": 4},
-                   showlegend=without is not None, hovertemplate="%{y:.2f}%<extra></extra>")
+        figure.add_bar(
+            x=names, y=before, name="without L1", marker_color=GREY, hovertemplate="%{y:.2f}% without L1<extra></extra>"
+        )
+    figure.add_bar(
+        x=names,
+        y=mean,
+        name="with L1" if without is not None else "",
+        marker_color=BLUE,
+        error_y={"array": upper, "arrayminus": lower, "color": INK, "thickness": 1, "width": 4},
+        showlegend=without is not None,
+        hovertemplate="%{y:.2f}%<extra></extra>",
+    )
     figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero")
     figure.update_xaxes(title_text="feed-forward layer")
     return styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
@@ -96,16 +129,34 @@ def neuron_frequency(profile, layer: int = 0) -> go.Figure:
         raise InputError(f"layer is {layer!r}; this profile has layers 0 to {len(layers) - 1}")
     values = sorted((100 * float(value) for value in _get(layers[layer], "neuron_frequency")), reverse=True)
     alive = [value for value in values if value > 0]
-    figure = go.Figure(go.Scatter(x=list(range(1, len(alive) + 1)), y=alive, mode="lines",
-                                  line={"color": BLUE}, hovertemplate="neuron %{x}: %{y:.3g}% of tokens"))
-    figure.update_yaxes(title_text="fires on this share of tokens, % (log scale)", type="log", dtick=1, tickformat="~g",
-                        range=[math.log10(alive[-1] / 1.5), 2.05] if alive else [-1, 2])
+    figure = go.Figure(
+        go.Scatter(
+            x=list(range(1, len(alive) + 1)),
+            y=alive,
+            mode="lines",
+            line={"color": BLUE},
+            hovertemplate="neuron %{x}: %{y:.3g}% of tokens",
+        )
+    )
+    figure.update_yaxes(
+        title_text="fires on this share of tokens, % (log scale)",
+        type="log",
+        dtick=1,
+        tickformat="~g",
+        range=[math.log10(alive[-1] / 1.5), 2.05] if alive else [-1, 2],
+    )
     figure.update_xaxes(title_text="neuron, most used first", range=[0, len(values) * 1.01])
     if len(alive) < len(values):
         figure.add_vrect(x0=len(alive), x1=len(values), fillcolor=FAINT, line_width=0, layer="below")
-        figure.add_annotation(text=f"{len(values) - len(alive)} of {len(values)}<br>never fire",
-                              align="right", x=len(values), xanchor="right", y=0.97, yref="paper",
-                              showarrow=False)
+        figure.add_annotation(
+            text=f"{len(values) - len(alive)} of {len(values)}<br>never fire",
+            align="right",
+            x=len(values),
+            xanchor="right",
+            y=0.97,
+            yref="paper",
+            showarrow=False,
+        )
     name = layer_names([_get(each, "name") for each in layers])[layer]
     return styled(figure, f"How often each neuron fires: {name}")
 
@@ -126,16 +177,34 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
     for value, column in everything:
         cells[column // across][column % across] = value
     top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
-    colours = {"colorscale": [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]], "zmin": 0, "zmax": top,
-               "showscale": False, "xgap": 2, "ygap": 2}
+    colours = {
+        "colorscale": [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]],
+        "zmin": 0,
+        "zmax": top,
+        "showscale": False,
+        "xgap": 2,
+        "ygap": 2,
+    }
     above, gap, below = 26 * down, 46, 44 * lines
     figure = make_subplots(
-        rows=2, cols=1, vertical_spacing=gap / (above + gap + below), row_heights=[above, below],
-        subplot_titles=[f"before: {at['width']} columns, 32 a line; {at['count']} hold a value",
-                        f"after: {at['slots'] + 1} words, {len(at['words'])} used: the count, then "
-                        f"column: value"])
-    figure.add_heatmap(z=cells, customdata=columns, hoverongaps=False, row=1, col=1, **colours,
-                       hovertemplate="column %{customdata}: %{z:.4g}<extra></extra>")
+        rows=2,
+        cols=1,
+        vertical_spacing=gap / (above + gap + below),
+        row_heights=[above, below],
+        subplot_titles=[
+            f"before: {at['width']} columns, 32 a line; {at['count']} hold a value",
+            f"after: {at['slots'] + 1} words, {len(at['words'])} used: the count, then column: value",
+        ],
+    )
+    figure.add_heatmap(
+        z=cells,
+        customdata=columns,
+        hoverongaps=False,
+        row=1,
+        col=1,
+        **colours,
+        hovertemplate="column %{customdata}: %{z:.4g}<extra></extra>",
+    )
     values, texts, hover = ([[None] * each for _ in range(lines)] for _ in range(3))
     for i in range(at["slots"] + 1):
         line, place = divmod(i, each)
@@ -149,15 +218,25 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
             values[line][place] = value
             texts[line][place] = f"{column}:<br>{value:.2g}"
             hover[line][place] = f"word {i}: 0x{at['words'][i]:08x} = value {value:.4g}, column {column}"
-    figure.add_heatmap(z=values, text=texts, customdata=hover, texttemplate="%{text}", textfont={"size": 10},
-                       hovertemplate="%{customdata}<extra></extra>", hoverongaps=False, row=2, col=1,
-                       **colours)
+    figure.add_heatmap(
+        z=values,
+        text=texts,
+        customdata=hover,
+        texttemplate="%{text}",
+        textfont={"size": 10},
+        hovertemplate="%{customdata}<extra></extra>",
+        hoverongaps=False,
+        row=2,
+        col=1,
+        **colours,
+    )
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, autorange="reversed")
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     rest = f"; {len(at['tail'])} more live in the tail" if at["tail"] else ""
-    return styled(figure, f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}",
-                   height=110 + above + gap + below).update_layout(margin_b=20)
+    return styled(
+        figure, f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}", height=110 + above + gap + below
+    ).update_layout(margin_b=20)
 
 
 def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "yours, now") -> go.Figure:
@@ -174,24 +253,37 @@ def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "
             ticks |= {row["tokens"] for row in points}
             colour = COLOURS[i % len(COLOURS)] if own else (ORANGE, PURPLE, SKY, GREEN)[i % 4]
             figure.add_scatter(
-                x=[row["tokens"] for row in points], y=[row["x_dense"] for row in points], name=name,
-                mode="lines+markers", marker={"symbol": "circle" if own else "diamond-open", "size": 9},
+                x=[row["tokens"] for row in points],
+                y=[row["x_dense"] for row in points],
+                name=name,
+                mode="lines+markers",
+                marker={"symbol": "circle" if own else "diamond-open", "size": 9},
                 line={"color": GREY if points[0].get("stale") else colour, "dash": "solid" if own else "dot"},
                 customdata=[[row["ms"], row["dense_ms"]] for row in points],
-                hovertemplate="%{x} tokens: %{y:.2f}x (%{customdata[0]:.3g} ms, "
-                              "dense %{customdata[1]:.3g} ms)")
+                hovertemplate="%{x} tokens: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)",
+            )
     figure.add_hline(y=1, line={"color": INK, "width": 1})
     # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
-    figure.add_annotation(x=1, xref="paper", y=0, xanchor="right", yanchor="bottom", showarrow=False,
-                          text="torch's dense layer", font={"size": 11})
+    figure.add_annotation(
+        x=1,
+        xref="paper",
+        y=0,
+        xanchor="right",
+        yanchor="bottom",
+        showarrow=False,
+        text="torch's dense layer",
+        font={"size": 11},
+    )
     figure.update_xaxes(title_text="tokens", type="log", tickvals=sorted(ticks), tickformat=",d")
     marks = [0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32]
-    figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
-                        ticktext=[f"{mark:g}x" for mark in marks])
+    figure.update_yaxes(
+        title_text="times as fast as dense", type="log", tickvals=marks, ticktext=[f"{mark:g}x" for mark in marks]
+    )
     lines = len(figure.data)
     figure = styled(figure, "Sparse feed-forward layer against torch's dense one", height=360 + 22 * lines)
-    return figure.update_layout(legend={"orientation": "v", "yanchor": "top", "y": -0.2, "x": 0},
-                                margin_b=60 + 22 * lines)
+    return figure.update_layout(
+        legend={"orientation": "v", "yanchor": "top", "y": -0.2, "x": 0}, margin_b=60 + 22 * lines
+    )
 
 
 def formats_bytes(table: list[dict]) -> go.Figure:
@@ -203,9 +295,16 @@ def formats_bytes(table: list[dict]) -> go.Figure:
     figure = go.Figure()
     for colour, kind in zip((GREY, SKY, ORANGE, BLUE), FORMATS, strict=True):
         each = [row["bytes"][kind] / row["tokens"] for row in table]
-        figure.add_bar(x=names, y=each, name=kind, marker_color=colour, textfont={"size": 10},
-                       text=[f"{value:,.0f}" for value in each], textposition="outside",
-                       hovertemplate=f"{kind}, %{{x}}: %{{y:,.0f}} bytes a token<extra></extra>")
+        figure.add_bar(
+            x=names,
+            y=each,
+            name=kind,
+            marker_color=colour,
+            textfont={"size": 10},
+            text=[f"{value:,.0f}" for value in each],
+            textposition="outside",
+            hovertemplate=f"{kind}, %{{x}}: %{{y:,.0f}} bytes a token<extra></extra>",
+        )
     figure.update_yaxes(title_text="bytes a token", rangemode="tozero", tickformat=",d")
     figure.update_xaxes(title_text="feed-forward layer")
     return styled(figure, "The same activations in four formats")
@@ -215,11 +314,16 @@ def formats_bytes(table: list[dict]) -> go.Figure:
 
 
 def styled(figure: go.Figure, title: str, height: int = 400) -> go.Figure:
-    figure.update_layout(template="plotly_white", height=height, bargap=0.25, hoverlabel={"namelength": -1},
-                         title={"text": title, "x": 0, "xref": "paper", "font": {"size": 15}},
-                         font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
-                         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
-                         margin={"l": 60, "r": 20, "t": 80, "b": 50})
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        bargap=0.25,
+        hoverlabel={"namelength": -1},
+        title={"text": title, "x": 0, "xref": "paper", "font": {"size": 15}},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
+        margin={"l": 60, "r": 20, "t": 80, "b": 50},
+    )
     return figure
 
 
@@ -241,8 +345,14 @@ def _percent(value: float) -> str:
 
 def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
     """Measurement rows grouped into named lines, in the order in which they come; mine None: recorded."""
-    rows = [row for row in rows if not row["path"].startswith("dense eager")
-            and picked(row["path"]) and row.get("x_dense") is not None and row.get("tokens")]
+    rows = [
+        row
+        for row in rows
+        if not row["path"].startswith("dense eager")
+        and picked(row["path"])
+        and row.get("x_dense") is not None
+        and row.get("tokens")
+    ]
     several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
     groups: dict[tuple, list[dict]] = {}
     for row in rows:

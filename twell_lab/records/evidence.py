@@ -85,7 +85,13 @@ def _adversarial(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _weights(dtype: torch.dtype, rows: int, d_model: int, d_ff: int) -> dict[str, Tensor]:
-    shapes = {"x": (rows, d_model), "up": (d_ff, d_model), "down_t": (d_ff, d_model), "up_bias": (d_ff,), "down_bias": (d_model,)}
+    shapes = {
+        "x": (rows, d_model),
+        "up": (d_ff, d_model),
+        "down_t": (d_ff, d_model),
+        "up_bias": (d_ff,),
+        "down_bias": (d_model,),
+    }
     return {name: torch.from_numpy(noise(shape, 10 + i)).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -94,7 +100,12 @@ def _packed(gate: Tensor, tail: bool) -> dict[str, Tensor]:
     p = TwELL.from_gate(gate)
     if not tail:
         return {"packed": p.packed, "gate": gate}
-    return {"packed": p.packed, "tail_pointer": p.tail_pointer, "tail_column": p.tail_column, "tail_value": p.tail_value}
+    return {
+        "packed": p.packed,
+        "tail_pointer": p.tail_pointer,
+        "tail_column": p.tail_column,
+        "tail_value": p.tail_value,
+    }
 
 
 def _tail(t: dict[str, Tensor]) -> tuple:
@@ -108,12 +119,24 @@ def _run_pack(t: dict[str, Tensor], version: int) -> Tensor:
 
 
 def _run_down(t: dict[str, Tensor], version: int) -> Tensor:
-    return portable.down(t["packed"], t.get("gate"), _tail(t), t["down_t"], t.get("down_bias"), t["down_t"].shape[0], 256, version)
+    return portable.down(
+        t["packed"], t.get("gate"), _tail(t), t["down_t"], t.get("down_bias"), t["down_t"].shape[0], 256, version
+    )
 
 
 def _run_gated(t: dict[str, Tensor], version: int) -> Tensor:
-    return portable.gated(t["x"], t["packed"], t.get("gate"), _tail(t), t["up"], t["down_t"], t.get("up_bias"),
-                        t.get("down_bias"), 256, version)  # fmt: skip
+    return portable.gated(
+        t["x"],
+        t["packed"],
+        t.get("gate"),
+        _tail(t),
+        t["up"],
+        t["down_t"],
+        t.get("up_bias"),
+        t.get("down_bias"),
+        256,
+        version,
+    )
 
 
 def cases() -> list[Case]:
@@ -126,11 +149,21 @@ def cases() -> list[Case]:
     plain = {name: wide[name] for name in ("down_t", "down_bias")}
     return [
         Case("pack, bf16, odd values and full tiles", "pack", (1, 2, 3, 4), {"gate": gate}, _run_pack),
-        Case("gated, bf16, two warps a token, overflow from the gate", "gated", (1, 2, 3, 4),
-             {**two_warps, **_packed(finite, tail=False)}, _run_gated),
-        Case("down, fp32, overflow from the tail", "down", (1, 2, 3),
-             {**plain, **_packed(finite.float(), tail=True)}, _run_down),
-    ]  # fmt: skip
+        Case(
+            "gated, bf16, two warps a token, overflow from the gate",
+            "gated",
+            (1, 2, 3, 4),
+            {**two_warps, **_packed(finite, tail=False)},
+            _run_gated,
+        ),
+        Case(
+            "down, fp32, overflow from the tail",
+            "down",
+            (1, 2, 3),
+            {**plain, **_packed(finite.float(), tail=True)},
+            _run_down,
+        ),
+    ]
 
 
 def counted() -> list[Case]:
@@ -141,8 +174,11 @@ def counted() -> list[Case]:
         del t["up_bias"], t["down_bias"]
         t |= _packed(_gate(tokens, d_ff, 0.05, torch.bfloat16), tail=False)
         size = f"{tokens} tokens, d_model {d_model}, d_ff {d_ff}, 5% firing, bf16"
-        found += [Case(size, "pack", (1, 2, 3, 4), t, _run_pack), Case(size, "down", (1, 2, 3), t, _run_down),
-                  Case(size, "gated", (1, 2, 3, 4), t, _run_gated)]  # fmt: skip
+        found += [
+            Case(size, "pack", (1, 2, 3, 4), t, _run_pack),
+            Case(size, "down", (1, 2, 3), t, _run_down),
+            Case(size, "gated", (1, 2, 3, 4), t, _run_gated),
+        ]
     return found
 
 
@@ -150,11 +186,15 @@ def counts_of(counts) -> dict[str, int]:
     """A simulated launch's counts (simulator.Counts) under the names of COUNTERS."""
     c = counts
     return {
-        "global_read_requests": c.global_reads.requests, "global_read_sectors": c.global_reads.sectors,
-        "global_write_requests": c.global_writes.requests, "global_write_sectors": c.global_writes.sectors,
-        "shared_read_requests": c.shared_reads.requests, "shared_read_wavefronts": c.shared_reads.wavefronts,
-        "shared_write_requests": c.shared_writes.requests, "shared_write_wavefronts": c.shared_writes.wavefronts,
-    }  # fmt: skip
+        "global_read_requests": c.global_reads.requests,
+        "global_read_sectors": c.global_reads.sectors,
+        "global_write_requests": c.global_writes.requests,
+        "global_write_sectors": c.global_writes.sectors,
+        "shared_read_requests": c.shared_reads.requests,
+        "shared_read_wavefronts": c.shared_reads.wavefronts,
+        "shared_write_requests": c.shared_writes.requests,
+        "shared_write_wavefronts": c.shared_writes.wavefronts,
+    }
 
 
 # ---- recording, on a GPU ----
@@ -163,7 +203,11 @@ def counts_of(counts) -> dict[str, int]:
 def encode(t: Tensor) -> dict:
     """A tensor as JSON: dtype, shape, and its bytes compressed."""
     data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "zlib": base64.b64encode(zlib.compress(data, 9)).decode()}
+    return {
+        "dtype": str(t.dtype).removeprefix("torch."),
+        "shape": list(t.shape),
+        "zlib": base64.b64encode(zlib.compress(data, 9)).decode(),
+    }
 
 
 def decode(found: dict) -> Tensor:
@@ -180,8 +224,14 @@ def outputs_record() -> Record:
     for case in cases():
         here = {name: t.cuda() for name, t in case.inputs.items()}
         outputs = {str(v): encode(case.run(here, v)) for v in case.versions}
-        rows.append({"case": case.name, "kernel": case.kernel, "outputs": outputs,
-                     "inputs": {name: encode(t) for name, t in case.inputs.items()}})  # fmt: skip
+        rows.append(
+            {
+                "case": case.name,
+                "kernel": case.kernel,
+                "outputs": outputs,
+                "inputs": {name: encode(t) for name, t in case.inputs.items()},
+            }
+        )
     return Record.new("gpu-outputs", "what the portable kernels make of three small inputs, bit by bit", rows)
 
 
@@ -191,28 +241,55 @@ def large() -> list[Case]:
 
     dense, (x, *_) = measure.workload(16384, 2048, 5632, 29, "lognormal", torch.bfloat16, "cuda")
     gate = torch.nn.functional.linear(x, dense.gate_proj.weight)
-    t = {"x": x, "gate": gate, "packed": portable.pack(gate, 256, 32), "up": dense.up_proj.weight.detach(),
-         "down_t": dense.down_proj.weight.detach().t().contiguous()}  # fmt: skip
+    t = {
+        "x": x,
+        "gate": gate,
+        "packed": portable.pack(gate, 256, 32),
+        "up": dense.up_proj.weight.detach(),
+        "down_t": dense.down_proj.weight.detach().t().contiguous(),
+    }
     size = "16,384 tokens, d_model 2048, d_ff 5632, mean nnz 29, bf16"
-    return [Case(size, "pack", (1, 2, 3, 4), t, _run_pack), Case(size, "down", (1, 2, 3), t, _run_down),
-            Case(size, "gated", (1, 2, 3, 4), t, _run_gated)]  # fmt: skip
+    return [
+        Case(size, "pack", (1, 2, 3, 4), t, _run_pack),
+        Case(size, "down", (1, 2, 3), t, _run_down),
+        Case(size, "gated", (1, 2, 3, 4), t, _run_gated),
+    ]
 
 
 def counters_record() -> Record:
-    """What the profiler (ncu) says of each launch of `counted()` and `large()` on this GPU. Raises StackError without ncu."""
+    """What the profiler (ncu) says of each launch of `counted()` and `large()` on this GPU. Raises StackError without
+    ncu."""
     _need_gpu()
     rows = _profiled("counted", COUNTERS, int) + _profiled("large", UTILISATION, float)
-    return Record.new("gpu-counters", "memory accesses of the portable kernels as the hardware counts them", rows,
-                      kernels=("smxx_pack", "smxx_down", "smxx_gated"))
+    return Record.new(
+        "gpu-counters",
+        "memory accesses of the portable kernels as the hardware counts them",
+        rows,
+        kernels=("smxx_pack", "smxx_down", "smxx_gated"),
+    )
 
 
 def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
     """A row for each launch of this module's function `which`, with these metrics of ncu's."""
     if not (ncu := shutil.which("ncu")):
         raise StackError("gpu-counters needs ncu (Nsight Compute) on the PATH; it comes with the CUDA toolkit")
-    command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--kernel-name",
-               "regex:^(pack|down|gated)_v", "--metrics", ",".join(metrics.values()),
-               sys.executable, "-c", f"from twell_lab.records import evidence; evidence.run_all(evidence.{which}())"]  # fmt: skip
+    command = [
+        ncu,
+        "--clock-control",
+        "none",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--kernel-name",
+        "regex:^(pack|down|gated)_v",
+        "--metrics",
+        ",".join(metrics.values()),
+        sys.executable,
+        "-c",
+        f"from twell_lab.records import evidence; evidence.run_all(evidence.{which}())",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -223,9 +300,15 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
     found = found[-len(launches) :]  # preparing the large ones packs once
     if [row["Kernel Name"].split("(")[0] for row in found] != [f"{case.kernel}_v{v}" for case, v in launches]:
         raise DeviceError(f"ncu saw {[row['Kernel Name'] for row in found]}, not one launch of each version")
-    return [{"kernel": f"{case.kernel}_v{v}", "version": v, "case": case.name,
-             **{ours: number(row[theirs].replace(",", "")) for ours, theirs in metrics.items()}}
-            for (case, v), row in zip(launches, found)]  # fmt: skip
+    return [
+        {
+            "kernel": f"{case.kernel}_v{v}",
+            "version": v,
+            "case": case.name,
+            **{ours: number(row[theirs].replace(",", "")) for ours, theirs in metrics.items()},
+        }
+        for (case, v), row in zip(launches, found)
+    ]
 
 
 def run_all(found: list[Case]) -> None:

@@ -1,10 +1,9 @@
 """What ran: the commit, and for each kernel a hash of its sources and of the code that launches it.
 
-The hash of a kernel is a SHA-256 over the tokens of its source, headers included, and over the syntax trees of its launch functions and of
-everything of the package that these reach: functions, classes, constants. Comments, docstrings, annotations, white space, and the names
-and places of files are left out, so that a file may move and evidence stays. What decides nothing about a launch is not followed
-(`_NOT_FOLLOWED`): the simulator, errors, and where files lie.
-"""
+The hash of a kernel is a SHA-256 over the tokens of its source, headers included, and over the syntax trees of its
+launch functions and of everything of the package that these reach: functions, classes, constants. Comments, docstrings,
+annotations, white space, and the names and places of files are left out, so that a file may move and evidence stays.
+What decides nothing about a launch is not followed (`_NOT_FOLLOWED`): the simulator, errors, and where files lie."""
 
 from __future__ import annotations
 
@@ -33,16 +32,24 @@ LAUNCHED_BY = {
     "sm90_gate_up": ("ops.hopper_dense.gate_up", "ops.hopper_dense.finish_lost"),
     "sm90_down_rows": ("ops.hopper_dense.finish_lost",),
     "smxx_survivors": ("ops.train_rows.survivors",),
-    "smxx_train_rows": ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient"),
-    "smxx_train_slabs": ("ops.train_rows.survivors", "ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient",
-                         "ops.train_rows.input_gradient"),
+    "smxx_train_rows": (
+        "ops.train_rows.weighted_rows",
+        "ops.train_rows.hidden_gradient",
+        "ops.train_rows.input_gradient",
+    ),
+    "smxx_train_slabs": (
+        "ops.train_rows.survivors",
+        "ops.train_rows.weighted_rows",
+        "ops.train_rows.hidden_gradient",
+        "ops.train_rows.input_gradient",
+    ),
     "smxx_train_lost": ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward"),
     "smxx_lost_weights": ("ops.train_lost.lost_backward",),
     "smxx_train_dense": ("ops.train_dense.dense_hidden", "ops.train_dense.dense_gradients"),
     "smxx_columns": ("ops.train_columns.by_column", "ops.train_columns.weight_gradients"),
     "smxx_weight_gradients": ("ops.train_columns.weight_gradients",),
     "smxx_transpose": ("ops.transpose.transposed",),
-}  # fmt: skip
+}
 _NOT_FOLLOWED = {"core", "simulator"}
 
 
@@ -61,7 +68,8 @@ class Sources(NamedTuple):
 
 
 def kernel_hashes(tree: str | Path | None = None) -> dict[str, str]:
-    """The hash of every kernel by its name: 64 hexadecimal digits. tree: the top of a checkout, by default the code in use.
+    """The hash of every kernel by its name: 64 hexadecimal digits. tree: the top of a checkout, by default the code in
+    use.
 
     Raises RecordError for a source, a header or a launch function that is not there, and for one that cannot be read.
     """
@@ -115,7 +123,9 @@ def _source(kernels: Path, name: str, seen: set[str]) -> Iterator[str]:
         raise RecordError(f"kernels/{name} cannot be hashed: {error}") from None
     at = 0
     while at < len(tokens):
-        header = tokens[at + 2].strip('"') if tokens[at : at + 2] == ["#", "include"] and tokens[at + 2][0] == '"' else None
+        header = (
+            tokens[at + 2].strip('"') if tokens[at : at + 2] == ["#", "include"] and tokens[at + 2][0] == '"' else None
+        )
         if header is None:
             yield tokens[at]
         elif header not in seen:
@@ -191,7 +201,8 @@ class _Package:
         return self.modules[dotted]
 
     def find(self, dotted: str, name: str) -> tuple[str, str] | None:
-        """(module, name) where `name`, as that module knows it, is defined; name "" for a module; None for what is not ours."""
+        """(module, name) where `name`, as that module knows it, is defined; name "" for a module; None for what is not
+        ours."""
         module = self.module(dotted)
         if module is None or name in module.defined:
             return None if module is None else (dotted, name)
@@ -203,7 +214,8 @@ class _Package:
         return (f"{dotted}.{name}", "") if self.module(f"{dotted}.{name}") is not None else None
 
     def reached(self, functions: tuple[str, ...]) -> list[str]:
-        """The code of these and of all that they reach, each definition as its name and one line, in the order of these."""
+        """The code of these and of all that they reach, each definition as its name and one line, in the order of
+        these."""
         found: dict[tuple[str, str], str] = {}
         waiting = []
         for each in functions:
@@ -236,7 +248,9 @@ def _names_of(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    return [node.id for target in targets if target is not None for node in ast.walk(target) if isinstance(node, ast.Name)]
+    return [
+        node.id for target in targets if target is not None for node in ast.walk(target) if isinstance(node, ast.Name)
+    ]
 
 
 class _Writer:
@@ -273,8 +287,11 @@ class _Writer:
             return repr(value)
         if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
-        texts = (self.text(each, local) if isinstance(each, ast.AST) else repr(each) for each in value
-                 if not isinstance(each, (ast.Import, ast.ImportFrom)))  # fmt: skip
+        texts = (
+            self.text(each, local) if isinstance(each, ast.AST) else repr(each)
+            for each in value
+            if not isinstance(each, (ast.Import, ast.ImportFrom))
+        )
         return f"[{', '.join(texts)}]"
 
     def _reference(self, node: ast.AST, local: frozenset[str]) -> tuple[str, str] | None:

@@ -3,9 +3,9 @@
 A record is one JSON file: where, when and with which software something was measured, the rows that were
 measured, and notes. `data/records` holds the project's own; `Record.save` writes a reader's.
 
-Kernels and their GPU evidence must not drift apart: each record carries, for each kernel that ran, a hash of its sources and
-launch code (twell_lab.records.provenance). `verify()` fails for a kernel whose present hash is in no newest GPU test report, unless
-`UNVERIFIED.json` beside it names the kernel with its hash and says why no GPU run exists yet.
+Kernels and their GPU evidence must not drift apart: each record carries, for each kernel that ran, a hash of its
+sources and launch code (twell_lab.records.provenance). `verify()` fails for a kernel whose present hash is in no newest
+GPU test report, unless `UNVERIFIED.json` beside it names the kernel with its hash and says why no GPU run exists yet.
 """
 
 from __future__ import annotations
@@ -24,20 +24,36 @@ from . import provenance
 
 SCHEMA = 2
 UNVERIFIED = "UNVERIFIED.json"
-FLAT_KEYS = ("record", "kind", "device", "dtype", "tokens", "d_model", "d_ff", "nnz", "workload", "path",
-             "ms", "dense_ms", "x_dense", "spread", "date", "commit", "stale")
+FLAT_KEYS = (
+    "record",
+    "kind",
+    "device",
+    "dtype",
+    "tokens",
+    "d_model",
+    "d_ff",
+    "nnz",
+    "workload",
+    "path",
+    "ms",
+    "dense_ms",
+    "x_dense",
+    "spread",
+    "date",
+    "commit",
+    "stale",
+)
 
 
 @dataclass
 class Record:
     """One measurement run. Times in rows are in milliseconds, memory in bytes, the date is UTC.
 
-    A row with a `kind` is a measurement and must also name its `device`, its `path` and its median time `ms`;
-    other rows (test reports, for one) are free in form. `machine` is `machine.describe()`. `commit` is the
-    commit the code came from, None outside a checkout; `dirty` says whether the tree differed from it. `kernels`: the
-    hash of each kernel that ran on a GPU, by name; None in a file of schema 1, which does not say. `kernel_hash`: one hash over
-    all kernel sources and launch code with their file names, as schema 1 had it; None in records made since.
-    """
+    A row with a `kind` is a measurement and must also name its `device`, its `path` and its median time `ms`; other
+    rows (test reports, for one) are free in form. `machine` is `machine.describe()`. `commit` is the commit the code
+    came from, None outside a checkout; `dirty` says whether the tree differed from it. `kernels`: the hash of each
+    kernel that ran on a GPU, by name; None in a file of schema 1, which does not say. `kernel_hash`: one hash over all
+    kernel sources and launch code with their file names, as schema 1 had it; None in records made since."""
 
     name: str
     purpose: str
@@ -56,7 +72,13 @@ class Record:
 
     @classmethod
     def new(
-        cls, name: str, purpose: str, rows: list[dict], notes: dict | None = None, *, kernels: Iterable[str] | None = None
+        cls,
+        name: str,
+        purpose: str,
+        rows: list[dict],
+        notes: dict | None = None,
+        *,
+        kernels: Iterable[str] | None = None,
     ) -> Record:
         """A record of what was just measured here: date, commit, kernels and machine are filled in.
 
@@ -68,19 +90,41 @@ class Record:
         commit, dirty = provenance.source_commit()
         ran = launcher.loaded_kernels() if kernels is None else set(kernels)
         hashes = provenance.kernel_hashes() if ran else {}
-        return cls(name=name, purpose=purpose, rows=rows, notes=notes or {}, commit=commit, dirty=dirty,
-                   date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                   kernels={each: hashes[each] for each in sorted(ran)}, machine=machine_module.describe())  # fmt: skip
+        return cls(
+            name=name,
+            purpose=purpose,
+            rows=rows,
+            notes=notes or {},
+            commit=commit,
+            dirty=dirty,
+            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            kernels={each: hashes[each] for each in sorted(ran)},
+            machine=machine_module.describe(),
+        )
 
     def to_json(self) -> str:
         """The record as JSON text. Raises RecordError for a value JSON has no form for, NaN included."""
-        order = ("schema", "name", "purpose", "date", "commit", "dirty", "kernels", "kernel_hash", "machine", "notes", "rows")
+        order = (
+            "schema",
+            "name",
+            "purpose",
+            "date",
+            "commit",
+            "dirty",
+            "kernels",
+            "kernel_hash",
+            "machine",
+            "notes",
+            "rows",
+        )
         try:
             data = asdict(self)
             return json.dumps({key: data[key] for key in order}, indent=1, allow_nan=False) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise RecordError(f"record {self.name!r} cannot be written as JSON: {error}; rows and notes take "
-                              "strings, finite numbers, booleans, None, lists and dicts") from None
+            raise RecordError(
+                f"record {self.name!r} cannot be written as JSON: {error}; rows and notes take "
+                "strings, finite numbers, booleans, None, lists and dicts"
+            ) from None
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Write `name-date.json` into `folder` (default: the project's records) and return its path.
@@ -98,6 +142,7 @@ class Record:
 
 def _check(record: Record) -> None:
     """Raise RecordError naming the first field that is of the wrong type."""
+
     def refuse(name: str, value, accepted: str):
         raise RecordError(f"record {record.name!r}: {name} is {value!r:.120}; accepted: {accepted}")
 
@@ -195,16 +240,24 @@ def flat_rows(records: list[Record]) -> list[dict]:
         for row in record.rows:
             if "kind" not in row:
                 continue
-            known = {**row, "record": record.name, "date": record.date, "commit": record.commit,
-                     "stale": outdated and not is_cpu(row["device"])}
+            known = {
+                **row,
+                "record": record.name,
+                "date": record.date,
+                "commit": record.commit,
+                "stale": outdated and not is_cpu(row["device"]),
+            }
             flat.append({key: known.get(key) for key in FLAT_KEYS})
     return flat
 
 
 def table(rows: list[dict], columns: dict[str, str]) -> str:
     """Rows as aligned text. columns: key in the row -> heading; floats to four digits, None as a dash."""
+
     def shown(value) -> str:
-        if value is None or isinstance(value, str):  # a name in a file may hold anything, and a terminal obeys some of it
+        if value is None or isinstance(
+            value, str
+        ):  # a name in a file may hold anything, and a terminal obeys some of it
             return (value if value.isprintable() else repr(value)[1:-1]) if value else "-"
         if isinstance(value, float):
             return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
@@ -213,8 +266,13 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
     cells = [list(columns.values())] + [[shown(row.get(key)) for key in columns] for row in rows]
     numeric = [any(isinstance(row.get(key), (int, float)) for row in rows) for key in columns]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(text.rjust(width) if right else text.ljust(width) for text, width, right in
-                              zip(line, widths, numeric, strict=True)).rstrip() for line in cells)
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in cells
+    )
 
 
 def is_cpu(device: str) -> bool:
@@ -223,8 +281,8 @@ def is_cpu(device: str) -> bool:
 
 
 def stale(record: Record) -> bool:
-    """Whether a kernel that ran for this record has other sources or launch code now, or is gone; True where it does not say
-    which ran.
+    """Whether a kernel that ran for this record has other sources or launch code now, or is gone; True where it does
+    not say which ran.
 
     Not if its notes say under "kernels" that they were off: then none of them ran.
     """
@@ -236,11 +294,10 @@ def stale(record: Record) -> bool:
 def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:
     """Check that each kernel as it is was tested on a GPU, or is named as not reported on yet.
 
-    The newest record whose notes hold `gpu_tests` must carry each kernel's present hash and report no failure. For those that it
-    does not carry, `UNVERIFIED.json` in the folder must be {"kernels": {name: present hash, ...}, "why": a reason, "date": ...}.
-    Returns one sentence saying what holds; raises RecordError, naming the kernels, where neither does.
-    `tree` is another checkout to look at (tests use copies).
-    """
+    The newest record whose notes hold `gpu_tests` must carry each kernel's present hash and report no failure. For
+    those that it does not carry, `UNVERIFIED.json` in the folder must be {"kernels": {name: present hash, ...}, "why":
+    a reason, "date": ...}. Returns one sentence saying what holds; raises RecordError, naming the kernels, where
+    neither does. `tree` is another checkout to look at (tests use copies)."""
     if folder is None:
         folder = folders.records_dir() if tree is None else Path(tree) / "data" / "records"
     folder, now = Path(folder), provenance.kernel_hashes(tree)
@@ -251,8 +308,10 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
         tests = report.notes["gpu_tests"]
         passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))
         if type(failed) is not int or failed != 0 or type(passed) is not int or passed <= 0:
-            raise RecordError(f"the GPU test report {report.name} of {report.date} is no evidence: "
-                              f"notes.gpu_tests is {tests!r:.200}; accepted: passed above 0 and failed 0")  # fmt: skip
+            raise RecordError(
+                f"the GPU test report {report.name} of {report.date} is no evidence: "
+                f"notes.gpu_tests is {tests!r:.200}; accepted: passed above 0 and failed 0"
+            )
         tested = set((report.kernels or {}).values())
     said = f"tested on a GPU on {reports[-1].date}" if reports else "there is no GPU test report"
     untested = {name: value for name, value in now.items() if value not in tested}
@@ -263,12 +322,19 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
     why = entry["why"].strip() if isinstance(entry.get("why"), str) else ""
     unnamed = {name: value for name, value in untested.items() if named.get(name) != value}
     if unnamed or not why:
-        lacks = f"{UNVERIFIED} gives no reason in \"why\"" if named and not unnamed else f"{UNVERIFIED} does not name them"
+        lacks = (
+            f'{UNVERIFIED} gives no reason in "why"' if named and not unnamed else f"{UNVERIFIED} does not name them"
+        )
         listed = ", ".join(f"{name} ({value[:12]})" for name, value in (unnamed or untested).items())
-        raise RecordError(f"kernels with code that no GPU test report carries: {listed}; {said}, and {lacks}. Run the GPU tests and "
-                          f"keep their report in data/records, or name each of them with its hash, and the reason, in data/records/{UNVERIFIED} "
-                          "(`twell-lab records --verify --json` prints the hashes)")  # fmt: skip
-    return f"{len(untested)} of {len(now)} kernels have no GPU test report of their own yet ({', '.join(untested)}): {why}"
+        raise RecordError(
+            f"kernels with code that no GPU test report carries: {listed}; {said}, and {lacks}. Run the GPU tests and "
+            f"keep their report in data/records, or name each of them with its hash, and the reason, in "
+            f"data/records/{UNVERIFIED} "
+            "(`twell-lab records --verify --json` prints the hashes)"
+        )
+    return (
+        f"{len(untested)} of {len(now)} kernels have no GPU test report of their own yet ({', '.join(untested)}): {why}"
+    )
 
 
 def _read_object(path: Path) -> dict:

@@ -4,8 +4,8 @@
     run = program.launch("pack_v2", grid, block, (gate, packed, rows, columns, tile, words), watch="counts")
     print(run.counts)
 
-The `.cu` is the one that the GPU gets. A C++ compiler (g++ or clang++, Linux, x86-64 or arm64) is needed: `available()`.
-"""
+The `.cu` is the one that the GPU gets. A C++ compiler (g++ or clang++, Linux, x86-64 or arm64) is needed:
+`available()`."""
 
 from . import faults
 from .counts import H100, Counts, Gpu, predicted_time
@@ -14,5 +14,19 @@ from .program import Program, Run, compile, watching
 from .toolchain import available, compiler
 from .trace import Trace
 
-__all__ = ["available", "compile", "compiler", "Counts", "Fault", "faults", "Gpu", "H100", "predicted_time", "Program",
-           "Run", "Trace", "Unsupported", "watching"]  # fmt: skip
+__all__ = [
+    "available",
+    "compile",
+    "compiler",
+    "Counts",
+    "Fault",
+    "faults",
+    "Gpu",
+    "H100",
+    "predicted_time",
+    "Program",
+    "Run",
+    "Trace",
+    "Unsupported",
+    "watching",
+]

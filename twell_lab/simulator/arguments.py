@@ -12,11 +12,23 @@ from ..core.errors import InputError
 
 ALIGNED = 512  # where a GPU's allocator begins an array: which sectors and lines an access touches depends on it
 TYPES = {
-    "float": np.float32, "double": np.float64, "int": np.int32, "unsigned": np.uint32, "unsigned int": np.uint32,
-    "short": np.int16, "unsigned short": np.uint16, "char": np.int8, "unsigned char": np.uint8, "bool": np.bool_,
-    "long": np.int64, "unsigned long": np.uint64, "long long": np.int64, "unsigned long long": np.uint64,
-    "__half": np.float16, "half": np.float16,
-}  # fmt: skip
+    "float": np.float32,
+    "double": np.float64,
+    "int": np.int32,
+    "unsigned": np.uint32,
+    "unsigned int": np.uint32,
+    "short": np.int16,
+    "unsigned short": np.uint16,
+    "char": np.int8,
+    "unsigned char": np.uint8,
+    "bool": np.bool_,
+    "long": np.int64,
+    "unsigned long": np.uint64,
+    "long long": np.int64,
+    "unsigned long long": np.uint64,
+    "__half": np.float16,
+    "half": np.float16,
+}
 
 
 def fits(pointee: str, dtype: object) -> bool:
@@ -26,8 +38,13 @@ def fits(pointee: str, dtype: object) -> bool:
     (structs, void, integer vectors as carriers of 16 bytes) takes anything.
     """
     name = str(dtype)
-    sixteen = {"__half": "float16", "half": "float16", "__half2": "float16", "__nv_bfloat16": "bfloat16",
-               "__nv_bfloat162": "bfloat16"}  # fmt: skip
+    sixteen = {
+        "__half": "float16",
+        "half": "float16",
+        "__half2": "float16",
+        "__nv_bfloat16": "bfloat16",
+        "__nv_bfloat162": "bfloat16",
+    }
     if pointee in sixteen:
         return name in (sixteen[pointee], "int16", "uint16")
     base = pointee.rstrip("1234") if pointee.startswith(("float", "double")) else pointee
@@ -59,7 +76,8 @@ class Array:
 
 
 def array(kernel: str, parameter, given) -> Array:
-    """The memory of a tensor or NumPy array for a pointer parameter; a read-only array is copied, so it stays as it is."""
+    """The memory of a tensor or NumPy array for a pointer parameter; a read-only array is copied, so it stays as it
+    is."""
     name = parameter.name
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu" or given.layout != torch.strided or not given.is_contiguous():
@@ -67,10 +85,14 @@ def array(kernel: str, parameter, given) -> Array:
             raise InputError(f"{name} of {kernel} is {kind}; a contiguous tensor on the CPU is accepted")
         dtype = "bfloat16" if given.dtype == torch.bfloat16 else np.dtype(str(given.dtype).removeprefix("torch."))
         inside = (given.data_ptr() - given.untyped_storage().data_ptr()) % ALIGNED
-        found = Array(name, given.data_ptr(), given.nbytes, dtype, given.element_size(), tuple(given.shape), given, inside)
+        found = Array(
+            name, given.data_ptr(), given.nbytes, dtype, given.element_size(), tuple(given.shape), given, inside
+        )
     elif isinstance(given, np.ndarray):
         if not given.flags.c_contiguous:
-            raise InputError(f"{name} of {kernel} is a NumPy array with strides {given.strides}; a contiguous one is accepted")
+            raise InputError(
+                f"{name} of {kernel} is a NumPy array with strides {given.strides}; a contiguous one is accepted"
+            )
         given = given if given.flags.writeable else given.copy()
         inside = given.ctypes.data % 16
         found = Array(name, given.ctypes.data, given.nbytes, given.dtype, given.itemsize, given.shape, given, inside)
@@ -87,7 +109,11 @@ def number(kernel: str, parameter, given, size: int):
     if parameter.type not in TYPES or parameter.type in ("__half", "half"):
         return _struct(kernel, parameter, given, size)
     given = getattr(given, "value", given)  # ctypes
-    given = given.item() if isinstance(given, np.generic) or (isinstance(given, torch.Tensor) and given.numel() == 1) else given
+    given = (
+        given.item()
+        if isinstance(given, np.generic) or (isinstance(given, torch.Tensor) and given.numel() == 1)
+        else given
+    )
     floating = parameter.type in ("float", "double")
     if not isinstance(given, (int, float) if floating else (int, bool)):
         kind = "a number" if floating else "a whole number"
@@ -107,7 +133,8 @@ def _struct(kernel: str, parameter, given, size: int):
     data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if is_plain else b""
     if len(data) != size or not is_plain:
         raise InputError(
-            f"{parameter.name} of {kernel} is {given!r:.80}; {parameter.type} takes {size} bytes: a ctypes.Structure, a NumPy "
+            f"{parameter.name} of {kernel} is {given!r:.80}; {parameter.type} takes {size} bytes: a ctypes.Structure, "
+            f"a NumPy "
             "record or bytes of that size"
         )
     return (ctypes.c_char * size).from_buffer_copy(data)

@@ -107,7 +107,9 @@ class Footprint:
 
     def scaled(self, factor: float, same_size: bool) -> Footprint:
         size = self.bytes if same_size else round(self.bytes * factor)
-        read, written, block_read = (round(n * factor) for n in (self.read_sectors, self.written_sectors, self.block_read_sectors))
+        read, written, block_read = (
+            round(n * factor) for n in (self.read_sectors, self.written_sectors, self.block_read_sectors)
+        )
         return Footprint(min(read, math.ceil(size / SECTOR)), min(written, math.ceil(size / SECTOR)), block_read, size)
 
 
@@ -129,9 +131,13 @@ class Counts(Tally):
         `arrays`; lines: the pc of each path entry -> an object with file, number, text and function.
         """
         arrays = list(arrays)
-        touched = {array.name: Footprint(int(row["read_sectors"]), int(row["written_sectors"]),
-                                         int(row["block_read_sectors"]), _size(array))
-                   for row in footprint for array in [arrays[row["array"]]]}
+        touched = {
+            array.name: Footprint(
+                int(row["read_sectors"]), int(row["written_sectors"]), int(row["block_read_sectors"]), _size(array)
+            )
+            for row in footprint
+            for array in [arrays[row["array"]]]
+        }
         return cls(**_tally(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
 
     def by_line(self, where: str = "innermost") -> list[LineCounts]:
@@ -186,25 +192,35 @@ class Counts(Tally):
         """The totals, the footprints and the counts by line as plain data, for a record."""
         totals = {name: asdict(sort) for name, sort in self.traffic.items()}
         totals |= {name: getattr(self, name) for name in _NUMBERS}
-        return totals | {"threads": self.threads,
-                         "footprints": {name: asdict(at) for name, at in self.footprints.items()},
-                         "by_line": [asdict(line) for line in self.by_line()] if self.sites is not None else []}
+        return totals | {
+            "threads": self.threads,
+            "footprints": {name: asdict(at) for name, at in self.footprints.items()},
+            "by_line": [asdict(line) for line in self.by_line()] if self.sites is not None else [],
+        }
 
     def __str__(self) -> str:
         tables = []
-        for space, columns in (("global", ("requests", "accesses", "bytes", "sectors", "lines", "coalescing")),
-                               ("shared", ("requests", "accesses", "bytes", "wavefronts", "bank_conflicts"))):
-            rows = [[name.replace("_", " "), *(_shown(getattr(sort, column)) for column in columns)]
-                    for name, sort in self.traffic.items() if sort.requests
-                    and (name.startswith(space) or (name == "atomics" and space == "global"))]
+        for space, columns in (
+            ("global", ("requests", "accesses", "bytes", "sectors", "lines", "coalescing")),
+            ("shared", ("requests", "accesses", "bytes", "wavefronts", "bank_conflicts")),
+        ):
+            rows = [
+                [name.replace("_", " "), *(_shown(getattr(sort, column)) for column in columns)]
+                for name, sort in self.traffic.items()
+                if sort.requests and (name.startswith(space) or (name == "atomics" and space == "global"))
+            ]
             if rows:
                 tables.append(table(["", *(column.replace("_", " ") for column in columns)], rows))
         if self.footprints:
-            rows = [[name, _shown(self.unique_bytes(name, "read")), _shown(self.unique_bytes(name, "written"))]
-                    for name in self.footprints]
+            rows = [
+                [name, _shown(self.unique_bytes(name, "read")), _shown(self.unique_bytes(name, "written"))]
+                for name in self.footprints
+            ]
             tables.append(table(["array", "different bytes read", "written"], rows))
-        tables.append(f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
-                      f"{self.barriers:,}; divergent branches {self.divergent_branches:,}")
+        tables.append(
+            f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
+            f"{self.barriers:,}; divergent branches {self.divergent_branches:,}"
+        )
         return "\n\n".join(tables)
 
     def _repr_html_(self) -> str:
@@ -226,9 +242,16 @@ class Gpu:
     source: str
 
 
-H100 = Gpu("H100 SXM", 132, 1.98e9, 3.0e12, 7.4e12,
-           source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 TB/s by "
-                  "reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run")
+H100 = Gpu(
+    "H100 SXM",
+    132,
+    1.98e9,
+    3.0e12,
+    7.4e12,
+    source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 "
+    "TB/s by "
+    "reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run",
+)
 
 
 @dataclass(frozen=True)
@@ -252,8 +275,10 @@ class Prediction:
         return self.bounds[self.limit]
 
     def __str__(self) -> str:
-        rows = [[name, f"{1e3 * seconds:.4f} ms", "<- the limit" if name == self.limit and seconds else ""]
-                for name, seconds in self.bounds.items()]
+        rows = [
+            [name, f"{1e3 * seconds:.4f} ms", "<- the limit" if name == self.limit and seconds else ""]
+            for name, seconds in self.bounds.items()
+        ]
         return table([self.gpu.name, "time", ""], rows)
 
     def _repr_html_(self) -> str:
@@ -273,9 +298,14 @@ def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
     passed_on = sum(at.block_read_sectors for at in counts.footprints.values())
     passed_on += counts.global_writes.sectors + counts.atomics.sectors
     looked_up = sum(sort.lines + sort.wavefronts for sort in counts.traffic.values())
-    return Prediction(gpu, {"device memory": SECTOR * unique / gpu.memory_bytes_per_s,
-                            "L2 cache": SECTOR * passed_on / gpu.l2_bytes_per_s,
-                            "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz)})
+    return Prediction(
+        gpu,
+        {
+            "device memory": SECTOR * unique / gpu.memory_bytes_per_s,
+            "L2 cache": SECTOR * passed_on / gpu.l2_bytes_per_s,
+            "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
+        },
+    )
 
 
 # ---- parts ----
@@ -284,9 +314,13 @@ def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A table as plain text: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                       for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-             for row in (head, *rows)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]
     return "\n".join(lines)
 
 
@@ -298,14 +332,16 @@ def _tally(sites: np.ndarray) -> dict:
         return Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
 
     kind, space = sites["kind"], sites["space"]
-    return {"global_reads": traffic(kind == READ, space == GLOBAL),
-            "global_writes": traffic(kind == WRITE, space == GLOBAL),
-            "shared_reads": traffic(kind == READ, space == SHARED),
-            "shared_writes": traffic(kind == WRITE, space == SHARED),
-            "atomics": traffic(kind == ATOMIC),
-            "collectives": int(sites["requests"][kind == WARP].sum()),
-            "barriers": int(sites["requests"][kind == BARRIER].sum()),
-            "divergent_branches": int(sites["divergent"][kind == BRANCH].sum())}
+    return {
+        "global_reads": traffic(kind == READ, space == GLOBAL),
+        "global_writes": traffic(kind == WRITE, space == GLOBAL),
+        "shared_reads": traffic(kind == READ, space == SHARED),
+        "shared_writes": traffic(kind == WRITE, space == SHARED),
+        "atomics": traffic(kind == ATOMIC),
+        "collectives": int(sites["requests"][kind == WARP].sum()),
+        "barriers": int(sites["requests"][kind == BARRIER].sum()),
+        "divergent_branches": int(sites["divergent"][kind == BRANCH].sum()),
+    }
 
 
 def _size(array) -> int:

@@ -12,10 +12,9 @@ class Unsupported(TwellError, RuntimeError):
 class Fault(TwellError, RuntimeError):
     """A kernel did something undefined. The launch was stopped there; if it was watched, no array was changed.
 
-    kernel, block (its number in the grid), thread (its number in the block); line: where it stands (file, number,
-    text, function), None if the compiler kept no trace of it; path: the calls that lead there from the kernel, outermost
-    first. Faults between two threads also have other_thread, other_block and other_line.
-    """
+    kernel, block (its number in the grid), thread (its number in the block); line: where it stands (file, number, text,
+    function), None if the compiler kept no trace of it; path: the calls that lead there from the kernel, outermost
+    first. Faults between two threads also have other_thread, other_block and other_line."""
 
     def __init__(self, message: str, **facts) -> None:
         super().__init__(message)

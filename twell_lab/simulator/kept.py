@@ -12,7 +12,9 @@ from pathlib import Path
 from ..core import folders
 from ..core.errors import StackError
 
-FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")  # the last: the linker, of a full disk
+FULL = re.compile(
+    "No space left on device|Disk quota exceeded|signal 7 .Bus error"
+)  # the last: the linker, of a full disk
 
 
 def writable(folder: Path | None) -> Path:

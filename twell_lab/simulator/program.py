@@ -36,7 +36,8 @@ _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 @dataclass(frozen=True)
 class Run:
-    """One launch. seconds: how long it took here, which says nothing about a GPU. counts and trace: None unless asked for."""
+    """One launch. seconds: how long it took here, which says nothing about a GPU. counts and trace: None unless asked
+    for."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -86,18 +87,16 @@ class Program:
         """Run `kernel` for every thread of grid x block; arrays are changed in place, as on a GPU.
 
         arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
-        watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a division
-        by zero, no memory left for a thread's own arrays, an address that is no memory, memory given back that malloc did not
-        give, a call that would end the process); an access out of bounds may damage
-        this process, as it may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were;
-        "counts" also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
-        which ends them at an access out of bounds.
-        trace: number of a block whose steps are kept (Run.trace), at most `steps` of them; values: expressions to keep
-        beside them, after a source line: {"smxx_pack.cu:69": "count"} (or "file:text of the line"). shared_bytes: size of
-        an `extern __shared__` array. seconds: limit; a kernel that is still running then ends with faults.TooLong, as does a thread
-        that is counted or traced for 16 million steps without meeting others. cores: how many blocks run at a time; all cores
-        by default.
-        """
+        watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a
+        division by zero, no memory left for a thread's own arrays, an address that is no memory, memory given back that
+        malloc did not give, a call that would end the process); an access out of bounds may damage this process, as it
+        may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were; "counts"
+        also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
+        which ends them at an access out of bounds. trace: number of a block whose steps are kept (Run.trace), at most
+        `steps` of them; values: expressions to keep beside them, after a source line: {"smxx_pack.cu:69": "count"} (or
+        "file:text of the line"). shared_bytes: size of an `extern __shared__` array. seconds: limit; a kernel that is
+        still running then ends with faults.TooLong, as does a thread that is counted or traced for 16 million steps
+        without meeting others. cores: how many blocks run at a time; all cores by default."""
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if block[0] * block[1] * block[2] > _MOST_THREADS:
             raise InputError(f"block is {block}, {block[0] * block[1] * block[2]} threads; at most 1024 are accepted")
@@ -111,7 +110,9 @@ class Program:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
         sources, names = toolchain.with_watches(self.sources, dict(values or {}))
         if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
-            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so python ...")
+            raise InputError(
+                "watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so python ..."
+            )
         watched = watch in ("faults", "counts") or trace is not None
         library = self._built("watched" if watched else watch or "fast", sources)
         call = _Call(library, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
@@ -131,7 +132,8 @@ class Program:
                     raise
                 except raw.faults.Fault as fault:
                     met = fault
-                # Which of several faults is met first depends on the cores; one core, if it has the time, always meets the same.
+                # Which of several faults is met first depends on the cores; one core, if it has the time, always meets
+                # the same.
                 call.reset_arrays()
                 try:
                     return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
@@ -154,7 +156,8 @@ class _Library:
 
     def sizes(self, kernel: str) -> list[int]:
         table = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
-        return list(iter(lambda it=iter(table): next(it), 0))
+        sizes = iter(table)
+        return list(iter(lambda: next(sizes), 0))
 
 
 def _interruptible(library: _Library, launch: raw.Launch):
@@ -213,8 +216,10 @@ class _Call:
         if not 0 <= shared_bytes <= toolchain.MOST_SHARED:
             raise InputError(f"shared_bytes is {shared_bytes}; 0 to {toolchain.MOST_SHARED} is accepted")
         if large := [s for s in library.built.shared if not s.dynamic and s.size > _MOST_STATIC]:
-            raise InputError(f"shared {large[0].name} has {large[0].size:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays of "
-                             "fixed size, more only in an `extern __shared__` array with shared_bytes")
+            raise InputError(
+                f"shared {large[0].name} has {large[0].size:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays of "
+                "fixed size, more only in an `extern __shared__` array with shared_bytes"
+            )
         others = set(library.built.kernels) - {kernel}  # their arrays lie beside this one's here, though not on a GPU
         own = [s for s in library.built.shared if s.function not in others]
         self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
@@ -226,7 +231,9 @@ class _Call:
         self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
         self.copy: np.ndarray | None = None
-        self.groups: list[tuple[int, int, int]] = []  # address, bytes and the copy's offset of memory that is copied as one
+        self.groups: list[
+            tuple[int, int, int]
+        ] = []  # address, bytes and the copy's offset of memory that is copied as one
 
     def _value(self, parameter, given, size: int):
         if parameter.pointer:
@@ -276,11 +283,27 @@ class _Call:
         workers = min(workers, self.grid[0] * self.grid[1] * self.grid[2])
         launch = raw.Launch(
             ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
-            ctypes.addressof(addresses), self.grid, self.block, workers, watch, trace, steps, seconds,
-            ctypes.addressof(buffers), ctypes.addressof(shared), len(buffers), len(shared),
+            ctypes.addressof(addresses),
+            self.grid,
+            self.block,
+            workers,
+            watch,
+            trace,
+            steps,
+            seconds,
+            ctypes.addressof(buffers),
+            ctypes.addressof(shared),
+            len(buffers),
+            len(shared),
             max((s.offset + s.size for s in library.built.shared), default=0),
-        )  # fmt: skip
-        launch.holds = self, values, addresses, buffers, shared  # as long as it runs, which may be longer than this call
+        )
+        launch.holds = (
+            self,
+            values,
+            addresses,
+            buffers,
+            shared,
+        )  # as long as it runs, which may be longer than this call
         start = time.perf_counter()
         report = _interruptible(library, launch)
         took = time.perf_counter() - start
@@ -300,8 +323,15 @@ class _Call:
             counts = Counts.of(sites, footprint, lines, self._infos(None), threads)
         if trace >= 0:
             table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
-            steps = Trace.of(table, raw.table(report, "lanes", raw.LANES), lines, self._infos(before), names, self.block,
-                             truncated=bool(report.truncated))
+            steps = Trace.of(
+                table,
+                raw.table(report, "lanes", raw.LANES),
+                lines,
+                self._infos(before),
+                names,
+                self.block,
+                truncated=bool(report.truncated),
+            )
         return Run(self.kernel, self.grid, self.block, took, counts, steps)
 
     def _resolved(self, rows: np.ndarray):
@@ -322,8 +352,10 @@ class _Call:
         return [line for line in found if line.number and not _OWN_HEADERS.search(line.file)]
 
     def _infos(self, before) -> list[ArrayInfo]:
-        given = [ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
-                 for i, a in enumerate(self.arrays)]
+        given = [
+            ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
+            for i, a in enumerate(self.arrays)
+        ]
         return given + [ArrayInfo(name, "shared", _shared_dtype(s), _shared_shape(s)) for name, s in self._shared()]
 
     def _shared(self) -> list:
@@ -334,8 +366,16 @@ class _Call:
 
     def _describer(self) -> raw.Describer:
         arrays = [(a.name, a.moved or a.address, a.nbytes, a.itemsize, a.words) for a in self.arrays]
-        shared = [(name, s.offset, s.size, s.size // max(1, math.prod(_shared_shape(s))) or 1, f"shared {s.type} {list(_shared_shape(s))}")
-                  for name, s in self._shared()]
+        shared = [
+            (
+                name,
+                s.offset,
+                s.size,
+                s.size // max(1, math.prod(_shared_shape(s))) or 1,
+                f"shared {s.type} {list(_shared_shape(s))}",
+            )
+            for name, s in self._shared()
+        ]
         return raw.Describer(self.kernel, self.grid, self.block, self._lines_of, arrays, shared, self.nulls)
 
 
@@ -371,8 +411,14 @@ _session: ContextVar[_Session | None] = ContextVar("twell_lab simulator session"
 
 
 @contextmanager
-def watching(watch: str | None = "faults", *, trace: int | None = None, values: Mapping[str, str] | None = None,
-             replace: Mapping[str, str | Path] | None = None, cores: int | None = None) -> Iterator[list[Run]]:
+def watching(
+    watch: str | None = "faults",
+    *,
+    trace: int | None = None,
+    values: Mapping[str, str] | None = None,
+    replace: Mapping[str, str | Path] | None = None,
+    cores: int | None = None,
+) -> Iterator[list[Run]]:
     """Inside it, `launch.pack`, `down` and `gated` on CPU tensors run as `Program.launch` would with these options.
 
     replace: {"smxx_pack.cu": "my_pack.cu"} takes one's own file for one of kernels/. Gives the list that each Run is
@@ -392,8 +438,16 @@ def launch(file: str, kernel: str, defines: tuple, grid, block, arguments) -> No
     """What twell_lab.ops.portable calls for CPU tensors. Outside of `watching`: optimised code, nothing watched."""
     session = _session.get() or _Session()
     program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
-    run = program.launch(kernel, grid, block, arguments, watch=session.watch, trace=session.trace, values=session.values,
-                         cores=session.cores)
+    run = program.launch(
+        kernel,
+        grid,
+        block,
+        arguments,
+        watch=session.watch,
+        trace=session.trace,
+        values=session.values,
+        cores=session.cores,
+    )
     session.runs.append(run)
 
 

@@ -31,12 +31,24 @@ class Shared(ctypes.Structure):
 
 class Launch(ctypes.Structure):
     _fields_ = [
-        ("call", c_void_p), ("arguments", c_void_p), ("grid", c_uint32 * 3), ("block", c_uint32 * 3),
-        ("workers", c_uint32), ("watch", c_uint32), ("trace_block", c_int64), ("trace_limit", c_int64),
-        ("seconds", c_double), ("buffers", c_void_p), ("shared", c_void_p), ("n_buffers", c_int32),
-        ("n_shared", c_int32), ("thread_local_bytes", c_uint64), ("stacks", c_void_p), ("cancel", c_int32),
+        ("call", c_void_p),
+        ("arguments", c_void_p),
+        ("grid", c_uint32 * 3),
+        ("block", c_uint32 * 3),
+        ("workers", c_uint32),
+        ("watch", c_uint32),
+        ("trace_block", c_int64),
+        ("trace_limit", c_int64),
+        ("seconds", c_double),
+        ("buffers", c_void_p),
+        ("shared", c_void_p),
+        ("n_buffers", c_int32),
+        ("n_shared", c_int32),
+        ("thread_local_bytes", c_uint64),
+        ("stacks", c_void_p),
+        ("cancel", c_int32),
         ("guard", c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class Waiting(ctypes.Structure):
@@ -45,31 +57,71 @@ class Waiting(ctypes.Structure):
 
 class Fault(ctypes.Structure):
     _fields_ = [
-        ("kind", c_int32), ("thread", c_int32), ("other_thread", c_int32), ("is_write", c_int32), ("other_is_write", c_int32),
-        ("pad", c_int32), ("size", c_uint64), ("block", c_int64), ("other_block", c_int64), ("address", c_uint64),
-        ("lane_or_mask", c_uint64), ("shared_offset", c_int64), ("text", ctypes.c_char_p), ("path", Path), ("other_path", Path),
-        ("waiting", ctypes.POINTER(Waiting)), ("n_waiting", c_int64),
-    ]  # fmt: skip
+        ("kind", c_int32),
+        ("thread", c_int32),
+        ("other_thread", c_int32),
+        ("is_write", c_int32),
+        ("other_is_write", c_int32),
+        ("pad", c_int32),
+        ("size", c_uint64),
+        ("block", c_int64),
+        ("other_block", c_int64),
+        ("address", c_uint64),
+        ("lane_or_mask", c_uint64),
+        ("shared_offset", c_int64),
+        ("text", ctypes.c_char_p),
+        ("path", Path),
+        ("other_path", Path),
+        ("waiting", ctypes.POINTER(Waiting)),
+        ("n_waiting", c_int64),
+    ]
 
 
 class Report(ctypes.Structure):
-    _fields_ = [("fault", Fault), *((name, kind) for part in ("sites", "footprint", "steps", "lanes")
-                                    for name, kind in ((part, c_void_p), (f"n_{part}", c_int64))),
-                ("truncated", c_int32), ("pad", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("fault", Fault),
+        *(
+            (name, kind)
+            for part in ("sites", "footprint", "steps", "lanes")
+            for name, kind in ((part, c_void_p), (f"n_{part}", c_int64))
+        ),
+        ("truncated", c_int32),
+        ("pad", c_int32),
+    ]
 
 
-SITES = np.dtype([("path", "u8", (MOST_FRAMES,)), ("depth", "i4"), ("kind", "i4"), ("space", "i4"), ("pad", "i4"),
-                  *((name, "i8") for name in _TOTALS)])
+SITES = np.dtype(
+    [
+        ("path", "u8", (MOST_FRAMES,)),
+        ("depth", "i4"),
+        ("kind", "i4"),
+        ("space", "i4"),
+        ("pad", "i4"),
+        *((name, "i8") for name in _TOTALS),
+    ]
+)
 FOOTPRINT = np.dtype([("array", "i8"), ("read_sectors", "i8"), ("written_sectors", "i8"), ("block_read_sectors", "i8")])
-STEPS = np.dtype([("warp", "i4"), ("kind", "i4"), ("space", "i4"), ("size", "i4"), ("path", "u8", (MOST_FRAMES,)),
-                  ("depth", "i4"), ("pad", "i4"), ("first", "i8"), ("lanes", "i4"), ("name", "i4")])
+STEPS = np.dtype(
+    [
+        ("warp", "i4"),
+        ("kind", "i4"),
+        ("space", "i4"),
+        ("size", "i4"),
+        ("path", "u8", (MOST_FRAMES,)),
+        ("depth", "i4"),
+        ("pad", "i4"),
+        ("first", "i8"),
+        ("lanes", "i4"),
+        ("name", "i4"),
+    ]
+)
 LANES = np.dtype([("thread", "i4"), ("array", "i4"), ("offset", "i8"), ("value", "u1", (16,))])
 
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """An array that a launch used. space: "global" (an argument) or "shared"; dtype: np.dtype or "bfloat16"; before: its
-    bytes (uint8) when the launch began, None for shared memory."""
+    """An array that a launch used. space: "global" (an argument) or "shared"; dtype: np.dtype or "bfloat16"; before:
+    its bytes (uint8) when the launch began, None for shared memory."""
 
     name: str
     space: str
@@ -81,24 +133,28 @@ class ArrayInfo:
 def table(report: Report, name: str, dtype: np.dtype) -> np.ndarray:
     """A copy of one of the report's tables."""
     count = getattr(report, f"n_{name}")
-    return np.frombuffer(ctypes.string_at(getattr(report, name) or 0, count * dtype.itemsize), dtype) if count \
+    return (
+        np.frombuffer(ctypes.string_at(getattr(report, name) or 0, count * dtype.itemsize), dtype)
+        if count
         else np.empty(0, dtype)
+    )
 
 
 # By the numbers of SimCollective in cuda_on_cpu.h.
-_WAITS = ("__shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync __ballot_sync __any_sync __all_sync "
-          "__match_any_sync __syncwarp __reduce_add_sync __reduce_min_sync __reduce_max_sync __reduce_min_sync "
-          "__reduce_max_sync __reduce_and_sync __reduce_or_sync __reduce_xor_sync __syncthreads __syncthreads_or "
-          "__syncthreads_and __syncthreads_count").split()
+_WAITS = (
+    "__shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync __ballot_sync __any_sync __all_sync "
+    "__match_any_sync __syncwarp __reduce_add_sync __reduce_min_sync __reduce_max_sync __reduce_min_sync "
+    "__reduce_max_sync __reduce_and_sync __reduce_or_sync __reduce_xor_sync __syncthreads __syncthreads_or "
+    "__syncthreads_and __syncthreads_count"
+).split()
 
 
 class Describer:
     """Puts a fault of one launch into words.
 
     lines_of: path -> list of Lines. arrays: (name, begin, bytes, bytes of an element, words for what it is) of each
-    array argument; shared: the same of each shared array, begin counted from the start of the thread-local block. nulls: the
-    arguments that were given as None.
-    """
+    array argument; shared: the same of each shared array, begin counted from the start of the thread-local block.
+    nulls: the arguments that were given as None."""
 
     def __init__(self, kernel, grid, block, lines_of, arrays, shared, nulls=()) -> None:
         self.kernel, self.grid, self.block, self.lines_of = kernel, grid, block, lines_of
@@ -107,9 +163,23 @@ class Describer:
     def exception(self, fault: Fault) -> faults.Fault:
         path = self.lines_of(fault.path)
         facts = {"kernel": self.kernel, "block": fault.block, "thread": fault.thread, "path": path}
-        kind = [None, self._out_of_bounds, self._misaligned, self._barrier, self._shared_race, self._global_race,
-                self._uninitialised, self._lane, self._mask, self._assertion, self._too_long, self._division,
-                self._stack_overflow, self._broken_heap, self._process_end][fault.kind]
+        kind = [
+            None,
+            self._out_of_bounds,
+            self._misaligned,
+            self._barrier,
+            self._shared_race,
+            self._global_race,
+            self._uninitialised,
+            self._lane,
+            self._mask,
+            self._assertion,
+            self._too_long,
+            self._division,
+            self._stack_overflow,
+            self._broken_heap,
+            self._process_end,
+        ][fault.kind]
         make, what, hint = kind(fault, facts)
         who = f"thread {fault.thread} of block {fault.block} (grid {_size(self.grid)}, block {_size(self.block)})"
         parts = [what, *self._calls(path), f"  by {who}"]
@@ -145,9 +215,17 @@ class Describer:
                 return f"{name}[{element:,}], {words}", name, element
             away = begin - address if address < begin else max(address - end, 0)
             if best is None or away < best[0]:
-                side = f"{begin - address:,} bytes before the start" if address < begin else (
-                    f"{address - end:,} bytes past the end" if address > end else "just past the end"
-                    if address == end else "across the end")
+                side = (
+                    f"{begin - address:,} bytes before the start"
+                    if address < begin
+                    else (
+                        f"{address - end:,} bytes past the end"
+                        if address > end
+                        else "just past the end"
+                        if address == end
+                        else "across the end"
+                    )
+                )
                 best = (away, f"{side} of {name} (it would be element {element:,}), {words}", name, element)
         if best is None or best[0] > 1 << 24:
             return f"at an address in no array ({address:#x}; memory from malloc or new is none)", None, None
@@ -163,40 +241,73 @@ class Describer:
             kind = fault.text.decode().strip("'").replace(" [", "[", 1)
             array, words = next(((a[0], a[4]) for a in self.shared if f"{a[0]}[" in line), (None, ""))
             facts["array"], facts["element"] = array, index if words.endswith(kind[kind.index("[") :]) else None
-            return faults.OutOfBounds, f"{self.kernel} goes out of bounds: index {index:,} of {array or 'an array'}, {kind}", ""
+            return (
+                faults.OutOfBounds,
+                f"{self.kernel} goes out of bounds: index {index:,} of {array or 'an array'}, {kind}",
+                "",
+            )
         place, facts["array"], facts["element"] = self._place(fault)
         what = f"{fault.size:,} bytes" if fault.size else "memory"  # of a crash, the address alone is known
         return faults.OutOfBounds, f"{self.kernel} {self._verb(fault)} {what} out of bounds: {place}", ""
 
     def _misaligned(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
-        return faults.Misaligned, (f"{self.kernel} {self._verb(fault)} {fault.size} bytes at once at {place}, whose address "
-                                   f"is no multiple of {fault.size}"), ""
+        return (
+            faults.Misaligned,
+            (
+                f"{self.kernel} {self._verb(fault)} {fault.size} bytes at once at {place}, whose address "
+                f"is no multiple of {fault.size}"
+            ),
+            "",
+        )
 
     def _shared_race(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
-        return faults.SharedRace, f"{self.kernel} has a race on shared memory: one thread {self._verb(fault)} {place}", (
-            "with no barrier in between that both come to: __syncwarp() would do, they are of one warp"
-            if fault.thread // 32 == fault.other_thread // 32 else
-            "with no __syncthreads() in between that both come to")
+        return (
+            faults.SharedRace,
+            f"{self.kernel} has a race on shared memory: one thread {self._verb(fault)} {place}",
+            (
+                "with no barrier in between that both come to: __syncwarp() would do, they are of one warp"
+                if fault.thread // 32 == fault.other_thread // 32
+                else "with no __syncthreads() in between that both come to"
+            ),
+        )
 
     def _global_race(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
-        return faults.GlobalRace, f"{self.kernel} has a race: one thread {self._verb(fault)} {place}", (
-            "and nothing puts one before the other" if fault.block == fault.other_block else
-            "and the order of blocks is not defined (also where both write the same value)")
+        return (
+            faults.GlobalRace,
+            f"{self.kernel} has a race: one thread {self._verb(fault)} {place}",
+            (
+                "and nothing puts one before the other"
+                if fault.block == fault.other_block
+                else "and the order of blocks is not defined (also where both write the same value)"
+            ),
+        )
 
     def _uninitialised(self, fault, facts):
         place, facts["array"], facts["element"] = self._place(fault)
         return faults.UninitialisedRead, f"{self.kernel} reads {place}, which no thread of the block has written", ""
 
     def _lane(self, fault, facts):
-        return faults.WarpFault, (f"{self.kernel} shuffles from lane {fault.lane_or_mask}, which takes no part in it: it has "
-                                  "left the kernel, went another way or is not named in the mask"), ""
+        return (
+            faults.WarpFault,
+            (
+                f"{self.kernel} shuffles from lane {fault.lane_or_mask}, which takes no part in it: it has "
+                "left the kernel, went another way or is not named in the mask"
+            ),
+            "",
+        )
 
     def _mask(self, fault, facts):
-        return faults.WarpFault, (f"{self.kernel} calls a warp-wide operation with mask {fault.lane_or_mask:#010x}, "
-                                  f"which leaves out the caller, lane {fault.thread % 32}"), ""
+        return (
+            faults.WarpFault,
+            (
+                f"{self.kernel} calls a warp-wide operation with mask {fault.lane_or_mask:#010x}, "
+                f"which leaves out the caller, lane {fault.thread % 32}"
+            ),
+            "",
+        )
 
     def _assertion(self, fault, facts):
         return faults.AssertionFault, f"{self.kernel} failed {fault.text.decode()}", ""
@@ -208,8 +319,14 @@ class Describer:
         return faults.TooLong, f"{self.kernel} took longer than it was allowed; is there a loop that never ends?", ""
 
     def _stack_overflow(self, fault, facts):
-        return faults.StackOverflow, (f"{self.kernel} needs more memory for the arrays and calls of one thread than a thread "
-                                      "has; a GPU gives it at most 512 KiB"), ""
+        return (
+            faults.StackOverflow,
+            (
+                f"{self.kernel} needs more memory for the arrays and calls of one thread than a thread "
+                "has; a GPU gives it at most 512 KiB"
+            ),
+            "",
+        )
 
     def _broken_heap(self, fault, facts):
         what = fault.text.decode()
@@ -219,7 +336,11 @@ class Describer:
         return faults.BrokenHeap, f"{self.kernel} breaks the memory of malloc and new: {what}", ""
 
     def _process_end(self, fault, facts):
-        return faults.ProcessEnd, f"{self.kernel} would end this process with {fault.text.decode()}; a GPU's code has no such call", ""
+        return (
+            faults.ProcessEnd,
+            f"{self.kernel} would end this process with {fault.text.decode()}; a GPU's code has no such call",
+            "",
+        )
 
     def _barrier(self, fault, facts):
         places: dict[str, list[int]] = {}
@@ -236,8 +357,11 @@ class Describer:
         if not any("__syncthreads" in place for place in places):
             who = "the lanes of a warp"
             rule = "every lane that the mask names must come to the same warp-wide operation"
-        return faults.MismatchedBarrier, (f"{self.kernel}: {who} wait for each other at different "
-                                          "places\n" + "\n".join(words) + left), rule
+        return (
+            faults.MismatchedBarrier,
+            (f"{self.kernel}: {who} wait for each other at different places\n" + "\n".join(words) + left),
+            rule,
+        )
 
 
 def _span(numbers: list[int]) -> str:

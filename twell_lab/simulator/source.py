@@ -19,12 +19,42 @@ from .faults import Unsupported
 
 # Bytes of the types whose names are the end of a typedef chain. "int" is left out of a name wherever another
 # word says the size or the sign.
-SIZES = {"bool": 1, "char": 1, "signed char": 1, "unsigned char": 1, "short": 2, "unsigned short": 2, "int": 4,
-         "unsigned": 4, "long": 8, "unsigned long": 8, "long long": 8, "unsigned long long": 8, "float": 4,
-         "double": 8, "__half": 2, "__nv_bfloat16": 2, "__half2": 4, "__nv_bfloat162": 4}  # fmt: skip
-SIZES |= {f"{name}{n}": SIZES[of] * n for n in (1, 2, 3, 4) for name, of in (
-    ("char", "char"), ("uchar", "char"), ("short", "short"), ("ushort", "short"), ("int", "int"), ("uint", "int"),
-    ("longlong", "long long"), ("ulonglong", "long long"), ("float", "float"), ("double", "double"))}  # fmt: skip
+SIZES = {
+    "bool": 1,
+    "char": 1,
+    "signed char": 1,
+    "unsigned char": 1,
+    "short": 2,
+    "unsigned short": 2,
+    "int": 4,
+    "unsigned": 4,
+    "long": 8,
+    "unsigned long": 8,
+    "long long": 8,
+    "unsigned long long": 8,
+    "float": 4,
+    "double": 8,
+    "__half": 2,
+    "__nv_bfloat16": 2,
+    "__half2": 4,
+    "__nv_bfloat162": 4,
+}
+SIZES |= {
+    f"{name}{n}": SIZES[of] * n
+    for n in (1, 2, 3, 4)
+    for name, of in (
+        ("char", "char"),
+        ("uchar", "char"),
+        ("short", "short"),
+        ("ushort", "short"),
+        ("int", "int"),
+        ("uint", "int"),
+        ("longlong", "long long"),
+        ("ulonglong", "long long"),
+        ("float", "float"),
+        ("double", "double"),
+    )
+}
 
 _COMMENT_OR_STRING = re.compile(
     r'R"([^\s()\\]{0,16})\((?:.|\n)*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\''
@@ -252,9 +282,17 @@ class Types:
         raise ValueError("no integer")
 
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-              ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
-              ast.BitAnd: operator.and_, ast.BitOr: operator.or_}  # fmt: skip
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+}
 
 
 def _canonical(spelled: str) -> str:

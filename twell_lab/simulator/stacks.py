@@ -37,7 +37,8 @@ class Stacks:
 
 
 class Guard:
-    """The signal handlers under which kernels run (guard.cpp): those of the first library that was launched serve all."""
+    """The signal handlers under which kernels run (guard.cpp): those of the first library that was launched serve
+    all."""
 
     def __init__(self) -> None:
         self._library = None

@@ -33,14 +33,35 @@ from .complaint import UNIT, complaint
 from .source import OwnText, Parameter, SharedDeclaration, Signature, with_watches
 from .symbols import Line, SharedVariable, find_lines, find_shared
 
-__all__ = ["Built", "Compiler", "Line", "Listing", "Parameter", "SharedDeclaration", "SharedVariable", "Signature",
-           "available", "build", "compiler", "listing", "refuse", "sources", "with_watches"]  # fmt: skip
+__all__ = [
+    "Built",
+    "Compiler",
+    "Line",
+    "Listing",
+    "Parameter",
+    "SharedDeclaration",
+    "SharedVariable",
+    "Signature",
+    "available",
+    "build",
+    "compiler",
+    "listing",
+    "refuse",
+    "sources",
+    "with_watches",
+]
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
     "fast": ["-O2", "-fno-optimize-sibling-calls", "-fsanitize=integer-divide-by-zero"],
-    "watched": ["-O0", "-fsanitize=thread", "-fsanitize=integer-divide-by-zero", "-finstrument-functions",
-                "-fsanitize-coverage=trace-pc", "-DSIM_WATCHED"],
+    "watched": [
+        "-O0",
+        "-fsanitize=thread",
+        "-fsanitize=integer-divide-by-zero",
+        "-finstrument-functions",
+        "-fsanitize-coverage=trace-pc",
+        "-DSIM_WATCHED",
+    ],
     "address": ["-O1", "-fsanitize=address"],
 }
 MOST_SHARED = 232_448  # bytes of dynamic shared memory that a block may ask for at most (sm_90)
@@ -110,9 +131,15 @@ def _run(command: list, folder: Path | None = None, text: str = "") -> subproces
     if folder is not None:
         environment["TMPDIR"] = str(folder)  # what is left of a compiler that was killed goes with the folder
     return subprocess.run(
-        [str(part) for part in command], cwd=folder, env=environment, input=text, capture_output=True, encoding="utf-8",
-        errors="replace", umask=0o077,
-    )  # fmt: skip
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment,
+        input=text,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        umask=0o077,
+    )
 
 
 def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
@@ -120,14 +147,19 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
     # Lines and what was compiled into what, no more: a quarter of the size. DWARF 4, in this order (gcc): of version 5
     # some binutils (2.40) take a unit's first header for the unit itself.
     flags += ["-gdwarf-4", "-g1"]
-    flags.append("-fstack-clash-protection")  # a large frame meets the closed end of its stack, and is not put beyond it
+    flags.append(
+        "-fstack-clash-protection"
+    )  # a large frame meets the closed end of its stack, and is not put beyond it
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
     # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
     flags += ["-fno-gnu-unique", "-fmax-errors=5"] if cxx.name == "g++" else ["-ferror-limit=5"]
     if kind == "watched":  # clang leaves out blocks that follow from others, unless told
-        flags += ["-fsanitize=bounds-strict"] if cxx.name == "g++" else [
-            "-fsanitize=array-bounds", "-fsanitize-coverage=bb,no-prune"]  # fmt: skip
+        flags += (
+            ["-fsanitize=bounds-strict"]
+            if cxx.name == "g++"
+            else ["-fsanitize=array-bounds", "-fsanitize-coverage=bb,no-prune"]
+        )
     return [*flags, *KINDS[kind], *(f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items()))]
 
 
@@ -219,7 +251,9 @@ def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda:
             if done.returncode:
                 raise complaint(entry, done.stderr, _hidden(Path(temporary), inside))
     except OSError as error:
-        raise StackError(f"no room for the text of {entry} in {_temporary()} ({error.strerror}); TMPDIR can name another") from error
+        raise StackError(
+            f"no room for the text of {entry} in {_temporary()} ({error.strerror}); TMPDIR can name another"
+        ) from error
     return OwnText(done.stdout, dict(texts))
 
 
@@ -272,9 +306,8 @@ def build(
 
     kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
     Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
-    compiler or room for what it writes. A cache that cannot be written, is full, or where others can write costs a warning
-    and the time to compile again in the next process.
-    """
+    compiler or room for what it writes. A cache that cannot be written, is full, or where others can write costs a
+    warning and the time to compile again in the next process."""
     if kind not in KINDS:
         raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
     cxx = compiler()
@@ -288,8 +321,12 @@ def build(
         known = _make(cxx, sources, entry, defines, kind, folder, name)
     except OSError as error:
         if folder == kept.session():
-            raise StackError(f"no room to build {entry} in {folder} ({error.strerror}); TMPDIR can name another place") from error
-        warnings.warn(f"simulator cache not written ({error.strerror}): {entry} is built in a temporary folder", stacklevel=2)
+            raise StackError(
+                f"no room to build {entry} in {folder} ({error.strerror}); TMPDIR can name another place"
+            ) from error
+        warnings.warn(
+            f"simulator cache not written ({error.strerror}): {entry} is built in a temporary folder", stacklevel=2
+        )
         return build(sources, entry, defines, kind, cache_in=kept.session())
     return Built(folder / f"{name}.so", kind, dict(sources), *known, cxx)
 
@@ -307,13 +344,19 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
         unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in source.namespaces(own))]
         unit += [f"SIM_EXPORT({kernel})" for kernel in kernels]
         (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
-        (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+        (inside / "sim_dynamic.cpp").write_text(
+            _KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic)
+        )
         here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
         flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
         _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
         flags = [*_flags(cxx, "fast", {}), *here]
         _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
-        link = ["-fsanitize=address"] if kind == "address" else ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
+        link = (
+            ["-fsanitize=address"]
+            if kind == "address"
+            else ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
+        )
         link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *_runtime(cxx, folder), "-ldl"]
         _compile([cxx.path, *link, "-o", f"{name}.so"], entry, temporary, inside)
         shared = find_shared(_tool, inside / f"{name}.so", declared)
@@ -330,8 +373,8 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
 
 
 # The C library's functions that kernels must not call as they are; heap.cpp has what takes their place.
-_WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRKSt9nothrow_t _ZdlPv _ZdaPv _ZdlPvm _ZdaPvm
-    exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
+_WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRKSt9nothrow_t _ZdlPv _ZdaPv _ZdlPvm 
+    _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
 # Linked behind the kernels and before the runtime, which must not be left at any moment: it may hold a lock.
 _KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"

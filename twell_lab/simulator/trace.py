@@ -59,7 +59,11 @@ class Step:
         if self.kind == "barrier":
             return f"{where}{who} {'waits' if one else 'wait'} at the barrier"
         if self.kind == "warp":
-            result = f", all get {self.values[0]} (0x{self.values[0] % 2**32:x})" if len(set(self.values)) == 1 and not one else ""
+            result = (
+                f", all get {self.values[0]} (0x{self.values[0] % 2**32:x})"
+                if len(set(self.values)) == 1 and not one
+                else ""
+            )
             return f"{where}{who} {'takes' if one else 'take'} part in {self.operation}{result}"
         verb = {"read": "read", "write": "write", "atomic": "update"}[self.kind] + "s" * one
         if self.array is None:
@@ -75,8 +79,9 @@ class Step:
     @property
     def covered(self) -> tuple[int, ...]:
         """Every element that the lanes touch, ascending, each once."""
-        return tuple(sorted({first + i for first in self.elements if first is not None
-                             for i in range(max(1, self.count))}))
+        return tuple(
+            sorted({first + i for first in self.elements if first is not None for i in range(max(1, self.count))})
+        )
 
     @property
     def operation(self) -> str:
@@ -159,8 +164,16 @@ class Trace(Sequence):
         self._changes = changes  # one an array: which byte each write set to what, and in which step
 
     @classmethod
-    def of(cls, steps: np.ndarray, lanes: np.ndarray, lines: Mapping, arrays: Iterable, names: Sequence[str],
-           block_shape: tuple[int, ...], truncated: bool = False) -> Trace:
+    def of(
+        cls,
+        steps: np.ndarray,
+        lanes: np.ndarray,
+        lines: Mapping,
+        arrays: Iterable,
+        names: Sequence[str],
+        block_shape: tuple[int, ...],
+        truncated: bool = False,
+    ) -> Trace:
         """From what the runtime recorded.
 
         steps: rows (warp, kind, space, size, path, depth, first, lanes, name) in order; the lanes of a row are
@@ -169,8 +182,11 @@ class Trace(Sequence):
         """
         arrays = list(arrays)
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
-        flat = lanes[np.concatenate([np.arange(row["first"], row["first"] + row["lanes"]) for row in steps])
-                     if len(steps) else np.zeros(0, int)]
+        flat = lanes[
+            np.concatenate([np.arange(row["first"], row["first"] + row["lanes"]) for row in steps])
+            if len(steps)
+            else np.zeros(0, int)
+        ]
         values = _values(steps, owner, flat, arrays)
         made, end = [], 0
         for index, row in enumerate(steps):
@@ -235,9 +251,13 @@ class Trace(Sequence):
         """(element, thread, step, whether written) of every access to each array, in order, as flat arrays."""
         found = {}
         for name in self.arrays:
-            rows = [(first + i, thread, step.index, step.kind != "read") for step in self.touching(name)
-                    for thread, first, array in zip(step.threads, step.elements, step.arrays, strict=True)
-                    if array == name for i in range(max(1, step.count))]
+            rows = [
+                (first + i, thread, step.index, step.kind != "read")
+                for step in self.touching(name)
+                for thread, first, array in zip(step.threads, step.elements, step.arrays, strict=True)
+                if array == name
+                for i in range(max(1, step.count))
+            ]
             columns = np.array(rows, np.int64).reshape(-1, 4).T
             found[name] = (*columns[:3], columns[3].astype(bool))
         return found
@@ -264,7 +284,9 @@ class Trace(Sequence):
         item = _itemsize(array)
         begin, end = first * item, (first + count) * item
         known = np.full(end - begin, array.before is not None)
-        content = np.zeros(end - begin, np.uint8) if array.before is None else np.array(array.before[begin:end], np.uint8)
+        content = (
+            np.zeros(end - begin, np.uint8) if array.before is None else np.array(array.before[begin:end], np.uint8)
+        )
         places, bytes_, when = self._changes[number]
         done = np.flatnonzero((when <= step) & (places >= begin) & (places < end))
         content[places[done] - begin] = bytes_[done]  # where a byte is written twice, the later one stays
@@ -283,24 +305,39 @@ def word_text(word: int, dtype: str = "bfloat16") -> str:
 
 def _step(index: int, row, lanes: np.ndarray, values: list, lines: Mapping, arrays: list, names: Sequence[str]) -> Step:
     kind = KINDS[int(row["kind"])]
-    path = tuple(lines[int(pc)] for pc in row["path"][:row["depth"]])
+    path = tuple(lines[int(pc)] for pc in row["path"][: row["depth"]])
     owners = [arrays[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
     items = [_itemsize(array) if array is not None else 0 for array in owners]
-    elements = tuple(offset // item if item else None
-                     for offset, item in zip(lanes["offset"].tolist(), items, strict=True))
+    elements = tuple(
+        offset // item if item else None for offset, item in zip(lanes["offset"].tolist(), items, strict=True)
+    )
     named = tuple(array.name if array is not None else None for array in owners)
     item = next(filter(None, items), 0)
-    return Step(index=index, warp=int(row["warp"]), kind=kind, line=path[-1] if path else None, path=path,
-                array=named[0] if len(set(named)) == 1 else None, arrays=named, space=SPACES[int(row["space"])],
-                threads=tuple(lanes["thread"].tolist()), elements=elements,
-                count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
-                values=tuple(values), name=names[int(row["name"])] if kind == "watch" else None)
+    return Step(
+        index=index,
+        warp=int(row["warp"]),
+        kind=kind,
+        line=path[-1] if path else None,
+        path=path,
+        array=named[0] if len(set(named)) == 1 else None,
+        arrays=named,
+        space=SPACES[int(row["space"])],
+        threads=tuple(lanes["thread"].tolist()),
+        elements=elements,
+        count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
+        values=tuple(values),
+        name=names[int(row["name"])] if kind == "watch" else None,
+    )
 
 
 def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: list) -> list:
     """The value of each lane as numbers, decoded together where they are of one sort."""
     found: list = [None] * len(lanes)
-    sorts = np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1) if len(lanes) else np.zeros((0, 3), int)
+    sorts = (
+        np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1)
+        if len(lanes)
+        else np.zeros((0, 3), int)
+    )
     for kind, size, number in np.unique(sorts, axis=0):
         rows = np.flatnonzero((sorts == (kind, size, number)).all(1))
         word = KINDS[int(kind)]
@@ -312,7 +349,9 @@ def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: lis
             dtype = f"<u{size}" if size in (1, 2, 4, 8) else "u1"
         else:
             dtype = arrays[number].dtype
-        decoded = _decoded(np.ascontiguousarray(lanes["value"][rows][:, :size]).reshape(-1), dtype).reshape(len(rows), -1)
+        decoded = _decoded(np.ascontiguousarray(lanes["value"][rows][:, :size]).reshape(-1), dtype).reshape(
+            len(rows), -1
+        )
         for row, value in zip(rows.tolist(), decoded.tolist(), strict=True):
             found[row] = value[0] if len(value) == 1 else tuple(value)
     return found

@@ -1,15 +1,15 @@
 """Checkpoints of a training run: everything that a run needs to go on as if nothing had happened.
 
-    out/checkpoint-000300/state.json             config, step, random states, history; size and SHA-256 of each file, and of itself
+    out/checkpoint-000300/state.json             config, step, random states, history; size and SHA-256 of each file,
+    and of itself
                           model.safetensors      weights; with config.json a model that twell-lab profile reads
                           config.json            and tokenizer.json, where it reads no bytes
                           optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
 
 A checkpoint is written under another name, forced to the disk and then renamed, so a folder of this name is whole. Once
-it is there the ones before it are removed, under another name again. At every moment one whole checkpoint has its name: where
-a step is saved once more, the one before is meanwhile checkpoint-000300.old, which is read too. What a process that was
-killed left half written or half removed, the next `save` removes.
-"""
+it is there the ones before it are removed, under another name again. At every moment one whole checkpoint has its name:
+where a step is saved once more, the one before is meanwhile checkpoint-000300.old, which is read too. What a process
+that was killed left half written or half removed, the next `save` removes."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ class State:
     """One checkpoint in memory. Tensors are whole (not sharded) and on the CPU.
 
     step: steps made. config: what the run was told, but for its text: `text` says which (its name, sha256 and size, and
-    the path where there is one). seconds: trained so far. order, noise: states of the generators of windows and of fresh
-    gate rows, uint8. optimizer: {"<what>.<parameter>": tensor}. counts: of twell_lab.training.dead.Tracker; empty if not tracked.
-    paths: of kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer, "graphs": compiling.Compiled's
+    the path where there is one). seconds: trained so far. order, noise: states of the generators of windows and of
+    fresh gate rows, uint8. optimizer: {"<what>.<parameter>": tensor}. counts: of twell_lab.training.dead.Tracker; empty
+    if not tracked. paths: of kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer,
+    "graphs": compiling.Compiled's
         if it is compiled}; otherwise empty.
     """
 
@@ -79,8 +80,8 @@ class State:
 
 
 def describe(text: Text | PreparedText, given, training_size: int) -> dict:
-    """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption. training_size:
-    bytes of its training part."""
+    """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption.
+    training_size: bytes of its training part."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if path is not None and not path.startswith("hf:"):
         path = os.path.abspath(path)  # a resumption may begin in another folder
@@ -94,19 +95,22 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].removesuffix(OLD).isdecimal() and path.is_dir()]
+    found = [
+        path for path in folder.glob("checkpoint-*") if path.name[11:].removesuffix(OLD).isdecimal() and path.is_dir()
+    ]
     return sorted(found, key=lambda path: (int(path.name[11:].removesuffix(OLD)), not path.name.endswith(OLD)))
 
 
 def text_of(folder: str | os.PathLike) -> dict:
-    """What the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where there is none."""
+    """What the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where there is
+    none."""
     found = checkpoints(folder)
     return _fields(found[-1])["text"] if found else {}
 
 
 def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
-    """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are removed,
-    unless keep_older. InputError where it can't be written; nothing of it is left behind then."""
+    """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are
+    removed, unless keep_older. InputError where it can't be written; nothing of it is left behind then."""
     from safetensors import SafetensorError
 
     folder = Path(folder)
@@ -121,15 +125,20 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         folder.mkdir(parents=True, exist_ok=True)
         tidy(folder)
         part.mkdir()
-        about = {"sha256": fingerprint(state.weights, model_config)}
-        for name, tensors, about in (("model", state.weights, about), ("optimizer", extra, None)):
+        printed = {"sha256": fingerprint(state.weights, model_config)}
+        for name, tensors, about in (("model", state.weights, printed), ("optimizer", extra, None)):
             whole = {key: value.contiguous() for key, value in tensors.items()}
             safetensors.torch.save_file(whole, part / f"{name}.safetensors", metadata=about)
         (part / "config.json").write_bytes(_json(model_config))
-        if (folder / TOKENIZER).is_file():  # so that a checkpoint taken elsewhere still reads its text as it was trained
+        if (
+            folder / TOKENIZER
+        ).is_file():  # so that a checkpoint taken elsewhere still reads its text as it was trained
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
         written = sorted(part.iterdir())
-        sizes, sums = {path.name: path.stat().st_size for path in written}, {path.name: sha256(path) for path in written}
+        sizes, sums = (
+            {path.name: path.stat().st_size for path in written},
+            {path.name: sha256(path) for path in written},
+        )
         (part / "state.json").write_bytes(seal({"format": FORMAT, "sizes": sizes, "files": sums, **fields}))
         for path in (*part.iterdir(), part):
             to_disk(path)
@@ -160,8 +169,8 @@ def _remove(path: Path) -> None:
 
 
 def load(folder: str | os.PathLike) -> State:
-    """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format; a checkpoint from
-    before there were digests is taken as it is, if its types and shapes are those of one."""
+    """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format; a
+    checkpoint from before there were digests is taken as it is, if its types and shapes are those of one."""
     path = newest(folder)
     fields = _fields(path)
     tensors = {}
@@ -171,11 +180,15 @@ def load(folder: str | os.PathLike) -> State:
         except OSError as error:
             raise InputError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
         if len(content) != size:
-            raise InputError(f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
-                             f"it is {'truncated, or ' if len(content) < size else ''}another file; accepted: a whole checkpoint")
+            raise InputError(
+                f"{name} in the checkpoint {str(path)!r} has {len(content)} bytes where {size} were written: "
+                f"it is {'truncated, or ' if len(content) < size else ''}another file; accepted: a whole checkpoint"
+            )
         if "files" in fields and (found := hashlib.sha256(content).hexdigest()) != fields["files"][name]:
-            raise InputError(f"{name} in the checkpoint {str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
-                             f"{fields['files'][name]} is noted in state.json; accepted: a whole checkpoint")
+            raise InputError(
+                f"{name} in the checkpoint {str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
+                f"{fields['files'][name]} is noted in state.json; accepted: a whole checkpoint"
+            )
         if name.endswith(".safetensors"):
             try:
                 tensors[name] = safetensors.torch.load(content)
@@ -190,9 +203,17 @@ def load(folder: str | os.PathLike) -> State:
             states[name] = torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8)
             torch.Generator().set_state(states[name])
         except (ValueError, RuntimeError) as error:
-            raise InputError(f"{name} in state.json of the checkpoint {str(path)!r} is no state of a generator: {error}") from None
-    return State(**plain, **states, weights=tensors["model.safetensors"], optimizer=optimizer, counts=counts,
-                 paths=fields.get("paths", {}))
+            raise InputError(
+                f"{name} in state.json of the checkpoint {str(path)!r} is no state of a generator: {error}"
+            ) from None
+    return State(
+        **plain,
+        **states,
+        weights=tensors["model.safetensors"],
+        optimizer=optimizer,
+        counts=counts,
+        paths=fields.get("paths", {}),
+    )
 
 
 def newest(folder: str | os.PathLike) -> Path:
@@ -201,8 +222,10 @@ def newest(folder: str | os.PathLike) -> Path:
     if not found:
         beside = checkpoints(Path(folder).parent) if Path(folder).name.startswith("checkpoint-") else []
         hint = f"; the newest beside it is {beside[-1].name!r}" if beside else ""
-        raise InputError(f"there is no checkpoint in {str(folder)!r}{hint}; accepted: the folder that training saved in, or one "
-                         "of its checkpoints")
+        raise InputError(
+            f"there is no checkpoint in {str(folder)!r}{hint}; accepted: the folder that training saved in, or one "
+            "of its checkpoints"
+        )
     return found[-1]
 
 
@@ -221,7 +244,9 @@ def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     return TrainConfig(**{**fields["config"], "text": fields["text"]["path"], **changes})
 
 
-def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text | PreparedText, training_size: int) -> None:
+def check_same(
+    state: State, config: TrainConfig, model: ModelConfig, text: Text | PreparedText, training_size: int
+) -> None:
     """InputError naming the field and both values unless `config` and `text` go on with the run in `state`."""
     for name, value in vars(config).items():
         saved = state.config.get(name, _default(name))
@@ -229,35 +254,51 @@ def check_same(state: State, config: TrainConfig, model: ModelConfig, text: Text
             saved, value = ("bytes" if each is None else each for each in (saved, value))
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if name not in FREE and saved != value:
-            raise InputError(f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
-                             f"(what may change: {', '.join(each for each in FREE if each != 'text')}, and where the text lies)")
+            raise InputError(
+                f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
+                f"(what may change: {', '.join(each for each in FREE if each != 'text')}, and where the text lies)"
+            )
     for name in ("sha256", "size"):
         if state.text[name] != getattr(text, name):
-            raise InputError(f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
-                             f"({state.text['name']}) in the checkpoint; accepted: the text the run began with")
-    if (held := state.text.get("training_size", training_size)) != training_size:  # a text and what was prepared of it are cut apart
-        raise InputError(f"the text's training part has {training_size} bytes, and {held} in the checkpoint; accepted: the text as "
-                         "the run read it, prepared or not")
+            raise InputError(
+                f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
+                f"({state.text['name']}) in the checkpoint; accepted: the text the run began with"
+            )
+    if (
+        held := state.text.get("training_size", training_size)
+    ) != training_size:  # a text and what was prepared of it are cut apart
+        raise InputError(
+            f"the text's training part has {training_size} bytes, and {held} in the checkpoint; accepted: the text as "
+            "the run read it, prepared or not"
+        )
     saved, mine = (each.get("tokenizer", {}) for each in (state.text, text.describe()))
     if saved.get("sha256") != mine.get("sha256"):
         raise InputError(f"the text's tokenizer is {mine}, and {saved} in the checkpoint; accepted: the same")
     if state.step >= config.steps and not _number((state.history or [{}])[-1].get("val_bits_per_byte")):
-        raise InputError(f"the checkpoint is of the last step, {state.step}, and its history does not end with val_bits_per_byte; "
-                         "accepted: a checkpoint as it was written")
+        raise InputError(
+            f"the checkpoint is of the last step, {state.step}, and its history does not end with val_bits_per_byte; "
+            "accepted: a checkpoint as it was written"
+        )
     for name, value in asdict(model).items():
         if (saved := state.model_config.get(name, value)) != value:
             raise InputError(f"the model's {name} is {value!r}, and {saved!r} in the checkpoint; accepted: the same")
 
 
 def prepare(folder: str | os.PathLike) -> Path:
-    """The folder to save in, made if need be. InputError if it can't be written, or holds a run or a model, which would be
-    lost, or mixed with this one."""
+    """The folder to save in, made if need be. InputError if it can't be written, or holds a run or a model, which would
+    be lost, or mixed with this one."""
     folder = writable(folder)
     if found := checkpoints(folder):
         fields = _fields(found[-1])
         step, steps = fields["step"], fields["config"].get("steps", _default("steps"))
-        holds, resume = (f"a run stopped at step {step} of {steps}", "to resume it, or ") if step < steps else (f"a run of {steps} steps", "")
-        raise InputError(f"{str(folder)!r} holds {holds}; accepted: {resume}another folder, or this one once it is empty")
+        holds, resume = (
+            (f"a run stopped at step {step} of {steps}", "to resume it, or ")
+            if step < steps
+            else (f"a run of {steps} steps", "")
+        )
+        raise InputError(
+            f"{str(folder)!r} holds {holds}; accepted: {resume}another folder, or this one once it is empty"
+        )
     if (folder / "model.safetensors").exists():
         raise InputError(f"{str(folder)!r} holds a model; accepted: another folder, or this one once it is empty")
     return folder
@@ -286,7 +327,8 @@ def writable(folder: str | os.PathLike) -> Path:
 
 
 def _fields(path: Path) -> dict:
-    """What state.json holds, each field of its type. InputError where it can't be read, was altered or holds something else."""
+    """What state.json holds, each field of its type. InputError where it can't be read, was altered or holds something
+    else."""
     where = f"state.json in the checkpoint {str(path)!r}"
     try:
         fields = unseal((path / "state.json").read_bytes())
@@ -301,7 +343,9 @@ def _fields(path: Path) -> dict:
         if name in fields and not fits(fields[name]):
             raise InputError(f"{name} in {where} is {reprlib.repr(fields[name])}; accepted: {accepted}")
     if fields.get("files", fields["sizes"]).keys() != fields["sizes"].keys():
-        raise InputError(f"{where} names {sorted(fields['files'])} and sizes of {sorted(fields['sizes'])}; accepted: the same files")
+        raise InputError(
+            f"{where} names {sorted(fields['files'])} and sizes of {sorted(fields['sizes'])}; accepted: the same files"
+        )
     known = {each.name for each in dataclasses.fields(TrainConfig)} - {"text"}
     try:  # which checks each value
         TrainConfig(**{name: value for name, value in fields["config"].items() if name in known})
@@ -315,9 +359,15 @@ def _whole(value, least: int = 0) -> bool:
 
 
 def _a_text(value) -> bool:
-    return (isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("sha256"), str)
-            and _whole(value.get("size")) and isinstance(value.get("path", 0), (str, type(None)))
-            and _whole(value.get("training_size", 0)) and isinstance(value.get("tokenizer", {}), dict))
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("sha256"), str)
+        and _whole(value.get("size"))
+        and isinstance(value.get("path", 0), (str, type(None)))
+        and _whole(value.get("training_size", 0))
+        and isinstance(value.get("tokenizer", {}), dict)
+    )
 
 
 def _paths(value) -> bool:
@@ -325,35 +375,55 @@ def _paths(value) -> bool:
     if not isinstance(value, dict) or not value:
         return value == {}
     layers, below = value.get("layers"), value.get("below", False)
-    return (isinstance(value.get("device"), str)
-            and isinstance(layers, dict) and all(path in ("dense", "twell") for path in layers.values())
-            and (below is None or isinstance(below, dict) and below.keys() >= layers.keys() and all(map(_number, below.values())))
-            and ("graphs" not in value or _graphs(value["graphs"])))
+    return (
+        isinstance(value.get("device"), str)
+        and isinstance(layers, dict)
+        and all(path in ("dense", "twell") for path in layers.values())
+        and (
+            below is None
+            or isinstance(below, dict)
+            and below.keys() >= layers.keys()
+            and all(map(_number, below.values()))
+        )
+        and ("graphs" not in value or _graphs(value["graphs"]))
+    )
 
 
 def _graphs(value) -> bool:
     """Of compiling.Compiled."""
-    return (isinstance(value, dict) and _whole(value.get("changed_at")) and isinstance(value.get("whole"), bool)
-            and isinstance(several := value.get("combinations"), list)
-            and all(isinstance(each, list) and all(isinstance(path, str) for path in each) for each in several))
+    return (
+        isinstance(value, dict)
+        and _whole(value.get("changed_at"))
+        and isinstance(value.get("whole"), bool)
+        and isinstance(several := value.get("combinations"), list)
+        and all(isinstance(each, list) and all(isinstance(path, str) for path in each) for each in several)
+    )
 
 
 def _number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-# What state.json may hold in a field, as a test of it and in words. A config's values are checked by TrainConfig itself.
+# What state.json may hold in a field, as a test of it and in words. A config's values are checked by TrainConfig
+# itself.
 _ACCEPTED = {
-    "sizes": (lambda it: isinstance(it, dict) and {*FILES[:2]} <= it.keys() <= {*FILES} and all(map(_whole, it.values())),
-              "a number of bytes for each file of a checkpoint"),
-    "files": (lambda it: isinstance(it, dict) and all(isinstance(each, str) for each in it.values()), "a SHA-256 for each file"),
+    "sizes": (
+        lambda it: isinstance(it, dict) and {*FILES[:2]} <= it.keys() <= {*FILES} and all(map(_whole, it.values())),
+        "a number of bytes for each file of a checkpoint",
+    ),
+    "files": (
+        lambda it: isinstance(it, dict) and all(isinstance(each, str) for each in it.values()),
+        "a SHA-256 for each file",
+    ),
     "step": (_whole, "a whole number from 0 up"),
     "seconds": (_number, "a finite number"),
     "config": (lambda it: isinstance(it, dict), "fields of TrainConfig"),
     "model_config": (lambda it: isinstance(it, dict), "fields of ModelConfig"),
     "text": (_a_text, "name, sha256 and size of a text, and where it lies"),
-    "history": (lambda it: isinstance(it, list) and all(isinstance(row, dict) and _whole(row.get("step"), 1) for row in it),
-                "rows with a step"),
+    "history": (
+        lambda it: isinstance(it, list) and all(isinstance(row, dict) and _whole(row.get("step"), 1) for row in it),
+        "rows with a step",
+    ),
     "order": (lambda it: isinstance(it, str), "hexadecimal digits"),
     "noise": (lambda it: isinstance(it, str), "hexadecimal digits"),
     "paths": (_paths, "a path for each layer"),

@@ -1,11 +1,10 @@
 """What torch.compile is given while the layers of a model may change their path: see twell_lab.analysis.switching.
 
-One graph of model and loss is the fastest: it fuses what lies between layers, 3 to 5% of a step on an H100 (the "training" record
-has whole models and their layers compiled, the loss in neither). But it is another graph for every combination of paths, each
-compiled for 10 seconds and more, and after eight of them torch goes on without compiling. Compiled one by one, all layers on the
-same path share a graph. So layers are compiled one by one, and the whole once no layer has changed for a while and there is
-enough left to train for it to pay.
-"""
+One graph of model and loss is the fastest: it fuses what lies between layers, 3 to 5% of a step on an H100 (the
+"training" record has whole models and their layers compiled, the loss in neither). But it is another graph for every
+combination of paths, each compiled for 10 seconds and more, and after eight of them torch goes on without compiling.
+Compiled one by one, all layers on the same path share a graph. So layers are compiled one by one, and the whole once no
+layer has changed for a while and there is enough left to train for it to pay."""
 
 from __future__ import annotations
 
@@ -15,16 +14,18 @@ from torch import Tensor, nn
 from .objective import Objective
 
 QUIET = 500  # steps without a change, after which none is expected
-WORTH = 5000  # passes left, forwards and backwards: at 70 ms each, 4% of them is what compiling a model of 8 layers takes
-WHOLES = 4  # graphs of the whole at most in a run: with those of earlier runs in this process, torch compiles eight of one function
+WORTH = (
+    5000  # passes left, forwards and backwards: at 70 ms each, 4% of them is what compiling a model of 8 layers takes
+)
+# graphs of the whole at most in a run: with those of earlier runs in this process, torch compiles eight of one function
+WHOLES = 4
 
 
 class Compiled:
     """An objective as it is called, compiled.
 
-    joined: the same, perhaps inside DDP. whole: whether a graph of the whole may be made; where FSDP2 gathers the weights
-    layer by layer it would break there all the same.
-    """
+    joined: the same, perhaps inside DDP. whole: whether a graph of the whole may be made; where FSDP2 gathers the
+    weights layer by layer it would break there all the same."""
 
     def __init__(self, objective: Objective, joined: nn.Module, whole: bool) -> None:
         for layer in objective.model.layers:
@@ -39,8 +40,8 @@ class Compiled:
         return self.call(*arguments)
 
     def follow(self, paths: tuple[str, ...], changed: bool, step: int, left: int) -> None:
-        """Told after some of the steps, by every process alike: each layer's path, whether one has just changed, how many steps were
-        made, and how many passes are left."""
+        """Told after some of the steps, by every process alike: each layer's path, whether one has just changed, how
+        many steps were made, and how many passes are left."""
         if changed:
             self.changed_at = step
         if step - self.changed_at < QUIET:
@@ -52,8 +53,11 @@ class Compiled:
 
     def state_dict(self) -> dict:
         """For a checkpoint: a resumed run is to compute its steps as the unbroken one does."""
-        return {"changed_at": self.changed_at, "whole": self.call is not self.by_layer,
-                "combinations": [list(paths) for paths in sorted(self.combinations)]}
+        return {
+            "changed_at": self.changed_at,
+            "whole": self.call is not self.by_layer,
+            "combinations": [list(paths) for paths in sorted(self.combinations)],
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.changed_at = state["changed_at"]

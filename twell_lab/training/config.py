@@ -68,7 +68,8 @@ class TrainConfig:
             elsewhere.
         parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
         compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
-            kernels auto layer by layer first, since each change of a path is another graph (twell_lab.training.compiled).
+            kernels auto layer by layer first, since each change of a path is another graph
+            (twell_lab.training.compiled).
 
     Reports:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
@@ -118,7 +119,12 @@ class TrainConfig:
         for name in ("warmup", "l1_delay", "l1_warmup", "dead_window"):
             self._check(name, int, lambda value: value >= 0, "a whole number from 0 up")
         if self.checkpoint_every is not None:
-            self._check("checkpoint_every", int, lambda value: value >= 0, "a whole number from 0 up, or None for about every five minutes")
+            self._check(
+                "checkpoint_every",
+                int,
+                lambda value: value >= 0,
+                "a whole number from 0 up, or None for about every five minutes",
+            )
         self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
         for name in ("l1", "weight_decay", "reinit_sigma"):
             self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
@@ -133,8 +139,10 @@ class TrainConfig:
             if get_origin(kind) is Literal:
                 self._check(name, str, lambda value: value in get_args(kind), " or ".join(map(repr, get_args(kind))))
         if self.kernels != "off" and self.activation != "relu":
-            raise InputError(f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
-                             "activation 'relu', which the sparse layers compute")
+            raise InputError(
+                f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
+                "activation 'relu', which the sparse layers compute"
+            )
         if not isinstance(self.compile, bool):
             raise InputError(f"compile is {self.compile!r}; accepted: True or False")
         if not isinstance(self.text, (str, PathLike, Text, PreparedText, type(None))):
@@ -144,27 +152,41 @@ class TrainConfig:
         if self.batch % self.accumulate:
             raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
         if self.reinit and not self.dead_window:
-            raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
-                             "tokens after which a silent neuron counts as dead")
+            raise InputError(
+                f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up, the "
+                "tokens after which a silent neuron counts as dead"
+            )
         try:
             if not isinstance(self.device, (str, type(None))):
                 raise TypeError("not a name")
             torch.device("cpu" if self.device is None else self.device)
         except (RuntimeError, TypeError) as error:
-            raise InputError(f"device is {self.device!r}; accepted: a device of torch's, such as 'cpu', 'cuda' or 'cuda:1', or None") from error
+            raise InputError(
+                f"device is {self.device!r}; accepted: a device of torch's, such as 'cpu', 'cuda' or 'cuda:1', or None"
+            ) from error
         self.model()
 
     def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
         value = getattr(self, name)
-        endless = isinstance(value, int) and abs(value) >= 2**63  # no counter of torch's goes that far, and some no float holds
+        endless = (
+            isinstance(value, int) and abs(value) >= 2**63
+        )  # no counter of torch's goes that far, and some no float holds
         if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
             raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
 
     def model(self, vocabulary: int = 256) -> ModelConfig:
         """The sizes of the model to train; `vocabulary` is the text's, 256 for bytes."""
         more = {} if self.activation == "relu" else {"activation": self.activation}
-        return ModelConfig(vocabulary=vocabulary, d_model=self.d_model, layers=self.layers, heads=self.heads,
-                           d_ff=self.d_ff, context=self.context, gated=self.gated, **more)
+        return ModelConfig(
+            vocabulary=vocabulary,
+            d_model=self.d_model,
+            layers=self.layers,
+            heads=self.heads,
+            d_ff=self.d_ff,
+            context=self.context,
+            gated=self.gated,
+            **more,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,8 +224,11 @@ class TrainResult:
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
         if config["tokenizer"] is not None:
             config["tokenizer"] = os.path.basename(config["tokenizer"])
-        return {"config": config, "parameters": sum(weight.numel() for weight in self.model.parameters()),
-                **{name: value for name, value in vars(self).items() if name not in ("model", "config")}}
+        return {
+            "config": config,
+            "parameters": sum(weight.numel() for weight in self.model.parameters()),
+            **{name: value for name, value in vars(self).items() if name not in ("model", "config")},
+        }
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -58,8 +58,10 @@ class Tracker:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise InputError(f"tokens is {tokens!r}; accepted: a whole number from 0 up")
         with torch.no_grad():
-            self.silent = [(silent.to(each.device) + tokens).masked_fill(each, 0)
-                           for silent, each in zip(self.silent, fired, strict=True)]
+            self.silent = [
+                (silent.to(each.device) + tokens).masked_fill(each, 0)
+                for silent, each in zip(self.silent, fired, strict=True)
+            ]
 
     def dead(self) -> list[Tensor]:
         """For each layer bool [d_ff]: silent for the whole window. All False until the window is full."""
@@ -67,21 +69,29 @@ class Tracker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts as a flat dict of int64 CPU tensors, as safetensors take them."""
-        return {"window_tokens": torch.tensor(self.window_tokens, device="cpu"),
-                **{f"silent.{number}": silent.cpu() for number, silent in enumerate(self.silent)}}
+        return {
+            "window_tokens": torch.tensor(self.window_tokens, device="cpu"),
+            **{f"silent.{number}": silent.cpu() for number, silent in enumerate(self.silent)},
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` gave. InputError for another window, or other layers."""
         mine = self.state_dict()
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         if shapes != {name: tuple(value.shape) for name, value in mine.items()}:
-            raise InputError(f"the saved counts have shapes {shapes}; accepted: those of {len(self.silent)} layers "
-                             f"with d_ff {[len(silent) for silent in self.silent]}")
+            raise InputError(
+                f"the saved counts have shapes {shapes}; accepted: those of {len(self.silent)} layers "
+                f"with d_ff {[len(silent) for silent in self.silent]}"
+            )
         if state["window_tokens"].item() != self.window_tokens:
-            raise InputError(f"the saved counts are of a window of {state['window_tokens'].item()} tokens; "
-                             f"accepted: {self.window_tokens}, the window here")
-        self.silent = [state[f"silent.{number}"].to(torch.int64).to(silent.device, copy=True)
-                       for number, silent in enumerate(self.silent)]
+            raise InputError(
+                f"the saved counts are of a window of {state['window_tokens'].item()} tokens; "
+                f"accepted: {self.window_tokens}, the window here"
+            )
+        self.silent = [
+            state[f"silent.{number}"].to(torch.int64).to(silent.device, copy=True)
+            for number, silent in enumerate(self.silent)
+        ]
 
 
 @contextmanager
@@ -106,8 +116,10 @@ def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
 
     def fired() -> list[Tensor]:
         weights = [layer.pattern.weight for layer in layers]
-        said = [torch.zeros(len(weight), dtype=torch.bool, device=weight.device) if each is None else each
-                for weight, each in zip(weights, seen, strict=True)]
+        said = [
+            torch.zeros(len(weight), dtype=torch.bool, device=weight.device) if each is None else each
+            for weight, each in zip(weights, seen, strict=True)
+        ]
         seen[:] = [None] * len(layers)
         return said
 
@@ -127,8 +139,13 @@ def fired_in(model: nn.Module, tokens: Tensor) -> list[Tensor]:
         return fired()
 
 
-def reinitialise(layer: FeedForward, dead: Tensor, strength: float = STRENGTH, sigma: float = SIGMA,
-                 generator: torch.Generator | None = None) -> int:
+def reinitialise(
+    layer: FeedForward,
+    dead: Tensor,
+    strength: float = STRENGTH,
+    sigma: float = SIGMA,
+    generator: torch.Generator | None = None,
+) -> int:
     """Move the gate rows of dead neurons towards fresh ones, in place; returns how many rows that were.
 
     layer: its gate's rows are changed, or in a plain layer the up projection's. Up and down rows of a gated layer,

@@ -41,7 +41,9 @@ from .run import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
 from .text.load import load_any
 from .text.source import BYTES, check_apart, check_enough, spread_windows
 
-if __name__ == "__main__":  # what `twell-lab train` does, without a core module that imports the command line; it knows what to do
+if (
+    __name__ == "__main__"
+):  # what `twell-lab train` does, without a core module that imports the command line; it knows what to do
     import runpy  # where the imports below are interrupted, which take seconds
 
     sys.argv.insert(1, "train")
@@ -51,26 +53,31 @@ SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says af
 SAVE_SHARE = 10  # times as long as the last one took, if that is more
 
 
-def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
-          progress: bool = True, on_step: Callable[[dict], None] | None = None) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    out: str | os.PathLike | None = None,
+    resume: str | os.PathLike | None = None,
+    progress: bool = True,
+    on_step: Callable[[dict], None] | None = None,
+) -> TrainResult:
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
     out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
-        `checkpoint_every` steps (or about every five minutes), where the loss stops being a number and on Ctrl-C, SIGTERM or
-        SIGHUP; each replaces the one before. Under torchrun processes agree to stop at the next row of the history. One
-        training at a time has the folder.
+        `checkpoint_every` steps (or about every five minutes), where the loss stops being a number and on Ctrl-C,
+        SIGTERM or SIGHUP; each replaces the one before. Under torchrun processes agree to stop at the next row of the
+        history. One training at a time has the folder.
     resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
         the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
     progress: show a bar on stderr, where that is a terminal.
     on_step: called with each row of the history as it is made.
 
     Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
-    there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no TrainConfig, a
-    checkpoint that is truncated, altered or of another model or config, and for an `out` that holds a run or a model, that
-    another process is training into, or that lies in the folder that is the text; checkpoint.Interrupted (a
-    KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more, and when the steps read the text
-    more than four times over, and where a run that is resumed had ended already.
-    """
+    there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no
+    TrainConfig, a checkpoint that is truncated, altered or of another model or config, and for an `out` that holds a
+    run or a model, that another process is training into, or that lies in the folder that is the text;
+    checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more,
+    and when the steps read the text more than four times over, and where a run that is resumed had ended already."""
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with parallel.joined(config.device) as world, ExitStack() as ending:
@@ -79,8 +86,10 @@ def train(config: TrainConfig, *, out: str | os.PathLike | None = None, resume: 
 
 def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: World, ending: ExitStack) -> TrainResult:
     if config.batch % (config.accumulate * world.size):
-        raise InputError(f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
-                         f"a multiple of {config.accumulate * world.size}, so that each part has as many windows")
+        raise InputError(
+            f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
+            f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
+        )
     home = None if resume is None else checkpoint.home(resume)
     own = home / checkpoint.TOKENIZER if home is not None else None  # the one it began with, not one trained again
     whole = load_any(config.text, tokenizer=own if own is not None and own.is_file() else config.tokenizer)
@@ -90,7 +99,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text, training.size)
-    goes_on = home is not None and (out is None or os.path.realpath(out) == os.path.realpath(home))  # in the folder it began in
+    goes_on = home is not None and (
+        out is None or os.path.realpath(out) == os.path.realpath(home)
+    )  # in the folder it began in
     out = home if goes_on else out
 
     def claim() -> None:
@@ -108,8 +119,12 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         checkpoint.check_same(state, config, run.model.config, whole, training.size)
         run.restore(state)
         if world.lead and state.step >= config.steps:
-            warnings.warn(f"all {config.steps} steps of the run in {os.fspath(resume)!r} had been made: there is nothing left to train, and "
-                          "only its neurons are counted again", stacklevel=3)
+            warnings.warn(
+                f"all {config.steps} steps of the run in {os.fspath(resume)!r} had been made: there is nothing left "
+                f"to train, and "
+                "only its neurons are counted again",
+                stacklevel=3,
+            )
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = None if validation.tokenizer == BYTES else validation.tokenizer.lengths.to(world.device)
     metrics = _Metrics()
@@ -128,26 +143,44 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
 
     if out is not None:
         world.led(begin)
-    saved, warned = run.step if goes_on else None, not world.lead  # saved: the step of this run's last checkpoint in `out`
+    saved, warned = (
+        run.step if goes_on else None,
+        not world.lead,
+    )  # saved: the step of this run's last checkpoint in `out`
     start = time.perf_counter() - run.seconds
     lap, lap_step = time.perf_counter(), run.step
     due = lap + SAVE_EVERY
     try:
-        with (tqdm(total=config.steps, initial=run.step, desc=f"training, l1 {config.l1:g}", unit="step",
-                   disable=not progress or None) as bar,
-              Stop(out is not None, world.size > 1) as stop):
+        with (
+            tqdm(
+                total=config.steps,
+                initial=run.step,
+                desc=f"training, l1 {config.l1:g}",
+                unit="step",
+                disable=not progress or None,
+            ) as bar,
+            Stop(out is not None, world.size > 1) as stop,
+        ):
             for step in range(run.step + 1, config.steps + 1):
                 last = step == config.steps
                 validate = last or step % config.eval_every == 0
                 logged = validate or step == 1 or step % config.log_every == 0
                 revive = config.reinit > 0 and step % config.dead_every == 0
                 numbers = _step(run, step, logged)
-                # Processes must agree to stop, and that it is time to save: a message between them, only where there is one anyway.
+                # Processes must agree to stop, and that it is time to save: a message between them, only where there is
+                # one anyway.
                 agree = world.size == 1 or logged
                 if stopping := agree and world.any(stop.asked):
                     stop.agreed.set()
-                late = out is not None and config.checkpoint_every is None and agree and world.any(time.perf_counter() >= due)
-                keep = out is not None and (last or late or bool(config.checkpoint_every) and step % config.checkpoint_every == 0)
+                late = (
+                    out is not None
+                    and config.checkpoint_every is None
+                    and agree
+                    and world.any(time.perf_counter() >= due)
+                )
+                keep = out is not None and (
+                    last or late or bool(config.checkpoint_every) and step % config.checkpoint_every == 0
+                )
                 if logged or revive or keep or stopping:
                     run.guard.check()
                 run.step = step
@@ -156,9 +189,14 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 bar.update()
                 if logged:
                     row = _row(run, step, numbers)
-                    row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
+                    row["tokens_per_s"] = (
+                        (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
+                    )
                     if validate:
-                        with _autocast(config, world.device), torch.compiler.set_stance("force_eager"):  # compiling it would take longer
+                        with (
+                            _autocast(config, world.device),
+                            torch.compiler.set_stance("force_eager"),
+                        ):  # compiling it would take longer
                             row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
                         if not math.isfinite(row["val_bits_per_byte"]):
                             raise Diverged(config, step, row["val_bits_per_byte"], math.nan)
@@ -166,11 +204,17 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     lap, lap_step = time.perf_counter(), step
                     row["seconds"] = lap - start
                     if world.device.type == "cuda":
-                        row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)  # of this process, since it began
+                        row["peak_bytes"] = torch.cuda.max_memory_allocated(
+                            world.device
+                        )  # of this process, since it began
                     run.history.append(row)
                     metrics.write(row)
-                    bar.set_postfix(loss=f"{row['loss']:.3f}", nnz=f"{row['nnz']:.0f}",
-                                    tokens_s=f"{row['tokens_per_s']:,.0f}", refresh=False)
+                    bar.set_postfix(
+                        loss=f"{row['loss']:.3f}",
+                        nnz=f"{row['nnz']:.0f}",
+                        tokens_s=f"{row['tokens_per_s']:,.0f}",
+                        refresh=False,
+                    )
                     if on_step is not None:
                         on_step(row)
                 run.seconds = time.perf_counter() - start
@@ -192,10 +236,15 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     except Diverged as error:
         if out is None or error.broken:  # then there is no good state to save: an earlier checkpoint may hold one
             raise
-        if run.step and run.step != saved:  # not in the place of an older one of this run, which may be the better start
+        if (
+            run.step and run.step != saved
+        ):  # not in the place of an older one of this run, which may be the better start
             save(keep_older=saved is not None)
-        where = (f"in {os.fspath(out)!r}, and resuming it leads there again: begin anew in another folder" if run.step else
-                 "the one it began with")
+        where = (
+            f"in {os.fspath(out)!r}, and resuming it leads there again: begin anew in another folder"
+            if run.step
+            else "the one it began with"
+        )
         raise InputError(f"{error}; the last good state, after step {run.step}, is {where}") from None
     except KeyboardInterrupt as error:  # a second one, or between the last step and the end
         if isinstance(error, checkpoint.Interrupted) or saved is None:
@@ -204,12 +253,17 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     finally:
         metrics.close()
     return TrainResult(
-        model=model, config=config, history=run.history,
+        model=model,
+        config=config,
+        history=run.history,
         validation_bits_per_byte=run.history[-1]["val_bits_per_byte"],
         mean_nnz=sum(layer.mean_nnz for layer in firing.layers) / len(firing.layers),
-        density=[layer.density for layer in firing.layers], dead=[layer.dead for layer in firing.layers],
+        density=[layer.density for layer in firing.layers],
+        dead=[layer.dead for layer in firing.layers],
         text={**whole.describe(), "training_size": training.size, "validation_size": validation.size},
-        seconds=run.seconds, tokens=config.steps * config.batch * config.context)
+        seconds=run.seconds,
+        tokens=config.steps * config.batch * config.context,
+    )
 
 
 def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
@@ -242,21 +296,30 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
 
 
 def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
-    """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and one
-    more for the dead. Layers that choose their path by it do so here."""
-    loss, terms, l1, nnz, lost = (torch.stack(each).mean(0) if len(numbers) > 1 else each[0]
-                                  for each in zip(*numbers, strict=True))
+    """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and
+    one more for the dead. Layers that choose their path by it do so here."""
+    loss, terms, l1, nnz, lost = (
+        torch.stack(each).mean(0) if len(numbers) > 1 else each[0] for each in zip(*numbers, strict=True)
+    )
     layers = len(nnz)
     values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, lost])).tolist()
-    row = {"step": step, "loss": values[0], "ce": values[1], "l1_term": values[2], "nnz": values[3],
-           "nnz_layers": values[4 + layers:4 + 2 * layers], "l1_layers": values[4:4 + layers], "dead_layers": None,
-           "lr": learning_rate(run.config, step)}
+    row = {
+        "step": step,
+        "loss": values[0],
+        "ce": values[1],
+        "l1_term": values[2],
+        "nnz": values[3],
+        "nnz_layers": values[4 + layers : 4 + 2 * layers],
+        "l1_layers": values[4 : 4 + layers],
+        "dead_layers": None,
+        "lr": learning_rate(run.config, step),
+    }
     if not math.isfinite(row["loss"]):  # of several processes' losses the guard sees the gradients alone
         raise Diverged(run.config, step, row["loss"], math.nan)
     if run.tracker is not None:
         row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
     if run.config.kernels != "off":
-        row["lost_layers"] = values[4 + 2 * layers:]
+        row["lost_layers"] = values[4 + 2 * layers :]
     if run.switch is not None:
         with _autocast(run.config, run.world.device):
             run.follow(row["nnz_layers"], row["lost_layers"])
@@ -304,8 +367,11 @@ class _Metrics:
         except OSError as error:
             with suppress(OSError):
                 self.file.truncate(at)  # no half of a row
-            warnings.warn(f"step {row['step']}: {self.file.name} takes no more rows: {error}; training goes on, and the "
-                          "checkpoints hold them", stacklevel=3)
+            warnings.warn(
+                f"step {row['step']}: {self.file.name} takes no more rows: {error}; training goes on, and the "
+                "checkpoints hold them",
+                stacklevel=3,
+            )
             self.close()
 
     def close(self) -> None:

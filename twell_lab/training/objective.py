@@ -21,7 +21,9 @@ EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
 EVAL_SCORES = 2**28  # or fewer: so many scores of next tokens take 1 GiB in float32
 
 
-def cross_entropy(model: nn.Module, windows: Tensor, *, of_scores: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> Tensor:
+def cross_entropy(
+    model: nn.Module, windows: Tensor, *, of_scores: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+) -> Tensor:
     """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar.
 
     of_scores: what computes it from scores [tokens, vocabulary] and the tokens that came."""
@@ -38,9 +40,8 @@ def eval_batch(model: nn.Module, windows: Tensor) -> int:
 def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = None) -> float:
     """Cross-entropy in bits a byte on int64 windows [n, context + 1]; each window is read with nothing before it.
 
-    lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Counted are the bytes of the
-    tokens that are predicted, not of the whole text: windows spread over a text need not be like all of it.
-    """
+    lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Counted are the bytes of
+    the tokens that are predicted, not of the whole text: windows spread over a text need not be like all of it."""
     with torch.no_grad():
         nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(eval_batch(model, windows)))
     bits = (nats / len(windows)).item() / math.log(2)
@@ -82,7 +83,8 @@ def _dense_layers(model: nn.Module) -> list[FeedForward]:
 
 
 def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> RemovableHandle:
-    """A hook, to be removed by the caller, that appends what enters the layer's down projection to `into` while `when()`."""
+    """A hook, to be removed by the caller, that appends what enters the layer's down projection to `into` while
+    `when()`."""
 
     def keep(module: nn.Module, args: tuple) -> None:
         if when():
@@ -102,7 +104,9 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        self.running = False  # a validation of the model alone must not fill the lists: that is gigabytes of a large model
+        self.running = (
+            False  # a validation of the model alone must not fill the lists: that is gigabytes of a large model
+        )
         layers = firing_layers(model)
         self.sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]  # `sparsify` swaps all or none
         # A list for each layer: see Learner.tell.
@@ -134,7 +138,8 @@ class Objective(nn.Module):
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
 
     def compile_loss(self) -> None:
-        """Have torch.compile fuse what follows the model: in float32, the scores of a large vocabulary are gigabytes."""
+        """Have torch.compile fuse what follows the model: in float32, the scores of a large vocabulary are
+        gigabytes."""
         self.of_scores = torch.compile(F.cross_entropy)
 
     def _forget(self) -> None:

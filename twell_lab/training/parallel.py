@@ -83,17 +83,20 @@ def joined(device: str | None) -> Iterator[World]:
         try:
             dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
         except (ValueError, dist.DistError) as error:
-            raise InputError(f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE names cannot be joined: {error}; accepted: what "
-                             "torchrun sets") from None
+            raise InputError(
+                f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE names cannot be joined: {error}; accepted: "
+                f"what "
+                "torchrun sets"
+            ) from None
     try:
         yield World(own, dist.get_rank(), dist.get_world_size())
     finally:
         if begin:
             dist.destroy_process_group()
             if own.type == "cpu":
-                # A thread of gloo's keeps the tensors of a message a moment longer than their receiver waits. It outlives the
-                # group wherever torch still refers to that, as it does after DDP and FSDP2, and one that lets go of a
-                # tensor while Python ends aborts the process (pytorch issue 190489).
+                # A thread of gloo's keeps the tensors of a message a moment longer than their receiver waits. It
+                # outlives the group wherever torch still refers to that, as it does after DDP and FSDP2, and one that
+                # lets go of a tensor while Python ends aborts the process (pytorch issue 190489).
                 time.sleep(0.2)
 
 
@@ -102,7 +105,10 @@ def _check_environment() -> None:
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         value = os.environ.get(name, str(least))
         if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
-            raise InputError(f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets it, or none")
+            raise InputError(
+                f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets "
+                f"it, or none"
+            )
 
 
 def _own_device(device: str | None) -> torch.device:
@@ -110,13 +116,17 @@ def _own_device(device: str | None) -> torch.device:
     if wanted.type != "cuda":
         return present(device)
     if wanted.index is not None:
-        raise InputError(f"device is {device!r} for {os.environ['WORLD_SIZE']} processes; accepted: 'cuda', of which each "
-                         "takes one, or 'cpu'")
+        raise InputError(
+            f"device is {device!r} for {os.environ['WORLD_SIZE']} processes; accepted: 'cuda', of which each "
+            "takes one, or 'cpu'"
+        )
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
     if here > gpus:
         fewer = f"torchrun --nproc-per-node {gpus} or fewer, or " if gpus else ""
-        raise DeviceError(f"{here} processes were started on a machine with {gpus} GPU{'' if gpus == 1 else 's'}; accepted: "
-                          f"{fewer}--device cpu")
+        raise DeviceError(
+            f"{here} processes were started on a machine with {gpus} GPU{'' if gpus == 1 else 's'}; accepted: "
+            f"{fewer}--device cpu"
+        )
     return present(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
 
 
@@ -124,14 +134,16 @@ def present(name: str | None) -> torch.device:
     """The device of that name (None: a GPU where there is one); DeviceError where it is not there."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "meta":
-        raise DeviceError(f"device {name!r} holds no numbers; accepted here: "
-                          f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}")
+        raise DeviceError(
+            f"device {name!r} holds no numbers; accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
+        )
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         why = str(error).partition("\n")[0].partition(". ")[0]  # torch adds every kernel that it has
-        raise DeviceError(f"device {name!r} is not there: {why}; accepted here: "
-                          f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}") from None
+        raise DeviceError(
+            f"device {name!r} is not there: {why}; accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
+        ) from None
     return device
 
 
@@ -178,5 +190,6 @@ def put(into: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         if hasattr(into, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
+
             value = distribute_tensor(value.to(into.dtype), into.device_mesh, into.placements)
         into.copy_(value)

@@ -32,7 +32,8 @@ from .parallel import World
 RESIDENT = 2**31  # bytes of tokens that are copied to the device
 AGAIN = 1.0  # seconds after a Ctrl-C from which the next one is meant
 GRACE = 20.0  # seconds in which several processes agree to stop; torchrun kills them after 30
-FRESH = 4  # up to so many readings of a text are nearly as good as so much fresh text (Muennighoff et al., arXiv 2305.16264)
+# up to so many readings of a text are nearly as good as so much fresh text (Muennighoff et al., arXiv 2305.16264)
+FRESH = 4
 
 
 class Order:
@@ -110,11 +111,13 @@ class Run:
             dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
 
     def follow(self, nnz: list[float], lost: list[float]) -> None:
-        """Let layers that train through the kernels change their path by how many of their neurons fire, and the share of
-        tokens for which the kernels had no room."""
+        """Let layers that train through the kernels change their path by how many of their neurons fire, and the share
+        of tokens for which the kernels had no room."""
         terms = [LayerTerm(layer.name, None, *each) for layer, *each in zip(self.layers, nnz, lost, strict=True)]
         if self.switch.below is None:  # every process must take the same path: their measurements differ, nnz does not
-            found = self.switch.measure(self.config.batch * self.config.context // (self.config.accumulate * self.world.size))
+            found = self.switch.measure(
+                self.config.batch * self.config.context // (self.config.accumulate * self.world.size)
+            )
             values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.world.device)
             self.switch.below = dict(zip(found, self.world.mean(values).tolist(), strict=True))
         changes = self.switch.see(terms)
@@ -124,14 +127,30 @@ class Run:
 
     def state(self, text: dict) -> checkpoint.State:
         """Everything for a checkpoint; every process of a sharded run must ask for it."""
-        config = {name: str(value) if name == "tokenizer" and value is not None else value
-                  for name, value in vars(self.config).items() if name != "text"}
-        optimizer = {f"{what}.{name}": parallel.whole(value).cpu() for name, weight in self.parameters.items()
-                     for what, value in self.optimizer.state.get(weight, {}).items()}
+        config = {
+            name: str(value) if name == "tokenizer" and value is not None else value
+            for name, value in vars(self.config).items()
+            if name != "text"
+        }
+        optimizer = {
+            f"{what}.{name}": parallel.whole(value).cpu()
+            for name, weight in self.parameters.items()
+            for what, value in self.optimizer.state.get(weight, {}).items()
+        }
         return checkpoint.State(
-            step=self.step, config=config, model_config=asdict(self.model.config), text=text, seconds=self.seconds,
-            history=self.history, order=self.guard.order_state, noise=self.noise.get_state(), weights=self.weights(),
-            optimizer=optimizer, counts=self.tracker.state_dict() if self.tracker else {}, paths=self._paths())
+            step=self.step,
+            config=config,
+            model_config=asdict(self.model.config),
+            text=text,
+            seconds=self.seconds,
+            history=self.history,
+            order=self.guard.order_state,
+            noise=self.noise.get_state(),
+            weights=self.weights(),
+            optimizer=optimizer,
+            counts=self.tracker.state_dict() if self.tracker else {},
+            paths=self._paths(),
+        )
 
     def _paths(self) -> dict:
         if self.switch is None:
@@ -169,7 +188,9 @@ class Run:
             self.tracker.load_state_dict(state.counts)
         if self.switch is not None and state.paths:
             if state.paths["layers"].keys() != (names := {layer.name for layer in self.layers}):
-                raise InputError(f"the checkpoint has paths of {sorted(state.paths['layers'])}; accepted: of {sorted(names)}")
+                raise InputError(
+                    f"the checkpoint has paths of {sorted(state.paths['layers'])}; accepted: of {sorted(names)}"
+                )
             for layer in self.layers:
                 layer.module.learn(state.paths["layers"][layer.name])
             if not self.world.any(state.paths["device"] != self._device_name()):  # elsewhere they are measured again
@@ -195,9 +216,8 @@ class Run:
 class Guard:
     """Keeps the last good state: from the first step whose loss or gradient is no finite number, no weight changes.
 
-    On a GPU the optimizer itself is told to do nothing (a flag on the device, as torch's GradScaler gives it), so that no
-    step waits; `check` reads what happened. On a CPU, and where FSDP2 shards the weights, each step is read.
-    """
+    On a GPU the optimizer itself is told to do nothing (a flag on the device, as torch's GradScaler gives it), so that
+    no step waits; `check` reads what happened. On a CPU, and where FSDP2 shards the weights, each step is read."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -230,8 +250,8 @@ class Guard:
         self.broken.copy_(torch.where(finite, self.broken, 1.0))
 
     def check(self) -> None:
-        """Raise if a step since the last check failed, or a weight is no finite number now, which the loss does not show where a
-        kernel skips the neuron; reads the device once."""
+        """Raise if a step since the last check failed, or a weight is no finite number now, which the loss does not
+        show where a kernel skips the neuron; reads the device once."""
         finite = all_finite([parallel.local(weight) for weight in self.run.parameters.values()])
         *failed, finite = torch.cat([self.first, finite.double()[None]]).tolist()
         if not self.waits and failed[0]:
@@ -247,26 +267,30 @@ class Guard:
 
 
 class Diverged(InputError):
-    """The loss or its gradient is no finite number, and the run is as the step before left it; or weights are none (broken: their names)."""
+    """The loss or its gradient is no finite number, and the run is as the step before left it; or weights are none
+    (broken: their names)."""
 
-    def __init__(self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: tuple[str, ...] = ()
+    ) -> None:
         what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
         what = f"values that are not finite in {', '.join(broken)}" if broken else what
         self.broken = broken
-        super().__init__(f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr "
-                         f"{'or l1 ' if config.l1 else ''}is the first thing to try")
+        super().__init__(
+            f"{what} at step {step} with lr {config.lr} and l1 {config.l1}: training diverged; a lower lr "
+            f"{'or l1 ' if config.l1 else ''}is the first thing to try"
+        )
 
 
 class Stop:
-    """While a run that can save itself goes on, Ctrl-C, SIGTERM as a cluster's scheduler sends it, or SIGHUP as a terminal that
-    closes, only asks it to stop after its step; `asked` says so. What follows changes nothing: they often come in twos. But
-    another Ctrl-C, once AGAIN seconds have passed, stops at once.
+    """While a run that can save itself goes on, Ctrl-C, SIGTERM as a cluster's scheduler sends it, or SIGHUP as a
+    terminal that closes, only asks it to stop after its step; `asked` says so. What follows changes nothing: they often
+    come in twos. But another Ctrl-C, once AGAIN seconds have passed, stops at once.
 
-    With several processes (patient) no Ctrl-C does that: the terminal sends it to each of them, and so does torchrun. They must
-    agree, and where one of them has ended they would wait for it for ever, deaf to signals: torchrun, too, sends SIGTERM to the
-    others then. So a process that has not heard from all of them, which the loop says by setting `agreed`, GRACE seconds after it
-    was asked ends without saving.
-    """
+    With several processes (patient) no Ctrl-C does that: the terminal sends it to each of them, and so does torchrun.
+    They must agree, and where one of them has ended they would wait for it for ever, deaf to signals: torchrun, too,
+    sends SIGTERM to the others then. So a process that has not heard from all of them, which the loop says by setting
+    `agreed`, GRACE seconds after it was asked ends without saving."""
 
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
@@ -276,8 +300,15 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if self.active:
-            wanted = (signal.SIGINT, *(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
-                                       and signal.getsignal(number) not in (signal.SIG_IGN, None)))  # as nohup has it
+            wanted = (
+                signal.SIGINT,
+                *(
+                    number
+                    for name in ("SIGTERM", "SIGHUP")
+                    if (number := getattr(signal, name, None)) is not None
+                    and signal.getsignal(number) not in (signal.SIG_IGN, None)
+                ),
+            )  # as nohup has it
             self.old = {number: signal.signal(number, self._note) for number in wanted}
             if self.patient:
                 self._watch()
@@ -302,7 +333,8 @@ class Stop:
             return
         if self.first is None:
             self.first = time.monotonic()
-            # Whoever read it may have got the same Ctrl-C, as in `2>&1 | tee log`, or a line is being printed right now.
+            # Whoever read it may have got the same Ctrl-C, as in `2>&1 | tee log`, or a line is being printed right
+            # now.
             with suppress(OSError, RuntimeError):
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
         elif number == signal.SIGINT and time.monotonic() - self.first >= AGAIN:
@@ -312,7 +344,8 @@ class Stop:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Have a thread see the first signal, also while this one waits inside of torch, where Python's handlers do not run."""
+        """Have a thread see the first signal, also while this one waits inside of torch, where Python's handlers do not
+        run."""
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         self.woken = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
@@ -322,8 +355,12 @@ class Stop:
                 pass
             if seen and not self.agreed.wait(GRACE):
                 with suppress(OSError):
-                    os.write(2, f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did not agree to "
-                                f"within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode())
+                    os.write(
+                        2,
+                        f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did "
+                        f"not agree to "
+                        f"within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
+                    )
                 os._exit(128 + seen[0])
             os.close(reader)
 
@@ -335,10 +372,15 @@ def warn_if_silent(row: dict, config: TrainConfig) -> bool:
     """Warn, with the numbers, where no neuron of any layer fires any more; returns whether it did."""
     if row["nnz"] > 0:
         return False
-    warnings.warn(f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch (mean nnz 0, "
-                  f"cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
-                  f"does not fire gets no gradient; a smaller l1{', a longer l1_warmup or reinit' if not config.reinit else ' or a longer l1_warmup'} "
-                  "may help", stacklevel=4)
+    warnings.warn(
+        f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch "
+        f"(mean nnz 0, "
+        f"cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
+        f"does not fire gets no gradient; a smaller "
+        f"l1{', a longer l1_warmup or reinit' if not config.reinit else ' or a longer l1_warmup'} "
+        "may help",
+        stacklevel=4,
+    )
     return True
 
 
@@ -346,14 +388,16 @@ def warn_if_repeated(config: TrainConfig, tokens: int) -> None:
     """Warn, with the numbers, where a run reads a text of so many training tokens more than FRESH times over."""
     asked = config.steps * config.batch * config.context
     if asked > FRESH * tokens:
-        warnings.warn(f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
-                      f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to "
-                      "give: a longer text or fewer steps would do better", stacklevel=4)
+        warnings.warn(
+            f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
+            f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to "
+            "give: a longer text or fewer steps would do better",
+            stacklevel=4,
+        )
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay},
-              {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)

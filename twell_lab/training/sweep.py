@@ -1,10 +1,9 @@
 """The L1 sweep: one model trained again and again with more and more L1, beside its twins without.
 
 Three learning rates are tried without L1 and the best one is kept; then every L1 value, then the twin and a few of them
-once more from another seed, which says what a difference is worth, then a few with dead gate rows re-initialised. All runs
-read the same text in the same order from the same initial weights (but for that seed). `twell-lab record sweep` makes the
-record that the course's notebook 02 draws.
-"""
+once more from another seed, which says what a difference is worth, then a few with dead gate rows re-initialised. All
+runs read the same text in the same order from the same initial weights (but for that seed). `twell-lab record sweep`
+makes the record that the course's notebook 02 draws."""
 
 from __future__ import annotations
 
@@ -35,25 +34,48 @@ from .text.source import Text, load, spread_windows
 PURPOSE = "one model trained with more and more L1, beside its twins without: loss, and who fires"
 
 NOVELS = {
-    "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in left_out, "
-            "joined in the order of their names (twell_lab.training.text.source.read)",
+    "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in "
+    "left_out, "
+    "joined in the order of their names (twell_lab.training.text.source.read)",
     "name": "95-english-novels",
     "source": "https://github.com/computationalstylistics/100_english_novels",
     "commit": "143e601875d70e195f2cc5ebd8b034609271194d",
-    "licence": "public domain in the United States (all published by 1930) and wherever copyright ends 70 years after the "
-               "author's death; the repository states no licence of its own",
-    "left_out": ["Forster_Angels_1905.txt", "Forster_Howards_1910.txt", "Forster_View_1908.txt",
-                 "Galsworthy_River_1933.txt", "Woolf_Years_1937.txt"],
+    "licence": "public domain in the United States (all published by 1930) and wherever copyright ends 70 years after "
+    "the "
+    "author's death; the repository states no licence of its own",
+    "left_out": [
+        "Forster_Angels_1905.txt",
+        "Forster_Howards_1910.txt",
+        "Forster_View_1908.txt",
+        "Galsworthy_River_1933.txt",
+        "Woolf_Years_1937.txt",
+    ],
     "why_left_out": "still under copyright in some countries",
     "size": 75855091,
     "sha256": "b2586cd6b034bf99f5156c8558940516858fc70f0cf4e69b351e63971ac46749",
-    "validation": "the last ten novels in that order, by Trollope, Ward, Collins and Woolf; of these authors only Trollope "
-                  "is among those trained on",
+    "validation": "the last ten novels in that order, by Trollope, Ward, Collins and Woolf; of these authors only "
+    "Trollope "
+    "is among those trained on",
 }
 
 # 57 million parameters; 1200 steps of 32,768 bytes are 39 MB, a little over half of the training text.
-MODEL = TrainConfig(steps=1200, batch=64, context=512, d_model=768, layers=8, heads=12, d_ff=2048, lr=1e-3, warmup=100,
-                    log_every=20, eval_every=300, eval_windows=2048, dtype="bfloat16", compile=True, kernels="off")
+MODEL = TrainConfig(
+    steps=1200,
+    batch=64,
+    context=512,
+    d_model=768,
+    layers=8,
+    heads=12,
+    d_ff=2048,
+    lr=1e-3,
+    warmup=100,
+    log_every=20,
+    eval_every=300,
+    eval_windows=2048,
+    dtype="bfloat16",
+    compile=True,
+    kernels="off",
+)
 
 # 5.4 million parameters: small enough to ship, for the models of data/checkpoints.
 SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr=3e-3)
@@ -85,12 +107,15 @@ class Plan:
             raise InputError("lrs is empty; accepted: one learning rate or more")
         for name in ("lrs", "l1", "reinit", "again"):
             if not all(isinstance(value, float) and value > 0 for value in getattr(self, name)):
-                raise InputError(f"{name} is {getattr(self, name)!r}; accepted: numbers above 0 (the run with L1 0 is "
-                                 "always made)")
+                raise InputError(
+                    f"{name} is {getattr(self, name)!r}; accepted: numbers above 0 (the run with L1 0 is always made)"
+                )
         for name in ("reinit", "again"):
             if not set(getattr(self, name)) <= set(self.l1):
-                raise InputError(f"{name} is {getattr(self, name)!r}; accepted: values of l1, {self.l1!r}: without the run "
-                                 "beside it there is nothing to compare")
+                raise InputError(
+                    f"{name} is {getattr(self, name)!r}; accepted: values of l1, {self.l1!r}: without the run "
+                    "beside it there is nothing to compare"
+                )
 
     def learning_rates(self) -> dict[str, TrainConfig]:
         """The runs that choose the learning rate, by label."""
@@ -100,16 +125,27 @@ class Plan:
         """All further runs, by label, at the learning rate chosen: the most pressing first, should time run out."""
         base = replace(self.base, lr=lr)
         runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1}
-        runs |= {f"L1 {l1:g}, seed {seed}" if l1 else f"seed {seed}": replace(base, l1=l1, seed=seed)
-                 for seed in self.seeds for l1 in (0.0, *self.again)}
-        runs |= {f"L1 {l1:g}, dead rows renewed":
-                 replace(base, l1=l1, reinit=self.share, dead_every=self.every, dead_window=self.window)
-                 for l1 in self.reinit}
+        runs |= {
+            f"L1 {l1:g}, seed {seed}" if l1 else f"seed {seed}": replace(base, l1=l1, seed=seed)
+            for seed in self.seeds
+            for l1 in (0.0, *self.again)
+        }
+        runs |= {
+            f"L1 {l1:g}, dead rows renewed": replace(
+                base, l1=l1, reinit=self.share, dead_every=self.every, dead_window=self.window
+            )
+            for l1 in self.reinit
+        }
         return runs
 
 
-def sweep(plan: Plan, *, done: list[dict] = (), seconds: float = math.inf,
-          on_run: Callable[[list[dict], TrainResult], None] | None = None) -> list[dict]:
+def sweep(
+    plan: Plan,
+    *,
+    done: list[dict] = (),
+    seconds: float = math.inf,
+    on_run: Callable[[list[dict], TrainResult], None] | None = None,
+) -> list[dict]:
     """Make the runs of a plan that are not `done` yet and return all rows (see `run`), in the order made.
 
     done: rows of an earlier call, by their "label": those runs are not made again.
@@ -142,9 +178,9 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     """Train once. Returns the row of a record, JSON-able, and what `train` returned.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median of the history's, so compiling and
-    validations are left out), step_ms (from it), history (one list a column; see TrainResult), validation_bits_per_byte,
-    mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and what `who_fires` says.
-    """
+    validations are left out), step_ms (from it), history (one list a column; see TrainResult),
+    validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
+    what `who_fires` says."""
     if config.compile:
         torch.compiler.reset()  # every run compiles the same functions anew, and torch gives up after a few of them
     result = train(config, progress=False)
@@ -155,15 +191,25 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     firing = who_fires(result.model, windows.to(next(result.model.parameters()).device), config.dtype)
     mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
     shown = {key: value for key, value in result.summary()["config"].items() if key != "device"}
-    return {"label": label, "config": shown, "parameters": result.summary()["parameters"], "tokens": result.tokens,
-            "seconds": round(result.seconds, 1), "tokens_per_s": round(speed),
-            "step_ms": round(1e3 * config.batch * config.context / speed, 2), "history": history,
-            "validation_bits_per_byte": round(result.validation_bits_per_byte, 5), "mean_nnz": round(mean, 2),
-            "zeros": round(1 - mean / config.d_ff, 5), **firing}, result
+    return {
+        "label": label,
+        "config": shown,
+        "parameters": result.summary()["parameters"],
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 1),
+        "tokens_per_s": round(speed),
+        "step_ms": round(1e3 * config.batch * config.context / speed, 2),
+        "history": history,
+        "validation_bits_per_byte": round(result.validation_bits_per_byte, 5),
+        "mean_nnz": round(mean, 2),
+        "zeros": round(1 - mean / config.d_ff, 5),
+        **firing,
+    }, result
 
 
 def columns(history: list[dict], digits: int = 5) -> dict[str, list]:
-    """A history of rows as one list a column, numbers cut to `digits` significant ones; None where a row has no value."""
+    """A history of rows as one list a column, numbers cut to `digits` significant ones; None where a row has no
+    value."""
     names = list(dict.fromkeys(name for row in history for name in row))
     return {name: [_short(row.get(name), digits) for row in history] for name in names}
 
@@ -181,13 +227,14 @@ def held_out(config: TrainConfig) -> Tensor:
     return spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
 
 
-# ---- who fires, where and at what -------------------------------------------------------------------------------------
+# ---- who fires, where and at what -----------------------------------------------------------------------------------
 
 
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
     """Firing of a trained model on held-out windows int64 [n, context + 1], as JSON-able numbers.
 
-    layers: one dict a layer: nnz (mean over tokens), low and high (the middle 90% of tokens), most, dead (neurons silent
+    layers: one dict a layer: nnz (mean over tokens), low and high (the middle 90% of tokens), most, dead (neurons
+    silent
         on all of this text), busy (the smallest share of the neurons that does 80% of the firing), overflow (the share
         of tokens with a TwELL tile beyond its slots).
     positions: where in the window each bin begins, and nnz by layer there (a mean over the bin).
@@ -207,6 +254,7 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
             nnz = fires(output).sum(-1).view(reading[0].shape)
             position[number] += nnz.sum(0)
             byte[number].scatter_add_(0, reading[0].flatten(), nnz.flatten())
+
         return see
 
     def batches():
@@ -224,12 +272,22 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     often = (read >= 100).nonzero().flatten()
     return {
         "counted": windows[:, :-1].numel(),
-        "layers": [{"nnz": round(layer.mean_nnz, 3), **_spread(layer.nnz_histogram), "dead": layer.dead,
-                    "busy": round(_busy(layer.neuron_counts), 4), "overflow": round(layer.overflow_rows, 5)}
-                   for layer in profiled.layers],
+        "layers": [
+            {
+                "nnz": round(layer.mean_nnz, 3),
+                **_spread(layer.nnz_histogram),
+                "dead": layer.dead,
+                "busy": round(_busy(layer.neuron_counts), 4),
+                "overflow": round(layer.overflow_rows, 5),
+            }
+            for layer in profiled.layers
+        ],
         "positions": _by_position(position.cpu(), len(windows)),
-        "bytes": {"value": often.tolist(), "count": read[often].tolist(),
-                  "nnz": [[round(nnz, 2) for nnz in (layer[often] / read[often]).tolist()] for layer in byte.cpu()]},
+        "bytes": {
+            "value": often.tolist(),
+            "count": read[often].tolist(),
+            "nnz": [[round(nnz, 2) for nnz in (layer[often] / read[often]).tolist()] for layer in byte.cpu()],
+        },
     }
 
 
@@ -250,16 +308,21 @@ def _by_position(counts: Tensor, windows: int) -> dict:
     context = counts.shape[1]
     starts = [*range(min(16, context)), *(16 << i for i in range(20) if 16 << i < context)]
     ends = [*starts[1:], context]
-    return {"start": starts, "nnz": [[round(layer[a:b].sum().item() / (b - a) / windows, 3)
-                                      for a, b in zip(starts, ends, strict=True)] for layer in counts]}
+    return {
+        "start": starts,
+        "nnz": [
+            [round(layer[a:b].sum().item() / (b - a) / windows, 3) for a, b in zip(starts, ends, strict=True)]
+            for layer in counts
+        ],
+    }
 
 
-# ---- what the rows say ------------------------------------------------------------------------------------------------
+# ---- what the rows say ----------------------------------------------------------------------------------------------
 
 
 def twin(rows: list[dict], seed: int | None = None) -> dict:
-    """The run without L1 at the learning rate that did best: what every other run is compared with. seed: the one from that
-    seed, for runs that share it; None, or where there is none, the first."""
+    """The run without L1 at the learning rate that did best: what every other run is compared with. seed: the one from
+    that seed, for runs that share it; None, or where there is none, the first."""
     without = [row for row in rows if row["label"].startswith("lr ")]
     if not without:
         raise InputError("there is no run without L1 in these rows; accepted: the rows of a sweep")
@@ -269,13 +332,17 @@ def twin(rows: list[dict], seed: int | None = None) -> dict:
 
 def pressed(rows: list[dict]) -> list[dict]:
     """The runs of the sweep itself, from L1 0 up: the twin, then every L1 value without re-initialisation."""
-    return [twin(rows), *sorted((row for row in rows if row["label"] == f"L1 {row['config']['l1']:g}"),
-                                key=lambda row: row["config"]["l1"])]
+    return [
+        twin(rows),
+        *sorted(
+            (row for row in rows if row["label"] == f"L1 {row['config']['l1']:g}"), key=lambda row: row["config"]["l1"]
+        ),
+    ]
 
 
 def cost(row: dict, rows: list[dict]) -> float:
-    """By how much a run's validation loss lies above its twin's, as a share of that: 0.02 is 2% above. A run with L1 has
-    the twin of its seed; one without is compared with the first."""
+    """By how much a run's validation loss lies above its twin's, as a share of that: 0.02 is 2% above. A run with L1
+    has the twin of its seed; one without is compared with the first."""
     base = twin(rows, row["config"].get("seed") if row["config"]["l1"] else None)
     return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
@@ -296,16 +363,28 @@ def settled(row: dict, part: float = 0.25) -> float:
     """By how much nnz still changed over the last part of the training: last over first of it, less 1."""
     steps, nnz = row["history"]["step"], row["history"]["nnz"]
     first = bisect.bisect_right(steps, (1 - part) * steps[-1])
-    around = [sum(some) / len(some) for some in (nnz[first:first + 3], nnz[-3:])]
+    around = [sum(some) / len(some) for some in (nnz[first : first + 3], nnz[-3:])]
     return around[1] / around[0] - 1 if around[0] else 0.0
 
 
 def table(rows: list[dict]) -> list[dict]:
     """One flat dict a run, for records.table and for plots."""
-    return [{"run": row["label"], "l1": row["config"]["l1"], "lr": row["config"]["lr"],
-             "bits_per_byte": row["validation_bits_per_byte"], "above_twin": cost(row, rows), "nnz": row["mean_nnz"],
-             "zeros": row["zeros"], "dead": sum(layer["dead"] for layer in row["layers"]), "settled": settled(row),
-             "step_ms": row["step_ms"], "seconds": row["seconds"]} for row in rows]
+    return [
+        {
+            "run": row["label"],
+            "l1": row["config"]["l1"],
+            "lr": row["config"]["lr"],
+            "bits_per_byte": row["validation_bits_per_byte"],
+            "above_twin": cost(row, rows),
+            "nnz": row["mean_nnz"],
+            "zeros": row["zeros"],
+            "dead": sum(layer["dead"] for layer in row["layers"]),
+            "settled": settled(row),
+            "step_ms": row["step_ms"],
+            "seconds": row["seconds"],
+        }
+        for row in rows
+    ]
 
 
 def loss_on(model: nn.Module, text: Text, windows: int, context: int) -> float:
@@ -314,26 +393,38 @@ def loss_on(model: nn.Module, text: Text, windows: int, context: int) -> float:
     return bits_per_byte(model, spread_windows(text.data, windows, context).to(device))
 
 
-# ---- the record -------------------------------------------------------------------------------------------------------
+# ---- the record -----------------------------------------------------------------------------------------------------
 
 
 def notes(text: Text, plan: Plan) -> dict:
-    """What a record says beside its rows: the text's manifest, how it is split, what ran, and what compressors make of it."""
+    """What a record says beside its rows: the text's manifest, how it is split, what ran, and what compressors make of
+    it."""
     training, validation = text.split()
     known = text.sha256 == NOVELS["sha256"]
-    manifest = NOVELS if known else {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
-    return {"text": manifest, "training_size": training.size, "validation_size": validation.size,
-            "validation_sha256": validation.sha256, "compressors": compressors(validation),
-            "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
-            "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and layers",
-            "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window}}
+    manifest = (
+        NOVELS if known else {"what": "a text of one's own", "licence": "not known to this package", **text.describe()}
+    )
+    return {
+        "text": manifest,
+        "training_size": training.size,
+        "validation_size": validation.size,
+        "validation_sha256": validation.sha256,
+        "compressors": compressors(validation),
+        "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
+        "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
+        "layers",
+        "renewed": {"share": plan.share, "every_steps": plan.every, "silent_tokens": plan.window},
+    }
 
 
 def compressors(text: Text) -> dict[str, float]:
     """Bits per byte that Python's compressors need for a text, each at its best setting."""
     content = text.data.numpy().tobytes()
-    packed = {"zlib": zlib.compress(content, 9), "bz2": bz2.compress(content, 9),
-              "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)}
+    packed = {
+        "zlib": zlib.compress(content, 9),
+        "bz2": bz2.compress(content, 9),
+        "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME),
+    }
     return {name: round(8 * len(some) / len(content), 3) for name, some in packed.items()}
 
 
@@ -343,14 +434,20 @@ def record(path: str | None, plan: Plan = Plan()) -> Record:
     Says on stderr how each run went. Raises InputError where no text is named, TextError for one that can't be read.
     """
     if not path:
-        raise InputError(f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
-                         f"{NOVELS['commit'][:12]}) without {', '.join(NOVELS['left_out'])}, or a text of your own")
+        raise InputError(
+            f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
+            f"{NOVELS['commit'][:12]}) without {', '.join(NOVELS['left_out'])}, or a text of your own"
+        )
     text = load(path)
 
     def say(rows: list[dict], result: TrainResult) -> None:
         row = rows[-1]
-        print(f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}, "
-              f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}, "
+            f"{row['seconds']:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     rows = sweep(replace(plan, base=replace(plan.base, text=text)), on_run=say)
     return Record.new("sweep", PURPOSE, rows, notes(text, plan))

@@ -9,7 +9,9 @@ from twell_lab.analysis.costs import Rates
 from twell_lab.analysis.profile import profile
 from twell_lab.ops import measure
 
-H100 = Rates("an H100's, rounded", "bfloat16", bandwidth=3.0e12, l2=7.4e12, matmul=7.0e14, launch=2.5e-6, cache=50_000_000)
+H100 = Rates(
+    "an H100's, rounded", "bfloat16", bandwidth=3.0e12, l2=7.4e12, matmul=7.0e14, launch=2.5e-6, cache=50_000_000
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -33,7 +33,9 @@ def us(choice, fired, rates, tokens=16384):
 def test_times_measured_on_an_h100_are_predicted(rates, nnz, dense, twell):
     fired = firing(nnz)
     assert us(Choice("dense"), fired, rates) == pytest.approx(dense, rel=0.1)
-    assert us(Choice("twell"), fired, rates) == pytest.approx(twell, rel=0.2)  # ours packs as it was then: after the GEMM
+    assert us(Choice("twell"), fired, rates) == pytest.approx(
+        twell, rel=0.2
+    )  # ours packs as it was then: after the GEMM
 
 
 @pytest.mark.parametrize("tokens, dense", [(1, 36.9), (16, 37.9), (64, 39.8)])
@@ -62,8 +64,14 @@ def test_a_plain_layer_costs_less(rates):
         assert us(choice, firing(60, gated=False), rates) < us(choice, firing(60), rates)
 
 
-@given(nnz=st.floats(0.5, 300), more=st.floats(1.0, 2.0), tokens=st.integers(1, 20000), hot=st.sampled_from([0, 256, 1024]),
-       cache=st.sampled_from([0, 4_000_000, 50_000_000]), fused=st.sampled_from([None, 512]))  # fmt: skip
+@given(
+    nnz=st.floats(0.5, 300),
+    more=st.floats(1.0, 2.0),
+    tokens=st.integers(1, 20000),
+    hot=st.sampled_from([0, 256, 1024]),
+    cache=st.sampled_from([0, 4_000_000, 50_000_000]),
+    fused=st.sampled_from([None, 512]),
+)
 def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, fused):
     rates, choice = rates_for(cache=cache, fused_from=fused), Choice("hot_cold", hot) if hot else Choice()
     few, many = firing(nnz), firing(nnz)
@@ -78,8 +86,9 @@ def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, 
 
 @pytest.fixture(scope="module")
 def rates_for():
-    return lambda **changes: Rates(**{**dict(device="", dtype="bfloat16", bandwidth=3e12, l2=7.4e12, matmul=7e14, launch=2.5e-6),
-                                      **changes})  # fmt: skip
+    return lambda **changes: Rates(
+        **{**dict(device="", dtype="bfloat16", bandwidth=3e12, l2=7.4e12, matmul=7e14, launch=2.5e-6), **changes}
+    )
 
 
 def test_weights_beyond_the_cache_come_from_memory(rates):
@@ -119,7 +128,9 @@ def test_a_profile_without_tokens_is_refused(profiled):
         Firing.of(replace(profiled.layers[0], tokens=0))
 
 
-@pytest.mark.parametrize("name, value", [("bandwidth", 0), ("l2", float("inf")), ("matmul", float("nan")), ("launch", -1.0)])
+@pytest.mark.parametrize(
+    "name, value", [("bandwidth", 0), ("l2", float("inf")), ("matmul", float("nan")), ("launch", -1.0)]
+)
 def test_rates_without_sense_are_refused(rates, name, value):
     with pytest.raises(InputError, match=name):
         replace(rates, **{name: value})
@@ -135,5 +146,7 @@ def test_measured_rates():
 
 def test_the_clock_takes_every_call_in_turn():
     order = []
-    took = costs.clock({"a": lambda turn: order.append("a"), "b": lambda turn: order.append("b")}, torch.device("cpu"), 0.0)
+    took = costs.clock(
+        {"a": lambda turn: order.append("a"), "b": lambda turn: order.append("b")}, torch.device("cpu"), 0.0
+    )
     assert order == ["a", "b"] * 4 and set(took) == {"a", "b"}

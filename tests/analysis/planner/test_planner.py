@@ -29,7 +29,8 @@ def chosen(candidates):
 
 @pytest.fixture
 def times(monkeypatch):
-    """times(dense=..., twell=..., hot_cold=...): what the clock will read, in microseconds, whatever is really timed."""
+    """times(dense=..., twell=..., hot_cold=...): what the clock will read, in microseconds, whatever is really
+    timed."""
 
     def read(**us):
         def clock(calls, device, seconds=0.3):
@@ -63,16 +64,23 @@ def test_reasons():
 
     assert reason(TWELL, {DENSE: 100.0, TWELL: 50.0}) == "fastest, measured: 2.00x dense"
     assert reason(DENSE, {DENSE: 100.0, TWELL: 98.0}) == "twell is less than 3% faster than dense, measured"
-    (dense,) = [c.why for c in planner._judge(1, {DENSE: 1, TWELL: 1}, {DENSE: 100.0, TWELL: 95.0}, saved=5.0) if c.chosen]
+    (dense,) = [
+        c.why for c in planner._judge(1, {DENSE: 1, TWELL: 1}, {DENSE: 100.0, TWELL: 95.0}, saved=5.0) if c.chosen
+    ]
     assert dense == "twell is less than 3% faster than dense would be compiled, measured"
     assert reason(TWELL, {DENSE: 100.0, TWELL: 98.0}) == "less than 3% faster than dense, measured"
     assert reason(HOT, {DENSE: 100.0, TWELL: 50.0}) == "not timed: predicted 3.33x the best prediction"
-    assert reason(DENSE, {}, {DENSE: 100.0, TWELL: 95.0, HOT: 99.0}) == "twell is less than 10% faster than dense, predicted"
+    assert (
+        reason(DENSE, {}, {DENSE: 100.0, TWELL: 95.0, HOT: 99.0})
+        == "twell is less than 10% faster than dense, predicted"
+    )
 
 
 def test_predictions_elsewhere_are_as_far_off_as_they_were_where_timed(profiled, layer, rates, times):
     times(dense=10.0, twell=1e6, hot_cold=1e6)
-    found = planner.plan_layer(profiled.layers[0], rates, (64, 4096), feed_forwards(layer[0])[0], layer[1][1], timed=[64])
+    found = planner.plan_layer(
+        profiled.layers[0], rates, (64, 4096), feed_forwards(layer[0])[0], layer[1][1], timed=[64]
+    )
     alone = planner.plan_layer(profiled.layers[0], rates, (64, 4096))
     assert found.choice(64) == found.choice(4096) == DENSE != alone.choice(4096)
     assert any("as far off as it was where timed" in c.why for c in found.candidates if c.tokens == 4096)
@@ -96,7 +104,9 @@ def test_a_class_whose_choice_loses_at_its_smallest_count_is_cut(profiled, layer
     for first in (66, 70, 100, 200, 1000, 1024):
         classes, asked, plan = measure(first_wins=first)
         assert all(plan.choice(tokens) == DENSE for tokens in range(1, first)), first
-        assert all(plan.choice(tokens) != DENSE for tokens in range(int(1.5 * first), 3000)) and plan.choice(1024) != DENSE
+        assert (
+            all(plan.choice(tokens) != DENSE for tokens in range(int(1.5 * first), 3000)) and plan.choice(1024) != DENSE
+        )
         assert len(classes) <= 8 and len(asked) <= 14
 
 
@@ -188,9 +198,24 @@ def course(**changes):
 def opt():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    return transformers.OPTForCausalLM(transformers.OPTConfig(
-        vocab_size=256, hidden_size=32, ffn_dim=300, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32,
-        activation_function="relu", max_position_embeddings=32, dropout=0.0, init_std=0.5)).requires_grad_(False).eval()  # fmt: skip
+    return (
+        transformers.OPTForCausalLM(
+            transformers.OPTConfig(
+                vocab_size=256,
+                hidden_size=32,
+                ffn_dim=300,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                word_embed_proj_dim=32,
+                activation_function="relu",
+                max_position_embeddings=32,
+                dropout=0.0,
+                init_std=0.5,
+            )
+        )
+        .requires_grad_(False)
+        .eval()
+    )
 
 
 @pytest.mark.parametrize("make", [course, lambda: course(gated=False), opt], ids=["gated", "plain", "OPT"])
@@ -205,10 +230,14 @@ def test_a_model_follows_its_plan(make, fast, rates, times, tmp_path):
     assert sparsify(model, plan) is model
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    assert len(layers) == 2 and {str(c) for m in layers for c in m.plan.choices.values()} == {"dense" if fast == "dense" else str(HOT)}
+    assert len(layers) == 2 and {str(c) for m in layers for c in m.plan.choices.values()} == {
+        "dense" if fast == "dense" else str(HOT)
+    }
     assert (len(plan.dense_layers) == 2) == (fast == "dense") == all(m.extra_bytes == 0 for m in layers)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    again = tl.plan(profile(model, seen), model, rates=rates, tokens=(8,), batches=other)  # a sparse model is planned as well
+    again = tl.plan(
+        profile(model, seen), model, rates=rates, tokens=(8,), batches=other
+    )  # a sparse model is planned as well
     assert [layer.name for layer in again.layers] == [layer.name for layer in plan.layers]
     assert torch.equal(logits(densify(model)), expected)
 
@@ -220,20 +249,36 @@ def test_a_sparse_model_takes_another_plan(rates):
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
     assert sparsify(sparsify(model), None) is model and all(m.plan is None for m in layers)
     sparsify(model, plan)
-    assert [m for m in model.modules() if isinstance(m, SparseFFN)] == layers and all(m.plan is not None for m in layers)
+    assert [m for m in model.modules() if isinstance(m, SparseFFN)] == layers and all(
+        m.plan is not None for m in layers
+    )
 
 
 def test_what_does_not_fit_is_refused(profiled, layer, rates):
     module, inputs = layer
     wrong = [
-        (dict(profile=[1]), "profile is a list"), (dict(tokens=()), "tokens is"), (dict(tokens=(0, 4)), "tokens is"),
+        (dict(profile=[1]), "profile is a list"),
+        (dict(tokens=()), "tokens is"),
+        (dict(tokens=(0, 4)), "tokens is"),
         (dict(tokens=(1, 10**400)), "tokens is"),
-        (dict(tokens=(4, 4)), "tokens is"), (dict(batches=[]), "batches is empty"), (dict(device="nonsense"), "nonsense"),
-        (dict(model=course()), "the same ones are accepted"), (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated, the model's d_model 32, d_ff 599"),
-        (dict(model=PlainFeedForward(32, 600)), "plain"), (dict(model=copy.deepcopy(module).double()), "float64"),
-        (dict(model=nn.Linear(3, 3)), "no ReLU feed-forward")]  # fmt: skip
+        (dict(tokens=(4, 4)), "tokens is"),
+        (dict(batches=[]), "batches is empty"),
+        (dict(device="nonsense"), "nonsense"),
+        (dict(model=course()), "the same ones are accepted"),
+        (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated, the model's d_model 32, d_ff 599"),
+        (dict(model=PlainFeedForward(32, 600)), "plain"),
+        (dict(model=copy.deepcopy(module).double()), "float64"),
+        (dict(model=nn.Linear(3, 3)), "no ReLU feed-forward"),
+    ]
     for changes, named in wrong:
-        arguments = {"profile": profiled, "model": module, "rates": rates, "tokens": (4,), "batches": inputs[1:], **changes}
+        arguments = {
+            "profile": profiled,
+            "model": module,
+            "rates": rates,
+            "tokens": (4,),
+            "batches": inputs[1:],
+            **changes,
+        }
         with pytest.raises(tl.TwellError, match=named):
             tl.plan(arguments.pop("profile"), arguments.pop("model"), **arguments)
     plan = tl.plan(profiled, rates=rates, device="cpu")
@@ -276,7 +321,9 @@ def test_a_model_plans_itself(make, soon, times):
         model(torch.arange(16)[None])
     found = model(torch.arange(16)[None])
     assert all(m.status()["plan"] == "planned" and m.plan.choice(64) == HOT for m in layers)
-    torch.testing.assert_close(getattr(found, "logits", found), getattr(expected, "logits", expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        getattr(found, "logits", found), getattr(expected, "logits", expected), rtol=1e-4, atol=1e-4
+    )
     assert layers[0].plan.profiled == 32 and layers[0].plan.name == feed_forwards(model)[0].name
 
 

@@ -24,17 +24,31 @@ def layer_plan(*candidates, d_ff=600, name="layers.0.mlp"):
 
 @pytest.fixture
 def plan():
-    first = layer_plan(candidate(1, "twell"), candidate(64, chosen=False), candidate(64, "hot_cold", 256, measured=2.5),
-                       candidate(1, chosen=False))  # fmt: skip
-    return Plan([first, layer_plan(name="layers.1.mlp")], "CPU", "float32", {"launch": 1e-6}, "captured from the batches")
+    first = layer_plan(
+        candidate(1, "twell"),
+        candidate(64, chosen=False),
+        candidate(64, "hot_cold", 256, measured=2.5),
+        candidate(1, chosen=False),
+    )
+    return Plan(
+        [first, layer_plan(name="layers.1.mlp")], "CPU", "float32", {"launch": 1e-6}, "captured from the batches"
+    )
 
 
 # ---- choices ----
 
 
-@pytest.mark.parametrize("path, hot, named", [
-    ("sparse", 0, "'dense', 'twell', 'hot_cold'"), ("hot_cold", 100, "multiple of 256"), ("hot_cold", 0, "above 0"),
-    ("hot_cold", -256, "multiple of 256"), ("twell", 256, "0 is accepted"), ("hot_cold", True, "multiple of 256")])
+@pytest.mark.parametrize(
+    "path, hot, named",
+    [
+        ("sparse", 0, "'dense', 'twell', 'hot_cold'"),
+        ("hot_cold", 100, "multiple of 256"),
+        ("hot_cold", 0, "above 0"),
+        ("hot_cold", -256, "multiple of 256"),
+        ("twell", 256, "0 is accepted"),
+        ("hot_cold", True, "multiple of 256"),
+    ],
+)
 def test_a_wrong_choice_is_refused(path, hot, named):
     with pytest.raises(InputError, match=named):
         Choice(path, hot)
@@ -47,7 +61,11 @@ def test_a_hot_part_that_leaves_no_cold_one_is_refused(hot):
 
 
 def test_one_choice_for_each_class():
-    for wrong in ([candidate(1), candidate(1, "twell")], [candidate(1), candidate(64, chosen=False)], [candidate(1, chosen=False)]):
+    for wrong in (
+        [candidate(1), candidate(1, "twell")],
+        [candidate(1), candidate(64, chosen=False)],
+        [candidate(1, chosen=False)],
+    ):
         with pytest.raises(InputError, match="one for each is accepted"):
             layer_plan(*wrong)
     with pytest.raises(InputError, match="3 neuron_counts"):
@@ -56,7 +74,11 @@ def test_one_choice_for_each_class():
 
 def test_a_class_holds_the_counts_up_to_its_name_and_the_last_all_beyond(plan):
     layer = plan.layers[0]
-    assert [str(layer.choice(tokens)) for tokens in (0, 1, 2, 64, 65, 9999)] == ["twell", "twell", *["hot_cold 256"] * 4]
+    assert [str(layer.choice(tokens)) for tokens in (0, 1, 2, 64, 65, 9999)] == [
+        "twell",
+        "twell",
+        *["hot_cold 256"] * 4,
+    ]
     assert layer.choices == {1: Choice("twell"), 64: Choice("hot_cold", 256)}
     assert plan.dense_layers == ["layers.1.mlp"]
 
@@ -83,7 +105,9 @@ def test_the_order_is_a_permutation_with_the_hot_neurons_first(d_ff, steps, most
 
 
 def test_cold_neurons_that_fire_most_are_spread_over_the_tiles():
-    counts = (1e6 / torch.arange(1, 5633).double() ** 1.5).long()[torch.randperm(5632, generator=torch.Generator().manual_seed(0))]
+    counts = (1e6 / torch.arange(1, 5633).double() ** 1.5).long()[
+        torch.randperm(5632, generator=torch.Generator().manual_seed(0))
+    ]
     cold = counts[hot_first(counts, 512)[512:]].view(-1, 256).sum(1).double()
     assert cold.max() / cold.min() < 1.2
     by_count = counts.sort(descending=True).values[512:].view(-1, 256).sum(1).double()
@@ -95,8 +119,15 @@ def test_cold_neurons_that_fire_most_are_spread_over_the_tiles():
 
 def test_tables(plan):
     rows = plan.layers[0].table()
-    assert rows[2] == {"tokens": 64, "path": "hot_cold", "hot": 256, "predicted_us": 10.0, "measured_us": 2.5, "chosen": True,
-                       "why": "a test's"}  # fmt: skip
+    assert rows[2] == {
+        "tokens": 64,
+        "path": "hot_cold",
+        "hot": 256,
+        "predicted_us": 10.0,
+        "measured_us": 2.5,
+        "chosen": True,
+        "why": "a test's",
+    }
     assert plan.table()[4]["layer"] == "layers.1.mlp" and len(plan.table()) == 5
     assert "dense throughout: layers.1.mlp" in str(plan) and "hot_cold 256" in str(plan)
     assert "measured us" in str(plan.layers[0]) and "mean nnz 179.7" in str(plan.layers[0])
@@ -122,22 +153,36 @@ def broken(content, where, value):
         content[last] = value
 
 
-@pytest.mark.parametrize("where, value, named", [
-    (["format"], "twell-lab firing profile", "is no plan"), (["version"], 2, "version 2; this release reads 1"),
-    (["device"], 3, "'device' is 3"), (["layers"], {}, "'layers' is"), (["note"], "x", "unknown field 'note'"),
-    (["layers", 1], 5, "layer 1 is 5"), (["layers", 0, "d_ff"], KeyError, "layer 0: 'd_ff' is None"),
-    (["layers", 0, "d_ff"], True, "'d_ff' is True"), (["layers", 0, "d_ff"], 601, "layer 0: 600 neuron_counts"),
-    (["layers", 0, "neuron_counts", 3], -1, "'neuron_counts'"), (["layers", 0, "extra"], 1, "unknown field 'extra'"),
-    (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
-    (["layers", 0, "candidates", 2, "path"], "fast", "path is 'fast'"),
-    (["layers", 0, "candidates", 2, "measured_us"], "2", "candidate 2: 'measured_us' is '2'"),
-    (["layers", 0, "candidates", 2, "predicted_us"], -1.0, "'predicted_us' is -1.0"),
-    (["layers", 0, "candidates", 2, "predicted_us"], 10**400, "'predicted_us' is 1000"),
-    (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"), (["rates", "launch"], math.nan, "NaN"),
-    (["layers", 0, "candidates", 2, "tokens"], 2**63, "'tokens' is 9223372036854775808"),
-    (["layers", 0, "neuron_counts", 3], 1001, "0 to 'profiled', 1000"), (["layers", 0, "neuron_counts", 3], 2**63, "'neuron_counts'"),
-    (["layers", 0, "profiled"], 2**63, "'profiled'"), (["layers", 0, "d_model"], 0, "'d_model' is 0"), (["version"], True, "version True"),
-    (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted")])
+@pytest.mark.parametrize(
+    "where, value, named",
+    [
+        (["format"], "twell-lab firing profile", "is no plan"),
+        (["version"], 2, "version 2; this release reads 1"),
+        (["device"], 3, "'device' is 3"),
+        (["layers"], {}, "'layers' is"),
+        (["note"], "x", "unknown field 'note'"),
+        (["layers", 1], 5, "layer 1 is 5"),
+        (["layers", 0, "d_ff"], KeyError, "layer 0: 'd_ff' is None"),
+        (["layers", 0, "d_ff"], True, "'d_ff' is True"),
+        (["layers", 0, "d_ff"], 601, "layer 0: 600 neuron_counts"),
+        (["layers", 0, "neuron_counts", 3], -1, "'neuron_counts'"),
+        (["layers", 0, "extra"], 1, "unknown field 'extra'"),
+        (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
+        (["layers", 0, "candidates", 2, "path"], "fast", "path is 'fast'"),
+        (["layers", 0, "candidates", 2, "measured_us"], "2", "candidate 2: 'measured_us' is '2'"),
+        (["layers", 0, "candidates", 2, "predicted_us"], -1.0, "'predicted_us' is -1.0"),
+        (["layers", 0, "candidates", 2, "predicted_us"], 10**400, "'predicted_us' is 1000"),
+        (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"),
+        (["rates", "launch"], math.nan, "NaN"),
+        (["layers", 0, "candidates", 2, "tokens"], 2**63, "'tokens' is 9223372036854775808"),
+        (["layers", 0, "neuron_counts", 3], 1001, "0 to 'profiled', 1000"),
+        (["layers", 0, "neuron_counts", 3], 2**63, "'neuron_counts'"),
+        (["layers", 0, "profiled"], 2**63, "'profiled'"),
+        (["layers", 0, "d_model"], 0, "'d_model' is 0"),
+        (["version"], True, "version True"),
+        (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted"),
+    ],
+)
 def test_a_broken_file_is_refused_by_field(plan, tmp_path, where, value, named):
     path = plan.save(tmp_path / "plan.json")
     content = json.loads(path.read_text())

@@ -36,18 +36,37 @@ def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, hidden_act="relu", max_position_embeddings=32)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            hidden_act="relu",
+            max_position_embeddings=32,
+        )
+    ).eval()
 
 
 def opt():
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
-    return OPTForCausalLM(OPTConfig(
-        vocab_size=64, hidden_size=16, ffn_dim=40, num_hidden_layers=2, num_attention_heads=2,
-        word_embed_proj_dim=16, activation_function="relu", max_position_embeddings=32, dropout=0.0)).eval()
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=64,
+            hidden_size=16,
+            ffn_dim=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            word_embed_proj_dim=16,
+            activation_function="relu",
+            max_position_embeddings=32,
+            dropout=0.0,
+        )
+    ).eval()
 
 
 def assert_same(one, other):
@@ -64,11 +83,13 @@ def assert_same(one, other):
 @pytest.mark.parametrize("gated", [True, False])
 def test_hand_set_weights_give_known_counts(gated):
     nan = math.nan
-    x = torch.tensor([
-        [1.0, -1.0, 0.0, 2.0, 0.5],  # 0, 3, 4
-        [-1.0, -1.0, -0.0, -2.0, -0.5],  # none
-        [1.0, 1.0, 1.0, -1.0, 3.0],  # 0, 1, 2, 4
-    ])
+    x = torch.tensor(
+        [
+            [1.0, -1.0, 0.0, 2.0, 0.5],  # 0, 3, 4
+            [-1.0, -1.0, -0.0, -2.0, -0.5],  # none
+            [1.0, 1.0, 1.0, -1.0, 3.0],  # 0, 1, 2, 4
+        ]
+    )
     layer = profile(identity_layer(5, gated), [x], tile=2, words=2).layers[0]
     assert (layer.name, layer.d_model, layer.d_ff, layer.tokens, layer.gated) == ("", 5, 5, 3, gated)
     assert layer.nnz_histogram.tolist() == [1, 0, 0, 1, 1, 0]
@@ -87,9 +108,14 @@ def test_hand_set_weights_give_known_counts(gated):
     assert layer.nnz_histogram.tolist() == [0, 0, 0, 0, 0, 1]
 
 
-@given(rows=st.lists(st.integers(0, 7), min_size=1, max_size=3), d_ff=st.integers(1, 70),
-       tile=st.integers(1, 80), words=st.integers(2, 81), shift=st.floats(-1.5, 1.5),
-       seed=st.integers(0, 2**16))
+@given(
+    rows=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    d_ff=st.integers(1, 70),
+    tile=st.integers(1, 80),
+    words=st.integers(2, 81),
+    shift=st.floats(-1.5, 1.5),
+    seed=st.integers(0, 2**16),
+)
 @settings(max_examples=150, deadline=None)
 def test_counts_are_those_of_brute_force(rows, d_ff, tile, words, shift, seed):
     if sum(rows) == 0 or words > tile + 1:
@@ -143,7 +169,8 @@ def test_a_course_model_against_what_its_own_layers_compute(gated):
     seen = []
     hooks = [
         layer.mlp.act_fn.register_forward_hook(lambda module, args, out: seen.append(out.flatten(0, -2) > 0))
-        for layer in model.layers]
+        for layer in model.layers
+    ]
     with torch.no_grad():
         model(tokens)
     for hook in hooks:
@@ -225,7 +252,8 @@ def test_modes_hooks_and_gradients_are_put_back_also_after_an_exception(swap):
     hooks = hooks_of(model)
     during = []
     watch = model.register_forward_pre_hook(
-        lambda module, args: during.append((module.training, torch.is_grad_enabled())))
+        lambda module, args: during.append((module.training, torch.is_grad_enabled()))
+    )
     profile(model, [torch.randint(256, (1, 12))])
     watch.remove()
     assert during == [(False, False)]
@@ -255,32 +283,53 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     assert_same(saved, loaded)
     assert saved.table() == loaded.table() == json.loads(json.dumps(saved.table(), allow_nan=False))
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-    assert set(saved.table()[0]) == {"layer", "d_model", "d_ff", "gated", "tokens", "density", "mean_nnz",
-                                     "dead", "overflow_rows"}
+    assert set(saved.table()[0]) == {
+        "layer",
+        "d_model",
+        "d_ff",
+        "gated",
+        "tokens",
+        "density",
+        "mean_nnz",
+        "dead",
+        "overflow_rows",
+    }
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda c: c.update(format="something else"), "'format'"),
-    (lambda c: c.update(version=2), "version 2"),
-    (lambda c: c.pop("layers"), "'layers'"),
-    (lambda c: c["layers"][2].pop("tokens"), "layer 2: 'tokens'"),
-    (lambda c: c["layers"][0].update(gated=1), "'gated'"),
-    (lambda c: c["layers"][0].update(name=None), "'name'"),
-    (lambda c: c["layers"][1]["nnz_histogram"].pop(), "layer 1: 'nnz_histogram'"),
-    (lambda c: c["layers"][1]["neuron_counts"].append(1), "'neuron_counts'"),
-    (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
-    (lambda c: c["layers"][1].update(d_ff=-1), "'d_ff'"),
-    (lambda c: c["layers"][1].update(tokens=2**63), "'tokens' is 9223372036854775808"),
-    (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 2**63), "'neuron_counts'"),
-    (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
-    (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, c["layers"][1]["neuron_counts"][3] + 1), "whole profile"),
-    (lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, c["layers"][1]["nnz_histogram"][0] + 1), "'nnz_histogram'.*whole profile"),
-    (lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, c["layers"][1]["tile_histogram"][0] + 1), "'tile_histogram'.*whole profile"),
-    (lambda c: c["layers"][1].update(overflowing=99), "'overflowing'"),
-    (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
-    (lambda c: c["layers"][1].update(words=99), "words is 99"),
-    (lambda c: c.update(version=True), "version True"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda c: c.update(format="something else"), "'format'"),
+        (lambda c: c.update(version=2), "version 2"),
+        (lambda c: c.pop("layers"), "'layers'"),
+        (lambda c: c["layers"][2].pop("tokens"), "layer 2: 'tokens'"),
+        (lambda c: c["layers"][0].update(gated=1), "'gated'"),
+        (lambda c: c["layers"][0].update(name=None), "'name'"),
+        (lambda c: c["layers"][1]["nnz_histogram"].pop(), "layer 1: 'nnz_histogram'"),
+        (lambda c: c["layers"][1]["neuron_counts"].append(1), "'neuron_counts'"),
+        (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
+        (lambda c: c["layers"][1].update(d_ff=-1), "'d_ff'"),
+        (lambda c: c["layers"][1].update(tokens=2**63), "'tokens' is 9223372036854775808"),
+        (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 2**63), "'neuron_counts'"),
+        (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
+        (
+            lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, c["layers"][1]["neuron_counts"][3] + 1),
+            "whole profile",
+        ),
+        (
+            lambda c: c["layers"][1]["nnz_histogram"].__setitem__(0, c["layers"][1]["nnz_histogram"][0] + 1),
+            "'nnz_histogram'.*whole profile",
+        ),
+        (
+            lambda c: c["layers"][1]["tile_histogram"].__setitem__(0, c["layers"][1]["tile_histogram"][0] + 1),
+            "'tile_histogram'.*whole profile",
+        ),
+        (lambda c: c["layers"][1].update(overflowing=99), "'overflowing'"),
+        (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "'d_ff' is 0"),
+        (lambda c: c["layers"][1].update(words=99), "words is 99"),
+        (lambda c: c.update(version=True), "version True"),
+    ],
+)
 def test_a_broken_saved_profile_names_the_file_and_the_field(tmp_path, change, words):
     found = profile(course_model(), [torch.randint(256, (1, 12))], tile=16, words=4)
     path = found.save(tmp_path / "profile.json")
@@ -318,14 +367,17 @@ def test_models_without_a_relu_feed_forward_layer_are_refused(model):
         activations(model, torch.zeros(1, 3), 0)
 
 
-@pytest.mark.parametrize("batches, words", [
-    ([], "batches is empty"),
-    (iter(()), "batches is empty"),
-    ([torch.zeros(0, 12, dtype=torch.int64)], "token"),
-    (3, "int"),
-    ([3], "a batch is a int"),
-    (["text"], "a batch is a str"),
-])
+@pytest.mark.parametrize(
+    "batches, words",
+    [
+        ([], "batches is empty"),
+        (iter(()), "batches is empty"),
+        ([torch.zeros(0, 12, dtype=torch.int64)], "token"),
+        (3, "int"),
+        ([3], "a batch is a int"),
+        (["text"], "a batch is a str"),
+    ],
+)
 def test_no_batches_no_tokens_and_no_tensors_are_refused(batches, words):
     with pytest.raises(InputError, match=words):
         profile(course_model(), batches)

@@ -16,8 +16,24 @@ from twell_lab.records import record as records
 ROOT = Path(__file__).parents[3]
 COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "records"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
-SMALL = ["--steps", "2", "--batch", "2", "--context", "16", "--d-model", "16", "--heads", "2",
-         "--layers", "1", "--d-ff", "32", "--device", "cpu"]
+SMALL = [
+    "--steps",
+    "2",
+    "--batch",
+    "2",
+    "--context",
+    "16",
+    "--d-model",
+    "16",
+    "--heads",
+    "2",
+    "--layers",
+    "1",
+    "--d-ff",
+    "32",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture
@@ -30,8 +46,16 @@ def text(tmp_path) -> str:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder with one synthetic record."""
-    record = records.Record(name="example", purpose="a test's own", rows=[ROW], date="2026-01-02T03:04:05Z",
-                            commit=None, dirty=None, kernels={"gone": "0" * 64}, machine={})
+    record = records.Record(
+        name="example",
+        purpose="a test's own",
+        rows=[ROW],
+        date="2026-01-02T03:04:05Z",
+        commit=None,
+        dirty=None,
+        kernels={"gone": "0" * 64},
+        machine={},
+    )
     record.save(tmp_path / "records")
     return tmp_path / "records"
 
@@ -52,35 +76,53 @@ def test_every_command_has_help_that_fits_a_terminal(capsys, monkeypatch, comman
 
 
 def test_help_and_version_load_neither_torch_nor_plotly():
-    code = ("import sys; from twell_lab.app.cli import main\n"
-            "try: main(sys.argv[1:])\n"
-            "except SystemExit: pass\n"
-            "sys.exit(bool({'torch', 'plotly', 'cupy'} & set(sys.modules)))")
+    code = (
+        "import sys; from twell_lab.app.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'plotly', 'cupy'} & set(sys.modules)))"
+    )
     for argument in ("--help", "--version"):
-        ran = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True,
-                             timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        ran = subprocess.run(
+            [sys.executable, "-c", code, argument],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         assert ran.returncode == 0 and "twell-lab" in ran.stdout, ran.stderr
 
 
-@pytest.mark.parametrize("arguments", [
-    [], ["unknown"], ["bench", "--tokens", "0"], ["bench", "--tokens", "x"], ["bench", "--dtype", "int8"],
-    ["train", "--steps", "many"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["unknown"],
+        ["bench", "--tokens", "0"],
+        ["bench", "--tokens", "x"],
+        ["bench", "--dtype", "int8"],
+        ["train", "--steps", "many"],
+    ],
+)
 def test_a_mistyped_command_line_is_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, named", [
-    (["train", "--steps", "-1"], "steps"),
-    (["train", "--text", "no/such/text"], "no/such/text"),
-    (["train", "--device", "nonsense"], "nonsense"),
-    (["profile", "no/such/model"], "no/such/model"),
-    (["plan", "no/such/model"], "no/such/model"),
-    (["tour", "--render", "no/such/tour.json"], "no/such/tour.json"),
-    (["records", "--folder", "HERE"], "broken.json"),
-    (["bench", "--tokens", "1", "--nnz", "-3"], "-3"),
-])
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["train", "--steps", "-1"], "steps"),
+        (["train", "--text", "no/such/text"], "no/such/text"),
+        (["train", "--device", "nonsense"], "nonsense"),
+        (["profile", "no/such/model"], "no/such/model"),
+        (["plan", "no/such/model"], "no/such/model"),
+        (["tour", "--render", "no/such/tour.json"], "no/such/tour.json"),
+        (["records", "--folder", "HERE"], "broken.json"),
+        (["bench", "--tokens", "1", "--nnz", "-3"], "-3"),
+    ],
+)
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, arguments, named):
     (tmp_path / "broken.json").write_text("{")
     status = cli.main([str(tmp_path) if each == "HERE" else each for each in arguments])
@@ -92,6 +134,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, arguments, named):
 def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(bench, "ffn", stop)
     again = "\ntwell-lab: interrupted; to run it again: "
     monkeypatch.setattr(sys, "argv", [".venv/bin/twell-lab"])
@@ -109,6 +152,7 @@ def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, mon
 def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
+
     monkeypatch.setattr(bench, "ffn", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["bench"])
@@ -117,9 +161,14 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 def test_a_reader_who_leaves_is_no_error(folder):
     read, write = os.pipe()
     os.close(read)
-    ran = subprocess.run([sys.executable, "-m", "twell_lab", "records", "--folder", str(folder)],
-                         stdout=write, stderr=subprocess.PIPE, text=True, timeout=60,
-                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ran = subprocess.run(
+        [sys.executable, "-m", "twell_lab", "records", "--folder", str(folder)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     os.close(write)
     assert (ran.returncode, ran.stderr) == (0, "")
 
@@ -148,9 +197,16 @@ def test_a_folder_that_is_not_there_is_named(capsys, tmp_path):
     assert "mistyped" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["bench", "--seconds", "inf"], ["bench", "--seconds", "-1"],
-                                       ["bench", "--seconds", "soon"], ["bench", "--tokens", "x"],
-                                       ["tour", "--text", ""]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "--seconds", "inf"],
+        ["bench", "--seconds", "-1"],
+        ["bench", "--seconds", "soon"],
+        ["bench", "--tokens", "x"],
+        ["tour", "--text", ""],
+    ],
+)
 def test_values_that_are_refused_before_anything_runs(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
@@ -191,7 +247,9 @@ def test_train_then_profile(capsys, tmp_path, text):
     assert [row["d_ff"] for row in rows] == [32] and Path(counts).exists()
     assert "tokens of text.txt, validation part" in ask(capsys, "profile", model, "--text", text, "--windows", "2")
     (tmp_path / "other.txt").write_text(Path(text).read_text()[1:])
-    assert "tokens of other.txt;" in ask(capsys, "profile", model, "--text", str(tmp_path / "other.txt"), "--windows", "2", "--out", counts)
+    assert "tokens of other.txt;" in ask(
+        capsys, "profile", model, "--text", str(tmp_path / "other.txt"), "--windows", "2", "--out", counts
+    )
 
 
 def test_plain_layers_can_be_trained(capsys, text):
@@ -208,12 +266,28 @@ def test_a_text_too_short_for_the_model_is_refused(capsys, tmp_path, text):
 
 
 def test_bench_prints_rows_and_saves_records(capsys, tmp_path):
-    small = ["bench", "--tokens", "1", "2", "--d-model", "64", "--d-ff", "512", "--nnz", "8",
-             "--seconds", "0.01", "--device", "cpu", "--dtype", "float32"]
+    small = [
+        "bench",
+        "--tokens",
+        "1",
+        "2",
+        "--d-model",
+        "64",
+        "--d-ff",
+        "512",
+        "--nnz",
+        "8",
+        "--seconds",
+        "0.01",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     rows = json.loads(ask(capsys, *small, "--json"))
-    assert {(row["tokens"], row["path"]) for row in rows} \
-        == {(tokens, path) for tokens in (1, 2) for name in ("dense eager", "twell")
-            for path in (name, f"{name} (cold)")}
+    assert {(row["tokens"], row["path"]) for row in rows} == {
+        (tokens, path) for tokens in (1, 2) for name in ("dense eager", "twell") for path in (name, f"{name} (cold)")
+    }
     shown = ask(capsys, *small, "--out", str(tmp_path))
     assert shown.count("bench: saved ") == 2 and len(records.load_all(tmp_path)) == 2
 

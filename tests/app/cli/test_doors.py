@@ -1,4 +1,5 @@
-"""The command's doors: hostile values of every option are one line and status 2, and what cannot be written to is no traceback."""
+"""The command's doors: hostile values of every option are one line and status 2, and what cannot be written to is no
+traceback."""
 
 import errno
 import io
@@ -22,10 +23,39 @@ from twell_lab.records import record as records
 from twell_lab.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[3]
-NUMBERS = ["0", "-1", "nan", "inf", "-inf", "", "1e400", "9223372036854775808", "1" + "0" * 30, "9" * 5000, "1.5", "x", "\0", "true"]
+NUMBERS = [
+    "0",
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    "",
+    "1e400",
+    "9223372036854775808",
+    "1" + "0" * 30,
+    "9" * 5000,
+    "1.5",
+    "x",
+    "\0",
+    "true",
+]
 HUGE = ["4611686018427387904", "9223372036854775807"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
-BENCH = ["bench", "--tokens", "1", "--d-model", "8", "--d-ff", "8", "--nnz", "1", "--seconds", "0.01", "--device", "cpu"]
+BENCH = [
+    "bench",
+    "--tokens",
+    "1",
+    "--d-model",
+    "8",
+    "--d-ff",
+    "8",
+    "--nnz",
+    "1",
+    "--seconds",
+    "0.01",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +83,20 @@ def tried(here, monkeypatch, capsys):
             status = stopped.code
         shown = capsys.readouterr()
         assert status == (2 if refused else 0), (arguments, shown)
-        lines = [line for line in shown.err.splitlines() if line.startswith("twell-lab") and not line.startswith("twell-lab: warning")]
-        assert not refused or shown.out == "" and ("usage: " in shown.err and "accepted" in shown.err.replace("invalid", "accepted")
-                                                   .replace("is not", "accepted") or len(lines) == 1), (arguments, shown)
+        lines = [
+            line
+            for line in shown.err.splitlines()
+            if line.startswith("twell-lab") and not line.startswith("twell-lab: warning")
+        ]
+        assert (
+            not refused
+            or shown.out == ""
+            and (
+                "usage: " in shown.err
+                and "accepted" in shown.err.replace("invalid", "accepted").replace("is not", "accepted")
+                or len(lines) == 1
+            )
+        ), (arguments, shown)
         return shown.err
 
     return run
@@ -81,8 +122,10 @@ def test_other_options_of_bench(tried):
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1, "1", None, True])
 def test_the_functions_of_bench_say_so_too(seconds):
-    for call in (lambda: bench.ffn(1, 8, 8, 1, device="cpu", seconds=seconds),
-                 lambda: bench.layer(torch.nn.Linear(2, 2), torch.ones(1, 2), seconds=seconds)):
+    for call in (
+        lambda: bench.ffn(1, 8, 8, 1, device="cpu", seconds=seconds),
+        lambda: bench.layer(torch.nn.Linear(2, 2), torch.ones(1, 2), seconds=seconds),
+    ):
         with pytest.raises(errors.InputError, match="seconds is"):
             call()
     for seed in (-1, 2**63, 10**30, 1.5, None):
@@ -129,12 +172,32 @@ def test_options_of_profile_and_plan(tried, command, here, monkeypatch):
     small = ["--text", "text.txt", "--windows", "2", *(["--predict-only"] if command == "plan" else [])]
     for value in NUMBERS:
         tried(command, "model", *small, "--windows", value)
-    for value in ("", "\0", "\ud800", "fifo", "empty", "loop", "folder", "/dev/zero", "text.txt/below", "x" * 300, "no\nsuch"):
+    for value in (
+        "",
+        "\0",
+        "\ud800",
+        "fifo",
+        "empty",
+        "loop",
+        "folder",
+        "/dev/zero",
+        "text.txt/below",
+        "x" * 300,
+        "no\nsuch",
+    ):
         tried(command, value, *small)
     for value in ("", "\0", "fifo", "empty", "loop", "folder", "/dev/zero", "no\nsuch"):
         tried(command, "model", *small, "--text", value)
     monkeypatch.setattr(LanguageModel, "load", None)  # refused before it is called
-    for value in ("", "\0", "fifo", "loop", "folder", "text.txt/below", "x" * 300):  # no device: a fault here would replace it
+    for value in (
+        "",
+        "\0",
+        "fifo",
+        "loop",
+        "folder",
+        "text.txt/below",
+        "x" * 300,
+    ):  # no device: a fault here would replace it
         tried(command, "model", *small, "--out", value)
     assert (here / "fifo").is_fifo() and (here / "loop").is_symlink()
 
@@ -156,6 +219,7 @@ def test_options_of_the_others(tried, monkeypatch):
         if value != "folder":
             tried("records", "--folder", value)
     from twell_lab.training import loop
+
     monkeypatch.setattr(loop, "train", None)  # refused before it is called
     for value in ("", "\0", "fifo", "loop", os.devnull, "text.txt/below", "x" * 300):
         tried("tour", "--quick", "--text", "text.txt", "--record-only", "--out", value)
@@ -169,6 +233,7 @@ def test_options_of_the_others(tried, monkeypatch):
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(tried, tmp_path, monkeypatch):
     from twell_lab.training import loop
+
     monkeypatch.setattr(loop, "train", None)
     (tmp_path / "index.html").mkdir()
     assert "index.html" in tried("tour", "--quick", "--text", "text.txt", "--out", str(tmp_path))
@@ -180,8 +245,16 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tried, tmp_pat
 @pytest.fixture
 def folder(tmp_path):
     """A folder with one record of a device of a name that some terminals cannot show."""
-    record = records.Record(name="example", purpose="a test's own", rows=[{**ROW, "device": "žluť \x1b[31m"}],
-                            date="2026-01-02T03:04:05Z", commit=None, dirty=None, kernels={}, machine={})
+    record = records.Record(
+        name="example",
+        purpose="a test's own",
+        rows=[{**ROW, "device": "žluť \x1b[31m"}],
+        date="2026-01-02T03:04:05Z",
+        commit=None,
+        dirty=None,
+        kernels={},
+        machine={},
+    )
     record.save(tmp_path / "žluť")
     return tmp_path / "žluť"
 
@@ -196,7 +269,9 @@ class Full(io.RawIOBase):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("arguments", [["records", "--folder"], ["records", "--json", "--folder"], ["--help"], ["doctor"]])
+@pytest.mark.parametrize(
+    "arguments", [["records", "--folder"], ["records", "--json", "--folder"], ["--help"], ["doctor"]]
+)
 @pytest.mark.parametrize("buffered", [True, False])
 def test_a_full_disk_is_one_line(monkeypatch, capsys, folder, arguments, buffered):
     arguments = [*arguments, str(folder)] if arguments[0] == "records" else arguments
@@ -232,7 +307,11 @@ def test_an_encoding_without_the_characters_shows_escapes(monkeypatch, capsys, f
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
         assert cli.main(["records", "--folder", str(folder)]) == 0
         shown = raw.getvalue().decode(encoding)
-        assert "\x1b" not in shown and "\\x1b[31m" in shown and ("žluť" if encoding == "utf-8" else "\\u017elu\\u0165") in shown
+        assert (
+            "\x1b" not in shown
+            and "\\x1b[31m" in shown
+            and ("žluť" if encoding == "utf-8" else "\\u017elu\\u0165") in shown
+        )
     (folder / "na\udcffme").mkdir()
     assert cli.main(["tour", "--render", str(folder / "na\udcffme")]) == 2
     assert "na" in capsys.readouterr().err
@@ -241,16 +320,29 @@ def test_an_encoding_without_the_characters_shows_escapes(monkeypatch, capsys, f
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no /dev/full")
 def test_streams_of_a_shell(folder):
     """The same from outside, where the interpreter also has its say at the end."""
-    for shell, status, told in ((">/dev/full", 2, "No space left"), (">&-", 2, "is closed"), (">/dev/full 2>&1", 2, ""), (">&- 2>&-", 2, "")):
+    for shell, status, told in (
+        (">/dev/full", 2, "No space left"),
+        (">&-", 2, "is closed"),
+        (">/dev/full 2>&1", 2, ""),
+        (">&- 2>&-", 2, ""),
+    ):
         command = f"{sys.executable} -m twell_lab records --folder '{folder}' {shell}"
-        ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60,
-                             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
-        assert (ran.returncode, ran.stdout) == (status, "") and told in ran.stderr and ran.stderr.count("\n") == bool(told), ran.stderr
+        ran = subprocess.run(
+            ["sh", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        )
+        assert (
+            (ran.returncode, ran.stdout) == (status, "") and told in ran.stderr and ran.stderr.count("\n") == bool(told)
+        ), ran.stderr
 
 
 def test_an_error_of_the_system_is_one_line(monkeypatch, capsys):
     def fail(*_, **__):
         raise OSError(28, os.strerror(28), "some/file")
+
     monkeypatch.setattr(bench, "ffn", fail)
     assert cli.main(["bench"]) == 2
     assert capsys.readouterr().err == "twell-lab: 'some/file': No space left on device\n"
@@ -262,6 +354,7 @@ def test_an_error_of_the_system_is_one_line(monkeypatch, capsys):
 def strict(text: str):
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
+
     return json.loads(text, parse_constant=refuse)
 
 

@@ -88,8 +88,9 @@ def test_every_layer_is_timed_and_every_flat_row_is_whole(taken):
     flat = records.flat_rows([record])
     assert all(tuple(row) == records.FLAT_KEYS for row in flat)
     own, large = page.split_rows(record.rows)
-    assert {(row["label"], row["tokens"]) for row in own if row["path"] == "twell"} \
-        >= {(f"layer {i}", tokens) for i in range(2) for tokens in (1, 8, 64)}
+    assert {(row["label"], row["tokens"]) for row in own if row["path"] == "twell"} >= {
+        (f"layer {i}", tokens) for i in range(2) for tokens in (1, 8, 64)
+    }
     assert {row["tokens"] for row in large if row["path"] == "twell"} >= {1, 8, 64}
     assert all(row["samples"] for row in record.rows)
 
@@ -112,8 +113,7 @@ def test_the_summary_names_text_layers_and_timings(taken):
     assert record.notes["tour"]["text"]["sha256"] in text and "quick" in text
     for layer in record.notes["tour"]["packing"]["layers"]:
         assert f"{round(layer['bytes']['TwELL'] / layer['tokens']):,}" in text
-    assert sum("  twell" in line for line in text.splitlines()) \
-        == sum("twell" in row["path"] for row in record.rows)
+    assert sum("  twell" in line for line in text.splitlines()) == sum("twell" in row["path"] for row in record.rows)
 
 
 def test_a_value_that_does_not_come_back_stops_the_tour():
@@ -178,23 +178,52 @@ def test_figures_on_the_page_are_those_of_the_record(taken):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_draws_every_figure(taken, tmp_path):
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-               f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000", "--dump-dom",
-               (taken[1] / "index.html").as_uri()]
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=8000",
+        "--dump-dom",
+        (taken[1] / "index.html").as_uri(),
+    ]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     for name in FIGURES:
         assert re.search(rf'id="figure-{name}"[^>]*>(\s*<div[^>]*>)+\s*<svg class="main-svg"', drawn), name
 
 
-RECORDED = {"record": "example", "kind": "ffn_forward", "device": "NVIDIA Example", "dtype": "bfloat16",
-            "tokens": 16384, "d_model": 2048, "d_ff": 5632, "nnz": 29.0, "workload": "independent, lognormal",
-            "path": "twell", "ms": 1.0, "dense_ms": 2.0, "x_dense": 2.0, "spread": 0.1,
-            "date": "2026-01-02T03:04:05Z", "commit": None, "stale": True}
+RECORDED = {
+    "record": "example",
+    "kind": "ffn_forward",
+    "device": "NVIDIA Example",
+    "dtype": "bfloat16",
+    "tokens": 16384,
+    "d_model": 2048,
+    "d_ff": 5632,
+    "nnz": 29.0,
+    "workload": "independent, lognormal",
+    "path": "twell",
+    "ms": 1.0,
+    "dense_ms": 2.0,
+    "x_dense": 2.0,
+    "spread": 0.1,
+    "date": "2026-01-02T03:04:05Z",
+    "commit": None,
+    "stale": True,
+}
 
 
 def test_recorded_points_are_marked_and_only_alike_ones_are_drawn(taken):
-    others = [{**RECORDED, "device": "CPU"}, {**RECORDED, "d_ff": 8192}, {**RECORDED, "kind": "decode"},
-              {**RECORDED, "workload": "uniform"}, {**RECORDED, "nnz": 300.0}, {**RECORDED, "nnz": None}]
+    others = [
+        {**RECORDED, "device": "CPU"},
+        {**RECORDED, "d_ff": 8192},
+        {**RECORDED, "kind": "decode"},
+        {**RECORDED, "workload": "uniform"},
+        {**RECORDED, "nnz": 300.0},
+        {**RECORDED, "nnz": None},
+    ]
     with_it, without = page.render(taken[0], [RECORDED, *others]), page.render(taken[0], others)
     assert with_it.count("recorded on NVIDIA Example, 2026-01-02, stale") == 1
     assert "Those marked stale ran kernels that have changed since." in with_it
@@ -224,8 +253,10 @@ def test_a_record_of_something_else_is_refused(taken, notes):
 
 
 def timed(*ratios: float) -> list[dict]:
-    return [{"path": "twell", "dtype": "float32", "tokens": 2**i, "ms": 1.0, "dense_ms": ratio,
-             "x_dense": ratio} for i, ratio in enumerate(ratios)]
+    return [
+        {"path": "twell", "dtype": "float32", "tokens": 2**i, "ms": 1.0, "dense_ms": ratio, "x_dense": ratio}
+        for i, ratio in enumerate(ratios)
+    ]
 
 
 def test_the_verdict_on_speed_follows_the_numbers():
@@ -245,12 +276,18 @@ def test_dense_rows_and_parts_are_no_sparse_points():
     assert page.see_speed(rows) == "No sparse path was timed."
 
 
-@pytest.mark.parametrize("without, sparse, said", [
-    (2.0, 2.5, "0.500 bits per byte worse"), (2.5, 2.0, "0.500 bits per byte better"),
-    (2.0, 2.0, "the same validation loss")])
+@pytest.mark.parametrize(
+    "without, sparse, said",
+    [
+        (2.0, 2.5, "0.500 bits per byte worse"),
+        (2.5, 2.0, "0.500 bits per byte better"),
+        (2.0, 2.0, "the same validation loss"),
+    ],
+)
 def test_the_verdict_on_the_loss_follows_the_numbers(without, sparse, said):
     def run(bits, nnz):
         return {"validation_bits_per_byte": bits, "mean_nnz": nnz, "config": {"d_ff": 512}}
+
     assert said in page.see_training(run(without, 200.0), run(sparse, 10.0))
     assert "did not fall" in page.see_training(run(without, 10.0), run(sparse, 200.0))
 
@@ -264,28 +301,35 @@ UNUSED = "cupy cupy_backends cupyx nvidia pandas scipy transformers datasets tok
 
 def run_without(modules: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The command in a process of its own in which these modules cannot be imported."""
-    code = (f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r})); "
-            "from twell_lab.app.cli import main; sys.exit(main(sys.argv[1:]))")
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True,
-                          timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r})); "
+        "from twell_lab.app.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 def test_a_tour_on_a_cpu_needs_only_what_it_uses(tmp_path):
-    done = run_without(UNUSED, "tour", "--quick", "--text", TEXT, "--out", str(tmp_path), PATH="",
-                       CUDA_VISIBLE_DEVICES="")
+    done = run_without(
+        UNUSED, "tour", "--quick", "--text", TEXT, "--out", str(tmp_path), PATH="", CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 0, done.stderr
     assert files(tmp_path) == {"tour.json", "index.html"} and "done in" in done.stdout
     assert "[5/5]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
 
 
 def test_a_record_is_made_without_plotly_and_drawn_without_torch(tmp_path):
-    made = run_without("plotly", "tour", "--quick", "--record-only", "--text", TEXT,
-                       "--out", str(tmp_path))
+    made = run_without("plotly", "tour", "--quick", "--record-only", "--text", TEXT, "--out", str(tmp_path))
     assert made.returncode == 0, made.stderr
     assert files(tmp_path) == {"tour.json"} and "bits per byte" in made.stdout
-    drawn = run_without("torch cupy numpy", "tour", "--render", str(tmp_path / "tour.json"),
-                        "--out", str(tmp_path / "page"))
+    drawn = run_without(
+        "torch cupy numpy", "tour", "--render", str(tmp_path / "tour.json"), "--out", str(tmp_path / "page")
+    )
     assert drawn.returncode == 0, drawn.stderr
     assert files(tmp_path / "page") == {"index.html"}
     assert Loads((tmp_path / "page" / "index.html").read_text(encoding="utf-8")).figures == FIGURES
@@ -301,6 +345,7 @@ def test_a_page_without_plotly_is_refused_before_the_work_starts(tmp_path):
 def test_an_interrupted_tour_leaves_nothing_behind(trained, monkeypatch, tmp_path, capsys, step):
     def stop(*_, **__):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(tour, step, stop)
     out = str(tmp_path / "out")
     assert cli.main(["tour", "--quick", "--text", TEXT, "--out", out]) == 130
@@ -315,6 +360,7 @@ def test_an_interruption_while_writing_keeps_the_page_of_before(trained, monkeyp
 
     def stop(*_):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(os, "replace", stop)
     assert cli.main(["tour", "--quick", "--text", TEXT, "--out", str(tmp_path)]) == 130
     assert files(tmp_path) == {"index.html"}
@@ -332,6 +378,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work_starts(tmp_p
 def test_a_full_disk_is_refused_before_the_work_starts(tmp_path, monkeypatch):
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(tour.tempfile, "TemporaryFile", full)
     with pytest.raises(RecordError, match=f"{tmp_path}.*No space left.*--out"):
         tour.check_folder(tmp_path)
@@ -353,6 +400,7 @@ def test_a_text_of_any_name_has_a_page(taken, trained, monkeypatch, tmp_path, na
     def named(config, **_):  # what was trained for other tests, on this text
         result = results(config)
         return dataclasses.replace(result, text={**result.text, **config.text.describe()})
+
     monkeypatch.setattr(loop, "train", named)
     monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
     monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
@@ -373,6 +421,7 @@ def test_a_record_of_before_whose_text_has_no_readable_name_is_drawn(taken, tmp_
 def test_a_page_that_fails_leaves_the_record(taken, trained, monkeypatch, tmp_path):
     def fail(*_):
         raise RecordError("no page today")
+
     monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
     monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
     monkeypatch.setattr(page, "render", fail)
@@ -380,10 +429,20 @@ def test_a_page_that_fails_leaves_the_record(taken, trained, monkeypatch, tmp_pa
     assert files(tmp_path) == {"tour.json"}
 
 
-@pytest.mark.parametrize("where, value", [
-    (("seconds",), {"train": 10**400}), (("profile", "layers"), []), (("packing", "layers"), []), (("tile",), {}),
-    (("runs", "with L1", "mean_nnz"), "x"),
-    (("runs", "with L1", "config", "d_ff"), 0), (("packing", "layers", 0, "slots"), 0), (("text", "size"), None), (("profile", "tokens"), 10**400)])
+@pytest.mark.parametrize(
+    "where, value",
+    [
+        (("seconds",), {"train": 10**400}),
+        (("profile", "layers"), []),
+        (("packing", "layers"), []),
+        (("tile",), {}),
+        (("runs", "with L1", "mean_nnz"), "x"),
+        (("runs", "with L1", "config", "d_ff"), 0),
+        (("packing", "layers", 0, "slots"), 0),
+        (("text", "size"), None),
+        (("profile", "tokens"), 10**400),
+    ],
+)
 def test_a_tour_that_is_none_inside_is_refused(taken, tmp_path, capsys, where, value):
     notes = copy.deepcopy(taken[0].notes)
     held = notes["tour"]

@@ -1,4 +1,5 @@
-"""Files as a whole: what is no file, no JSON or no place to write is refused by name, and a killed write leaves nothing for long."""
+"""Files as a whole: what is no file, no JSON or no place to write is refused by name, and a killed write leaves nothing
+for long."""
 
 import json
 import math
@@ -22,11 +23,25 @@ def left(folder: Path) -> set[str]:
 # ---- reading ----
 
 
-@pytest.mark.parametrize("content, why", [
-    (b"", "Expecting value"), (b"{", "Expecting"), (b"\xff{}", "utf-8"), ("{}".encode("utf-16"), "utf-8"), (b"\xef\xbb\xbf{}", "BOM"),
-    (b'{"a": NaN}', "NaN"), (b"[-Infinity]", "Infinity"), (b"[1e999]", "too large"), (b'[{"x": [-1e400]}]', "too large"),
-    (b'{"a": 1, "b": 2, "a": 3}', "'a' comes twice"), (b"9" * 5000, "digits"), (b"[" * 100_000, "recursion"),
-    (b"[" * 300 + b"]" * 300, "100 lists"), (b'{"a":' * 300 + b"1" + b"}" * 300, "100 lists")])
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting"),
+        (b"\xff{}", "utf-8"),
+        ("{}".encode("utf-16"), "utf-8"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"a": NaN}', "NaN"),
+        (b"[-Infinity]", "Infinity"),
+        (b"[1e999]", "too large"),
+        (b'[{"x": [-1e400]}]', "too large"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' comes twice"),
+        (b"9" * 5000, "digits"),
+        (b"[" * 100_000, "recursion"),
+        (b"[" * 300 + b"]" * 300, "100 lists"),
+        (b'{"a":' * 300 + b"1" + b"}" * 300, "100 lists"),
+    ],
+)
 def test_what_readers_would_take_differently_is_no_json(tmp_path, content, why):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(RecordError, match=f"plan '.*x.json' cannot be read as JSON.*{why}"):
@@ -41,8 +56,15 @@ def test_json_is_read_as_it_is(tmp_path):
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path, why in ((tmp_path / "pipe", "pipe"), ("/dev/zero", "device"), (tmp_path, "folder"), (tmp_path / "gone", "No such file"),
-                      (tmp_path / ("x" * 300), "too long"), (f"{tmp_path}/a\0b", "null"), (f"{tmp_path}/\ud800", "surrogates")):
+    for path, why in (
+        (tmp_path / "pipe", "pipe"),
+        ("/dev/zero", "device"),
+        (tmp_path, "folder"),
+        (tmp_path / "gone", "No such file"),
+        (tmp_path / ("x" * 300), "too long"),
+        (f"{tmp_path}/a\0b", "null"),
+        (f"{tmp_path}/\ud800", "surrogates"),
+    ):
         with pytest.raises(RecordError, match=f"profile '.*cannot be read: .*{why}"):
             files.read_json(path, "profile")
 
@@ -85,7 +107,9 @@ def test_the_next_write_removes_what_a_killed_one_left(tmp_path):
     path = tmp_path / "tour.json"
     path.write_text("before")
     for _ in range(2):
-        killed = subprocess.run([sys.executable, "-c", _KILLED, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+        killed = subprocess.run(
+            [sys.executable, "-c", _KILLED, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60
+        )
         assert killed.returncode == -9 and path.read_text() == "before" and len(left(tmp_path)) == 2
     (tmp_path / ".tour.json.notes").write_text("somebody's own")
     files.write_atomically(path, "after")
@@ -105,8 +129,14 @@ def test_only_files_are_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "circle").symlink_to("circle")
-    for name, why in (("pipe", "pipe"), ("folder", "folder"), ("circle", "circle"), ("x" * 300, "too long"), ("a\0b", "null"),
-                      ("\ud800", "surrogates")):
+    for name, why in (
+        ("pipe", "pipe"),
+        ("folder", "folder"),
+        ("circle", "circle"),
+        ("x" * 300, "too long"),
+        ("a\0b", "null"),
+        ("\ud800", "surrogates"),
+    ):
         before = left(tmp_path)
         with pytest.raises(RecordError, match=f"cannot write .*{why}"):
             files.write_atomically(tmp_path / name, "text")

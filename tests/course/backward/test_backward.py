@@ -65,7 +65,12 @@ def test_the_sweep_loses_fewer_rows_with_more_room():
 def test_the_census_counts_where_values_are():
     lines = backward.census({"g": FIRED.double(), "u": torch.ones(FIRED.shape)}, FIRED).splitlines()
     kept = int(FIRED.sum())
-    assert lines[1].split() == ["g", "960", str(kept), "0"] and lines[2].split() == ["u", "960", str(kept), str(960 - kept)]
+    assert lines[1].split() == ["g", "960", str(kept), "0"] and lines[2].split() == [
+        "u",
+        "960",
+        str(kept),
+        str(960 - kept),
+    ]
 
 
 def test_lists_of_neurons_are_the_transpose():
@@ -104,7 +109,9 @@ def test_the_sparse_sizes_are_those_of_the_lists():
     assert sizes["words"] == sizes["ups"] == 4 * room and sizes["x"] == 2**26
     text = backward.memory_table({"a": {"x": 2**20}, "b": {"x": 2**20, "words": 2**19}})
     assert text.splitlines()[-1].split() == ["together", "1", "1.5"]
-    assert "592 MiB (dense)" in backward.memory_sentence({"dense": backward.dense_saved(16384, 2048, 5632), "sparse": sizes})
+    assert "592 MiB (dense)" in backward.memory_sentence(
+        {"dense": backward.dense_saved(16384, 2048, 5632), "sparse": sizes}
+    )
 
 
 def test_seven_rows_for_each_kept_value():
@@ -121,7 +128,9 @@ def test_floors_add_up_and_break_even_is_where_they_meet():
     at = sum(part["ms"] for part in backward.floors(backward.parts(nnz=meeting), RATES))
     assert at == pytest.approx(backward.dense_floor(RATES))
     assert backward.break_even(RATES, dense_ms=2 * backward.dense_floor(RATES)) > 1.9 * meeting
-    assert backward.break_even_sentences(RATES).count("\n") == 0 and "6.00 ms" in backward.break_even_sentences(RATES, 6.0)
+    assert backward.break_even_sentences(RATES).count("\n") == 0 and "6.00 ms" in backward.break_even_sentences(
+        RATES, 6.0
+    )
 
 
 def test_hybrid_judges_rows_alone_and_a_common_room_does_not():

@@ -61,7 +61,11 @@ def test_the_budget_stacks_parts_and_marks_what_is_recorded():
     place = bars[0].x[1]
     assert place == f"nnz 29: {sum(part['ms'] for part in floors['29']):.2f} ms"
     marks = {trace.name: (list(trace.x), list(trace.y)) for trace in figure.data if trace.type == "scatter"}
-    assert marks == {"sparse, recorded": ([place], [3.0]), "dense, recorded": ([place], [6.0]), "dense compiled, recorded": ([place], [5.4])}
+    assert marks == {
+        "sparse, recorded": ([place], [3.0]),
+        "dense, recorded": ([place], [6.0]),
+        "dense compiled, recorded": ([place], [5.4]),
+    }
     assert f"marks: {WHERE}<" in figure.layout.title.text
     assert not [trace for trace in figures.budget(floors, 4.5).data if trace.type == "scatter"]
 
@@ -69,7 +73,11 @@ def test_the_budget_stacks_parts_and_marks_what_is_recorded():
 def test_steps_compare_like_with_like():
     figure = figures.steps(measured.steps(placed(compared())))
     shown = {trace.name: list(trace.y) for trace in figure.data}
-    assert shown == {f"planned, {WHERE}": [2.0], f"planned, compiled against compiled, {WHERE}": [2.0], f"sparse, forced, {WHERE}": [2.0]}
+    assert shown == {
+        f"planned, {WHERE}": [2.0],
+        f"planned, compiled against compiled, {WHERE}": [2.0],
+        f"sparse, forced, {WHERE}": [2.0],
+    }
     assert not [note for note in figure.layout.annotations if "no training step" in note.text]
     assert "twell-lab x makes the record" in figures.steps([], [], "twell-lab x").layout.annotations[0].text
 
@@ -78,20 +86,26 @@ def test_the_paths_stand_beside_the_dense_lines():
     kinds = measured.series(placed(compared() + compared(29.2, "trained, L1 0.0001, layer 0")))
     figure = figures.paths(kinds)
     shown = {trace.name: (trace.mode, list(trace.y)) for trace in figure.data}
-    assert shown == {"planned": ("markers", [3.0, 3.0]), "sparse, a few neurons fire often": ("lines+markers", [3.0]),
-                     "sparse, layers of a trained model": ("markers", [3.0]), "torch, dense eager": ("lines", [6.0, 6.0]),
-                     "torch, dense compiled": ("lines", [5.4, 5.4])}  # fmt: skip
+    assert shown == {
+        "planned": ("markers", [3.0, 3.0]),
+        "sparse, a few neurons fire often": ("lines+markers", [3.0]),
+        "sparse, layers of a trained model": ("markers", [3.0]),
+        "torch, dense eager": ("lines", [6.0, 6.0]),
+        "torch, dense compiled": ("lines", [5.4, 5.4]),
+    }
     assert f"{WHERE}<" in figure.layout.title.text
     assert "no training step is recorded" in figures.paths({}).layout.annotations[0].text
 
 
 def test_a_layer_that_switches_changes_its_line():
-    history = [{"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": 2**20}
-               for step, nnz, path in ((10, 9.0, "dense"), (20, 3.0, "twell"), (30, 8.0, "dense"), (40, 2.0, "twell"))]  # fmt: skip
+    history = [
+        {"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": 2**20}
+        for step, nnz, path in ((10, 9.0, "dense"), (20, 3.0, "twell"), (30, 8.0, "dense"), (40, 2.0, "twell"))
+    ]
     figure = figures.switching(history, 32, 6.0)
     lines = [trace for trace in figure.data if trace.mode == "lines" and trace.name == "layer 1"]
     assert [trace.line.dash for trace in lines] == ["dot", "solid", "dot", "solid"] and list(lines[1].x) == [20, 30]
-    marks, = [trace for trace in figure.data if trace.mode == "markers"]
+    (marks,) = [trace for trace in figure.data if trace.mode == "markers"]
     assert list(marks.x) == [20, 30, 40]
     figures.switching([row | {"nnz": [0.0, 1.0]} for row in history], 32, 6.0)  # silence has no place on a log axis
     with pytest.raises(InputError, match="empty"):

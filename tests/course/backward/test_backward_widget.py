@@ -12,5 +12,7 @@ def test_the_figure_follows_the_room(draws):
         explorer.slider.value = room
         row, figure = SWEEP[explorer.index], explorer.figure
         assert row["capacity"] == room and figure.layout.title.text.startswith(f"room for {room} values")
-        assert [token for token, colour in enumerate(figure.data[0].marker.color) if colour != figures.KEPT] == row["lost"]
+        assert [token for token, colour in enumerate(figure.data[0].marker.color) if colour != figures.KEPT] == row[
+            "lost"
+        ]
         assert list(figure.data[3].x) == [room] and figure.data[3].y[0] == row["stored_rows"] + row["lost_rows"]

@@ -20,7 +20,17 @@ RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 
 @pytest.fixture(scope="module")
 def begun():
-    config = replace(training.SMALL, text=training.some_text(60_000), d_model=16, heads=2, d_ff=32, layers=2, steps=3, batch=2, context=16)
+    config = replace(
+        training.SMALL,
+        text=training.some_text(60_000),
+        d_model=16,
+        heads=2,
+        d_ff=32,
+        layers=2,
+        steps=3,
+        batch=2,
+        context=16,
+    )
     return config, *live.start(config)
 
 
@@ -66,12 +76,21 @@ def test_the_break_even_is_the_librarys_as_a_share():
 
 
 def test_says_when_layers_changed_their_path():
-    history = [{"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": held * 2**20}
-               for step, nnz, path, held in ((10, 9.0, "dense", 8), (20, 3.0, "twell", 6), (30, 8.0, "dense", 8), (40, 2.0, "twell", 5))]  # fmt: skip
+    history = [
+        {"step": step, "nnz": [9.0, nnz], "paths": ["dense", path], "bytes": held * 2**20}
+        for step, nnz, path, held in (
+            (10, 9.0, "dense", 8),
+            (20, 3.0, "twell", 6),
+            (30, 8.0, "dense", 8),
+            (40, 2.0, "twell", 5),
+        )
+    ]
     first, second, last = live.says(history).splitlines()
     assert first == "layer 0: dense at first; never changed"
-    assert second == ("layer 1: dense at first; sparse from step 20 (nnz 3.0), then dense from step 30 (nnz 8.0), "
-                      "then sparse from step 40 (nnz 2.0)")  # fmt: skip
+    assert second == (
+        "layer 1: dense at first; sparse from step 20 (nnz 3.0), then dense from step 30 (nnz 8.0), "
+        "then sparse from step 40 (nnz 2.0)"
+    )
     assert last == "kept for the backward pass: 8.0 MiB in step 10, 5.0 in step 40"
 
 

@@ -1,4 +1,5 @@
-"""Recorded training steps as notebook 06 reads them: the newest of each, by path, and an honest word where there are none."""
+"""Recorded training steps as notebook 06 reads them: the newest of each, by path, and an honest word where there are
+none."""
 
 import pytest
 import torch
@@ -15,15 +16,34 @@ WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
 
 
 def row(path: str, ms: float, nnz: float = 29.02, workload: str = LOGNORMAL, **more) -> dict:
-    return {"kind": "training", "device": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16", "tokens": 16384, "d_model": 2048, "d_ff": 5632,
-            "gated": True, "nnz": nnz, "workload": workload, "path": path, "ms": ms, "spread": 0.01, "dense_ms": 6.0, "x_dense": 6.0 / ms,
-            "x_compiled": 5.4 / ms, **more}  # fmt: skip
+    return {
+        "kind": "training",
+        "device": "NVIDIA H100 80GB HBM3",
+        "dtype": "bfloat16",
+        "tokens": 16384,
+        "d_model": 2048,
+        "d_ff": 5632,
+        "gated": True,
+        "nnz": nnz,
+        "workload": workload,
+        "path": path,
+        "ms": ms,
+        "spread": 0.01,
+        "dense_ms": 6.0,
+        "x_dense": 6.0 / ms,
+        "x_compiled": 5.4 / ms,
+        **more,
+    }
 
 
 def compared(nnz: float = 29.02, workload: str = LOGNORMAL, ms: float = 3.0, choice: str = "twell") -> list[dict]:
-    return [row("dense eager", 6.0, nnz, workload, peak_bytes=1012 * 2**20), row("dense compiled", 5.4, nnz, workload),
-            row("forced twell", ms, nnz, workload, peak_bytes=390 * 2**20), row("planned", ms, nnz, workload, choice=choice),
-            row("planned compiled", 2.7, nnz, workload, choice=choice)]  # fmt: skip
+    return [
+        row("dense eager", 6.0, nnz, workload, peak_bytes=1012 * 2**20),
+        row("dense compiled", 5.4, nnz, workload),
+        row("forced twell", ms, nnz, workload, peak_bytes=390 * 2**20),
+        row("planned", ms, nnz, workload, choice=choice),
+        row("planned compiled", 2.7, nnz, workload, choice=choice),
+    ]
 
 
 @pytest.fixture
@@ -44,7 +64,11 @@ def placed(rows: list[dict]) -> list[dict]:
 
 
 def test_the_newest_record_of_each_measurement_counts(stored):
-    stored(("training", compared(ms=4.0) + compared(8.01, ms=2.0)), ("training", compared(ms=3.0)), ("inference", compared(60.0)))
+    stored(
+        ("training", compared(ms=4.0) + compared(8.01, ms=2.0)),
+        ("training", compared(ms=3.0)),
+        ("inference", compared(60.0)),
+    )
     rows = measured.recorded()
     sparse = {each["nnz"]: each for each in rows if each["path"] == "forced twell"}
     assert {nnz: each["ms"] for nnz, each in sparse.items()} == {29.02: 3.0, 8.01: 2.0}
@@ -69,14 +93,23 @@ def test_the_tables_hold_each_path_in_its_column():
 def test_the_summary_names_the_extremes_and_the_losses():
     rows = placed(compared(8.01, ms=2.0) + compared(120.0, ms=6.6, choice="dense"))
     says = measured.summary(rows)
-    assert "from 0.91 times as fast as dense (planned, " in says and "nnz 120) to 3.00" in says and "below 0.97 in 1 of 4 rows" in says
+    assert (
+        "from 0.91 times as fast as dense (planned, " in says
+        and "nnz 120) to 3.00" in says
+        and "below 0.97 in 1 of 4 rows" in says
+    )
 
 
 def test_recorded_steps_beside_the_floor():
     floors = {"29": backward.floors(backward.parts(nnz=29), RATES)}
     floor = sum(part["ms"] for part in floors["29"])
-    assert measured.beside_floor(placed(compared()), floors) == f"nnz 29: counted {floor:.2f} ms, recorded 3.00, {3 / floor:.2f} times that"
-    assert measured.beside_floor(placed(compared(ms=0.9 * floor)), floors).endswith("the caches delivered rows faster than the rate used here")
+    assert (
+        measured.beside_floor(placed(compared()), floors)
+        == f"nnz 29: counted {floor:.2f} ms, recorded 3.00, {3 / floor:.2f} times that"
+    )
+    assert measured.beside_floor(placed(compared(ms=0.9 * floor)), floors).endswith(
+        "the caches delivered rows faster than the rate used here"
+    )
     assert measured.dense_ms(placed(compared() + compared(8.0))) == 6.0
     assert "1012 MiB (dense), 390 MiB (sparse)" in measured.memory_sentence(placed(compared(8.0) + compared()))
 
@@ -87,7 +120,13 @@ def trained(nnz: float = 150.0) -> list[dict]:
 
 def test_the_kinds_of_workload_are_told_apart():
     plain = [each | {"d_ff": 8192, "gated": False} for each in compared(40.0, f"{LOGNORMAL}, plain layer")]
-    rows = placed(compared() + compared(29.2, "independent, uniform") + compared(31.0, "overflow: 1% of rows with a tile of 200") + plain + trained())
+    rows = placed(
+        compared()
+        + compared(29.2, "independent, uniform")
+        + compared(31.0, "overflow: 1% of rows with a tile of 200")
+        + plain
+        + trained()
+    )
     found = measured.series(rows)
     assert [len(each) for each in found.values()] == [5, 5, 5, 5] and list(found) == list(measured.KINDS.values())
     assert {each["workload"] for each in found["a few neurons fire often"]} == {LOGNORMAL}
@@ -96,14 +135,21 @@ def test_the_kinds_of_workload_are_told_apart():
 def test_where_the_sparse_step_meets_the_dense_ones():
     rows = placed(compared(40.0, ms=4.0) + compared(80.0, ms=6.8) + trained())
     assert measured.meets(rows[:10], "dense compiled") == pytest.approx(60.0)
-    assert measured.meetings(rows) == "Recorded, a few neurons fire often: the sparse step takes as long as torch's compiled at nnz 60, eager at nnz 69."
+    assert (
+        measured.meetings(rows)
+        == "Recorded, a few neurons fire often: the sparse step takes as long as torch's compiled at nnz 60, eager at "
+        "nnz 69."
+    )
     assert measured.meets(rows[:5], "dense compiled") is None and "Nothing" in measured.meetings(rows[:5])
 
 
 def test_a_layer_with_no_room_is_named_with_what_it_costs():
     room = 128 * 16384 + 16 * 5632
     line = measured.no_room(placed(compared() + trained()))
-    assert line.startswith(f"trained, L1 0.0001, layer 2: {150 * 16384:,} entries, room for {room:,}. At least 11.0% of them are in lost rows.")
+    assert line.startswith(
+        f"trained, L1 0.0001, layer 2: {150 * 16384:,} entries, room for {room:,}. At least 11.0% of them are in lost "
+        f"rows."
+    )
     assert line.endswith("Sparse 24.0 ms, dense 6.0, planned (dense) 24.0.")
     assert measured.no_room(placed(compared())).startswith("In no recorded layer")
 
@@ -111,21 +157,37 @@ def test_a_layer_with_no_room_is_named_with_what_it_costs():
 def test_what_a_lost_row_costs():
     drawn = compared(20.0, ms=2.0) + compared(40.0, ms=3.0)
     rows = placed(drawn + compared(30.0, "overflow: 1% of rows with a tile of 200", ms=3.3192))
-    assert measured.lost_cost(rows) == "1% of 16,384 rows lost: 3.32 ms instead of 2.50 (between the rows of the table), so a lost row costs about 5 us, a stored one 0.15."
+    assert (
+        measured.lost_cost(rows)
+        == "1% of 16,384 rows lost: 3.32 ms instead of 2.50 (between the rows of the table), so a lost row costs "
+        "about 5 us, a stored one 0.15."
+    )
     assert measured.lost_cost(placed(drawn)).startswith("No workload")
 
 
 def test_a_whole_step_beside_its_layers():
-    model = [each | {"layers": 8, "parameters": 5e8, "peak_bytes": 2**30, "x_dense": 1.4, "x_compiled": 1.3}
-             for each in (row("dense eager", 120.0, 30.0), row("planned", 84.0, 30.0), row("dense compiled", 90.0, 30.0), row("planned compiled", 66.0, 30.0))]  # fmt: skip
+    model = [
+        each | {"layers": 8, "parameters": 5e8, "peak_bytes": 2**30, "x_dense": 1.4, "x_compiled": 1.3}
+        for each in (
+            row("dense eager", 120.0, 30.0),
+            row("planned", 84.0, 30.0),
+            row("dense compiled", 90.0, 30.0),
+            row("planned compiled", 66.0, 30.0),
+        )
+    ]
     rows = placed(compared() + [each | {"workload": "whole step, 8 layers"} for each in model])
     head, _, eager, compiled, saved = measured.whole_step(rows).splitlines()
     assert head == "8 layers of 2048 x 5632, 500 million parameters, nnz 30.0"
     assert eager.split() == ["planned", "120", "84", "1.4", "1024", "1024"]
-    assert compiled.split()[4] == "1.3" and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
+    assert (
+        compiled.split()[4] == "1.3"
+        and saved == "Compiled, the step saves 24.0 ms; 8 single layers at nnz 29 save 8 x 2.70 = 21.6."
+    )
     assert "whole step" not in measured.others_table(rows)
-    small = [each | {"workload": "whole step, small", "d_model": 768, "choice": "3 of 8 layers sparse"} for each in (
-        *model, row("forced twell compiled", 100.0, 30.0) | {"x_compiled": 0.9, "peak_bytes": 2**29})]  # fmt: skip
+    small = [
+        each | {"workload": "whole step, small", "d_model": 768, "choice": "3 of 8 layers sparse"}
+        for each in (*model, row("forced twell compiled", 100.0, 30.0) | {"x_compiled": 0.9, "peak_bytes": 2**29})
+    ]
     *_, head, _, eager, compiled, forced = measured.whole_step(placed(compared() + small)).splitlines()
     assert head.endswith("8 layers of 768 x 5632, 500 million parameters, nnz 30.0, planned: 3 of 8 layers sparse")
     assert forced.split() == ["sparse,", "compiled", "90", "100", "0.9", "1024", "512"]
@@ -138,8 +200,12 @@ def test_without_a_record_everything_says_so(stored):
     assert measured.summary(rows) == "" and measured.dense_ms(rows) is None
     assert "No other" in measured.others_table(rows) and "No peak" in measured.memory_sentence(rows)
     assert "No recorded step" in measured.beside_floor(rows, {}) and measured.series(rows) == {}
-    assert measured.whole_step(rows).startswith("No whole step") and measured.meetings(rows).startswith("Nothing recorded")
-    assert measured.lost_cost(rows).startswith("No workload") and measured.no_room(rows).startswith("In no recorded layer")
+    assert measured.whole_step(rows).startswith("No whole step") and measured.meetings(rows).startswith(
+        "Nothing recorded"
+    )
+    assert measured.lost_cost(rows).startswith("No workload") and measured.no_room(rows).startswith(
+        "In no recorded layer"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to time")
@@ -154,8 +220,14 @@ def a_gpu_that_is_none(monkeypatch):
     monkeypatch.setattr(measured, "D_FF", 256)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-    monkeypatch.setattr(inference, "drawn", lambda tokens, d_model, d_ff, nnz: (
-        *measure.workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"), None))  # fmt: skip
+    monkeypatch.setattr(
+        inference,
+        "drawn",
+        lambda tokens, d_model, d_ff, nnz: (
+            *measure.workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"),
+            None,
+        ),
+    )
     monkeypatch.setattr(measure, "peak_bytes", lambda call: len(call(0)) * 2**20)
     monkeypatch.setattr(measure, "time_cuda", lambda calls: {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]})
 
@@ -163,24 +235,38 @@ def a_gpu_that_is_none(monkeypatch):
 def test_your_own_steps_are_checked_and_come_as_rows(a_gpu_that_is_none):
     rows = measured.yours((8, 29), tokens=32)
     assert [(each["path"], each["nnz"], each["x_dense"]) for each in rows] == [
-        ("dense eager", 8, 1.0), ("forced twell", 8, 2.0), ("dense eager", 29, 1.0), ("forced twell", 29, 2.0)]  # fmt: skip
+        ("dense eager", 8, 1.0),
+        ("forced twell", 8, 2.0),
+        ("dense eager", 29, 1.0),
+        ("forced twell", 29, 2.0),
+    ]
     assert rows[0]["where"] == "yours, now, on My GPU" and rows[0]["peak_bytes"] == 5 * 2**20
 
 
 def test_a_wrong_gradient_is_said_and_not_timed(a_gpu_that_is_none, monkeypatch, capsys):
     from twell_lab.bench import training
 
-    monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: training.dense_layer(x, gate, up, 2 * down))
+    monkeypatch.setattr(
+        training, "our_layer", lambda path: lambda x, gate, up, down: training.dense_layer(x, gate, up, 2 * down)
+    )
     assert measured.yours((8,), tokens=32) == []
     assert capsys.readouterr().out.startswith("Nothing was timed on My GPU: a gradient is off by ")
 
 
 def test_the_newest_record_holds_what_training_promises():
-    """Times as fast as torch's eager dense layer, memory and errors: a record that falls behind is noticed where it is added."""
+    """Times as fast as torch's eager dense layer, memory and errors: a record that falls behind is noticed where it is
+    added."""
     rows = max((each for each in records.load_all() if each.name == "training"), key=lambda each: each.date).rows
-    mib = {name: [each["peak_bytes"] / 2**20 for each in rows if each["path"] == name] for name in ("forced twell", "dense eager")}
+    mib = {
+        name: [each["peak_bytes"] / 2**20 for each in rows if each["path"] == name]
+        for name in ("forced twell", "dense eager")
+    }
     for nnz, least in ((8, 2.65), (29, 1.95), (60, 1.45), (120, 1.0)):
-        found = [each["x_dense"] for each in rows if each["path"] == "planned" and each["workload"] == LOGNORMAL and abs(each["nnz"] / nnz - 1) < 0.1]
+        found = [
+            each["x_dense"]
+            for each in rows
+            if each["path"] == "planned" and each["workload"] == LOGNORMAL and abs(each["nnz"] / nnz - 1) < 0.1
+        ]
         assert len(found) == 1 and found[0] >= least, (nnz, found)
     assert all(each["x_dense"] >= 0.97 for each in rows if each["path"] == "planned")
     assert all(each["x_compiled"] >= 0.97 for each in rows if each["path"] == "planned compiled")
@@ -190,4 +276,6 @@ def test_the_newest_record_holds_what_training_promises():
     steps = {each["path"]: each["ms"] for each in rows if each["workload"] == "whole step, 8 layers"}
     assert steps["dense compiled"] / steps["planned compiled"] >= 1.15
     swept = [each for each in rows if each["workload"] == "whole step, the sweep's model"]
-    assert {each["path"] for each in swept} >= {"dense compiled", "planned compiled", "forced twell compiled"} and len({each["nnz"] for each in swept}) == 2
+    assert {each["path"] for each in swept} >= {"dense compiled", "planned compiled", "forced twell compiled"} and len(
+        {each["nnz"] for each in swept}
+    ) == 2

@@ -109,13 +109,24 @@ def test_a_fault_is_given_back_and_other_errors_are_not_swallowed(tmp_path):
 
 def record(device: str, ms: float, date: str) -> Record:
     row = {"kind": "kernel", "device": device, "tokens": 64, "path": "pack_v1", "ms": ms}
-    return Record(name="portable", purpose="a test", rows=[row, {**row, "tokens": 1}, {"test": "no measurement"}],
-                  date=date, commit=None, dirty=None, kernels={"gone": "0" * 64}, machine={})
+    return Record(
+        name="portable",
+        purpose="a test",
+        rows=[row, {**row, "tokens": 1}, {"test": "no measurement"}],
+        date=date,
+        commit=None,
+        dirty=None,
+        kernels={"gone": "0" * 64},
+        machine={},
+    )
 
 
 def test_recorded_times_are_the_newest_of_the_wanted_gpu(monkeypatch):
-    found = [record("NVIDIA H100", 2.0, "2026-01-01T00:00:00Z"), record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"),
-             record("NVIDIA T4", 9.0, "2026-01-03T00:00:00Z")]
+    found = [
+        record("NVIDIA H100", 2.0, "2026-01-01T00:00:00Z"),
+        record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"),
+        record("NVIDIA T4", 9.0, "2026-01-03T00:00:00Z"),
+    ]
     monkeypatch.setattr(kernels.records, "load_all", lambda: found)
     times = kernels.recorded(64)
     assert list(times) == ["pack_v1"] and times["pack_v1"]["ms"] == 1.0
@@ -131,8 +142,10 @@ def test_without_a_gpu_nothing_is_timed():
 
 
 def counted(lines: int, requests: int = 1000, unique: int = 300) -> Counts:
-    return Counts(global_reads=Traffic(requests=requests, bytes=64 * requests, sectors=2 * requests, lines=lines),
-                  footprints={"gate": Footprint(unique, 0)})
+    return Counts(
+        global_reads=Traffic(requests=requests, bytes=64 * requests, sectors=2 * requests, lines=lines),
+        footprints={"gate": Footprint(unique, 0)},
+    )
 
 
 def test_predictions_stand_beside_the_times():
@@ -145,10 +158,16 @@ def test_predictions_stand_beside_the_times():
     assert [row["yours_ms"] for row in rows] == [7.0, None, None] and rows[0]["yours"] == "yours, now"
     one, two, three, last = kernels.verdicts(rows).splitlines()
     assert "1.1 times that: the traffic explains it" in one and "3.0 times that: something else" in two
-    assert three.endswith("no time is recorded") and last == "Within a factor of 1.25 of the prediction: pack_v1 (1 of 2)."
+    assert (
+        three.endswith("no time is recorded") and last == "Within a factor of 1.25 of the prediction: pack_v1 (1 of 2)."
+    )
     rows[0]["measured_ms"] = 0.5 * slow
-    assert "0.50 times that: faster than the limit" in kernels.verdicts(rows) and "none (0 of 2)" in kernels.verdicts(rows)
-    assert len(kernels.verdicts(kernels.against_time(counts, {})).splitlines()) == 3  # nothing recorded, nothing summed up
+    assert "0.50 times that: faster than the limit" in kernels.verdicts(rows) and "none (0 of 2)" in kernels.verdicts(
+        rows
+    )
+    assert (
+        len(kernels.verdicts(kernels.against_time(counts, {})).splitlines()) == 3
+    )  # nothing recorded, nothing summed up
 
     table = kernels.table(rows, counts).splitlines()
     assert "yours, now" in table[0] and table[1].split()[:2] == ["pack_v1", "0.064"]
@@ -156,32 +175,56 @@ def test_predictions_stand_beside_the_times():
 
 
 def versus(version: str, limit: str, times: float | None, l1_hits: float | None = None) -> dict:
-    return {"version": version, "predicted_ms": {limit: 2.0, "another part": 1.0}, "l1_hits": l1_hits,
-            "measured_ms": None if times is None else 2 * times}
+    return {
+        "version": version,
+        "predicted_ms": {limit: 2.0, "another part": 1.0},
+        "l1_hits": l1_hits,
+        "measured_ms": None if times is None else 2 * times,
+    }
 
 
 def test_a_limit_that_was_beaten_is_said_with_how_that_can_be():
-    rows = [versus("down_v2", "L2 cache", 0.81, 0.12), versus("gated_v2", "L2 cache", 0.94, 0.058), versus("slow", "L2 cache", 1.3)]
+    rows = [
+        versus("down_v2", "L2 cache", 0.81, 0.12),
+        versus("gated_v2", "L2 cache", 0.94, 0.058),
+        versus("slow", "L2 cache", 1.3),
+    ]
     lines = kernels.verdicts(rows).splitlines()
     assert lines[0].endswith("0.81 times that: faster than the limit") and "0.94 times that: faster" in lines[1]
     assert lines[3] == "Within a factor of 1.25 of the prediction: down_v2, gated_v2 (2 of 3)."
-    assert lines[4].startswith("Faster than the limit of the L2 cache: down_v2 by 19%, gated_v2 by 6%. How that can be: ")
+    assert lines[4].startswith(
+        "Faster than the limit of the L2 cache: down_v2 by 19%, gated_v2 by 6%. How that can be: "
+    )
     assert "once for every block" in lines[4] and "slow" not in lines[4]
     assert "12% for down_v2, 6% for gated_v2" in lines[5] and "too little for down_v2: there the L2" in lines[5]
     assert kernels.summary(rows[1:]).endswith("That is enough.")
     assert "counters" not in kernels.summary([versus("a", "L2 cache", 0.9)])  # without a record of them
     assert "register" in kernels.summary([versus("a", "L1 cache", 0.9)])
     assert "before" in kernels.summary([versus("a", "device memory", 0.9, 0.5)])
-    assert "Faster" not in kernels.summary([versus("a", "L2 cache", 0.999), versus("b", "L2 cache", None)])  # the same, rounded
+    assert "Faster" not in kernels.summary(
+        [versus("a", "L2 cache", 0.999), versus("b", "L2 cache", None)]
+    )  # the same, rounded
     assert kernels.summary([versus("b", "L2 cache", None)]) == ""
 
 
 def test_the_counters_of_the_gpu_stand_with_its_times(monkeypatch):
-    rows = [{"case": f"{tokens} tokens, bf16", "kernel": "pack_v1", "l1_hits_percent": 10.0 * tokens} for tokens in (6, 64)]
-    counters = Record(name="gpu-counters", purpose="a test", rows=rows, date="2026-01-02T00:00:00Z", commit=None, dirty=None,
-                      kernels={"gone": "0" * 64}, machine={"gpus": [{"name": "NVIDIA H100"}]})
+    rows = [
+        {"case": f"{tokens} tokens, bf16", "kernel": "pack_v1", "l1_hits_percent": 10.0 * tokens} for tokens in (6, 64)
+    ]
+    counters = Record(
+        name="gpu-counters",
+        purpose="a test",
+        rows=rows,
+        date="2026-01-02T00:00:00Z",
+        commit=None,
+        dirty=None,
+        kernels={"gone": "0" * 64},
+        machine={"gpus": [{"name": "NVIDIA H100"}]},
+    )
     rows[1]["l1_hits_percent"] = 25.0
-    monkeypatch.setattr(kernels.records, "load_all", lambda: [record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters])
+    monkeypatch.setattr(
+        kernels.records, "load_all", lambda: [record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters]
+    )
     assert kernels.recorded(64)["pack_v1"]["l1_hits"] == 0.25 and kernels.recorded(1)["pack_v1"]["l1_hits"] is None
 
 
@@ -190,7 +233,11 @@ def test_what_a_load_costs():
     counts = {"pack_v2": counted(1, requests=100 * turns), "pack_v3": counted(1, requests=10 * turns)}
     alone = {"pack_v2": {"ms": 0.0085}, "pack_v3": {"ms": 0.005}}  # 3.5 us for 7 loads
     said = kernels.waiting(counts, {"pack_v2": {"ms": 0.06}, "pack_v3": {"ms": 0.02}}, alone).splitlines()
-    assert said[0].endswith("0.50 us each") and "100 loads" in said[1] and "0.60 us each, 1.2 times that: mostly waiting" in said[1]
+    assert (
+        said[0].endswith("0.50 us each")
+        and "100 loads" in said[1]
+        and "0.60 us each, 1.2 times that: mostly waiting" in said[1]
+    )
     assert "10 loads" in said[2] and "2.00 us each, 4.0 times that: more than waiting" in said[2]
     assert kernels.waiting(counts, {}, alone) == "No times are recorded for this."
 
@@ -203,15 +250,29 @@ def test_tables_of_counts():
 
 @needs_compiler
 def test_counts_stand_beside_those_of_the_hardware(monkeypatch):
-    rows = [{"case": case.name, "kernel": f"pack_v{version}", "global_read_sectors": 1000, "global_write_sectors": 10**6}
-            for case in kernels.evidence.counted() if case.kernel == "pack" for version in case.versions]
-    found = Record(name="gpu-counters", purpose="a test", rows=rows, date="2026-01-02T00:00:00Z", commit=None, dirty=None,
-                   kernels={"gone": "0" * 64}, machine={"gpus": [{"name": "NVIDIA H100"}]})
+    rows = [
+        {"case": case.name, "kernel": f"pack_v{version}", "global_read_sectors": 1000, "global_write_sectors": 10**6}
+        for case in kernels.evidence.counted()
+        if case.kernel == "pack"
+        for version in case.versions
+    ]
+    found = Record(
+        name="gpu-counters",
+        purpose="a test",
+        rows=rows,
+        date="2026-01-02T00:00:00Z",
+        commit=None,
+        dirty=None,
+        kernels={"gone": "0" * 64},
+        machine={"gpus": [{"name": "NVIDIA H100"}]},
+    )
     monkeypatch.setattr(kernels.records, "load_all", lambda: [found])
     *table, last = kernels.beside_hardware("pack").splitlines()
     assert len(table) == 9 and table[1].split()[:6] == ["pack_v1", "64", "tokens", "65,536", "1,000", "3,479"]
-    assert last == ("Hardware: NVIDIA H100, 2026-01-02; stale: code has changed since. "
-                    f"The largest difference is {(65536 - 1000) / 1000:.1%}.")
+    assert last == (
+        "Hardware: NVIDIA H100, 2026-01-02; stale: code has changed since. "
+        f"The largest difference is {(65536 - 1000) / 1000:.1%}."
+    )
     monkeypatch.setattr(kernels.records, "load_all", lambda: [])
     assert kernels.beside_hardware("pack").startswith("No hardware counters")
 
@@ -221,4 +282,7 @@ def test_the_busiest_line():
     gate = kernels.gate(1, 512, 4)
     with simulator.watching("counts") as runs:
         kernels.pack(gate, 2)
-    assert "in[c]" in kernels.busiest(runs[-1].counts).text and "out[" in kernels.busiest(runs[-1].counts, "global_writes").text
+    assert (
+        "in[c]" in kernels.busiest(runs[-1].counts).text
+        and "out[" in kernels.busiest(runs[-1].counts, "global_writes").text
+    )

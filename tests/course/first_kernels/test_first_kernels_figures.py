@@ -19,7 +19,11 @@ def gate(rows: int = 1, columns: int = 512) -> np.ndarray:
 
 @cache
 def trace(kernel: str, rows: int = 1, columns: int = 512) -> Trace:
-    block = modelled.block_sum(np.arange(64.0)) if kernel == "block_sum" else getattr(modelled, kernel)(gate(rows, columns), 256, 32)
+    block = (
+        modelled.block_sum(np.arange(64.0))
+        if kernel == "block_sum"
+        else getattr(modelled, kernel)(gate(rows, columns), 256, 32)
+    )
     raw = block.raw()
     return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1))
 
@@ -29,8 +33,12 @@ def panels(figure) -> dict:
     found = {}
     for i, caption in enumerate(figure.layout.annotations):
         frame, cells = figure.data[2 * i : 2 * i + 2]
-        found[caption.text] = ([list(line) for line in cells.text], _colours(cells),
-                               [[cell == 1 for cell in line] for line in frame.z], cells.customdata)
+        found[caption.text] = (
+            [list(line) for line in cells.text],
+            _colours(cells),
+            [[cell == 1 for cell in line] for line in frame.z],
+            cells.customdata,
+        )
     return found
 
 
@@ -42,7 +50,9 @@ def _colours(cells) -> list:
         if z is None:
             return None
         share = (z - least) / (most - least)
-        return next(colour for (start, colour), (end, _) in zip(scale[::2], scale[1::2], strict=True) if start <= share < end)
+        return next(
+            colour for (start, colour), (end, _) in zip(scale[::2], scale[1::2], strict=True) if start <= share < end
+        )
 
     return [[colour(z) for z in line] for line in cells.z]
 
@@ -74,7 +84,9 @@ def test_what_is_written_is_framed_and_what_is_not_stays_empty():
     texts, colours, framed, _ = panel(drawn.who_touches_what(trace("pack_v2")), "packed")
     for tile in (0, 1):
         assert [cell != "" for cell in texts[tile]] == framed[tile] == [word <= kept[tile] for word in range(32)]
-        assert all((colour == drawn.UNTOUCHED) != cell for colour, cell in zip(colours[tile], framed[tile], strict=True))
+        assert all(
+            (colour == drawn.UNTOUCHED) != cell for colour, cell in zip(colours[tile], framed[tile], strict=True)
+        )
     assert texts[1][0] == "32"  # the second warp's first thread
 
 
@@ -89,7 +101,12 @@ def test_one_request_of_one_thread_a_tile_touches_a_sector_a_lane():
 def test_several_threads_and_atomics():
     figure = drawn.who_touches_what(trace("block_sum"))
     captions = list(panels(figure))
-    assert [caption.split(":")[1].split(" by")[0].strip() for caption in captions] == ["read", "read", "written", "updated"]
+    assert [caption.split(":")[1].split(" by")[0].strip() for caption in captions] == [
+        "read",
+        "read",
+        "written",
+        "updated",
+    ]
     texts, colours, framed, hover = panels(figure)[captions[3]]
     assert set(flat(texts)) == {"×2"} and set(flat(colours)) == {drawn.SHARED_BY_MANY} and all(flat(framed))
     assert "updated by thread 3 and 35" in hover[0][3]
@@ -97,8 +114,11 @@ def test_several_threads_and_atomics():
 
 def few(shape: tuple) -> Trace:
     """Two threads write the elements of a small shared array."""
-    block = modelled.Block(32, {1: modelled.Line("toy.cu", 1, "part[i] = a < b;", "toy")},
-                           [modelled.Array("part", "shared", np.dtype("f4"), shape, None)])
+    block = modelled.Block(
+        32,
+        {1: modelled.Line("toy.cu", 1, "part[i] = a < b;", "toy")},
+        [modelled.Array("part", "shared", np.dtype("f4"), shape, None)],
+    )
     block.access(modelled.WRITE, "part", [1], {0: 0, 1: 3}, {0: 0, 1: 0})
     raw = block.raw()
     return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, (), (32, 1, 1))
@@ -109,7 +129,10 @@ def test_small_and_odd_arrays(shape, lines):
     for figure in (drawn.who_touches_what(few(shape)), drawn.step_view(few(shape), 0)):
         texts, colours, framed, _ = panel(figure, "<b>part")
         assert [i for i, cell in enumerate(flat(framed)) if cell] == [0, 3] and None not in flat(texts)
-        assert len(texts) <= lines and figure.layout[f"xaxis{len(figure.data) // 2}" if len(figure.data) > 2 else "xaxis"].range[1] == 31.5
+        assert (
+            len(texts) <= lines
+            and figure.layout[f"xaxis{len(figure.data) // 2}" if len(figure.data) > 2 else "xaxis"].range[1] == 31.5
+        )
         assert sum(colour is not None for colour in flat(colours)) <= np.prod(shape)
 
 
@@ -132,14 +155,23 @@ def test_the_drawn_part_can_be_chosen():
 
 def test_lanes_differ_in_lightness_too():
     """In grey print neighbouring lanes may look alike, but far ones do not, and the order is kept."""
-    grey = [sum(weight * int(part) for weight, part in zip((0.299, 0.587, 0.114), colour[4:-1].split(","), strict=True))
-            for colour in drawn.LANE_COLOURS]
+    grey = [
+        sum(weight * int(part) for weight, part in zip((0.299, 0.587, 0.114), colour[4:-1].split(","), strict=True))
+        for colour in drawn.LANE_COLOURS
+    ]
     assert all(later > earlier for earlier, later in zip(grey[::4], grey[4::4], strict=False))
     assert grey[-1] - grey[0] > 150
 
 
-@pytest.mark.parametrize(("wrong", "named"), [({"by": "lane"}, "'lane'"), ({"arrays": ["x"]}, "'x'"), ({"steps": [1]}, "no array"),
-                                              ({"first": {"gate": 5000}}, "5000")])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"by": "lane"}, "'lane'"),
+        ({"arrays": ["x"]}, "'x'"),
+        ({"steps": [1]}, "no array"),
+        ({"first": {"gate": 5000}}, "5000"),
+    ],
+)
 def test_what_cannot_be_drawn_is_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         drawn.who_touches_what(trace("pack_v2"), **wrong)
@@ -153,7 +185,11 @@ def test_a_step_shows_the_line_the_lanes_and_the_arrays():
     step = next(step for step in steps if step.kind == "write" and len(step.threads) == 2)
     figure = drawn.step_view(steps, step.index, text={"packed": drawn.packed_text(32)})
     title = figure.layout.title.text
-    assert "smxx_pack.cu:67" in title and "if (fires(v) &amp;&amp; slot &lt; words)" in title and "2 lanes write packed" in title
+    assert (
+        "smxx_pack.cu:67" in title
+        and "if (fires(v) &amp;&amp; slot &lt; words)" in title
+        and "2 lanes write packed" in title
+    )
     texts, colours, *_ = panel(figure, "lanes of warp 0")
     assert [lane for lane, colour in enumerate(colours[0]) if colour == plots.ORANGE] == [t % 32 for t in step.threads]
     assert texts[0] == [str(lane) for lane in range(32)]
@@ -171,8 +207,9 @@ def test_every_cell_holds_the_value_after_the_step():
         state = steps.at(index)
         for name in ("x", "part", "y"):
             texts, colours, *_ = panel(figure, f"<b>{name}</b>")
-            assert [text or None for text in flat(texts)] == [None if value is None else f"{value:.0f}" for value in
-                                                             state[name].reshape(-1).tolist()]
+            assert [text or None for text in flat(texts)] == [
+                None if value is None else f"{value:.0f}" for value in state[name].reshape(-1).tolist()
+            ]
             now = steps[index].covered if steps[index].array == name else ()
             strong = {i for i, colour in enumerate(flat(colours)) if colour in (plots.BLUE, plots.ORANGE)}
             assert strong == set(now)
@@ -197,7 +234,11 @@ def test_watched_values_and_results_stand_under_their_lanes():
 def test_a_large_array_shows_the_page_that_was_touched_last():
     steps = trace("pack_v2")
     late = next(step.index for step in steps if step.kind == "read" and step.elements[0] == 256)
-    for index, page in ((late - 1, "elements 0 to 255"), (late, "elements 256 to 511"), (late + 1, "elements 256 to 511")):
+    for index, page in (
+        (late - 1, "elements 0 to 255"),
+        (late, "elements 256 to 511"),
+        (late + 1, "elements 256 to 511"),
+    ):
         assert panel(drawn.step_view(steps, index), page)
     assert len(panel(drawn.step_view(steps, 0, page={"gate": 64}), "gate")[0]) == 2
     with pytest.raises(InputError, match="steps 0 to"):
@@ -241,8 +282,15 @@ def test_sectors_are_bars_of_bytes():
 
 def test_predictions_stand_beside_the_measurement():
     bounds = {name: 1e3 * seconds for name, seconds in predicted_time(counted("pack_v1")).bounds.items()}
-    rows = [{"version": "pack_v1", "predicted_ms": bounds, "measured_ms": 0.5, "recorded": "H100 SXM, 2026-11-21"},
-            {"version": "mine", "predicted_ms": {"device memory": 0.25, "L2 cache": 0.125}, "measured_ms": None, "recorded": ""}]
+    rows = [
+        {"version": "pack_v1", "predicted_ms": bounds, "measured_ms": 0.5, "recorded": "H100 SXM, 2026-11-21"},
+        {
+            "version": "mine",
+            "predicted_ms": {"device memory": 0.25, "L2 cache": 0.125},
+            "measured_ms": None,
+            "recorded": "",
+        },
+    ]
     *parts, measured = drawn.predicted_against_measured(rows).data
     assert [part.name for part in parts] == [f"predicted: {name}" for name in bounds]
     assert [part.y[0] for part in parts] == list(bounds.values()) and parts[2].y[1] is None
@@ -255,7 +303,10 @@ def test_predictions_stand_beside_the_measurement():
 
 def test_the_readers_own_times_are_points():
     row = {"predicted_ms": {"device memory": 0.25}, "measured_ms": 0.3, "recorded": "H100 SXM, 2026-11-21"}
-    rows = [{"version": "v1", **row, "yours_ms": 0.7, "yours": "yours, now, on T4"}, {"version": "v2", **row, "yours_ms": None}]
+    rows = [
+        {"version": "v1", **row, "yours_ms": 0.7, "yours": "yours, now, on T4"},
+        {"version": "v2", **row, "yours_ms": None},
+    ]
     figure = drawn.predicted_against_measured(rows)
     own = figure.data[-1]
     assert own.x == ("v1",) and own.y == (0.7,) and own.name == "yours, now, on T4" and own.mode == "markers"

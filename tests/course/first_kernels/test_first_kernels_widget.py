@@ -11,7 +11,9 @@ from twell_lab.simulator.trace import Trace
 
 
 def trace(barriers: bool = True) -> Trace:
-    block = modelled.block_sum(np.arange(64.0)) if barriers else modelled.pack_v2(-np.ones((1, 256), np.float32), 256, 32)
+    block = (
+        modelled.block_sum(np.arange(64.0)) if barriers else modelled.pack_v2(-np.ones((1, 256), np.float32), 256, 32)
+    )
     raw = block.raw()
     return Trace.of(raw["steps"], raw["lanes"], block.lines, block.arrays, block.names, (block.threads, 1, 1))
 

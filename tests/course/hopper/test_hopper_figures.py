@@ -22,7 +22,10 @@ def test_the_map_holds_every_cell():
     shown = [text for panel in figure.data for line in panel.text for text in line if text]
     assert sorted(shown) == sorted(f"{cell['x']:.2f}" for cell in cells)
     assert [note.text for note in figure.layout.annotations] == ["1", "4", "16", "64", "16,384", "tokens"]
-    assert list(figure.layout.xaxis.ticktext) == ["28", "27", "27", "27", "8", "29", "120"] and len(figure.layout.xaxis.tickvals) == 7
+    assert (
+        list(figure.layout.xaxis.ticktext) == ["28", "27", "27", "27", "8", "29", "120"]
+        and len(figure.layout.xaxis.tickvals) == 7
+    )
     assert WHERE in figure.layout.title.text
 
 
@@ -42,9 +45,15 @@ def test_predictions_trained_layers_and_decode():
     assert list(figure.data[0].y) == pytest.approx([20] * 4) and list(figure.data[2].y) == pytest.approx([10] * 4)
 
 
-@pytest.mark.parametrize("figure", [
-    lambda: figures.speedups([], [], 16384), lambda: figures.loss_map([]),
-    lambda: figures.predicted_against_measured([]), lambda: figures.trained_layers([]), lambda: figures.decode([], ""),
-])
+@pytest.mark.parametrize(
+    "figure",
+    [
+        lambda: figures.speedups([], [], 16384),
+        lambda: figures.loss_map([]),
+        lambda: figures.predicted_against_measured([]),
+        lambda: figures.trained_layers([]),
+        lambda: figures.decode([], ""),
+    ],
+)
 def test_a_figure_without_a_record_says_so(figure):
     assert "nothing is recorded" in figure().layout.annotations[0].text

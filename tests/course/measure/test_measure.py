@@ -27,8 +27,11 @@ def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything
 
 def table(**speeds) -> list[dict]:
     densities = (0.001, 0.01, 0.1)
-    return [{"density": density, "path": path, "x_dense": speed, "ms": 1 / speed, "dense_ms": 1.0}
-            for path, each in speeds.items() for density, speed in zip(densities, each, strict=True)]
+    return [
+        {"density": density, "path": path, "x_dense": speed, "ms": 1 / speed, "dense_ms": 1.0}
+        for path, each in speeds.items()
+        for density, speed in zip(densities, each, strict=True)
+    ]
 
 
 def test_break_even_lies_between_the_points_around_it():
@@ -38,10 +41,14 @@ def test_break_even_lies_between_the_points_around_it():
     assert measure.break_even(table(CSR=(9.0, 5.0, 1.1)), "CSR") == math.inf
 
 
-@pytest.mark.parametrize(("speeds", "words"), [
-    ((10.0, 2.0, 0.5), "faster than dense below 3.2%"), ((0.9, 0.5, 0.1), "not faster than dense at 0.10% either"),
-    ((9.0, 5.0, 1.1), "faster than dense up to 10%"),
-])
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        ((10.0, 2.0, 0.5), "faster than dense below 3.2%"),
+        ((0.9, 0.5, 0.1), "not faster than dense at 0.10% either"),
+        ((9.0, 5.0, 1.1), "faster than dense up to 10%"),
+    ],
+)
 def test_the_sentence_follows_the_numbers(speeds, words):
     assert words in measure.break_even_sentence(table(CSR=speeds), "CSR")
 
@@ -50,11 +57,15 @@ def test_a_path_that_torch_does_not_have_is_said_to_be_missing():
     assert "no such kernel" in measure.break_even_sentence(table(CSR=(1, 1, 1)), "COO")
 
 
-@pytest.mark.parametrize(("new", "old", "words"), [
-    ([1.0, 1.1, 0.9], [4.0, 4.1, 3.9], "4.0x as fast"), ([8.0, 8.1, 7.9], [4.0, 4.1, 3.9], "2.0x as slow"),
-    ([4.0, 2.0, 7.0], [4.4, 2.2, 7.6], "no clear difference: the samples spread as on a busy machine."),
-    ([4.0] * 3, [4.1] * 3, "no clear difference."),
-])
+@pytest.mark.parametrize(
+    ("new", "old", "words"),
+    [
+        ([1.0, 1.1, 0.9], [4.0, 4.1, 3.9], "4.0x as fast"),
+        ([8.0, 8.1, 7.9], [4.0, 4.1, 3.9], "2.0x as slow"),
+        ([4.0, 2.0, 7.0], [4.4, 2.2, 7.6], "no clear difference: the samples spread as on a busy machine."),
+        ([4.0] * 3, [4.1] * 3, "no clear difference."),
+    ],
+)
 def test_compare_says_what_the_samples_say(new, old, words):
     assert words in measure.compare({"a": new, "b": old}, "a", "b")
 

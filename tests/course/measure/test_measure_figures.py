@@ -31,8 +31,9 @@ def test_firing_map_marks_the_neurons_that_fire():
 
 
 def rows(path, **more):
-    return [{"density": density, "path": path, "x_dense": 2.0, "ms": 1.0, "dense_ms": 2.0} | more
-            for density in (0.1, 0.01)]
+    return [
+        {"density": density, "path": path, "x_dense": 2.0, "ms": 1.0, "dense_ms": 2.0} | more for density in (0.1, 0.01)
+    ]
 
 
 def test_densities_are_sorted_named_and_dense_is_the_line_at_one():
@@ -45,8 +46,13 @@ def test_densities_are_sorted_named_and_dense_is_the_line_at_one():
 
 
 def test_a_threshold_that_was_not_measured_is_refused():
-    sweep = {"d_ff": 4, "tokens": 1, "edges": [0.0, 1.0], "counts": [2.0],
-             "rows": [{"threshold": 0.0, "nnz": 2.0, "density": 0.5, "error": 0.0, "weights": 0.6}]}
+    sweep = {
+        "d_ff": 4,
+        "tokens": 1,
+        "edges": [0.0, 1.0],
+        "counts": [2.0],
+        "rows": [{"threshold": 0.0, "nnz": 2.0, "density": 0.5, "error": 0.0, "weights": 0.6}],
+    }
     assert figures.threshold(sweep).layout.title.text.startswith("Threshold 0.00: 2 of 4 fire")
     with pytest.raises(InputError, match="0 to 0"):
         figures.threshold(sweep, 1)

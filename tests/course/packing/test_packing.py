@@ -99,10 +99,12 @@ def test_a_view_holds_the_row_as_packed():
     line = x[2].relu()
     for entry in view["columns"]:
         assert entry["value"] == line[256 + entry["column"]]
-    assert view["entries"] == [(each["value"], each["column"]) for each in view["columns"]
-                               if each["sort"] == packing.IN_WORDS]
-    assert view["tail"] == [(each["value"], 256 + each["column"]) for each in view["columns"]
-                            if each["sort"] == packing.IN_TAIL]
+    assert view["entries"] == [
+        (each["value"], each["column"]) for each in view["columns"] if each["sort"] == packing.IN_WORDS
+    ]
+    assert view["tail"] == [
+        (each["value"], 256 + each["column"]) for each in view["columns"] if each["sort"] == packing.IN_TAIL
+    ]
     assert len(view["tail"]) == view["counts"][4] - 4 > 0 and view["lost"] == 0
 
 
@@ -114,10 +116,16 @@ def test_a_threshold_takes_values_and_says_what_that_costs():
     assert packing.view(x, tile=4, words=4, threshold=9.0)["nnz"] == 1  # NaN is kept, and its norm is no number
 
 
-@pytest.mark.parametrize(("wrong", "named"), [
-    ({"row": 5}, "row is 5"), ({"part": 2}, "part is 2"), ({"threshold": -0.1}, "threshold is -0.1"),
-    ({"threshold": float("nan")}, "threshold is nan"), ({"words": 1}, "words is 1"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"row": 5}, "row is 5"),
+        ({"part": 2}, "part is 2"),
+        ({"threshold": -0.1}, "threshold is -0.1"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"words": 1}, "words is 1"),
+    ],
+)
 def test_views_that_do_not_exist_are_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         packing.view(gate(), **wrong)

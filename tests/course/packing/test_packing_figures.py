@@ -63,8 +63,10 @@ def test_tile_view_draws_every_column_word_and_value(columns, tile, words):
 
 
 def test_moving_leaves_nothing_of_the_view_before():
-    before, after = (packing.view(gate(), row=row, tile=tile, words=words, threshold=threshold)
-                     for row, tile, words, threshold in ((0, 8, 3, 0.4), (2, 256, 40, 0.0)))
+    before, after = (
+        packing.view(gate(), row=row, tile=tile, words=words, threshold=threshold)
+        for row, tile, words, threshold in ((0, 8, 3, 0.4), (2, 256, 40, 0.0))
+    )
     figure = figures.tile_view(before)
     figures.move_tile_view(figure, after)
     fresh = figures.tile_view(after)

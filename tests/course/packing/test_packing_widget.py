@@ -42,8 +42,13 @@ def test_the_figure_follows_every_slider(draws):
     explorer = TileExplorer(gate())
     assert (explorer._canvas is None) == (draws == "in place")
     drawn_as_packed(explorer)
-    for slider, values in (("row", (3, 5, 1)), ("part", (1, 0)), ("words", (2, 9, 200)), ("tile", (64, 256, 32)),
-                           ("threshold", (0.5, explorer.threshold.max, 0.0))):
+    for slider, values in (
+        ("row", (3, 5, 1)),
+        ("part", (1, 0)),
+        ("words", (2, 9, 200)),
+        ("tile", (64, 256, 32)),
+        ("threshold", (0.5, explorer.threshold.max, 0.0)),
+    ):
         for value in values:
             getattr(explorer, slider).value = value
             drawn_as_packed(explorer)
@@ -104,11 +109,20 @@ def test_a_gate_that_is_being_trained_is_drawn_and_left_alone():
     assert not explorer.gate.requires_grad and trained.grad is None
 
 
-@pytest.mark.parametrize(("wrong", "named"), [
-    ({"gate": torch.zeros(3)}, r"\[3\]"), ({"gate": torch.zeros(0, 4)}, r"\[0, 4\]"), ({"gate": [[1.0]]}, "list"),
-    ({"row": 6}, "row is 6"), ({"part": 2}, "part is 2"), ({"words": 1}, "words is 1"), ({"tile": 0}, "tile is 0"),
-    ({"threshold": -1.0}, "threshold is -1"), ({"gate": torch.zeros(2, 4, dtype=torch.int32)}, "int32"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"gate": torch.zeros(3)}, r"\[3\]"),
+        ({"gate": torch.zeros(0, 4)}, r"\[0, 4\]"),
+        ({"gate": [[1.0]]}, "list"),
+        ({"row": 6}, "row is 6"),
+        ({"part": 2}, "part is 2"),
+        ({"words": 1}, "words is 1"),
+        ({"tile": 0}, "tile is 0"),
+        ({"threshold": -1.0}, "threshold is -1"),
+        ({"gate": torch.zeros(2, 4, dtype=torch.int32)}, "int32"),
+    ],
+)
 def test_what_cannot_be_drawn_is_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         TileExplorer(**({"gate": gate()} | wrong))

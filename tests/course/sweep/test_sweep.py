@@ -1,4 +1,5 @@
-"""What the notebook says of the recorded sweep: from made-up rows, and that the record holds what the issue asks of one."""
+"""What the notebook says of the recorded sweep: from made-up rows, and that the record holds what the issue asks of
+one."""
 
 import copy
 
@@ -12,25 +13,54 @@ from twell_lab.training import sweep
 
 
 def fake(label, bits, nnz, l1=0.0, lr=1.0, seed=0, dead=(0, 0), first=10.0, **config):
-    return {"label": label, "validation_bits_per_byte": bits, "mean_nnz": nnz, "zeros": 1 - nnz / 100, "counted": 1000,
-            "config": {"l1": l1, "lr": lr, "seed": seed, "d_ff": 100, "layers": 2, "d_model": 8, "steps": 40, **config},
-            "parameters": 1000, "tokens": 500, "seconds": 2.0,
-            "layers": [{"nnz": nnz, "dead": each} for each in dead],
-            "history": {"step": [10, 20, 30, 40], "nnz": [50.0, 8.0, nnz, nnz], "nnz_layers": [[50.0, 50.0], [8.0, 8.0], [nnz, nnz], [nnz, 0.0]],
-                        "val_bits_per_byte": [None, 3.0, None, bits]},
-            "positions": {"start": [0, 1, 2], "nnz": [[first, 5.0, 5.0], [4.0, 5.0, 8.0]]},
-            "bytes": {"value": [10, 32, 97, 200], "count": [100, 500, 200, 100], "nnz": [[1.0, 9.0, 5.0, 7.0], [1.0, 9.0, 7.0, 7.0]]}}
+    return {
+        "label": label,
+        "validation_bits_per_byte": bits,
+        "mean_nnz": nnz,
+        "zeros": 1 - nnz / 100,
+        "counted": 1000,
+        "config": {"l1": l1, "lr": lr, "seed": seed, "d_ff": 100, "layers": 2, "d_model": 8, "steps": 40, **config},
+        "parameters": 1000,
+        "tokens": 500,
+        "seconds": 2.0,
+        "layers": [{"nnz": nnz, "dead": each} for each in dead],
+        "history": {
+            "step": [10, 20, 30, 40],
+            "nnz": [50.0, 8.0, nnz, nnz],
+            "nnz_layers": [[50.0, 50.0], [8.0, 8.0], [nnz, nnz], [nnz, 0.0]],
+            "val_bits_per_byte": [None, 3.0, None, bits],
+        },
+        "positions": {"start": [0, 1, 2], "nnz": [[first, 5.0, 5.0], [4.0, 5.0, 8.0]]},
+        "bytes": {
+            "value": [10, 32, 97, 200],
+            "count": [100, 500, 200, 100],
+            "nnz": [[1.0, 9.0, 5.0, 7.0], [1.0, 9.0, 7.0, 7.0]],
+        },
+    }
 
 
-ROWS = [fake("lr 1", 2.0, 20.0, dead=(1, 0)), fake("lr 2", 2.2, 10.0, lr=2.0), fake("L1 2", 2.3, 0.5, 2.0, dead=(60, 20)),
-        fake("L1 1", 2.02, 2.0, 1.0, dead=(30, 10)), fake("seed 1", 2.01, 21.0, seed=1),
-        fake("L1 1, dead rows renewed", 2.03, 2.5, 1.0, reinit=0.1, dead=(2, 0))]
+ROWS = [
+    fake("lr 1", 2.0, 20.0, dead=(1, 0)),
+    fake("lr 2", 2.2, 10.0, lr=2.0),
+    fake("L1 2", 2.3, 0.5, 2.0, dead=(60, 20)),
+    fake("L1 1", 2.02, 2.0, 1.0, dead=(30, 10)),
+    fake("seed 1", 2.01, 21.0, seed=1),
+    fake("L1 1, dead rows renewed", 2.03, 2.5, 1.0, reinit=0.1, dead=(2, 0)),
+]
 
 
 def record(rows=ROWS, **changes):
-    fields = dict(name="sweep", purpose="a test", rows=rows, date="2026-11-21T09:04:00Z", commit=None, dirty=None, kernels={"gone": "0" * 64},
-                  machine={"gpus": [{"name": "a GPU"}], "cpu": "a CPU"},
-                  notes={"text": {"name": "novels"}, "training_size": 1000, "compressors": {"xz": 2.2}})
+    fields = dict(
+        name="sweep",
+        purpose="a test",
+        rows=rows,
+        date="2026-11-21T09:04:00Z",
+        commit=None,
+        dirty=None,
+        kernels={"gone": "0" * 64},
+        machine={"gpus": [{"name": "a GPU"}], "cpu": "a CPU"},
+        notes={"text": {"name": "novels"}, "training_size": 1000, "compressors": {"xz": 2.2}},
+    )
     return records.Record(**fields | changes)
 
 
@@ -51,7 +81,13 @@ def test_where_it_was_recorded():
 def test_the_table_goes_from_no_l1_up():
     lines = course.table(ROWS).splitlines()
     assert [line[:25].strip() for line in lines[1:]] == [
-        "no L1, lr 1 (the twin)", "no L1, seed 1", "no L1, lr 2", "L1 1", "L1 1, dead rows renewed", "L1 2"]
+        "no L1, lr 1 (the twin)",
+        "no L1, seed 1",
+        "no L1, lr 2",
+        "L1 1",
+        "L1 1, dead rows renewed",
+        "L1 2",
+    ]
     assert "+1.0%" in lines[4] and "98.00%" in lines[4] and "20%" in lines[4]
 
 
@@ -95,7 +131,10 @@ def test_renewed_runs_stand_beside_theirs():
 
 def test_first_tokens_and_bytes():
     assert course.first_token(ROWS[0]) == [2.0, 0.5]
-    assert "wakes 7.0 neurons a layer, one in the last half 6.5; it stands out most in layer 0, where it wakes 2.0 times as many." in course.position_sentence(ROWS[0])
+    assert (
+        "wakes 7.0 neurons a layer, one in the last half 6.5; it stands out most in layer 0, where it wakes 2.0 times "
+        "as many." in course.position_sentence(ROWS[0])
+    )
     assert course.extremes(ROWS[0], each=1) == [("line feed", 1.0), ("space", 9.0)]
     assert [name for name, _ in course.extremes(ROWS[0])] == ["line feed", "'a'", "byte 200", "space"]
 
@@ -106,9 +145,15 @@ def test_first_tokens_and_bytes():
 def test_the_record_is_what_was_asked_for():
     found = course.recorded()
     rows = found.rows
-    without = [row for row in rows if not row["config"]["l1"] and row["config"]["seed"] == sweep.twin(rows)["config"]["seed"]]
+    without = [
+        row for row in rows if not row["config"]["l1"] and row["config"]["seed"] == sweep.twin(rows)["config"]["seed"]
+    ]
     assert len({row["config"]["lr"] for row in without}) >= 3
-    assert min(row["config"]["lr"] for row in without) < sweep.twin(rows)["config"]["lr"] < max(row["config"]["lr"] for row in without)
+    assert (
+        min(row["config"]["lr"] for row in without)
+        < sweep.twin(rows)["config"]["lr"]
+        < max(row["config"]["lr"] for row in without)
+    )
     at_rest = [row for row in sweep.pressed(rows) if abs(sweep.settled(row)) <= 0.05]
     assert len(at_rest) >= 8 and not at_rest[0]["config"]["l1"] and course.renewed(rows)
     for row in rows:

@@ -22,7 +22,9 @@ def test_loss_against_nnz_has_every_run_once(rows):
     assert "recorded somewhere" in figure.layout.title.text
     wanted = next(shape for shape in figure.layout.shapes if shape.type == "rect")
     twin = sweep.twin(rows)
-    assert wanted.x1 == pytest.approx(0.03 * 2048) and wanted.y1 == pytest.approx(1.02 * twin["validation_bits_per_byte"])
+    assert wanted.x1 == pytest.approx(0.03 * 2048) and wanted.y1 == pytest.approx(
+        1.02 * twin["validation_bits_per_byte"]
+    )
     best = sweep.best_sparse(sweep.pressed(rows))
     assert wanted.x0 < best["mean_nnz"] < wanted.x1 and best["validation_bits_per_byte"] < wanted.y1
 
@@ -31,9 +33,14 @@ def test_the_picked_run_stands_out_and_its_layers_are_drawn(rows):
     runs = sweep.pressed(rows)
     figure = figures.picked(rows, 4, "recorded somewhere")
     assert list(figure.data[0].marker.color).index(plots.BLUE) == 4 and list(figure.data[0].marker.size).count(14) == 1
-    assert [trace.line.color == plots.BLUE for trace in figure.data[1:-1]] == [number == 4 for number in range(len(runs))]
+    assert [trace.line.color == plots.BLUE for trace in figure.data[1:-1]] == [
+        number == 4 for number in range(len(runs))
+    ]
     assert list(figure.data[-1].y) == [layer["nnz"] for layer in runs[4]["layers"]]
-    assert figure.layout.title.text.startswith(f"L1 {runs[4]['config']['l1']:g}: ") and "recorded somewhere" in figure.layout.title.text
+    assert (
+        figure.layout.title.text.startswith(f"L1 {runs[4]['config']['l1']:g}: ")
+        and "recorded somewhere" in figure.layout.title.text
+    )
 
 
 def test_over_time_has_the_validations_and_every_logged_step(rows):
@@ -48,7 +55,9 @@ def test_over_time_has_the_validations_and_every_logged_step(rows):
 def test_layers_over_time(rows):
     row = sweep.pressed(rows)[2]
     figure = figures.layer_over_time(rows, 2, "")
-    assert [list(trace.y) for trace in figure.data] == [[value or None for value in layer] for layer in zip(*row["history"]["nnz_layers"])]
+    assert [list(trace.y) for trace in figure.data] == [
+        [value or None for value in layer] for layer in zip(*row["history"]["nnz_layers"])
+    ]
 
 
 def test_where_it_fires_is_by_position_from_one_and_by_byte(rows):

@@ -10,11 +10,17 @@ ROWS = course.recorded().rows
 RUNS = sweep.pressed(ROWS)
 
 
-@pytest.mark.parametrize("explorer, shown", [
-    (widget.run_explorer, lambda figure, row: list(figure.data[-1].y) == [layer["nnz"] for layer in row["layers"]]),
-    (widget.layer_explorer, lambda figure, row: figure.data[-1].y[0] == row["history"]["nnz_layers"][0][-1]),
-    (widget.place_explorer, lambda figure, row: list(figure.data[-1].y) == [name for name, _ in course.extremes(row)]),
-])
+@pytest.mark.parametrize(
+    "explorer, shown",
+    [
+        (widget.run_explorer, lambda figure, row: list(figure.data[-1].y) == [layer["nnz"] for layer in row["layers"]]),
+        (widget.layer_explorer, lambda figure, row: figure.data[-1].y[0] == row["history"]["nnz_layers"][0][-1]),
+        (
+            widget.place_explorer,
+            lambda figure, row: list(figure.data[-1].y) == [name for name, _ in course.extremes(row)],
+        ),
+    ],
+)
 def test_the_figure_follows_the_slider(explorer, shown, draws):
     made = explorer(ROWS, "recorded somewhere")
     assert [value for _, value in made.slider.options] == [row["config"]["l1"] for row in RUNS]

@@ -14,15 +14,24 @@ from twell_lab.training.objective import l1_penalty
 
 
 def result(bits: float, nnz: float, dead=(0, 0)) -> TrainResult:
-    return TrainResult(model=None, config=TrainConfig(d_ff=200), history=[], validation_bits_per_byte=bits, mean_nnz=nnz,
-                       density=[nnz / 200] * 2, dead=list(dead), text={}, seconds=1.0, tokens=1)
+    return TrainResult(
+        model=None,
+        config=TrainConfig(d_ff=200),
+        history=[],
+        validation_bits_per_byte=bits,
+        mean_nnz=nnz,
+        density=[nnz / 200] * 2,
+        dead=list(dead),
+        text={},
+        seconds=1.0,
+        tokens=1,
+    )
 
 
 @pytest.fixture(scope="module")
 def small():
     text = training.some_text(60_000)
-    config = replace(training.SMALL, text=text, steps=3, d_model=16, heads=2, d_ff=32, layers=2, warmup=1,
-                     device="cpu")
+    config = replace(training.SMALL, text=text, steps=3, d_model=16, heads=2, d_ff=32, layers=2, warmup=1, device="cpu")
     return config, train(config, progress=False)
 
 
@@ -48,8 +57,13 @@ def test_the_table_has_a_line_for_each_run():
 
 
 def test_verdicts_call_a_difference_one_only_beyond_what_the_seed_does():
-    runs = {"no L1": result(3.20, 100.0), "seed": result(3.22, 100.0), "a": result(3.21, 50.0),
-            "b": result(3.30, 10.0), "c": result(3.00, 0.0)}
+    runs = {
+        "no L1": result(3.20, 100.0),
+        "seed": result(3.22, 100.0),
+        "a": result(3.21, 50.0),
+        "b": result(3.30, 10.0),
+        "c": result(3.00, 0.0),
+    }
     first, a, b, c = training.verdicts(runs, "no L1", "seed")
     assert "0.020" in first
     assert a == "a: 2.0x fewer neurons fire; +0.010 bits: within what the seed does."

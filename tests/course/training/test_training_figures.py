@@ -8,8 +8,13 @@ from twell_lab.plots import figures as plots
 
 
 def run(share: float, bits: float, layers: int = 2) -> dict:
-    return {"config": {"d_ff": 100}, "mean_nnz": 100 * share, "validation_bits_per_byte": bits,
-            "density": [share] * layers, "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 100 * share}]}
+    return {
+        "config": {"d_ff": 100},
+        "mean_nnz": 100 * share,
+        "validation_bits_per_byte": bits,
+        "density": [share] * layers,
+        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 100 * share}],
+    }
 
 
 RUNS = {"no L1": run(0.5, 3.0), "seed": run(0.5, 3.1), "L1": run(0.02, 2.9)}
@@ -55,7 +60,6 @@ def test_the_picked_run_stands_out():
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(InputError, match="0 to 2"):
         figures.picked_run(RUNS, index=3)
-    for draw in (figures.nnz_by_layer, figures.density_against_loss, figures.nnz_by_position,
-                 figures.picked_run):
+    for draw in (figures.nnz_by_layer, figures.density_against_loss, figures.nnz_by_position, figures.picked_run):
         with pytest.raises(InputError, match="nothing to draw"):
             draw({})

@@ -6,8 +6,13 @@ from twell_lab.core.errors import InputError
 from twell_lab.course.training import widget
 
 RUNS = {
-    name: {"config": {"d_ff": 100}, "mean_nnz": 50 * share, "validation_bits_per_byte": 3 - share,
-           "density": [share, share / 2], "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 50 * share}]}
+    name: {
+        "config": {"d_ff": 100},
+        "mean_nnz": 50 * share,
+        "validation_bits_per_byte": 3 - share,
+        "density": [share, share / 2],
+        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 50 * share}],
+    }
     for name, share in (("no L1", 0.5), ("L1 1e-3", 0.1), ("L1 1e-2", 0.0))
 }
 

@@ -23,10 +23,19 @@ def test_floors_name_what_limits_each_step():
 def test_trials_on_other_tokens_are_set_beside_the_times():
     layer = {"l1": 0.001, "layer": 3}
     timed = [row("forced twell", 1.0, **layer), row("forced dense", 2.0, **layer), row("planned", 1.0, **layer)]
-    tried = [row("plan: twell", 1.4, kind="plan", **layer), row("plan: dense", 2.1, kind="plan", **layer), row("plan: hot_cold 256", 9, kind="plan", **layer)]
+    tried = [
+        row("plan: twell", 1.4, kind="plan", **layer),
+        row("plan: dense", 2.1, kind="plan", **layer),
+        row("plan: hot_cold 256", 9, kind="plan", **layer),
+    ]
     told = work.other_tokens([*timed, *tried])
-    assert told.startswith("In 1 of 2 trials") and told.endswith("; the others:\n  twell in layer 3, L1 0.001: 1.40 times that")
-    assert work.other_tokens([*timed, tried[1]]).endswith("timed here.") and work.other_tokens([]) == "No trained layer is recorded."
+    assert told.startswith("In 1 of 2 trials") and told.endswith(
+        "; the others:\n  twell in layer 3, L1 0.001: 1.40 times that"
+    )
+    assert (
+        work.other_tokens([*timed, tried[1]]).endswith("timed here.")
+        and work.other_tokens([]) == "No trained layer is recorded."
+    )
 
 
 def test_versions_are_explained_from_their_times():
@@ -42,7 +51,9 @@ def test_points_of_the_roofline():
     fused = {"gated_v3": {"ms": 0.5, "where": WHERE}, "pack_v1": {"ms": 1.0, "where": WHERE}}
     found = work.points(everything(), fused)
     names = [p["name"] for p in found]
-    assert "gated_v3" in names and "pack_v1" not in names and "twell, 1 token" in names and "dense eager, 1 token" in names
+    assert (
+        "gated_v3" in names and "pack_v1" not in names and "twell, 1 token" in names and "dense eager, 1 token" in names
+    )
     intensity = {p["name"]: p["operations"] / p["bytes"] for p in found}
     assert intensity["gate GEMM (torch), then pack"] < intensity["gate GEMM (torch)"] < intensity["sm90 gate_pack v3"]
     twice = [*everything(), *compared(27.3, tokens=1)]  # an older run of one token drew another nnz

@@ -38,7 +38,9 @@ def test_the_pool_shows_who_lies_where():
 
 def test_frequencies_splits_and_turns():
     figure = figures.frequencies({"some": [0.5, 0.0, 0.01]}, 0.01)
-    assert list(figure.data[0].x) == [1, 2] and list(figure.data[0].y) == [50.0, 1.0] and figure.layout.shapes[0].y0 == 1.0
+    assert (
+        list(figure.data[0].x) == [1, 2] and list(figure.data[0].y) == [50.0, 1.0] and figure.layout.shapes[0].y0 == 1.0
+    )
     rows = [{"hot": 0, "ms": 2.0, "cold_nnz": 5.0}, {"hot": 256, "ms": 1.0, "cold_nnz": 1.0}]
     figure = figures.splits({"some": rows})
     assert list(figure.data[1].x) == [256] and figure.data[0].line.color == plots.COLOURS[0]

@@ -321,8 +321,11 @@ def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
     before = len(runs)
     for dtype in (torch.bfloat16, torch.float32):
-        for defines in (portable.specialisation(dtype, 2048), portable.specialisation(dtype, 2048, portable._TEAMS),
-                        portable._any_width(dtype)):
+        for defines in (
+            portable.specialisation(dtype, 2048),
+            portable.specialisation(dtype, 2048, portable._TEAMS),
+            portable._any_width(dtype),
+        ):
             for file in ("smxx_down.cu", "smxx_gated.cu"):
                 assert cubins.compile(file, "sm_90", dict(defines)).name in names
         for file, more in portable.POOLED_FILES if dtype.itemsize == 2 else ():
@@ -351,10 +354,21 @@ def offering(monkeypatch, *targets):
     monkeypatch.setattr(cubins, "_nvrtc", lambda: types.SimpleNamespace(getSupportedArchs=lambda: list(targets)))
 
 
-@pytest.mark.parametrize("capability, expected", [
-    ((7, 5), "sm_75"), ((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
-    ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 0), "sm_120"), ((12, 1), "sm_120"),
-])
+@pytest.mark.parametrize(
+    "capability, expected",
+    [
+        ((7, 5), "sm_75"),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 7), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "sm_120"),
+    ],
+)
 def test_the_newest_target_of_the_same_major_version(monkeypatch, capability, expected):
     offering(monkeypatch, 75, 80, 86, 89, 90, 100, 120)
     assert cubins.architecture(capability, "smxx_pack.cu") == expected
@@ -407,8 +421,11 @@ def forgetful():
 def test_without_cupy_the_command_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    for call in (cubins.compiler, lambda: cubins.compile("smxx_pack.cu", "sm_90", {}, cache_in=tmp_path),
-                 lambda: cubins.architecture((9, 0), "smxx_pack.cu")):
+    for call in (
+        cubins.compiler,
+        lambda: cubins.compile("smxx_pack.cu", "sm_90", {}, cache_in=tmp_path),
+        lambda: cubins.architecture((9, 0), "smxx_pack.cu"),
+    ):
         with pytest.raises(StackError, match=r"pip install 'twell-lab\[cu12\]'.*pip install 'twell-lab\[compile\]'"):
             call()
 
@@ -427,20 +444,35 @@ def test_without_nvrtc_the_reason_is_told(monkeypatch, error):
 
 
 def test_importing_needs_no_cupy():
-    program = ("import sys\nsys.modules['cupy'] = sys.modules['cuda'] = None\n"
-               "import twell_lab.cuda.cubins, twell_lab.ops.portable, twell_lab.ops\n"
-               "import torch\nassert not torch.cuda.is_initialized()\n"
-               "print(twell_lab.ops.portable.specialisation(torch.bfloat16, 2048))")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          cwd=Path(cubins.__file__).parents[1], check=False)
+    program = (
+        "import sys\nsys.modules['cupy'] = sys.modules['cuda'] = None\n"
+        "import twell_lab.cuda.cubins, twell_lab.ops.portable, twell_lab.ops\n"
+        "import torch\nassert not torch.cuda.is_initialized()\n"
+        "print(twell_lab.ops.portable.specialisation(torch.bfloat16, 2048))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(cubins.__file__).parents[1],
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "D_MODEL" in done.stdout
 
 
 def test_importing_loads_no_cupy():
-    program = "import sys, twell_lab.cuda.cubins, twell_lab.ops.portable\nassert not {'cupy', 'cuda.pathfinder'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          cwd=Path(cubins.__file__).parents[1], check=False)
+    program = (
+        "import sys, twell_lab.cuda.cubins, twell_lab.ops.portable\nassert not {'cupy', 'cuda.pathfinder'} & "
+        "set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(cubins.__file__).parents[1],
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -501,7 +533,8 @@ def test_specialisations_cover_the_row_and_fit_a_block(dtype, d_model, teams):
     assert sizes["WARPS"] * sizes.get("TEAMS", 1) <= portable._MOST_WARPS and sizes.get("TEAMS", 1) <= teams
 
 
-@pytest.mark.parametrize("dtype, d_model", [(torch.bfloat16, 2047), (torch.bfloat16, 4), (torch.float32, 6),
-                                            (torch.bfloat16, 1 << 20)])
+@pytest.mark.parametrize(
+    "dtype, d_model", [(torch.bfloat16, 2047), (torch.bfloat16, 4), (torch.float32, 6), (torch.bfloat16, 1 << 20)]
+)
 def test_widths_that_only_the_plain_kernels_take(dtype, d_model):
     assert portable.specialisation(dtype, d_model) is None

@@ -37,7 +37,9 @@ def _jobs():
 
     for arch in jit.ARCHITECTURES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            jobs.append(("smxx_pack.cu", arch, str(dtype).removeprefix("torch."), None, ((launcher._DEFINE[dtype], True),)))
+            jobs.append(
+                ("smxx_pack.cu", arch, str(dtype).removeprefix("torch."), None, ((launcher._DEFINE[dtype], True),))
+            )
             add(arch, dtype, 2048, ONE)
         add(arch, torch.bfloat16, 2048, SHARED)
     for arch in ("sm_80", "sm_90"):
@@ -65,7 +67,10 @@ def cubins(tmp_path_factory):
 def called(job):
     file, arch, dtype, d_model, defines = job
     teams = dict(defines).get("TEAMS", 1)
-    more = (f"{teams} teams" if teams > 1 else "", *(name.lower() for name in ("POOL", "HIDDEN") if name in dict(defines)))
+    more = (
+        f"{teams} teams" if teams > 1 else "",
+        *(name.lower() for name in ("POOL", "HIDDEN") if name in dict(defines)),
+    )
     return " ".join(filter(None, (file, arch, dtype, str(d_model or "any width"), *more)))
 
 
@@ -108,7 +113,7 @@ def versions(cubin):
 
 def test_each_file_holds_the_versions_that_are_launched(cubins):
     for (file, _, _, _, defines), cubin in cubins.items():
-        family, = found = versions(cubin)
+        (family,) = found = versions(cubin)
         assert file == f"smxx_{family}.cu"
         teams, hidden, pool = (name in dict(defines) for name in ("TEAMS", "HIDDEN", "POOL"))
         newest = {"pack": max(portable._PACK_BLOCKS), "down": 2, "gated": 3}.get(family, 1)
@@ -133,12 +138,16 @@ def test_a_real_cubin_is_cached_whole(cubins, tmp_path, monkeypatch):
     assert again == made and jit.resources(again.log) == jit.resources(cubins[job].log)
 
 
-@pytest.mark.parametrize("source, told", [
-    ("extern \"C\" __global__ void k() { int x = ; }", "expected an expression"),
-    ("extern \"C\" __global__ void k() { undeclared(); }", "undeclared"),
-    ("#include <no_such_header.h>\n", "no_such_header"),
-    ("#if !defined(VALUE_BF16)\n#error \"define one\"\n#endif\n", "define one"),
-], ids=["syntax", "name", "header", "#error"])
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ('extern "C" __global__ void k() { int x = ; }', "expected an expression"),
+        ('extern "C" __global__ void k() { undeclared(); }', "undeclared"),
+        ("#include <no_such_header.h>\n", "no_such_header"),
+        ('#if !defined(VALUE_BF16)\n#error "define one"\n#endif\n', "define one"),
+    ],
+    ids=["syntax", "name", "header", "#error"],
+)
 def test_a_source_that_does_not_compile_comes_with_the_compilers_log(source, told, tmp_path, monkeypatch):
     (tmp_path / "broken.cu").write_text(source)
     monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path)
@@ -148,8 +157,9 @@ def test_a_source_that_does_not_compile_comes_with_the_compilers_log(source, tol
 
 
 def test_macros_reach_the_source(tmp_path, monkeypatch):
-    (tmp_path / "k.cu").write_text("#if N != 3 || !defined(FLAG)\n#error \"not so\"\n#endif\n"
-                                   "extern \"C\" __global__ void k() {}\n")
+    (tmp_path / "k.cu").write_text(
+        '#if N != 3 || !defined(FLAG)\n#error "not so"\n#endif\nextern "C" __global__ void k() {}\n'
+    )
     monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path)
     assert "k" in jit.resources(jit.compile("k.cu", "sm_75", {"N": 3, "FLAG": True}, cache_in=tmp_path / "c").log)
     with pytest.raises(CompileError, match="not so"):

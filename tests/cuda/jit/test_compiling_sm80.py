@@ -49,7 +49,7 @@ def cubins(tmp_path_factory):
 def test_no_spills(job, cubins):
     arch, _, setup = job
     assert f"for '{arch}'" in cubins[job].log and cubins[job].image.startswith(b"\x7fELF")
-    (name, used), = jit.resources(cubins[job].log).items()
+    ((name, used),) = jit.resources(cubins[job].log).items()
     assert name == f"gate_pack_v{setup.version}"
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0 and used["shared_bytes"] == 0
     assert 0 < used["registers"] <= 65_536 // ampere.THREADS

@@ -28,7 +28,7 @@ def cubins(tmp_path_factory):
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: " ".join([job[0], *(f"{k}={v}" for k, v in job[1])]))
 def test_the_pipeline_stays_in_registers(job, cubins):
     log = cubins[job].log
-    (name, used), = jit.resources(log).items()
+    ((name, used),) = jit.resources(log).items()
     assert name.endswith(f"_v{dict(job[1])['VERSION']}")
     # 168 for each of 384 threads are all that a multiprocessor has; the warpgroups then deal them out anew.
     assert used["registers"] == 168 and used["spill_bytes"] <= MOST_SPILLED and used["shared_bytes"] == 0

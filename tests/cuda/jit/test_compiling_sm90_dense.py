@@ -1,4 +1,5 @@
-"""The Hopper kernels that compute neurons densely, by the real compiler: registers, spills, shared memory. Needs no GPU."""
+"""The Hopper kernels that compute neurons densely, by the real compiler: registers, spills, shared memory. Needs no
+GPU."""
 
 import re
 
@@ -24,7 +25,7 @@ JOBS = [("sm90_gate_up.cu", {"GATED": 1}), ("sm90_gate_up.cu", {"GATED": 0}), ("
 def test_they_compile_without_spills(file, defines, cluster, dtype, tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_LAB_CUBINS", raising=False)
     cubin = cubins.compile(file, "sm_90a", {dtype: True, "CLUSTER": cluster, **defines}, cache_in=tmp_path)
-    (name, used), = cubins.resources(cubin.log).items()
+    ((name, used),) = cubins.resources(cubin.log).items()
     assert name == file.removeprefix("sm90_").removesuffix(".cu")
     # 168 registers at the start for each of 384 threads; the producer's warps then give some to the others.
     assert used == {"registers": 168, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 0}
@@ -33,7 +34,9 @@ def test_they_compile_without_spills(file, defines, cluster, dtype, tmp_path, mo
 
 def test_shared_memory_is_what_the_sources_lay_out():
     texts = [(folders.kernels_dir() / name).read_text() for name in ("sm90_mainloop.cuh", "sm90_rows_out.cuh")]
-    names = {name: value for text in texts for name, value in re.findall(r"^#define (\w+) (.+?)(?:\s*//.*)?$", text, re.M)}
+    names = {
+        name: value for text in texts for name, value in re.findall(r"^#define (\w+) (.+?)(?:\s*//.*)?$", text, re.M)
+    }
 
     def number(expression):
         while re.search(r"[A-Z]", expression):

@@ -1,5 +1,5 @@
-"""The real compiler on every kernel of a training step, for every architecture. Needs no GPU; what each room expects of its
-kernels' registers stands in that room's tests."""
+"""The real compiler on every kernel of a training step, for every architecture. Needs no GPU; what each room expects of
+its kernels' registers stands in that room's tests."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,8 +18,13 @@ except StackError as error:
 
 def training_builds(dtype, d_model=2048):
     """(file, macros) of what training a layer with values of this dtype compiles."""
-    return [*train_rows.builds(dtype, d_model), *train_columns.builds([dtype]), *train_lost.builds(dtype),
-            *train_dense.builds(dtype), *transpose.builds(dtype)]  # fmt: skip
+    return [
+        *train_rows.builds(dtype, d_model),
+        *train_columns.builds([dtype]),
+        *train_lost.builds(dtype),
+        *train_dense.builds(dtype),
+        *transpose.builds(dtype),
+    ]
 
 
 @pytest.mark.parametrize("arch", jit.ARCHITECTURES)

@@ -18,12 +18,20 @@ except StackError as error:
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 MOST_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KiB a block may have
 TOKENS = [1, 8, 16, 32, 64]
-D_FF = {3: 5632, 2: 8192}  # widths for which, on 132 multiprocessors and with many tokens, so many tiles a block are best
+D_FF = {
+    3: 5632,
+    2: 8192,
+}  # widths for which, on 132 multiprocessors and with many tokens, so many tiles a block are best
 # Each job: capability, dtype, d_model, d_ff, rows.
 JOBS = [(c, torch.bfloat16, 2048, D_FF[3], rows) for c, rows in itertools.product(CAPABILITIES, TOKENS)]
 JOBS += [(c, torch.float16, 2048, D_FF[3], rows) for c, rows in itertools.product(CAPABILITIES, (1, 64))]
-JOBS += [((9, 0), torch.bfloat16, d_model, D_FF[3], rows) for d_model, rows in itertools.product((8, 768, 2056, 5120), TOKENS)]
-JOBS += [((9, 0), dtype, 2048, D_FF[2], rows) for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (32, 64))]
+JOBS += [
+    ((9, 0), torch.bfloat16, d_model, D_FF[3], rows)
+    for d_model, rows in itertools.product((8, 768, 2056, 5120), TOKENS)
+]
+JOBS += [
+    ((9, 0), dtype, 2048, D_FF[2], rows) for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (32, 64))
+]
 
 
 def called(job):

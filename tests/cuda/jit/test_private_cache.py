@@ -1,4 +1,5 @@
-"""What others could have put into a cache is not used: owners, modes, links and the folders above; what kills leave behind."""
+"""What others could have put into a cache is not used: owners, modes, links and the folders above; what kills leave
+behind."""
 
 import errno
 import os
@@ -65,7 +66,12 @@ def mode(path: Path) -> int:
 
 
 def private(folder: Path, system: Path) -> bool:
-    return folder.parent == system and mode(folder) == 0o700 and folder.stat().st_uid == os.geteuid() and not list(folder.iterdir())
+    return (
+        folder.parent == system
+        and mode(folder) == 0o700
+        and folder.stat().st_uid == os.geteuid()
+        and not list(folder.iterdir())
+    )
 
 
 # ---- folders ----
@@ -103,7 +109,9 @@ def test_a_named_folder_where_others_can_write_is_not_used(system, tmp_path, bit
     named.mkdir()
     named.chmod(bits)
     monkeypatch.setenv("TWELL_LAB_CACHE", str(named))
-    with pytest.warns(UserWarning, match=rf"{named} can be written by others \(mode {bits:03o}; chmod go-w\).*kept in {system}") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"{named} can be written by others \(mode {bits:03o}; chmod go-w\).*kept in {system}"
+    ) as caught:
         assert private(folders.cache_dir(), system) and private(folders.cache_dir(), system)
     assert len(caught) == 1 and mode(named) == bits
     named.chmod(0o755)
@@ -259,11 +267,16 @@ def test_the_private_folder_goes_with_its_process(tmp_path):
     (tmp_path / "named").mkdir()
     (tmp_path / "named").chmod(0o777)
     (tmp_path / "tmp").mkdir()
-    program = ("import os, warnings\nwarnings.simplefilter('ignore')\nfrom twell_lab.core import folders as paths\nfolder = paths.cache_dir()\n"
-               "(folder / 'kernel').write_text('')\nprint(folder, flush=True)\nif os.fork() == 0: raise SystemExit\n"
-               "os.wait()\nassert (folder / 'kernel').exists()\n")  # fmt: skip
+    program = (
+        "import os, warnings\nwarnings.simplefilter('ignore')\nfrom twell_lab.core import folders as paths\nfolder = "
+        "paths.cache_dir()\n"
+        "(folder / 'kernel').write_text('')\nprint(folder, flush=True)\nif os.fork() == 0: raise SystemExit\n"
+        "os.wait()\nassert (folder / 'kernel').exists()\n"
+    )
     environment = {**os.environ, "TWELL_LAB_CACHE": str(tmp_path / "named"), "TMPDIR": str(tmp_path / "tmp")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3]
+    )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).parent == tmp_path / "tmp" and not list((tmp_path / "tmp").iterdir())
 
@@ -373,9 +386,15 @@ def test_only_what_the_dead_left_is_removed(tmp_path, dead):
     gone = [leave(tmp_path, computer, dead), leave(tmp_path, other, dead, days_ago=2)]
     file = tmp_path / f"building-{computer}-{dead}-zyx98765"
     file.write_text("half")
-    kept = [leave(tmp_path, computer, os.getpid(), days_ago=2), leave(tmp_path, computer, os.getppid()),
-            leave(tmp_path, "76543210", dead, days_ago=0.9), leave(tmp_path, other, os.getpid()), tmp_path / "building-projects",
-            leave(tmp_path, computer, dead, kind="my-building"), tmp_path / "k.cubin"]  # fmt: skip
+    kept = [
+        leave(tmp_path, computer, os.getpid(), days_ago=2),
+        leave(tmp_path, computer, os.getppid()),
+        leave(tmp_path, "76543210", dead, days_ago=0.9),
+        leave(tmp_path, other, os.getpid()),
+        tmp_path / "building-projects",
+        leave(tmp_path, computer, dead, kind="my-building"),
+        tmp_path / "k.cubin",
+    ]
     for path in kept:
         path.mkdir(exist_ok=True)
     folders.sweep(tmp_path)

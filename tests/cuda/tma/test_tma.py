@@ -59,13 +59,24 @@ def test_maps_are_made_once(driver):
 GOOD = {"address": ADDRESS, "dtype": BF16, "dims": (64, 9), "strides": (128,), "box": (64, 128)}
 
 
-@pytest.mark.parametrize("wrong, told", [
-    ({"address": ADDRESS + 8}, "multiples of 16"), ({"strides": (120,)}, "multiples of 16"), ({"strides": (0,)}, "multiples of 16"),
-    ({"strides": (2**40,)}, "below 2"), ({"strides": ()}, "one stride fewer"), ({"box": (64,)}, "one stride fewer"),
-    ({"dims": (64,) * 6, "strides": (128,) * 5, "box": (1,) * 6}, "1 to 5 dims"), ({"dims": (64, 0)}, "1 to 2"),
-    ({"box": (64, 257)}, "1 to 256"), ({"box": (128, 8)}, "at most the swizzle"), ({"box": (60, 8)}, "multiple of 16"),
-    ({"dtype": torch.bool}, "a tensor map of torch.bool"), ({"swizzle": 16}, "swizzle of 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"address": ADDRESS + 8}, "multiples of 16"),
+        ({"strides": (120,)}, "multiples of 16"),
+        ({"strides": (0,)}, "multiples of 16"),
+        ({"strides": (2**40,)}, "below 2"),
+        ({"strides": ()}, "one stride fewer"),
+        ({"box": (64,)}, "one stride fewer"),
+        ({"dims": (64,) * 6, "strides": (128,) * 5, "box": (1,) * 6}, "1 to 5 dims"),
+        ({"dims": (64, 0)}, "1 to 2"),
+        ({"box": (64, 257)}, "1 to 256"),
+        ({"box": (128, 8)}, "at most the swizzle"),
+        ({"box": (60, 8)}, "multiple of 16"),
+        ({"dtype": torch.bool}, "a tensor map of torch.bool"),
+        ({"swizzle": 16}, "swizzle of 16"),
+    ],
+)
 def test_what_the_engine_does_not_take_is_refused(driver, wrong, told):
     tma.tensor_map(**GOOD)
     with pytest.raises(InputError, match=told):
@@ -92,7 +103,8 @@ def test_without_a_driver_it_says_so(monkeypatch):
 
 
 def box_of(call, first_row, corner):
-    """Weight rows that a copy brings, as numbers, None beyond the matrix. Row i of the weights lies at ADDRESS + i * stride."""
+    """Weight rows that a copy brings, as numbers, None beyond the matrix. Row i of the weights lies at ADDRESS + i *
+    stride."""
     _, address, dims, strides, box, _ = call
     row = strides[0]
     brought = []
@@ -133,7 +145,9 @@ def test_what_the_hopper_kernel_takes(monkeypatch):
     assert hopper_pack.takes(x, gate) and hopper_pack.takes(x[:1], gate[8:]) and hopper_pack.takes(x[:0], gate)
     assert not hopper_pack.takes(x, gate[:20]) and not hopper_pack.takes(x, gate.half())
     assert not hopper_pack.takes(x.float(), gate.float()) and not hopper_pack.takes(x[:, :32], gate)
-    assert not hopper_pack.takes(x[:, 1:], gate[:, 1:]) and not hopper_pack.takes(x[:, :60].contiguous(), gate[:, :60].contiguous())
+    assert not hopper_pack.takes(x[:, 1:], gate[:, 1:]) and not hopper_pack.takes(
+        x[:, :60].contiguous(), gate[:, :60].contiguous()
+    )
     assert not hopper_pack.takes(x.t().contiguous().t(), gate)
 
 

@@ -42,8 +42,17 @@ def special_bits(dtype):
     """Bit patterns of zeros, infinities, NaNs with payloads and signs, denormals and the extremes."""
     exponent, fraction = FIELDS[dtype]
     sign, infinite = 1 << (exponent + fraction), ((1 << exponent) - 1) << fraction
-    positive = [0, 1, (1 << fraction) - 1, 1 << fraction, infinite - 1, infinite, infinite + 1,
-                infinite | 1 << (fraction - 1), infinite | ((1 << fraction) - 1)]
+    positive = [
+        0,
+        1,
+        (1 << fraction) - 1,
+        1 << fraction,
+        infinite - 1,
+        infinite,
+        infinite + 1,
+        infinite | 1 << (fraction - 1),
+        infinite | ((1 << fraction) - 1),
+    ]
     return positive + [sign | p for p in positive]
 
 
@@ -142,7 +151,9 @@ def test_coo_and_csr_are_what_torch_makes(rows, width, density):
     assert torch.equal(csr.column.long(), theirs.col_indices())
     assert torch.equal(csr.value, theirs.values())
     assert (coo.row.dtype, coo.column.dtype, csr.pointer.dtype, csr.column.dtype) == (torch.int32,) * 2 + (
-        torch.int64, torch.int32)
+        torch.int64,
+        torch.int32,
+    )
 
 
 def test_bytes_of_the_classics():
@@ -215,9 +226,9 @@ def test_a_gate_decoded_by_hand():
 def test_negative_values_by_hand():
     # bf16 -1.5 is 0xBFC0: the word's top bit is set, and as int32 it is negative.
     x = torch.tensor([[0.0, -1.5]], dtype=torch.bfloat16)
-    (count, word), = TwELL.from_dense(x, tile=2, words=2).packed[0].tolist()
+    ((count, word),) = TwELL.from_dense(x, tile=2, words=2).packed[0].tolist()
     assert (count, word) == (1, 0xBFC0_0001 - 2**32)
-    (count, word), = TwELL.from_dense(x.float(), tile=2, words=2).packed[0].tolist()
+    ((count, word),) = TwELL.from_dense(x.float(), tile=2, words=2).packed[0].tolist()
     assert (count, word) == (1, (struct.unpack(">I", struct.pack(">f", -1.5))[0] << 32 | 1) - 2**64)
 
 
@@ -308,10 +319,18 @@ ALL = {**CLASSICS, "TwELL": TwELL.from_dense, "TwELL in tiles of 5": lambda x: T
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("view", [
-    lambda x: x.t(), lambda x: x[:, ::3], lambda x: x[::2, 1:-1], lambda x: x.flip(1), lambda x: x[:1].expand(6, -1),
-    lambda x: x[:, :1].expand(-1, 9),
-], ids=["transposed", "every third column", "inner slice", "flipped", "one row six times", "one column nine times"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::3],
+        lambda x: x[::2, 1:-1],
+        lambda x: x.flip(1),
+        lambda x: x[:1].expand(6, -1),
+        lambda x: x[:, :1].expand(-1, 9),
+    ],
+    ids=["transposed", "every third column", "inner slice", "flipped", "one row six times", "one column nine times"],
+)
 def test_strided_matrices(name, view):
     x = view(ordinary(12, 40, density=0.4))
     assert torch.equal(ALL[name](x).to_dense(), x)
@@ -342,17 +361,21 @@ def test_packing_carries_no_gradient():
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("x, told", [
-    (torch.zeros(3), r"\[3\]"),
-    (torch.zeros(2, 3, 4), r"\[2, 3, 4\]"),
-    (torch.zeros(3, 0), r"\[3, 0\]"),
-    (torch.zeros(3, 4, dtype=torch.int64), "int64"),
-    (torch.zeros(3, 4, dtype=torch.bool), "bool"),
-    (torch.zeros(3, 4, dtype=torch.complex64), "complex64"),
-    (torch.ones(3, 4).to_sparse(), "sparse_coo"),
-    ([[1.0, 2.0]], "list"),
-    (None, "NoneType"),
-], ids=["vector", "3 dimensions", "no columns", "int64", "bool", "complex", "sparse", "list", "None"])
+@pytest.mark.parametrize(
+    "x, told",
+    [
+        (torch.zeros(3), r"\[3\]"),
+        (torch.zeros(2, 3, 4), r"\[2, 3, 4\]"),
+        (torch.zeros(3, 0), r"\[3, 0\]"),
+        (torch.zeros(3, 4, dtype=torch.int64), "int64"),
+        (torch.zeros(3, 4, dtype=torch.bool), "bool"),
+        (torch.zeros(3, 4, dtype=torch.complex64), "complex64"),
+        (torch.ones(3, 4).to_sparse(), "sparse_coo"),
+        ([[1.0, 2.0]], "list"),
+        (None, "NoneType"),
+    ],
+    ids=["vector", "3 dimensions", "no columns", "int64", "bool", "complex", "sparse", "list", "None"],
+)
 def test_what_no_format_takes(name, x, told):
     with pytest.raises(InputError, match=told):
         ALL[name](x)
@@ -391,15 +414,34 @@ def test_what_holds_the_same_matrix_is_equal(name, drawn):
         other = x.clone()
         other[-1, -1] = 3.0 if x[-1, -1] != 3.0 else 0.0
         assert (make(x) == make(other)) is False
-    assert make(x) != make(x.double()) if name != "TwELL" else make(x) != TwELL.from_dense(x.float() if x.dtype != torch.float32 else x.half())
+    assert (
+        make(x) != make(x.double())
+        if name != "TwELL"
+        else make(x) != TwELL.from_dense(x.float() if x.dtype != torch.float32 else x.half())
+    )
 
 
 def test_formats_of_another_kind_or_geometry_are_not_equal():
     x = ordinary(5, 300)
-    made = [COO.from_dense(x), CSR.from_dense(x), ELL.from_dense(x), Hybrid.from_dense(x), Hybrid.from_dense(x, limit=3), TwELL.from_dense(x),
-            TwELL.from_dense(x, tile=64), TwELL.from_dense(x, words=9), COO.from_dense(x[:, :-1]), COO.from_dense(x[:-1]), x, None, 3]
+    made = [
+        COO.from_dense(x),
+        CSR.from_dense(x),
+        ELL.from_dense(x),
+        Hybrid.from_dense(x),
+        Hybrid.from_dense(x, limit=3),
+        TwELL.from_dense(x),
+        TwELL.from_dense(x, tile=64),
+        TwELL.from_dense(x, words=9),
+        COO.from_dense(x[:, :-1]),
+        COO.from_dense(x[:-1]),
+        x,
+        None,
+        3,
+    ]
     for i, one in enumerate(made[:-3]):
-        assert [bool(one == other) for j, other in enumerate(made) if j != i and not isinstance(other, torch.Tensor)].count(True) == 0
+        assert [
+            bool(one == other) for j, other in enumerate(made) if j != i and not isinstance(other, torch.Tensor)
+        ].count(True) == 0
         with pytest.raises(TypeError, match="unhashable"):
             hash(one)
 
@@ -419,14 +461,24 @@ def test_words_that_nobody_reads_are_no_difference():
 
 def without_values():
     rows = [torch.randn(3), torch.randn(4)]
-    return {"meta": torch.empty(3, 4, device="meta"), "nested": torch.nested.nested_tensor(rows),
-            "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged), "sparse": torch.eye(4).to_sparse(),
-            "mkldnn": torch.eye(4).to_mkldnn(), "quantized": torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
-            "float8": torch.eye(4).to(torch.float8_e4m3fn), "complex": torch.eye(4).to(torch.complex64), "none": None, "list": [[1.0]]}
+    return {
+        "meta": torch.empty(3, 4, device="meta"),
+        "nested": torch.nested.nested_tensor(rows),
+        "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "sparse": torch.eye(4).to_sparse(),
+        "mkldnn": torch.eye(4).to_mkldnn(),
+        "quantized": torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
+        "float8": torch.eye(4).to(torch.float8_e4m3fn),
+        "complex": torch.eye(4).to(torch.complex64),
+        "none": None,
+        "list": [[1.0]],
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["meta", "nested", "jagged", "sparse", "mkldnn", "quantized", "float8", "complex", "none", "list"])
+@pytest.mark.parametrize(
+    "kind", ["meta", "nested", "jagged", "sparse", "mkldnn", "quantized", "float8", "complex", "none", "list"]
+)
 def test_a_tensor_that_cannot_be_packed_is_refused(kind):
     x = without_values()[kind]
     for make in (*CLASSICS.values(), TwELL.from_dense, TwELL.from_gate, ops.pack, pool.packed_and_pool, pool.pool_used):

@@ -80,5 +80,9 @@ def test_other_gates_are_refused(gate):
 def test_the_sizes_are_those_of_the_kernels():
     text = (folders.kernels_dir() / "twell.cuh").read_text(encoding="utf-8")
     sizes = dict(re.findall(r"#define (POOL\w+) (\d+)", text))
-    assert sizes == {"POOLED_TILE": str(TILE), "POOLED_WORDS": str(WORDS), "POOL_ROWS": str(formats.POOL_ROWS),
-                     "POOL_WORDS": str(formats.POOL_WORDS)}  # fmt: skip
+    assert sizes == {
+        "POOLED_TILE": str(TILE),
+        "POOLED_WORDS": str(WORDS),
+        "POOL_ROWS": str(formats.POOL_ROWS),
+        "POOL_WORDS": str(formats.POOL_WORDS),
+    }

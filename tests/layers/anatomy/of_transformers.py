@@ -1,4 +1,5 @@
-"""Every class of the installed transformers whose parts have the names of a feed-forward layer's, built small and with ReLU."""
+"""Every class of the installed transformers whose parts have the names of a feed-forward layer's, built small and with
+ReLU."""
 
 from __future__ import annotations
 
@@ -17,12 +18,41 @@ from twell_lab.layers import anatomy
 
 # What configurations call their widths, by the value that they get here; heads of 8 where they are asked for.
 SIZES = {
-    16: ("hidden_size", "d_model", "dim", "n_embd", "encoder_hidden_size", "word_embed_proj_dim", "embed_dim", "width", "hidden_dim"),
-    24: ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size",
-         "shared_expert_intermediate_size", "encoder_intermediate_size", "intermediate_dim", "mlp_dim", "inner_dim"),
-    2: ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "n_head", "num_heads"),
+    16: (
+        "hidden_size",
+        "d_model",
+        "dim",
+        "n_embd",
+        "encoder_hidden_size",
+        "word_embed_proj_dim",
+        "embed_dim",
+        "width",
+        "hidden_dim",
+    ),
+    24: (
+        "intermediate_size",
+        "ffn_dim",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "d_ff",
+        "ffn_hidden_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "encoder_intermediate_size",
+        "intermediate_dim",
+        "mlp_dim",
+        "inner_dim",
+    ),
+    2: (
+        "num_attention_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "num_key_value_heads",
+        "n_head",
+        "num_heads",
+    ),
     8: ("head_dim", "attention_head_dim"),
-}  # fmt: skip
+}
 
 
 def classes() -> Iterator[tuple[str, str]]:
@@ -39,7 +69,9 @@ def classes() -> Iterator[tuple[str, str]]:
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef):
                 targets = [t for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets]
-                own[node.name] = {t.attr for t in targets if isinstance(t, ast.Attribute) and getattr(t.value, "id", None) == "self"}
+                own[node.name] = {
+                    t.attr for t in targets if isinstance(t, ast.Attribute) and getattr(t.value, "id", None) == "self"
+                }
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
 
         def attributes(name, own=own, bases=bases):
@@ -51,9 +83,25 @@ def classes() -> Iterator[tuple[str, str]]:
 
 
 # What constructors ask for besides a configuration.
-GIVEN = {"hidden_size": 16, "dim": 16, "context_dim": 24, "in_features": 16, "hidden_features": 24, "out_features": 16, "input_dim": 16,
-         "intermediate_size": 24, "output_size": 16, "hidden_act": "relu", "activation_function": "relu", "activation": "relu",
-         "layer_idx": 0, "layer_id": 0, "stage_idx": 0, "swiglu_limit": 7.0, "stagger_blocks_this_layer": False}  # fmt: skip
+GIVEN = {
+    "hidden_size": 16,
+    "dim": 16,
+    "context_dim": 24,
+    "in_features": 16,
+    "hidden_features": 24,
+    "out_features": 16,
+    "input_dim": 16,
+    "intermediate_size": 24,
+    "output_size": 16,
+    "hidden_act": "relu",
+    "activation_function": "relu",
+    "activation": "relu",
+    "layer_idx": 0,
+    "layer_id": 0,
+    "stage_idx": 0,
+    "swiglu_limit": 7.0,
+    "stagger_blocks_this_layer": False,
+}
 
 
 def shrunk(config):
@@ -79,10 +127,16 @@ def build(module: str, name: str) -> nn.Module:
 
     home = importlib.import_module(module)
     kind = getattr(home, name)
-    own = {each for each in vars(home).values() if isinstance(each, type) and issubclass(each, PreTrainedConfig)} - {PreTrainedConfig}
+    own = {each for each in vars(home).values() if isinstance(each, type) and issubclass(each, PreTrainedConfig)} - {
+        PreTrainedConfig
+    }
     wanted = list(inspect.signature(kind.__init__).parameters.values())[1:]
     said = str(wanted[0].annotation)
-    configs = [part for each in sorted(own, key=lambda each: (each.__name__ not in said, each.__name__)) for part in _parts(each)]
+    configs = [
+        part
+        for each in sorted(own, key=lambda each: (each.__name__ not in said, each.__name__))
+        for part in _parts(each)
+    ]
     tried = []
     for config, whole in itertools.product(configs or [None], (False, True)):
         given = {**GIVEN, "config": config}

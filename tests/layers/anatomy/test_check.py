@@ -1,4 +1,5 @@
-"""A layer is swapped only if it computes what its parts say: what is refused, what is taken, and that being asked changes nothing."""
+"""A layer is swapped only if it computes what its parts say: what is refused, what is taken, and that being asked
+changes nothing."""
 
 import copy
 import functools
@@ -65,8 +66,12 @@ OTHERS = {
     "top entries alone": lambda layer, x: layer.down_proj(top(layer.gate_proj(x)) * layer.up_proj(x)),
     "two ReLUs": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.act_fn(layer.up_proj(x))),
     "a residual inside": lambda layer, x: x + layer.down_proj(hidden(layer, x)),
-    "a clamp at large values": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).clamp(max=50) * layer.up_proj(x)),
-    "a threshold at small values": lambda layer, x: layer.down_proj(F.threshold(layer.gate_proj(x), 1e-3, 0.0) * layer.up_proj(x)),
+    "a clamp at large values": lambda layer, x: layer.down_proj(
+        layer.act_fn(layer.gate_proj(x)).clamp(max=50) * layer.up_proj(x)
+    ),
+    "a threshold at small values": lambda layer, x: layer.down_proj(
+        F.threshold(layer.gate_proj(x), 1e-3, 0.0) * layer.up_proj(x)
+    ),
     "swapped parts": lambda layer, x: layer.down_proj(layer.act_fn(layer.up_proj(x)) * layer.gate_proj(x)),
     "dropout between": lambda layer, x: layer.down_proj(F.dropout(hidden(layer, x), 0.1, layer.training)),
     "dropout afterwards": lambda layer, x: F.dropout(layer.down_proj(hidden(layer, x)), 0.1, layer.training),
@@ -96,17 +101,25 @@ def test_what_computes_something_else_is_refused_by_name_and_left_alone(rule):
 
 
 def test_the_difference_and_the_mode_are_named():
-    with pytest.raises(InputError, match=r"Gated does not compute down\(act\(gate\(x\)\) \* up\(x\)\): in evaluation mode .* 200% off"):
+    with pytest.raises(
+        InputError, match=r"Gated does not compute down\(act\(gate\(x\)\) \* up\(x\)\): in evaluation mode .* 200% off"
+    ):
         SparseFFN.from_module(Gated(OTHERS["its output scaled"]))
     with pytest.raises(InputError, match="in training mode .* off"):
         SparseFFN.from_module(Gated(OTHERS["dropout between"]).eval())
     with pytest.raises(InputError, match="TypeError.*takes x alone"):
-        SparseFFN.from_module(type("TwoInputs", (GatedFeedForward,), {"forward": lambda self, x, other: x})(D_MODEL, D_FF))
+        SparseFFN.from_module(
+            type("TwoInputs", (GatedFeedForward,), {"forward": lambda self, x, other: x})(D_MODEL, D_FF)
+        )
 
 
 SAME = {
-    "products the other way round": lambda layer, x: layer.down_proj(layer.up_proj(x) * layer.act_fn(layer.gate_proj(x))),
-    "in float32": lambda layer, x: layer.down_proj((layer.act_fn(layer.gate_proj(x).float()) * layer.up_proj(x).float()).to(x.dtype)),
+    "products the other way round": lambda layer, x: layer.down_proj(
+        layer.up_proj(x) * layer.act_fn(layer.gate_proj(x))
+    ),
+    "in float32": lambda layer, x: layer.down_proj(
+        (layer.act_fn(layer.gate_proj(x).float()) * layer.up_proj(x).float()).to(x.dtype)
+    ),
     "rows one by one": lambda layer, x: torch.stack([layer.down_proj(hidden(layer, row)) for row in x]),
     "dropout of nothing": lambda layer, x: layer.down_proj(F.dropout(hidden(layer, x), 0.0, layer.training)),
     "tokens without a batch": lambda layer, x: layer.down_proj(hidden(layer, x)) if x.dim() == 2 else x[99],
@@ -142,10 +155,15 @@ def test_a_relu_of_ones_own_is_none():
     assert isinstance(SparseFFN.from_module(layer), SparseFFN)
 
 
-@pytest.mark.parametrize("part", [nn.RMSNorm(D_FF), nn.LayerNorm(D_FF), nn.BatchNorm1d(D_FF, affine=False), nn.Parameter(torch.ones(1))],
-                         ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize(
+    "part",
+    [nn.RMSNorm(D_FF), nn.LayerNorm(D_FF), nn.BatchNorm1d(D_FF, affine=False), nn.Parameter(torch.ones(1))],
+    ids=lambda part: type(part).__name__,
+)
 def test_parameters_and_buffers_that_would_vanish_are_named(part):
-    layer = Gated(lambda layer, x: layer.down_proj(hidden(layer, x)), extra=part)  # even where nothing is done with them
+    layer = Gated(
+        lambda layer, x: layer.down_proj(hidden(layer, x)), extra=part
+    )  # even where nothing is done with them
     with pytest.raises(InputError, match="does not carry: extra"):
         SparseFFN.from_module(layer)
 
@@ -181,7 +199,9 @@ def on_meta(layer):
     layer.to("meta")
 
 
-@pytest.mark.parametrize("prepare", [zero_output, silent_gate, few_fire, not_a_number, on_meta], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "prepare", [zero_output, silent_gate, few_fire, not_a_number, on_meta], ids=lambda function: function.__name__
+)
 def test_other_weights_stand_in_for_those_that_tell_nothing(prepare):
     rule = "top entries alone" if prepare is few_fire else "its output scaled"
     right, wrong = Gated(SAME["products the other way round"]), Gated(OTHERS[rule])
@@ -202,8 +222,11 @@ def test_inside_fake_tensor_mode():
             probe.check("", Gated(OTHERS["its output scaled"]))
 
 
-@pytest.mark.parametrize("parametrized", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
-                         ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "parametrized",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
+    ids=lambda function: function.__name__,
+)
 def test_parametrized_projections_are_carried(parametrized):
     torch.manual_seed(0)
     layer = GatedFeedForward(D_MODEL, D_FF)
@@ -241,9 +264,18 @@ class Busy(nn.Module):
 
 
 def state_of(module):
-    held = {name: (t.clone(), t._version, t.requires_grad) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    own = {name: {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in vars(each).items() if not isinstance(v, dict)}
-           for name, each in module.named_modules()}  # fmt: skip
+    held = {
+        name: (t.clone(), t._version, t.requires_grad)
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    }
+    own = {
+        name: {
+            k: v.tolist() if isinstance(v, torch.Tensor) else v
+            for k, v in vars(each).items()
+            if not isinstance(v, dict)
+        }
+        for name, each in module.named_modules()
+    }
     return held, own, torch.get_rng_state(), random.getstate()
 
 
@@ -265,8 +297,10 @@ def test_a_layer_is_left_as_it_was(rule):
     next(layer.parameters()).requires_grad_(False)
     before, grads = state_of(layer), [p.grad for p in layer.parameters()]
     calls, seen = [], []
-    handles = [nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1)),
-               nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.append(1))]
+    handles = [
+        nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1)),
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.append(1)),
+    ]
     try:
         probe.check("", layer)
     except InputError as error:
@@ -414,14 +448,22 @@ class Tenfold(torch.autograd.Function):
 
 
 GRADIENTS = {
-    "a gate without a gradient": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).detach() * layer.up_proj(x)),
+    "a gate without a gradient": lambda layer, x: layer.down_proj(
+        layer.act_fn(layer.gate_proj(x)).detach() * layer.up_proj(x)
+    ),
     "another gradient of x": lambda layer, x: layer.down_proj(hidden(layer, Tenfold.apply(x))),
     "another gradient of the output": lambda layer, x: Tenfold.apply(layer.down_proj(hidden(layer, x))),
-    "another output with gradients": lambda layer, x: layer.down_proj(hidden(layer, x)) * (3 if torch.is_grad_enabled() else 1),
-    "in training mode alone": lambda layer, x: layer.down_proj(hidden(layer, Tenfold.apply(x) if layer.training else x)),
+    "another output with gradients": lambda layer, x: (
+        layer.down_proj(hidden(layer, x)) * (3 if torch.is_grad_enabled() else 1)
+    ),
+    "in training mode alone": lambda layer, x: layer.down_proj(
+        hidden(layer, Tenfold.apply(x) if layer.training else x)
+    ),
     "in evaluation mode alone": lambda layer, x: layer.down_proj(hidden(layer, x if layer.training else x.detach())),
     "no gradient at all": torch.no_grad()(lambda layer, x: layer.down_proj(hidden(layer, x))),
-    "a bias without a gradient": lambda layer, x: F.linear(hidden(layer, x), layer.down_proj.weight, layer.down_proj.bias.detach()),
+    "a bias without a gradient": lambda layer, x: F.linear(
+        hidden(layer, x), layer.down_proj.weight, layer.down_proj.bias.detach()
+    ),
 }
 
 
@@ -436,7 +478,9 @@ def test_other_gradients_are_refused_and_nothing_of_them_stays(rule, dtype):
     torch.manual_seed(0)
     layer = biased(Gated(GRADIENTS[rule])).to(dtype)
     before = [(p, p._version, p.requires_grad) for p in layer.parameters()]
-    with pytest.raises(InputError, match=r"odd \(Gated\) does not compute .*(the gradient of|its output with gradients).* off"):
+    with pytest.raises(
+        InputError, match=r"odd \(Gated\) does not compute .*(the gradient of|its output with gradients).* off"
+    ):
         sparsify(nn.ModuleDict({"odd": layer}))
     assert [(p, p._version, p.requires_grad) for p in layer.parameters()] == before
     assert all(p.grad is None for p in layer.parameters())
@@ -469,7 +513,9 @@ def test_a_layer_that_cannot_be_trained_has_no_gradients_to_differ():
     assert isinstance(SparseFFN.from_module(layer), SparseFFN)
 
 
-@pytest.mark.parametrize("parametrized", [parametrizations.weight_norm, parametrizations.orthogonal], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "parametrized", [parametrizations.weight_norm, parametrizations.orthogonal], ids=lambda f: f.__name__
+)
 def test_gradients_of_what_a_weight_is_made_of(parametrized):
     for rule, fits in ((SAME["products the other way round"], True), (GRADIENTS["a gate without a gradient"], False)):
         layer = Gated(rule)
@@ -519,9 +565,18 @@ def stored(on, name, value):
     return rule
 
 
-@pytest.mark.parametrize("on, name, value", [
-    ("", "last_hidden", lambda x: x), ("", "kept", lambda x: x), ("", "rows", len), ("up_proj", "given", lambda x: x),
-    ("act_fn", "seen", lambda x: None), ("", "weights", lambda x: nn.Parameter(x.detach())), ("", "part", lambda x: nn.Identity())])
+@pytest.mark.parametrize(
+    "on, name, value",
+    [
+        ("", "last_hidden", lambda x: x),
+        ("", "kept", lambda x: x),
+        ("", "rows", len),
+        ("up_proj", "given", lambda x: x),
+        ("act_fn", "seen", lambda x: None),
+        ("", "weights", lambda x: nn.Parameter(x.detach())),
+        ("", "part", lambda x: nn.Identity()),
+    ],
+)
 def test_a_forward_that_keeps_something_on_the_module_is_refused_by_its_name(on, name, value):
     layer = Gated(stored(on, name, value))
     layer.kept = None
@@ -551,7 +606,9 @@ def test_a_forward_that_writes_to_its_input_is_refused():
         sparsify(nn.ModuleDict({"odd": Gated(rule)}))
 
 
-@pytest.mark.parametrize("single", [lambda x: x.shape[0] == 1, lambda x: x.shape[:-1].numel() == 1, lambda x: x.shape == (1, D_MODEL)])
+@pytest.mark.parametrize(
+    "single", [lambda x: x.shape[0] == 1, lambda x: x.shape[:-1].numel() == 1, lambda x: x.shape == (1, D_MODEL)]
+)
 def test_another_way_for_one_row_is_refused(single):
     with pytest.raises(InputError, match="for one row alone is 100% off"):
         SparseFFN.from_module(Gated(lambda layer, x: layer.down_proj(hidden(layer, x)) * (2 if single(x) else 1)))

@@ -1,4 +1,5 @@
-"""Every class of the installed transformers with the parts of a feed-forward layer: exact once it is swapped, or refused."""
+"""Every class of the installed transformers with the parts of a feed-forward layer: exact once it is swapped, or
+refused."""
 
 import importlib.util
 import inspect
@@ -21,7 +22,8 @@ spec.loader.exec_module(of_transformers)
 
 
 def answers(layer, width):
-    """What a layer, or a decoder layer whole, gives for a few inputs, in both modes; its random numbers are the same each time."""
+    """What a layer, or a decoder layer whole, gives for a few inputs, in both modes; its random numbers are the same
+    each time."""
     wanted = list(inspect.signature(layer.forward).parameters.values())[1:]
     others = [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     given = []
@@ -35,12 +37,15 @@ def answers(layer, width):
                     found = layer(x, *others)
                 except (ValueError, IndexError, RuntimeError):  # experts take tokens without a batch
                     found = layer(x.flatten(0, 1), *others)
-            given += [each for each in (found if isinstance(found, tuple) else [found]) if isinstance(each, torch.Tensor)]
+            given += [
+                each for each in (found if isinstance(found, tuple) else [found]) if isinstance(each, torch.Tensor)
+            ]
     return given
 
 
 def outcome(module, name):
-    """"exact" or "refused" of a class that can be built; AssertionError of one that computes something else once it is swapped."""
+    """ "exact" or "refused" of a class that can be built; AssertionError of one that computes something else once it is
+    swapped."""
     try:
         layer = of_transformers.build(module, name)
     except Exception as error:  # whatever a constructor raises that was given too little
@@ -52,7 +57,9 @@ def outcome(module, name):
         sparse = sparsify(layer)
     except InputError:
         kept = {key: id(value) for key, value in layer.state_dict(keep_vars=True).items()}
-        assert kept == before and not any(isinstance(each, SparseFFN) for each in layer.modules()), f"{name} was changed"
+        assert kept == before and not any(isinstance(each, SparseFFN) for each in layer.modules()), (
+            f"{name} was changed"
+        )
         return "refused"
     except Exception as error:  # it cannot be run on x alone: then it must be refused
         with pytest.raises(InputError):
@@ -62,7 +69,9 @@ def outcome(module, name):
         assert {key: id(value) for key, value in sparse.state_dict(keep_vars=True).items()} == before, name
     found = answers(sparse, width)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item(), equal_nan=True, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item(), equal_nan=True, msg=lambda m: f"{name}: {m}"
+        )
     densify(sparse)
     return "exact"
 
@@ -86,8 +95,20 @@ def test_every_class_is_exact_or_refused():
 def small(family, **changes):
     import transformers
 
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                 head_dim=8, max_position_embeddings=32, hidden_act="relu", bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        hidden_act="relu",
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(sizes | changes))
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -98,10 +119,16 @@ def logits(model):
         return model(torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))).logits
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3", "Olmo2", "Granite", "Qwen2Moe"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3", "Olmo2", "Granite", "Qwen2Moe"]
+)
 def test_a_whole_model_is_exact_or_refused(family):
     act = {"Gemma": "hidden_activation", "Gemma2": "hidden_activation"}.get(family, "hidden_act")
-    experts = dict(num_experts=4, shared_expert_intermediate_size=12, moe_intermediate_size=12) if family.endswith("Moe") else {}
+    experts = (
+        dict(num_experts=4, shared_expert_intermediate_size=12, moe_intermediate_size=12)
+        if family.endswith("Moe")
+        else {}
+    )
     model = small(family, **{act: "relu"}, **experts)
     expected = logits(model)
     try:
@@ -114,14 +141,19 @@ def test_a_whole_model_is_exact_or_refused(family):
 
 def test_multipliers_of_one_are_none_and_others_are_refused():
     sizes = dict(mamba_n_heads=2, mamba_d_head=16, mamba_d_ssm=32, mamba_d_state=8, mamba_expand=2)
-    assert any(isinstance(each, SparseFFN) for each in sparsify(small("FalconH1", mlp_multipliers=[1.0, 1.0], **sizes)).modules())
+    assert any(
+        isinstance(each, SparseFFN)
+        for each in sparsify(small("FalconH1", mlp_multipliers=[1.0, 1.0], **sizes)).modules()
+    )
     for multipliers in ([0.7, 1.0], [1.0, 0.9]):
         with pytest.raises(InputError, match="FalconH1MLP. does not compute"):
             sparsify(small("FalconH1", mlp_multipliers=multipliers, **sizes))
 
 
 def test_the_layers_with_a_top_k_alone_are_named():
-    model = torch.nn.ModuleList(of_transformers.build("transformers.models.gemma3n.modeling_gemma3n", "Gemma3nTextMLP") for _ in range(3))
+    model = torch.nn.ModuleList(
+        of_transformers.build("transformers.models.gemma3n.modeling_gemma3n", "Gemma3nTextMLP") for _ in range(3)
+    )
     assert model[1].activation_sparsity > 0
     model[0].activation_sparsity = model[2].activation_sparsity = 0.0
     with pytest.raises(InputError, match=r"1 \(Gemma3nTextMLP\) does not compute") as caught:
@@ -131,7 +163,9 @@ def test_the_layers_with_a_top_k_alone_are_named():
     assert [isinstance(each, SparseFFN) for each in model] == [True, False, True]
 
 
-@pytest.mark.parametrize("family, name", [("bart", "BartEncoderLayer"), ("bart", "BartDecoderLayer"), ("detr", "DetrMLP")])
+@pytest.mark.parametrize(
+    "family, name", [("bart", "BartEncoderLayer"), ("bart", "BartDecoderLayer"), ("detr", "DetrMLP")]
+)
 def test_dropout_between_the_parts_is_refused_unless_it_drops_nothing(family, name):
     layer = of_transformers.build(f"transformers.models.{family}.modeling_{family}", name)
     layer.activation_dropout = 0.1

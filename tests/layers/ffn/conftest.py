@@ -18,17 +18,40 @@ def course(gated=True, layers=2):
 
 def llama(**changes):
     transformers = pytest.importorskip("transformers")
-    config = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=40, num_hidden_layers=2,
-                  num_attention_heads=2, num_key_value_heads=1, hidden_act="relu", max_position_embeddings=32,
-                  initializer_range=0.5, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    config = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        hidden_act="relu",
+        max_position_embeddings=32,
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **changes}))
 
 
 def opt(**changes):
     transformers = pytest.importorskip("transformers")
-    config = dict(vocab_size=VOCABULARY, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=2,
-                  num_attention_heads=2, max_position_embeddings=32, activation_function="relu", dropout=0.0,
-                  init_std=0.5, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    config = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        activation_function="relu",
+        dropout=0.0,
+        init_std=0.5,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**{**config, **changes}))
     with torch.no_grad():  # OPT starts its biases at zero, where they would not be missed
         for name, parameter in model.named_parameters():
@@ -66,6 +89,7 @@ def over_the_entries(monkeypatch):
 @pytest.fixture(params=MODELS)
 def make(request):
     """make(): the same model each time, in evaluation mode."""
+
     def build(seed=0):
         torch.manual_seed(seed)
         return MODELS[request.param]().eval()
@@ -76,6 +100,7 @@ def make(request):
 @pytest.fixture(params=["course, gated", "OPT"])
 def make_either(request):
     """make_either(): a model whose layers are swapped, or one whose layers are taken apart in place."""
+
     def build(seed=0):
         torch.manual_seed(seed)
         return MODELS[request.param]().eval()
@@ -97,6 +122,7 @@ def tokens():
 @pytest.fixture
 def logits():
     """logits(model, tokens), whatever the model returns them in."""
+
     def run(model, tokens):
         found = model(tokens)
         return found if isinstance(found, torch.Tensor) else found.logits

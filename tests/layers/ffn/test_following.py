@@ -113,10 +113,20 @@ def add_inside_inference_mode(dense):
 
 
 CHANGES = [
-    add_in_place, write_one_value, replace_data, replace_data_twice, offload_and_fetch, average_in_place, add_inside_inference_mode,
-    replace_parameter, load_state, load_state_assigning,
-    step(torch.optim.SGD), step(torch.optim.AdamW, foreach=True),
-    step(torch.optim.AdamW, fused=True), step(torch.optim.SGD, fused=True),  # these leave the version as it is
+    add_in_place,
+    write_one_value,
+    replace_data,
+    replace_data_twice,
+    offload_and_fetch,
+    average_in_place,
+    add_inside_inference_mode,
+    replace_parameter,
+    load_state,
+    load_state_assigning,
+    step(torch.optim.SGD),
+    step(torch.optim.AdamW, foreach=True),
+    step(torch.optim.AdamW, fused=True),
+    step(torch.optim.SGD, fused=True),  # these leave the version as it is
 ]
 
 
@@ -278,7 +288,9 @@ def test_two_models_never_meet(make, logits, tokens):
     with torch.no_grad():
         for layer in feed_forwards(one):
             layer.down.weight.zero_()
-    torch.testing.assert_close(logits(other, tokens), expected[1], rtol=1e-3, atol=1e-3 * expected[1].abs().max().item())
+    torch.testing.assert_close(
+        logits(other, tokens), expected[1], rtol=1e-3, atol=1e-3 * expected[1].abs().max().item()
+    )
     del one
     densify(other)
     assert torch.equal(logits(other, tokens), expected[1])
@@ -532,7 +544,9 @@ def test_a_pickled_and_a_copied_layer_begin_anew(dense, x):
 
 
 @pytest.mark.parametrize("choice", [None, Choice("hot_cold", 256)], ids=["twell", "hot and cold"])
-@pytest.mark.parametrize("where", ["gate_proj.weight", "up_proj.weight", "down_proj.weight", "up_proj.bias", "down_proj.bias"])
+@pytest.mark.parametrize(
+    "where", ["gate_proj.weight", "up_proj.weight", "down_proj.weight", "up_proj.bias", "down_proj.bias"]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(choice, where, value, x):
     dense = GatedFeedForward(D_MODEL, 300)
@@ -556,8 +570,11 @@ def test_weights_that_are_not_finite_are_refused(choice, where, value, x):
     assert_follows(sparse, dense, x)
 
 
-@pytest.mark.parametrize("write", [lambda w: w.data.mul_(2), lambda w: w.numpy().__imul__(2), lambda w: from_dlpack(w).mul_(2)],
-                         ids=["data", "NumPy", "DLPack"])
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: w.data.mul_(2), lambda w: w.numpy().__imul__(2), lambda w: from_dlpack(w).mul_(2)],
+    ids=["data", "NumPy", "DLPack"],
+)
 def test_a_change_past_the_version_counter_is_followed_after_refresh(write):
     """torch raises no version for it, so these are the changes that have to be told."""
     layer = GatedFeedForward(16, 32).requires_grad_(False)

@@ -1,4 +1,5 @@
-"""What others put on a layer: refused before it is swapped, noticed afterwards; what is put on the sparse layer acts, and stays."""
+"""What others put on a layer: refused before it is swapped, noticed afterwards; what is put on the sparse layer acts,
+and stays."""
 
 import copy
 import functools
@@ -33,8 +34,17 @@ def block():
     """OPT's decoder layer, in which the parts sit beside the attention."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.OPTConfig(vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=1,
-                                    num_attention_heads=2, max_position_embeddings=32, activation_function="relu", dropout=0.0)  # fmt: skip
+    config = transformers.OPTConfig(
+        vocab_size=64,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=40,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        activation_function="relu",
+        dropout=0.0,
+    )
     return transformers.OPTForCausalLM(config).model.decoder.layers[0]
 
 
@@ -61,7 +71,9 @@ def test_a_hook_is_refused_by_name_and_nothing_is_changed(kind, seat, model):
     mlp = model.layers[1].mlp
     handle = REGISTERED[kind](mlp.get_submodule(seat))
     named = rf"{kind.split(' with')[0].split(' always')[0]} \("
-    with pytest.raises(InputError, match=rf"layers\.1\.mlp \(GatedFeedForward\): {seat} ?has a {named}.*put it on the SparseFFN"):
+    with pytest.raises(
+        InputError, match=rf"layers\.1\.mlp \(GatedFeedForward\): {seat} ?has a {named}.*put it on the SparseFFN"
+    ):
         sparsify(model)
     assert not any(isinstance(each, SparseFFN) for each in model.modules())
     with pytest.raises(InputError, match=named):
@@ -90,7 +102,11 @@ def test_hooks_that_recompute_a_weight_are_named_with_what_to_do(seat, model):
     for put, named, undo in [
         (nn.utils.weight_norm, "parametrizations.weight_norm", nn.utils.remove_weight_norm),
         (nn.utils.spectral_norm, "parametrizations.spectral_norm", nn.utils.remove_spectral_norm),
-        (lambda part: prune.l1_unstructured(part, "weight", amount=0.3), "prune.remove", lambda part: prune.remove(part, "weight")),
+        (
+            lambda part: prune.l1_unstructured(part, "weight", amount=0.3),
+            "prune.remove",
+            lambda part: prune.remove(part, "weight"),
+        ),
     ]:
         put(part)
         with pytest.raises(InputError, match=rf"layers\.0\.mlp .*{seat} recomputes its weight.*{named}"):
@@ -108,7 +124,9 @@ def test_hooks_and_state_of_its_own_are_refused(model):
     with pytest.raises(InputError, match="state dict hook"):
         sparsify(model)
     handle.remove()
-    extra = type("Extra", (GatedFeedForward,), {"get_extra_state": lambda self: 1, "set_extra_state": lambda self, state: None})(16, 40)
+    extra = type(
+        "Extra", (GatedFeedForward,), {"get_extra_state": lambda self: 1, "set_extra_state": lambda self, state: None}
+    )(16, 40)
     model.layers[0].mlp = extra
     with pytest.raises(InputError, match="extra state"):
         sparsify(model)
@@ -116,6 +134,7 @@ def test_hooks_and_state_of_its_own_are_refused(model):
 
 def accelerated(module):
     """What accelerate.hooks.add_hook_to_module leaves on a module."""
+
     class AlignDevicesHook:
         def pre_forward(self, module, x):
             return (x,), {}
@@ -145,7 +164,10 @@ def lora(base):
     def __init__(self, base_layer):
         nn.Module.__init__(self)
         self.base_layer = base_layer
-        self.lora_A, self.lora_B = nn.Linear(base_layer.in_features, 2, bias=False), nn.Linear(2, base_layer.out_features, bias=False)
+        self.lora_A, self.lora_B = (
+            nn.Linear(base_layer.in_features, 2, bias=False),
+            nn.Linear(2, base_layer.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
@@ -155,8 +177,11 @@ def lora(base):
 
 @pytest.mark.parametrize("seat", PARTS[:3])
 def test_other_libraries_are_named_with_what_to_do(seat, model):
-    for put, named in [(accelerated, "accelerate.*AlignDevicesHook.*device_map"), (split_over_processes, "tensor parallelism.*tp_plan"),
-                       (lora, "PEFT.*merge_and_unload")]:  # fmt: skip
+    for put, named in [
+        (accelerated, "accelerate.*AlignDevicesHook.*device_map"),
+        (split_over_processes, "tensor parallelism.*tp_plan"),
+        (lora, "PEFT.*merge_and_unload"),
+    ]:
         changed = copy.deepcopy(model)
         setattr(changed.layers[1].mlp, seat, put(getattr(changed.layers[1].mlp, seat)))
         with pytest.raises(InputError, match=rf"layers\.1\.mlp .*{seat} .*{named}"):
@@ -194,7 +219,9 @@ def test_a_hook_put_on_a_projection_later_is_noticed(kind, seat, model):
     assert torch.equal(model(tokens), expected)
 
 
-@pytest.mark.parametrize("put", [lora, accelerated, split_over_processes, nn.utils.weight_norm, nn.Sequential], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "put", [lora, accelerated, split_over_processes, nn.utils.weight_norm, nn.Sequential], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("seat", PARTS[:3])
 def test_an_adapter_put_on_a_projection_later_is_noticed(put, seat, model):
     tokens = torch.randint(50, (2, 9))
@@ -298,7 +325,12 @@ def test_what_is_set_on_the_sparse_layer_is_on_the_dense_one_afterwards(model):
     assert "layers.0.mlp.seen" in state
     model(torch.randint(50, (2, 9)))
     dense = densify(model).layers[0].mlp
-    assert isinstance(dense, GatedFeedForward) and dense.tag == "kept" and dense.counter is mlp.counter and dense.side is mlp.side
+    assert (
+        isinstance(dense, GatedFeedForward)
+        and dense.tag == "kept"
+        and dense.counter is mlp.counter
+        and dense.side is mlp.side
+    )
     assert sorted(model.state_dict()) == sorted(state)
     plain = LanguageModel(SIZES).layers[0].mlp
     assert vars(dense).keys() - vars(plain).keys() == {"tag"}

@@ -1,4 +1,5 @@
-"""A layer inside what else torch does with a module: torch.func, forward-mode gradients, export, gradients of gradients, threads."""
+"""A layer inside what else torch does with a module: torch.func, forward-mode gradients, export, gradients of
+gradients, threads."""
 
 import copy
 import threading
@@ -51,7 +52,9 @@ def dual(module, x):
 
 def ensemble(module, x):
     members = [copy.deepcopy(module) for _ in range(3)]
-    return vmap(lambda weights, buffers: functional_call(module, (weights, buffers), (x,)))(*stack_module_state(members))
+    return vmap(lambda weights, buffers: functional_call(module, (weights, buffers), (x,)))(
+        *stack_module_state(members)
+    )
 
 
 def per_sample_gradients(module, x):
@@ -71,7 +74,8 @@ WAYS = {
     "export": lambda m, x: torch.export.export(m, (x,)).module()(x.roll(1, 0)),
     "export, strict": lambda m, x: torch.export.export(m, (x,), strict=True).module()(x.roll(1, 0)),
     "export, any number of tokens": lambda m, x: torch.export.export(
-        m, (x,), dynamic_shapes=({0: torch.export.Dim("tokens")},)).module()(x[:4]),
+        m, (x,), dynamic_shapes=({0: torch.export.Dim("tokens")},)
+    ).module()(x[:4]),
     "trace": lambda m, x: torch.jit.trace(m, (x,))(x[:2]),
     "make_fx": lambda m, x: make_fx(m)(x)(x.roll(1, 0)),
 }
@@ -90,10 +94,14 @@ def test_a_transform_gives_what_it_gives_of_the_dense_layer(way, wanted, sparse,
 @pytest.mark.parametrize("function", ["gated", "plain", "train"])
 def test_the_functions_themselves(function, x):
     gate, up, down = torch.randn(40, D_MODEL), torch.randn(40, D_MODEL), torch.randn(D_MODEL, 40)
-    call = {"gated": lambda x: ops.gated_ffn(x, gate, up, down), "plain": lambda x: ops.plain_ffn(x, up, down),
-            "train": lambda x: train_ffn(x, gate, up, down)[0]}[function]
+    call = {
+        "gated": lambda x: ops.gated_ffn(x, gate, up, down),
+        "plain": lambda x: ops.plain_ffn(x, up, down),
+        "train": lambda x: train_ffn(x, gate, up, down)[0],
+    }[function]
     expected = {"plain": lambda x: (x @ up.t()).relu() @ down.t()}.get(
-        function, lambda x: ((x @ gate.t()).relu() * (x @ up.t())) @ down.t())
+        function, lambda x: ((x @ gate.t()).relu() * (x @ up.t())) @ down.t()
+    )
     torch.testing.assert_close(vmap(call)(x), expected(x), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(jvp(call, (x,), (x,)), jvp(expected, (x,), (x,)), rtol=1e-4, atol=1e-3)
 
@@ -101,9 +109,12 @@ def test_the_functions_themselves(function, x):
 def test_what_no_transform_can_follow_says_so(x):
     gate, down = torch.randn(6, 40), torch.randn(D_MODEL, 40)
     packed = ops.pack(gate)
-    for call in (lambda row: ops.pack(row[None]).packed, lambda row: ops.packed_down(packed, down) + row,
-                 lambda row: ops.packed_gated(x, packed, torch.randn(40, D_MODEL), down) + row,
-                 lambda row: ops.infer(row, None, torch.randn(40, D_MODEL), down)):  # fmt: skip
+    for call in (
+        lambda row: ops.pack(row[None]).packed,
+        lambda row: ops.packed_down(packed, down) + row,
+        lambda row: ops.packed_gated(x, packed, torch.randn(40, D_MODEL), down) + row,
+        lambda row: ops.infer(row, None, torch.randn(40, D_MODEL), down),
+    ):
         with pytest.raises(InputError, match="inside a transform"):
             vmap(call, randomness="different")(x)
 
@@ -143,10 +154,14 @@ def test_second_derivatives_where_weights_are_used_twice(terms, sparse, dense, x
 
 def test_gradients_with_a_graph_where_inputs_depend_on_each_other(x):
     weight = torch.randn(40, D_MODEL, requires_grad=True)
-    for call, plain in ((lambda w: train_ffn(x, None, w, w.t())[0], lambda w: (x @ w.t()).relu() @ w),
-                        (lambda w: train_ffn(x, w, w, w.t())[0], lambda w: ((x @ w.t()).relu() * (x @ w.t())) @ w)):
+    for call, plain in (
+        (lambda w: train_ffn(x, None, w, w.t())[0], lambda w: (x @ w.t()).relu() @ w),
+        (lambda w: train_ffn(x, w, w, w.t())[0], lambda w: ((x @ w.t()).relu() * (x @ w.t())) @ w),
+    ):
         for graph in (False, True):
-            found, expected = (torch.autograd.grad(f(weight).square().sum(), weight, create_graph=graph)[0] for f in (call, plain))
+            found, expected = (
+                torch.autograd.grad(f(weight).square().sum(), weight, create_graph=graph)[0] for f in (call, plain)
+            )
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
@@ -183,7 +198,9 @@ def test_threads_while_a_layer_makes_up_its_mind():
     for turn in range(15):
         torch.manual_seed(turn)
         dense = GatedFeedForward(64, 512).requires_grad_(False)
-        dense.gate_proj.bias = nn.Parameter(torch.full((512,), -3.0 * (turn % 3)), requires_grad=False)  # dense, and sparse
+        dense.gate_proj.bias = nn.Parameter(
+            torch.full((512,), -3.0 * (turn % 3)), requires_grad=False
+        )  # dense, and sparse
         (layer,) = sparsify(nn.ModuleList([copy.deepcopy(dense)]), "auto")
         x = torch.randn(40, 64)
         expected, errors, barrier = dense(x), [], threading.Barrier(8)

@@ -176,14 +176,18 @@ def test_compiled_whole(models, tokens, gated):
 
 def test_parameters_and_state_stay_what_they_were(make):
     model = make()
-    names, ids, state = parameters(model), {k: id(v) for k, v in model.state_dict(keep_vars=True).items()}, {
-        k: v.clone() for k, v in model.state_dict().items()}
+    names, ids, state = (
+        parameters(model),
+        {k: id(v) for k, v in model.state_dict(keep_vars=True).items()},
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
     sparsify(model)
     assert parameters(model) == names
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert {k: id(v) for k, v in model.state_dict(keep_vars=True).items() if k in dict(names)} == {
-        k: v for k, v in ids.items() if k in dict(names)}
+        k: v for k, v in ids.items() if k in dict(names)
+    }
     assert all(p.is_contiguous() for p in model.parameters())
     assert parameters(densify(model)) == names
 

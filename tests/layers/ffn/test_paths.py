@@ -1,4 +1,5 @@
-"""A layer on a plan: whatever the path, the same function of the same parameters; what is held, followed and counted."""
+"""A layer on a plan: whatever the path, the same function of the same parameters; what is held, followed and
+counted."""
 
 import copy
 import io
@@ -33,9 +34,14 @@ def layer(gated=True, bias=False, d_ff=D_FF, seed=0):
 
 
 def plan_for(module, *choices, counts=None):
-    """A plan with these choices for classes 4, 8, ...; the neurons' counts are drawn, so that their order is a jumble."""
+    """A plan with these choices for classes 4, 8, ...; the neurons' counts are drawn, so that their order is a
+    jumble."""
     d_ff = module.up_proj.weight.shape[0]
-    counts = torch.randint(0, 999, (d_ff,), generator=torch.Generator().manual_seed(d_ff)).tolist() if counts is None else counts
+    counts = (
+        torch.randint(0, 999, (d_ff,), generator=torch.Generator().manual_seed(d_ff)).tolist()
+        if counts is None
+        else counts
+    )
     candidates = [Candidate(4 * (i + 1), c.path, c.hot, 1.0, None, True, "a test's") for i, c in enumerate(choices)]
     gated = hasattr(module, "gate_proj")
     return LayerPlan("", D_MODEL, d_ff, gated, 1000, tuple(counts), tuple(candidates))
@@ -61,8 +67,16 @@ def x():
 # ---- the permutation is invisible ----
 
 
-@given(gated=st.booleans(), bias=st.booleans(), d_ff=st.integers(257, 800), steps=st.integers(1, 3), rows=st.integers(1, 12),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), shift=st.floats(-1, 0.3), seed=st.integers(0, 2**16))
+@given(
+    gated=st.booleans(),
+    bias=st.booleans(),
+    d_ff=st.integers(257, 800),
+    steps=st.integers(1, 3),
+    rows=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    shift=st.floats(-1, 0.3),
+    seed=st.integers(0, 2**16),
+)
 @settings(max_examples=60)
 def test_hot_and_cold_together_are_as_exact_as_promised(gated, bias, d_ff, steps, rows, dtype, shift, seed):
     hot = min(256 * steps, (d_ff - 1) // 256 * 256)
@@ -77,7 +91,9 @@ def test_hot_and_cold_together_are_as_exact_as_promised(gated, bias, d_ff, steps
     wide = copy.deepcopy(dense).double()
     pattern = (dense.gate_proj if gated else dense.up_proj)(x).double()  # its rounding, torch's own, decides who fires
     if gated:
-        exact = reference.gated(x.double(), pattern, wide.up_proj.weight, wide.down_proj.weight, wide.up_proj.bias, wide.down_proj.bias)
+        exact = reference.gated(
+            x.double(), pattern, wide.up_proj.weight, wide.down_proj.weight, wide.up_proj.bias, wide.down_proj.bias
+        )
     else:
         exact = wide.down_proj(reference.relu(pattern))
     assert accuracy.worst_row(sparse(x), dense(x), exact)[0] <= 1.0
@@ -85,7 +101,10 @@ def test_hot_and_cold_together_are_as_exact_as_promised(gated, bias, d_ff, steps
 
 @pytest.mark.parametrize("path", PATHS)
 def test_parameters_and_state_stay_what_they_were(path, module, x):
-    names, state = [(n, id(p)) for n, p in module.named_parameters()], {k: v.clone() for k, v in module.state_dict().items()}
+    names, state = (
+        [(n, id(p)) for n, p in module.named_parameters()],
+        {k: v.clone() for k, v in module.state_dict().items()},
+    )
     sparse = sparsify(module)
     sparse.follow(plan_for(module, PATHS[path]))
     assert_follows(sparse, module, x)
@@ -164,7 +183,9 @@ def test_another_dtype_place_and_copy_follow(module, x):
     sparse = SparseFFN(module, plan=plan_for(module, PATHS["hot_cold"], PATHS["twell"]))
     assert_follows(sparse, module, x)
     sparse.to(torch.bfloat16)
-    assert sparse(x.bfloat16()).dtype == sparse.hot_first_up.dtype == torch.bfloat16 and sparse.order.dtype == torch.int64
+    assert (
+        sparse(x.bfloat16()).dtype == sparse.hot_first_up.dtype == torch.bfloat16 and sparse.order.dtype == torch.int64
+    )
     sparse.float()
     assert_follows(sparse, module, x)
     twin = copy.deepcopy(sparse)
@@ -225,7 +246,9 @@ def test_fewer_neurons_than_planned_are_refused(x):
     sparse = SparseFFN(module, plan=plan_for(module, PATHS["hot_cold"]))
     for projection in module.children():
         if isinstance(projection, nn.Linear):
-            projection.weight = nn.Parameter(torch.randn(40, D_MODEL) if projection is not module.down_proj else torch.randn(D_MODEL, 40))
+            projection.weight = nn.Parameter(
+                torch.randn(40, D_MODEL) if projection is not module.down_proj else torch.randn(D_MODEL, 40)
+            )
     with torch.no_grad(), pytest.raises(InputError, match="up has 40 neurons, but the layer's plan is for 300"):
         sparse(x)
 
@@ -235,7 +258,9 @@ def test_fewer_neurons_than_planned_are_refused(x):
 
 def test_the_number_of_tokens_picks_the_path(module, monkeypatch):
     taken, real = [], ops.infer
-    monkeypatch.setattr(ops, "infer", lambda x, *rest, **how: (taken.append((how["path"], how["hot"])), real(x, *rest, **how))[1])
+    monkeypatch.setattr(
+        ops, "infer", lambda x, *rest, **how: (taken.append((how["path"], how["hot"])), real(x, *rest, **how))[1]
+    )
     sparse = SparseFFN(module, plan=plan_for(module, *PATHS.values()))
     for shape in [(4,), (2, 2), (5,), (2, 4), (9,), (1000,), (0,), ()]:
         x = torch.randn(*shape, D_MODEL)
@@ -291,7 +316,9 @@ def test_compiled(path, module):
 def test_a_compiled_dense_layer_is_torchs_own(module, x):
     torch._dynamo.reset()
     graphs = []
-    run = torch.compile(SparseFFN(module, plan=Choice("dense")), fullgraph=True, backend=lambda g, _: graphs.append(g) or g.forward)
+    run = torch.compile(
+        SparseFFN(module, plan=Choice("dense")), fullgraph=True, backend=lambda g, _: graphs.append(g) or g.forward
+    )
     with torch.no_grad():
         run(x)
     targets = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
@@ -322,14 +349,21 @@ def test_compiled_by_inductor(module, x):
 
 
 def test_only_what_a_choice_needs_is_held(module):
-    copies = sum(p.numel() for p in (module.up_proj.weight, module.down_proj.weight, module.down_proj.weight, module.up_proj.bias))
+    copies = sum(
+        p.numel()
+        for p in (module.up_proj.weight, module.down_proj.weight, module.down_proj.weight, module.up_proj.bias)
+    )
     if hasattr(module, "gate_proj"):
         copies += module.gate_proj.weight.numel() + D_FF
     hot, transposed, counters = 4 * copies + 8 * D_FF, 4 * D_MODEL * D_FF, 32
     sparse = SparseFFN(module, plan=plan_for(module, PATHS["dense"], PATHS["dense"]))
     assert sparse.extra_bytes == 0 and not list(sparse.buffers())
-    for choices, expected in [(["twell"], transposed + counters), (["hot_cold", "dense"], hot + 2 * counters),
-                              (["twell", "hot_cold"], hot + transposed + 2 * counters), (["dense"], 0)]:  # fmt: skip
+    for choices, expected in [
+        (["twell"], transposed + counters),
+        (["hot_cold", "dense"], hot + 2 * counters),
+        (["twell", "hot_cold"], hot + transposed + 2 * counters),
+        (["dense"], 0),
+    ]:
         sparse.follow(plan_for(module, *(PATHS[path] for path in choices)))
         assert sparse.extra_bytes == expected == sum(b.numel() * b.element_size() for b in sparse.buffers())
     sparse.follow(None)
@@ -346,9 +380,16 @@ def test_status(module):
     status = sparse.status()
     dense, twell, hot = status["classes"]
     assert status["plan"] == "planned" and status["extra_bytes"] == sparse.extra_bytes
-    assert dense == {"tokens": 4, "path": "dense", "hot": 0, **dict.fromkeys(["rows", "mean_nnz", "pooled", "lost", "planned_nnz", "drift"])}
+    assert dense == {
+        "tokens": 4,
+        "path": "dense",
+        "hot": 0,
+        **dict.fromkeys(["rows", "mean_nnz", "pooled", "lost", "planned_nnz", "drift"]),
+    }
     assert (twell["tokens"], hot["tokens"], hot["hot"]) == (8, None, 256) and (twell["rows"], hot["rows"]) == (7, 60)
-    assert twell["mean_nnz"] == pytest.approx(fires[:7].sum().item() / 7) and twell["planned_nnz"] == pytest.approx(260.4)
+    assert twell["mean_nnz"] == pytest.approx(fires[:7].sum().item() / 7) and twell["planned_nnz"] == pytest.approx(
+        260.4
+    )
     cold = fires[:, 256:].sum().item() / 30
     assert hot["mean_nnz"] == pytest.approx(cold) and hot["planned_nnz"] == pytest.approx(4.4)
     assert hot["drift"] == pytest.approx(cold / 4.4) and (hot["pooled"], hot["lost"]) == (0, 0)
@@ -358,13 +399,19 @@ def test_status(module):
 
 
 def test_repr_names_the_paths(module):
-    assert "path=dense, hot_cold 256" in repr(SparseFFN(module, plan=plan_for(module, PATHS["dense"], PATHS["hot_cold"])))
+    assert "path=dense, hot_cold 256" in repr(
+        SparseFFN(module, plan=plan_for(module, PATHS["dense"], PATHS["hot_cold"]))
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_wrong_inputs_name_themselves(path, module):
     sparse = SparseFFN(module, plan=plan_for(module, PATHS[path], PATHS["dense"]))
-    for wrong, named in [([1.0], "list"), (torch.randn(3, D_MODEL + 1), "shape"), (torch.randn(3, D_MODEL).double(), "float64")]:
+    for wrong, named in [
+        ([1.0], "list"),
+        (torch.randn(3, D_MODEL + 1), "shape"),
+        (torch.randn(3, D_MODEL).double(), "float64"),
+    ]:
         with pytest.raises(InputError, match=named):
             sparse(wrong)
 

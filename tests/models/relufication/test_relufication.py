@@ -25,26 +25,49 @@ def one_thread():
 
 def llama(**changes):
     transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=256, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=2, max_position_embeddings=32, hidden_act="silu", initializer_range=0.02,
-                 tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    sizes = dict(
+        vocab_size=256,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        hidden_act="silu",
+        initializer_range=0.02,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
 
 
 def opt(**changes):
     transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=40, num_hidden_layers=2,
-                 num_attention_heads=2, max_position_embeddings=32, activation_function="gelu",
-                 bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        activation_function="gelu",
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     return transformers.OPTForCausalLM(transformers.OPTConfig(**{**sizes, **changes}))
 
 
 def course(**changes):
     torch.manual_seed(0)
-    return LanguageModel(ModelConfig(**{**dict(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=24, context=12),
-                                        **changes}))
+    return LanguageModel(
+        ModelConfig(**{**dict(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=24, context=12), **changes})
+    )
 
 
 def train_on(model, steps, lr=3e-3, l1=0.0):
@@ -148,8 +171,18 @@ def test_what_cannot_be_changed_is_left_alone_and_named():
 # ---- which layers, and what their configuration says ----
 
 
-SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-             max_position_embeddings=32, bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
 EXPERTS = dict(moe_intermediate_size=12, num_experts_per_tok=2)
 
 
@@ -158,13 +191,27 @@ def of(family, **changes):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if family == "Gemma3":
-        vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+        vision = dict(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+        )
         text = SMALL | dict(head_dim=8, sliding_window=8)
         config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
         return transformers.Gemma3ForConditionalGeneration(config).eval()
-    special = {"Qwen2Moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12, decoder_sparse_step=1),
-               "DeepseekV3": EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
-                                            kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)}  # fmt: skip
+    special = {
+        "Qwen2Moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12, decoder_sparse_step=1),
+        "DeepseekV3": EXPERTS
+        | dict(
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        ),
+    }
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **special.get(family, {}), **changes})
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
@@ -180,7 +227,11 @@ def reloaded(model, folder):
 
 
 def activations(model):
-    return {name: type(module).__name__ for name, module in model.named_modules() if name.endswith(("act_fn", "activation_fn"))}
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if name.endswith(("act_fn", "activation_fn"))
+    }
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Gemma", "Gemma2", "OPT", "Gemma3"])

@@ -16,7 +16,8 @@ _POISON = -77_777  # as a span, a word, a number of a row: what nobody may read
 
 @dataclass
 class Layer:
-    """x, dy: [tokens, d_model]; the pattern fires: bool [tokens, d_ff] without the lost rows; s and dh as launch_columns takes them."""
+    """x, dy: [tokens, d_model]; the pattern fires: bool [tokens, d_ff] without the lost rows; s and dh as
+    launch_columns takes them."""
 
     x: Tensor
     dy: Tensor
@@ -25,8 +26,11 @@ class Layer:
     dh: Tensor
 
     @staticmethod
-    def draw(fires: Tensor, d_model: int, dtype=torch.bfloat16, *, gated: bool = True, lost=(), gap: int = 3, seed: int = 0) -> Layer:
-        """Random values at the places that fire. lost: rows that are not listed; gap: unused, poisoned entries between two rows."""
+    def draw(
+        fires: Tensor, d_model: int, dtype=torch.bfloat16, *, gated: bool = True, lost=(), gap: int = 3, seed: int = 0
+    ) -> Layer:
+        """Random values at the places that fire. lost: rows that are not listed; gap: unused, poisoned entries between
+        two rows."""
         generator = torch.Generator().manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         fires = fires.clone()
@@ -49,7 +53,9 @@ class Layer:
         numbers[0] = len(lost)
         numbers[1 : 1 + len(lost)] = torch.tensor(sorted(lost), dtype=torch.int32)
         x[list(lost)] = dy[list(lost)] = torch.nan  # nobody reads them here
-        s = Survivors(spans, words, u if gated else None, numbers, count.to(torch.int32), torch.full((tokens,), torch.nan))
+        s = Survivors(
+            spans, words, u if gated else None, numbers, count.to(torch.int32), torch.full((tokens,), torch.nan)
+        )
         return Layer(x, dy, fires, s, dh)
 
     def to(self, device) -> Layer:
@@ -92,7 +98,8 @@ class Layer:
         return tuple(results)
 
     def check(self, biases: bool = True, version: int = 2) -> dict[str, Tensor | None]:
-        """Run and compare: half an ulp of the result, and float32's rounding of a sum of that many terms of that size."""
+        """Run and compare: half an ulp of the result, and float32's rounding of a sum of that many terms of that
+        size."""
         found = self.run(biases, version)
         expected, sizes = self.expected()
         half_ulp = torch.finfo(self.x.dtype).eps / 2
@@ -130,8 +137,8 @@ def bits(found: dict[str, Tensor | None]) -> list[Tensor]:
 
 
 def pattern(tokens: int, d_ff: int, density: float = 0.05, seed: int = 1) -> Tensor:
-    """Which neurons fire, bool [tokens, d_ff]: at random, but one never, one always, one in half of the rows; one row is empty,
-    one full."""
+    """Which neurons fire, bool [tokens, d_ff]: at random, but one never, one always, one in half of the rows; one row
+    is empty, one full."""
     generator = torch.Generator().manual_seed(seed)
     fires = torch.rand(tokens, d_ff, generator=generator) < density
     fires[tokens // 2] = True

@@ -147,8 +147,14 @@ def test_values_that_are_not_finite_stay_with_their_neuron():
 
 def test_bad_input():
     layer = Layer.draw(pattern(20, 30), 24)
-    for change in ({"x": layer.x.float()}, {"x": layer.x[:, :20]}, {"dy": layer.dy[:19]}, {"dh": layer.dh.double()},
-                   {"dh": layer.dh[1:]}, {"s": replace(layer.s, spans=layer.s.spans[1:])}):  # fmt: skip
+    for change in (
+        {"x": layer.x.float()},
+        {"x": layer.x[:, :20]},
+        {"dy": layer.dy[:19]},
+        {"dh": layer.dh.double()},
+        {"dh": layer.dh[1:]},
+        {"s": replace(layer.s, spans=layer.s.spans[1:])},
+    ):
         with pytest.raises(InputError, match="accepted"):
             replace(layer, **change).run()
     with pytest.raises(InputError, match="version is 3"):

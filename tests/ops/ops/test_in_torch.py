@@ -21,13 +21,26 @@ def operator(layer):
         arguments = layer.x, layer.up, layer.down, down_t, layer.up_bias, layer.down_bias, 16, 4
         return torch.ops.twell_lab.plain_ffn.default, arguments
     weights = layer.gate, layer.up, layer.down, down_t
-    return torch.ops.twell_lab.gated_ffn.default, (layer.x, *weights, layer.gate_bias, layer.up_bias, layer.down_bias, 16, 4)
+    return torch.ops.twell_lab.gated_ffn.default, (
+        layer.x,
+        *weights,
+        layer.gate_bias,
+        layer.up_bias,
+        layer.down_bias,
+        16,
+        4,
+    )
 
 
 def leaves(layer, only=None):
     """The layer with gradients wanted for every tensor, or only for the named ones."""
-    return layer.replace(**{
-        name: t.clone().requires_grad_(only is None or name in only) for name, t in vars(layer).items() if t is not None})
+    return layer.replace(
+        **{
+            name: t.clone().requires_grad_(only is None or name in only)
+            for name, t in vars(layer).items()
+            if t is not None
+        }
+    )
 
 
 def gradients(layer, function, dy):
@@ -142,7 +155,10 @@ def test_opcheck_of_the_packing(dtype, tokens, draw):
 @pytest.mark.parametrize("changing", [False, True])
 def test_opcheck_of_the_refreshed_copies(how, changing):
     weight, order = torch.randn(5, 5), torch.tensor([2, 0, 1, 4, 3])
-    opcheck(torch.ops.twell_lab.refresh_copies.default, ([weight], [torch.randn(5, 5)], [how], order, [torch.randn(3)], "w beside", changing, False))
+    opcheck(
+        torch.ops.twell_lab.refresh_copies.default,
+        ([weight], [torch.randn(5, 5)], [how], order, [torch.randn(3)], "w beside", changing, False),
+    )
 
 
 def transposed(weight, copy, **beside):

@@ -16,7 +16,12 @@ def layer(seed, tokens=9, d_model=64, d_ff=640, dtype=torch.float32, gated=True,
     """Random x and weights: (x, gate, up, down, gate_bias, up_bias, down_bias). shift makes neurons fire less."""
     g = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
-    x, gate, up, down = normal(tokens, d_model), normal(d_ff, d_model) / 8, normal(d_ff, d_model) / 8, normal(d_model, d_ff) / 8
+    x, gate, up, down = (
+        normal(tokens, d_model),
+        normal(d_ff, d_model) / 8,
+        normal(d_ff, d_model) / 8,
+        normal(d_model, d_ff) / 8,
+    )
     biases = [normal(d_ff) - shift, normal(d_ff) - (0 if gated else shift), normal(d_model)] if biased else [None] * 3
     if not gated:
         gate, biases[0] = None, None
@@ -77,10 +82,14 @@ def test_inside_torch(path, hot):
     plain = ops.infer(*tensors, path=path, hot=hot)
     with torch.inference_mode():
         assert torch.equal(ops.infer(*tensors, path=path, hot=hot), plain)
-    compiled = torch.compile(lambda *t: ops.infer(*t, path=path, hot=hot, stats=stats) + 1, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *t: ops.infer(*t, path=path, hot=hot, stats=stats) + 1, fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(*tensors), plain + 1)
     assert int(stats[0]) == (9 if path != "dense" else 0)
-    unseen = torch.compile(lambda *t: ops.infer(*t, path=path, hot=hot) + 1, fullgraph=True)  # inductor, nothing counted
+    unseen = torch.compile(
+        lambda *t: ops.infer(*t, path=path, hot=hot) + 1, fullgraph=True
+    )  # inductor, nothing counted
     torch.testing.assert_close(unseen(*tensors), plain + 1)
     with torch.autocast("cpu", torch.bfloat16):
         cast = ops.infer(*tensors, path=path, hot=hot)
@@ -101,10 +110,17 @@ def test_opcheck(path, hot):
 
 def test_refusals():
     tensors = layer(1)
-    for bad, words in [(dict(path="warm"), "path is 'warm'"), (dict(path="twell", hot=256), "hot is 256 on path 'twell'"),
-                       (dict(path="hot_cold", hot="256"), "hot is '256'"), (dict(path="hot_cold"), "hot is 0 of 640"), (dict(path="hot_cold", hot=100), "hot is 100"),
-                       (dict(path="hot_cold", hot=768), "hot is 768 of 640"), (dict(stats=torch.zeros(4)), "stats is torch.float32"),
-                       (dict(stats=torch.zeros(3, dtype=torch.int64)), r"\[3\]"), (dict(stats=3), "stats is int")]:  # fmt: skip
+    for bad, words in [
+        (dict(path="warm"), "path is 'warm'"),
+        (dict(path="twell", hot=256), "hot is 256 on path 'twell'"),
+        (dict(path="hot_cold", hot="256"), "hot is '256'"),
+        (dict(path="hot_cold"), "hot is 0 of 640"),
+        (dict(path="hot_cold", hot=100), "hot is 100"),
+        (dict(path="hot_cold", hot=768), "hot is 768 of 640"),
+        (dict(stats=torch.zeros(4)), "stats is torch.float32"),
+        (dict(stats=torch.zeros(3, dtype=torch.int64)), r"\[3\]"),
+        (dict(stats=3), "stats is int"),
+    ]:
         with pytest.raises(InputError, match=words):
             ops.infer(*tensors, **bad)
     tensors[2].requires_grad_()

@@ -77,8 +77,11 @@ def test_no_columns_and_no_neurons(gated, draw):
             call({"x": torch.zeros(tokens, d_model), **weights})
 
 
-@pytest.mark.parametrize("geometry", [dict(tile=0), dict(tile=65_537), dict(words=1), dict(tile=4, words=6),
-                                      dict(tile=2.5), dict(words="32")], ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [dict(tile=0), dict(tile=65_537), dict(words=1), dict(tile=4, words=6), dict(tile=2.5), dict(words="32")],
+    ids=str,
+)
 def test_a_geometry_the_format_has_not(gated, geometry, draw):
     with pytest.raises(InputError, match="tile is|words is"):
         call({**complete(draw, gated), **geometry})
@@ -86,16 +89,20 @@ def test_a_geometry_the_format_has_not(gated, geometry, draw):
         ops.pack(torch.ones(2, 10), **geometry)
 
 
-@pytest.mark.parametrize("gate, told", [
-    (torch.ones(5), "gate has shape .5."),
-    (torch.ones(2, 3, 4), "gate has shape .2, 3, 4."),
-    (torch.ones(5, 0), "gate is .5, 0."),
-    (torch.ones(2, 3, dtype=torch.float64), "gate is torch.float64"),
-    (torch.ones(2, 3, dtype=torch.int32), "gate is torch.int32"),
-    (torch.ones(2, 3, device="meta"), "gate is on meta"),
-    (torch.ones(2, 3).to_sparse(), "gate has layout"),
-    (None, "gate is a NoneType"),
-], ids=["vector", "3 dimensions", "no columns", "float64", "int32", "meta", "sparse", "None"])
+@pytest.mark.parametrize(
+    "gate, told",
+    [
+        (torch.ones(5), "gate has shape .5."),
+        (torch.ones(2, 3, 4), "gate has shape .2, 3, 4."),
+        (torch.ones(5, 0), "gate is .5, 0."),
+        (torch.ones(2, 3, dtype=torch.float64), "gate is torch.float64"),
+        (torch.ones(2, 3, dtype=torch.int32), "gate is torch.int32"),
+        (torch.ones(2, 3, device="meta"), "gate is on meta"),
+        (torch.ones(2, 3).to_sparse(), "gate has layout"),
+        (None, "gate is a NoneType"),
+    ],
+    ids=["vector", "3 dimensions", "no columns", "float64", "int32", "meta", "sparse", "None"],
+)
 def test_what_pack_refuses(gate, told):
     with pytest.raises(InputError, match=told):
         ops.pack(gate)
@@ -104,8 +111,19 @@ def test_what_pack_refuses(gate, told):
 def packed_arguments(draw):
     layer = draw(4, 12, 40, biases="ud")
     packed = ops.pack(layer.pattern())
-    return layer, packed, dict(x=layer.x, packed=packed, up=layer.up, down=layer.down, up_bias=layer.up_bias,
-                               down_bias=layer.down_bias, down_t=layer.down.t().contiguous())
+    return (
+        layer,
+        packed,
+        dict(
+            x=layer.x,
+            packed=packed,
+            up=layer.up,
+            down=layer.down,
+            up_bias=layer.up_bias,
+            down_bias=layer.down_bias,
+            down_t=layer.down.t().contiguous(),
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", ["x", "up", "down", "up_bias", "down_bias", "down_t"])

@@ -82,8 +82,9 @@ def test_end_to_end_where_the_gate_is_exact(path, draw, dtype):
     layer = draw(6, 24, 60, dtype=dtype, biases="ud")
     layer.gate.zero_()[torch.arange(60), torch.arange(60) % 24] = 1
     wide = {name: t.double() for name, t in layer.weights.items()}
-    exact = reference.gated_ffn(layer.x.double(), wide["gate"], wide["up"], wide["down"], None, wide["up_bias"],
-                                wide["down_bias"])
+    exact = reference.gated_ffn(
+        layer.x.double(), wide["gate"], wide["up"], wide["down"], None, wide["up_bias"], wide["down_bias"]
+    )
     assert accuracy.worst_row(layer.sparse(), layer.dense(), exact)[0] <= 1.0
 
 
@@ -119,7 +120,7 @@ def test_wide_layer(gated, draw):
 
 def which_path(layer, monkeypatch):
     taken = []
-    for name in ("gated", "plain"):
+    for _ in ("gated", "plain"):
         monkeypatch.setattr(cpu, "linear", lambda *a: taken.append("dense") or linear(*a))
         for function in ("_gated_wide", "_gated_short", "_sum_short", "_add_wide"):
             monkeypatch.setattr(cpu, function, noting(getattr(cpu, function), taken))
@@ -175,8 +176,11 @@ def test_a_gate_of_exactly_zero_is_silent(path, gated, draw):
 
 
 BAD_ROWS = {
-    "one infinity": [inf, 1.0], "minus infinity": [-inf, 1.0], "NaN": [nan, 1.0],
-    "both infinities": [inf, -inf], "infinity and NaN": [inf, nan],
+    "one infinity": [inf, 1.0],
+    "minus infinity": [-inf, 1.0],
+    "NaN": [nan, 1.0],
+    "both infinities": [inf, -inf],
+    "infinity and NaN": [inf, nan],
 }
 
 
@@ -274,10 +278,13 @@ def strided(t):
     return larger[..., 1::2]
 
 
-@pytest.mark.parametrize("gated, name", [
-    *((True, name) for name in ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
-    *((False, name) for name in ("x", "up", "down", "up_bias", "down_bias")),
-])
+@pytest.mark.parametrize(
+    "gated, name",
+    [
+        *((True, name) for name in ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        *((False, name) for name in ("x", "up", "down", "up_bias", "down_bias")),
+    ],
+)
 @pytest.mark.parametrize("layout", [strided, lambda t: t.t().contiguous().t()], ids=["strided", "transposed"])
 def test_tensors_that_are_not_contiguous(path, gated, name, layout, draw):
     layer = draw(5, gated=gated, biases="gud")
@@ -293,8 +300,12 @@ def test_tensors_that_are_not_contiguous(path, gated, name, layout, draw):
 
 def test_expanded_tensors(path, gated, draw):
     layer = draw(4, gated=gated, biases="gud")
-    changed = dict(x=layer.x[:1].expand(4, -1), up=layer.up[:1].expand(40, -1), down=layer.down[:, :1].expand(-1, 40),
-                   down_bias=layer.down_bias[:1].expand(12))
+    changed = dict(
+        x=layer.x[:1].expand(4, -1),
+        up=layer.up[:1].expand(40, -1),
+        down=layer.down[:, :1].expand(-1, 40),
+        down_bias=layer.down_bias[:1].expand(12),
+    )
     expected = layer.replace(**{name: t.contiguous() for name, t in changed.items()})
     assert_kept(expected, layer.replace(**changed).sparse())
     tokens = layer.x.expand(3, 4, 12)
@@ -365,7 +376,9 @@ def test_strided_tensors_are_summed_in_the_order_of_the_dense_layer(how, dtype, 
         def view(t):
             if t is None or t.dim() < 2:
                 return t
-            return t.t().contiguous().t() if how == "transposed" else torch.stack([t, t], 2).view(t.shape[0], -1)[:, ::2]
+            return (
+                t.t().contiguous().t() if how == "transposed" else torch.stack([t, t], 2).view(t.shape[0], -1)[:, ::2]
+            )
 
         layer = layer.replace(**{name: view(t) for name, t in vars(layer).items()})
         with forced("dense"):

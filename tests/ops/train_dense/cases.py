@@ -1,4 +1,5 @@
-"""Odd inputs for the element-wise middle of a dense training step, and what must come out: for the CPU and the GPU tests."""
+"""Odd inputs for the element-wise middle of a dense training step, and what must come out: for the CPU and the GPU
+tests."""
 
 from __future__ import annotations
 
@@ -11,8 +12,18 @@ from twell_lab.ops import train_dense
 ODD = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 6e-8, -6e-8, 3e4, -3e4]
 
 
-def draw(rows: int, d_ff: int, dtype: torch.dtype, *, gated: bool = True, odd: bool = False, device: str = "cpu", seed: int = 0):
-    """(g, u or None, dh, dl1); odd: infinities, NaN, zeros and denormals in every array, and values that overflow float16."""
+def draw(
+    rows: int,
+    d_ff: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = True,
+    odd: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+):
+    """(g, u or None, dh, dl1); odd: infinities, NaN, zeros and denormals in every array, and values that overflow
+    float16."""
     generator = torch.Generator().manual_seed(rows * 31 + d_ff + seed)
 
     def normal(*shape: int) -> Tensor:

@@ -16,7 +16,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @needs_simulator
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("rows, d_ff, version", [(1, 1, 1), (9, 37, None), (9, 300, 1), (9, 8, 2), (17, 264, 2), (3, 2056, None)])
+@pytest.mark.parametrize(
+    "rows, d_ff, version", [(1, 1, 1), (9, 37, None), (9, 300, 1), (9, 8, 2), (17, 264, 2), (3, 2056, None)]
+)
 def test_as_torch_gives_it(rows, d_ff, version, gated, dtype):
     for odd in (False, True):
         g, u, dh, dl1 = draw(rows, d_ff, dtype, gated=gated, odd=odd)
@@ -60,12 +62,16 @@ def test_what_is_refused():
     g, u, dh, dl1 = draw(4, 16, torch.bfloat16)
     hidden, gradients = train_dense.dense_hidden, train_dense.dense_gradients
     for call, says in [
-        (lambda: hidden(g[0], None), r"\[16\]"), (lambda: hidden(g.double(), None), "float64"),
-        (lambda: hidden(g, u.half()), "float16"), (lambda: hidden(g, u[:2]), r"\[2, 16\]"),
-        (lambda: hidden(g.t(), None), "strides"), (lambda: gradients(g, u, dh.float(), None), "float32"),
-        (lambda: gradients(g, u, dh, dl1.double()), "dl1 is torch.float64"), (lambda: gradients(g, u, dh, dl1[:3]), r"\[3\]"),
+        (lambda: hidden(g[0], None), r"\[16\]"),
+        (lambda: hidden(g.double(), None), "float64"),
+        (lambda: hidden(g, u.half()), "float16"),
+        (lambda: hidden(g, u[:2]), r"\[2, 16\]"),
+        (lambda: hidden(g.t(), None), "strides"),
+        (lambda: gradients(g, u, dh.float(), None), "float32"),
+        (lambda: gradients(g, u, dh, dl1.double()), "dl1 is torch.float64"),
+        (lambda: gradients(g, u, dh, dl1[:3]), r"\[3\]"),
         (lambda: hidden(g, u, 3), "version is 3"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(InputError, match=says):
             call()
 

@@ -1,8 +1,7 @@
 """Layers for the row kernels of a training step, and all that must come out of them: for the tests here and on a GPU.
 
-Gates are drawn, not computed, so that every pattern can be had; but, as in a real layer, a row of x that is not finite has
-no finite value in its row of the gate.
-"""
+Gates are drawn, not computed, so that every pattern can be had; but, as in a real layer, a row of x that is not finite
+has no finite value in its row of the gate."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ def poisoned_pack(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass
 class RowCase:
-    """A layer and its gradients: x, dy [tokens, d_model]; gate [tokens, d_ff], before the ReLU; Wg, up, down_t [d_ff, d_model]."""
+    """A layer and its gradients: x, dy [tokens, d_model]; gate [tokens, d_ff], before the ReLU; Wg, up, down_t [d_ff,
+    d_model]."""
 
     x: Tensor
     dy: Tensor
@@ -52,7 +52,17 @@ class RowCase:
     capacity: int | None = None
 
     @classmethod
-    def draw(cls, gate: Tensor, d_model: int, *, gated: bool = True, biases: bool = False, dl1: bool = True, seed: int = 0, **more):
+    def draw(
+        cls,
+        gate: Tensor,
+        d_model: int,
+        *,
+        gated: bool = True,
+        biases: bool = False,
+        dl1: bool = True,
+        seed: int = 0,
+        **more,
+    ):
         (tokens, d_ff), dtype, device = gate.shape, gate.dtype, gate.device
         generator = torch.Generator(device).manual_seed(d_model + d_ff + seed)
         normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
@@ -63,7 +73,8 @@ class RowCase:
         return cls(x, dy, gate, wide[0] if gated else None, *wide[1:], *both, normal(tokens) if dl1 else None, **more)
 
     def spoil(self, row: int, gate: str, value: float = torch.nan, column: int = 0) -> None:
-        """Make x's row non-finite at one column, and its gate so: all 'nan', all 'silent' (-inf), or 'mixed' infinities."""
+        """Make x's row non-finite at one column, and its gate so: all 'nan', all 'silent' (-inf), or 'mixed'
+        infinities."""
         self.x[row, column] = value
         self.gate[row] = {"nan": torch.nan, "silent": -torch.inf, "mixed": -torch.inf}[gate]
         if gate == "mixed":
@@ -133,7 +144,9 @@ class RowCase:
         if self.dl1 is not None:
             wanted = wanted + self.dl1.double()[:, None] * torch.where(h.isnan(), torch.nan, h.sign())
         rows, columns = (keep & ~lost[:, None]).nonzero(as_tuple=True)
-        assert_near(dh[: len(rows), None], wanted[rows, columns, None], self.dy.double()[rows].norm(dim=1, keepdim=True) + 1, 0)
+        assert_near(
+            dh[: len(rows), None], wanted[rows, columns, None], self.dy.double()[rows].norm(dim=1, keepdim=True) + 1, 0
+        )
 
         dx = train_rows.input_gradient(s, dh, self.Wg, self.up, version)
         wanted = torch.where(keep, wanted, 0)

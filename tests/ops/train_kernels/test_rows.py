@@ -1,8 +1,7 @@
 """The row kernels of a training step, run on the CPU, against plain torch in float64.
 
-Outputs are poisoned: torch fills what it allocates with NaN (or the largest integer), so what a kernel forgets to write is
-seen, and what it must leave alone.
-"""
+Outputs are poisoned: torch fills what it allocates with NaN (or the largest integer), so what a kernel forgets to write
+is seen, and what it must leave alone."""
 
 import pytest
 import torch
@@ -24,7 +23,12 @@ def poisoned():
 
 
 def spoilt_rows(case: RowCase) -> RowCase:
-    for row, gate, value in ((5, "nan", torch.nan), (21, "silent", -torch.inf), (30, "mixed", torch.inf), (37, "nan", torch.inf)):
+    for row, gate, value in (
+        (5, "nan", torch.nan),
+        (21, "silent", -torch.inf),
+        (30, "mixed", torch.inf),
+        (37, "nan", torch.inf),
+    ):
         if row < len(case.x):
             case.spoil(row, gate, value, column=-1 - row % 3)
     if len(case.x) == 17:
@@ -147,14 +151,25 @@ def test_rows_do_not_depend_on_their_neighbours_nor_on_the_run():
     again = case.survivors()
     assert all(torch.equal(a, b) for a, b in zip((s.spans, s.lost, s.kept), (again.spans, again.lost, again.kept)))
     for row in (2, 3, 16, 34):
-        alone = RowCase(*(t[row : row + 1] for t in (case.x, case.dy, case.gate)), case.Wg, case.up, case.down_t, case.up_bias,
-                        case.down_bias, case.dl1[row : row + 1])  # fmt: skip
+        alone = RowCase(
+            *(t[row : row + 1] for t in (case.x, case.dy, case.gate)),
+            case.Wg,
+            case.up,
+            case.down_t,
+            case.up_bias,
+            case.down_bias,
+            case.dl1[row : row + 1],
+        )
         one = alone.survivors()
         start, count = s.spans[row].tolist()
         assert same_bits(one.words[:count], s.words[start : start + count])
         assert same_bits(one.ups[:count], s.ups[start : start + count]) and same_bits(one.l1, s.l1[row : row + 1])
         y1, dh1, dx1 = alone.check_rows(one, alone.check_survivors(one))
-        assert same_bits(y1[0], y[row]) and same_bits(dx1[0], dx[row]) and same_bits(dh1[:count], dh[start : start + count])
+        assert (
+            same_bits(y1[0], y[row])
+            and same_bits(dx1[0], dx[row])
+            and same_bits(dh1[:count], dh[start : start + count])
+        )
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -167,7 +182,6 @@ def test_no_fault_and_which_kernels_run(gated):
     survivors = ["survivor_counts_v2", "survivor_places_v2", "survivor_words_v2", *up]
     names = [*survivors, "weighted_rows_v2", "pieces_v1", "hidden_gradient_v2", "input_gradient_v2"]
     assert [run.kernel for run in runs] == names
-
 
 
 def test_no_tokens():

@@ -40,21 +40,51 @@ class Case:
     start: tuple[Tensor, ...]  # the gradients before: like gate, up, down_t, and like the biases
 
     @classmethod
-    def draw(cls, tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, rows, *, gated: bool = True, biases: bool = False,
-             slope: bool = True, density: float = 0.3, seed: int = 0) -> Case:  # fmt: skip
+    def draw(
+        cls,
+        tokens: int,
+        d_model: int,
+        d_ff: int,
+        dtype: torch.dtype,
+        rows,
+        *,
+        gated: bool = True,
+        biases: bool = False,
+        slope: bool = True,
+        density: float = 0.3,
+        seed: int = 0,
+    ) -> Case:
         """rows: which are lost. density: about which share of the neurons fires in a row."""
         generator = torch.Generator().manual_seed(tokens * 7 + d_model * 3 + d_ff + seed)
         normal = lambda *shape: torch.randn(*shape, generator=generator)
         x = normal(tokens, d_model)
         x[:, 0] = d_model**0.5  # a constant, whose weight sets how often neurons fire
-        pattern, up, down_t = normal(d_ff, d_model) / d_model**0.5, normal(d_ff, d_model) / d_model**0.5, normal(d_ff, d_model)
-        (pattern if gated else up)[:, 0] = -float(torch.special.ndtri(torch.tensor(1 - density, dtype=torch.float64))) / d_model**0.5
+        pattern, up, down_t = (
+            normal(d_ff, d_model) / d_model**0.5,
+            normal(d_ff, d_model) / d_model**0.5,
+            normal(d_ff, d_model),
+        )
+        (pattern if gated else up)[:, 0] = (
+            -float(torch.special.ndtri(torch.tensor(1 - density, dtype=torch.float64))) / d_model**0.5
+        )
         down_t = down_t / d_ff**0.5
         both = [normal(n).mul(0.1).to(dtype) if biases else None for n in (d_ff, d_ff, d_model)]
         both[0] = both[0] if gated else None
-        start = [t.to(dtype) for t in (normal(d_ff, d_model), normal(d_ff, d_model), normal(d_ff, d_model), normal(d_ff), normal(d_ff))]
-        return cls(x.to(dtype), normal(tokens, d_model).to(dtype), normal(tokens) if slope else None, pattern.to(dtype) if gated else None,
-                   up.to(dtype), down_t.to(dtype), *both, torch.tensor(sorted(rows), dtype=torch.long), tuple(start))  # fmt: skip
+        start = [
+            t.to(dtype)
+            for t in (normal(d_ff, d_model), normal(d_ff, d_model), normal(d_ff, d_model), normal(d_ff), normal(d_ff))
+        ]
+        return cls(
+            x.to(dtype),
+            normal(tokens, d_model).to(dtype),
+            normal(tokens) if slope else None,
+            pattern.to(dtype) if gated else None,
+            up.to(dtype),
+            down_t.to(dtype),
+            *both,
+            torch.tensor(sorted(rows), dtype=torch.long),
+            tuple(start),
+        )
 
     def to(self, device: str) -> Case:
         move = lambda t: tuple(map(move, t)) if isinstance(t, tuple) else None if t is None else t.to(device)
@@ -72,8 +102,19 @@ class Case:
         y = torch.full_like(self.x, POISON)
         l1 = torch.full((len(self.x),), POISON, device=self.x.device)
         kept = torch.full((len(self.x),), int(POISON), dtype=torch.int32, device=self.x.device)
-        train_lost.lost_forward(self.lost, self.x, self.gate, self.up, self.down_t, self.gate_bias, self.up_bias, self.down_bias,
-                                 y, l1, kept)  # fmt: skip
+        train_lost.lost_forward(
+            self.lost,
+            self.x,
+            self.gate,
+            self.up,
+            self.down_t,
+            self.gate_bias,
+            self.up_bias,
+            self.down_bias,
+            y,
+            l1,
+            kept,
+        )
         return y, l1, kept
 
     def backward(self) -> tuple[Tensor, ...]:
@@ -85,12 +126,14 @@ class Case:
         return dx, *gradients
 
     def expected(self):
-        """In float64, of the lost rows whose x is finite: (those rows, y, l1, kept, dx, [gradients of the weights and biases], which
-        neurons fire, [rows, d_ff]: where the sign of a gate value is not sure in float32; [d_ff]: the neurons none of whose
-        gradients jumps for such a sign, or for that of an up value)."""
+        """In float64, of the lost rows whose x is finite: (those rows, y, l1, kept, dx, [gradients of the weights and
+        biases], which neurons fire, [rows, d_ff]: where the sign of a gate value is not sure in float32; [d_ff]: the
+        neurons none of whose gradients jumps for such a sign, or for that of an up value)."""
         rows = self.rows[self.x[self.rows].isfinite().all(1)]
-        leaves = [None if t is None else t.double().requires_grad_() for t in
-                  (self.x[rows], self.gate, self.up, self.down_t, self.gate_bias, self.up_bias)]  # fmt: skip
+        leaves = [
+            None if t is None else t.double().requires_grad_()
+            for t in (self.x[rows], self.gate, self.up, self.down_t, self.gate_bias, self.up_bias)
+        ]
         x, gate, up, down_t, gate_bias, up_bias = leaves
         g = linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
         with torch.no_grad():
@@ -138,7 +181,9 @@ class Case:
         eps = EPS[self.x.dtype]
         if len(rows):
             assert relative(back[0][rows], dx) < eps
-        for name, after, before, exact in zip(("gate", "up", "down_t", "gate_bias", "up_bias"), back[1:], self.start, gradients):
+        for name, after, before, exact in zip(
+            ("gate", "up", "down_t", "gate_bias", "up_bias"), back[1:], self.start, gradients
+        ):
             assert (after is None) == (exact is None), name
             if after is None:
                 continue
@@ -153,7 +198,8 @@ class Case:
 
 
 def _rounding(x: Tensor, weight: Tensor) -> Tensor:
-    """How far a sum of products in float32 may be off, in any order: four standard deviations of independent roundings."""
+    """How far a sum of products in float32 may be off, in any order: four standard deviations of independent
+    roundings."""
     return 4 * 2**-24 * x.shape[-1] ** 0.5 * linear(x.abs(), weight.abs())
 
 

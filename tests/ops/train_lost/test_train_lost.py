@@ -16,9 +16,15 @@ DTYPES = [torch.bfloat16, torch.float16]
 @needs_simulator
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, d_model, d_ff, rows", [
-    (3, 8, 1, [1]), (20, 24, 70, range(20)), (40, 264, 130, [0, 3, 4, 17, 22, 23, 24, 30, 39]), (9, 2056, 37, [8]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, d_model, d_ff, rows",
+    [
+        (3, 8, 1, [1]),
+        (20, 24, 70, range(20)),
+        (40, 264, 130, [0, 3, 4, 17, 22, 23, 24, 30, 39]),
+        (9, 2056, 37, [8]),
+    ],
+)
 def test_against_float64(tokens, d_model, d_ff, rows, gated, dtype):
     for biases, slope in ((False, True), (True, False)):
         Case.draw(tokens, d_model, d_ff, dtype, rows, gated=gated, biases=biases, slope=slope).check()
@@ -40,7 +46,9 @@ def test_more_groups_than_blocks(gated, monkeypatch):
 @needs_simulator
 @pytest.mark.parametrize("d_ff", [64, 65, 128])
 def test_batches_of_neurons_that_end_with_the_layer_and_just_before(d_ff):
-    Case.draw(48, 24, d_ff, torch.bfloat16, range(48)).check()  # as many groups as blocks: each has all neurons, 64 at a time
+    Case.draw(
+        48, 24, d_ff, torch.bfloat16, range(48)
+    ).check()  # as many groups as blocks: each has all neurons, 64 at a time
 
 
 @needs_simulator
@@ -132,20 +140,28 @@ def test_what_is_refused():
         return Case(**{**{k: getattr(case, k) for k in case.__dataclass_fields__}, **other})
 
     for changed, says in [
-        ({"x": case.x.float()}, "float32"), ({"x": case.x[:, :12]}, r"\[4, 12\]"), ({"up": case.up.half()}, "float16"),
-        ({"down_t": case.down_t.t()}, "strides"), ({"dl1": case.dl1.double()}, "float64"), ({"dy": case.dy[:3]}, r"\[3, 16\]"),
+        ({"x": case.x.float()}, "float32"),
+        ({"x": case.x[:, :12]}, r"\[4, 12\]"),
+        ({"up": case.up.half()}, "float16"),
+        ({"down_t": case.down_t.t()}, "strides"),
+        ({"dl1": case.dl1.double()}, "float64"),
+        ({"dy": case.dy[:3]}, r"\[3, 16\]"),
         ({"up_bias": case.up[0]}, r"\[16\]"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(InputError, match=says):
             with_(**changed).backward()
     with pytest.raises(InputError, match="kept is torch.int64"):
         y, l1, kept = torch.empty_like(case.x), torch.empty(4), torch.empty(4, dtype=torch.long)
         train_lost.lost_forward(case.lost, case.x, case.gate, case.up, case.down_t, None, None, None, y, l1, kept)
     with pytest.raises(InputError, match="lost is torch.int64"):
-        train_lost.lost_forward(case.lost.long(), case.x, case.gate, case.up, case.down_t, None, None, None, y, l1, kept.int())
+        train_lost.lost_forward(
+            case.lost.long(), case.x, case.gate, case.up, case.down_t, None, None, None, y, l1, kept.int()
+        )
     with pytest.raises(InputError, match="dgate .* exactly where"):
         g = case.start
-        train_lost.lost_backward(case.lost, case.x, case.dy, None, None, case.up, case.down_t, None, None, y, g[0], g[1], g[2], None, None)
+        train_lost.lost_backward(
+            case.lost, case.x, case.dy, None, None, case.up, case.down_t, None, None, y, g[0], g[1], g[2], None, None
+        )
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
@@ -160,5 +176,7 @@ def test_compiles(arch):
             used |= cubins.resources(cubins.compile(file, arch, dict(defines)).log)
         assert len(used) == 4
         assert all(kernel["registers"] <= 128 for kernel in used.values()), used
-        if arch == "sm_90":  # looked at there: outside of the loops, but for lost_weights where it computes entries again
+        if (
+            arch == "sm_90"
+        ):  # looked at there: outside of the loops, but for lost_weights where it computes entries again
             assert all(used[name]["spill_bytes"] <= 300 for name in ("lost_forward_v1", "lost_backward_v1")), used

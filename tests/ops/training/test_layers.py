@@ -1,4 +1,5 @@
-"""Sparse layers that are trained: their penalty, the change between paths, and everything that changes weights under them."""
+"""Sparse layers that are trained: their penalty, the change between paths, and everything that changes weights under
+them."""
 
 import copy
 
@@ -116,7 +117,8 @@ def test_terms_of_several_passes_come_in_their_order():
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("ask", ["terms", "objective"])
 def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
-    """As FSDP2 has them compiled, and many who train large models: what a layer tells must not make it another function."""
+    """As FSDP2 has them compiled, and many who train large models: what a layer tells must not make it another
+    function."""
     torch._dynamo.reset()
     net = sparsify(model()) if sparse else model()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -243,8 +245,10 @@ def test_layers_change_over_one_by_one_and_not_at_the_first_sign():
     assert paths(net) == ["dense", "twell"]
     assert switching.switch(net, terms_of([47, 53]), below=50) == {} and paths(net) == ["dense", "twell"]
     assert switching.switch(net, terms_of([44, 56]), below=50) == {"layers.0.mlp": "twell", "layers.1.mlp": "dense"}
-    assert switching.switch(net, terms_of([torch.nan, 1]), below={"layers.0.mlp": 5, "layers.1.mlp": 5.0}) == \
-        {"layers.0.mlp": "dense", "layers.1.mlp": "twell"}  # fmt: skip
+    assert switching.switch(net, terms_of([torch.nan, 1]), below={"layers.0.mlp": 5, "layers.1.mlp": 5.0}) == {
+        "layers.0.mlp": "dense",
+        "layers.1.mlp": "twell",
+    }
 
 
 def test_a_model_that_becomes_sparse_changes_over_and_computes_the_same():
@@ -278,9 +282,14 @@ def test_a_layer_that_lost_tokens_send_back_waits_until_fewer_neurons_fire(below
     assert change.see(terms_of([10, 10], [1.0, None])[:1]) == {"layers.0.mlp": "dense"}
     assert change.below == {"layers.0.mlp": 10, "layers.1.mlp": 50} and below == given
     assert change.see(terms_of([10, 10])[1:]) == {}
-    assert change.see(terms_of([10, 10])) == {} == change.see(terms_of([9.1, 10]))  # what sent it back cannot be seen from there
+    assert (
+        change.see(terms_of([10, 10])) == {} == change.see(terms_of([9.1, 10]))
+    )  # what sent it back cannot be seen from there
     assert change.see(terms_of([8, 10])) == {"layers.0.mlp": "twell"}
-    assert change.see(terms_of([70, 70])) == {"layers.0.mlp": "dense", "layers.1.mlp": "dense"}  # too many fire, none is lost
+    assert change.see(terms_of([70, 70])) == {
+        "layers.0.mlp": "dense",
+        "layers.1.mlp": "dense",
+    }  # too many fire, none is lost
     assert change.below["layers.1.mlp"] == 50
 
 
@@ -302,7 +311,9 @@ def test_a_switch_measures_the_break_even_of_its_own_device():
 def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
     net, asked = sparsify(model()), []
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
-    monkeypatch.setattr(switching.training, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1)
+    monkeypatch.setattr(
+        switching.training, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1
+    )
     monkeypatch.setattr(switching, "break_even", lambda *_: 7.0)
     assert switching.Switch(net).measure(300) == {"layers.0.mlp": 0.0, "layers.1.mlp": 7.0}
     assert asked == [((300, 16), torch.float32)] * 2

@@ -35,7 +35,9 @@ def leaves_of(made):
 def gradients(function, made, weight):
     """Of a loss in which y and each token's L1 have parts of their own."""
     y, l1, kept = function(*made)
-    loss = (y * torch.arange(1, y.numel() + 1).view_as(y).to(y) / y.numel()).sum() + weight * (l1 * torch.arange(1, l1.numel() + 1)).sum()
+    loss = (y * torch.arange(1, y.numel() + 1).view_as(y).to(y) / y.numel()).sum() + weight * (
+        l1 * torch.arange(1, l1.numel() + 1)
+    ).sum()
     return torch.autograd.grad(loss, leaves_of(made)), kept
 
 
@@ -68,12 +70,18 @@ def test_as_torch_differentiates_the_dense_layer(path, gated, weight):
 def test_only_one_of_the_outputs_used(path):
     made = layer(dtype=torch.float32)
     for pick in (lambda y, l1: y.sum(), lambda y, l1: l1.sum()):
-        found = torch.autograd.grad(pick(*differentiable.train_ffn(*made, path=path)[:2]), leaves_of(made), allow_unused=True)
+        found = torch.autograd.grad(
+            pick(*differentiable.train_ffn(*made, path=path)[:2]), leaves_of(made), allow_unused=True
+        )
         expected = torch.autograd.grad(pick(*dense(*made)[:2]), leaves_of(made), allow_unused=True)
         for a, b in zip(found, expected):
             zero = torch.zeros(())
-            torch.testing.assert_close(zero if a is None else a, torch.zeros_like(a) if b is None and a is not None else zero if b is None else b,
-                                       rtol=1e-4, atol=1e-4)  # fmt: skip
+            torch.testing.assert_close(
+                zero if a is None else a,
+                torch.zeros_like(a) if b is None and a is not None else zero if b is None else b,
+                rtol=1e-4,
+                atol=1e-4,
+            )
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -1,4 +1,5 @@
-"""Sparse layers whose weights FSDP2 shards: two processes on the CPU train what one trains, and no copy of a weight gets stale."""
+"""Sparse layers whose weights FSDP2 shards: two processes on the CPU train what one trains, and no copy of a weight
+gets stale."""
 
 import os
 import socket
@@ -17,7 +18,9 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import cpu
 from twell_lab.training.parallel import joined
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo"
+)
 CONFIG = ModelConfig(vocabulary=32, d_model=16, layers=2, heads=2, d_ff=256, context=8)
 
 
@@ -44,7 +47,8 @@ def train_step(net, optimizer, batch):
 
 
 def alone():
-    """The logits after each of three steps, and after the weights of another model were loaded, of a dense model in one process."""
+    """The logits after each of three steps, and after the weights of another model were loaded, of a dense model in one
+    process."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     seen = []
@@ -83,8 +87,12 @@ def shard_and_train(rank, path, out):
     for layer in (net, *net.layers):
         layer.reshard()
     own = {name: p for name, p in net.named_parameters()}
-    net.load_state_dict({name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-                         for name, value in model(5).state_dict().items()})  # fmt: skip
+    net.load_state_dict(
+        {
+            name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
+            for name, value in model(5).state_dict().items()
+        }
+    )
     with torch.no_grad():
         seen.append(net(tokens(9)))
     assert len(skipped) == 2 * len(seen)  # both layers, each time

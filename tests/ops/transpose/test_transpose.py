@@ -21,7 +21,9 @@ def test_slices_and_odd_addresses():
         assert torch.equal(transpose.transposed(each), each.t())
 
 
-@pytest.mark.parametrize("m", [torch.zeros(8, 9, dtype=torch.float16), torch.zeros(8, 8), torch.zeros(8, dtype=torch.float16)])
+@pytest.mark.parametrize(
+    "m", [torch.zeros(8, 9, dtype=torch.float16), torch.zeros(8, 8), torch.zeros(8, dtype=torch.float16)]
+)
 def test_what_is_not_taken_is_named(m):
     with pytest.raises(InputError, match="the matrix is"):
         transpose.transposed(m)

@@ -38,9 +38,11 @@ def test_a_folder_is_its_documents_in_order(folder):
     read = ours.from_hub(folder)
     assert read.data.numpy().tobytes() == JOINED and read.starts == (0, 17, 41)
     assert read.describe() == {
-        "name": f"letters, train, first {len(JOINED)} bytes", "sha256": hashlib.sha256(JOINED).hexdigest(),
-        "size": len(JOINED), "source": {"dataset": "letters", "subset": None, "split": "train", "column": "text",
-                                        "documents": 3}}
+        "name": f"letters, train, first {len(JOINED)} bytes",
+        "sha256": hashlib.sha256(JOINED).hexdigest(),
+        "size": len(JOINED),
+        "source": {"dataset": "letters", "subset": None, "split": "train", "column": "text", "documents": 3},
+    }
     training, validation = read.split(0.5)
     assert training.size + validation.size == read.size and validation.source == read.source
 
@@ -65,11 +67,21 @@ def test_what_the_parts_of_a_name_mean(monkeypatch):
     assert ours.from_spec("hf:a/b") == ("a/b", {})
 
 
-@pytest.mark.parametrize("spec, words", [
-    ("hf:", "no name"), ("hf:a/b?size=3", "size"), ("hf:a/b?split", "split"), ("hf:a/b?bytes=many", "many"),
-    ("hf:a/b?bytes=1.5", "1.5"), ("hf:a/b?bytes=inf", "inf"), ("hf:a/b?bytes=", "bytes"), ("hf:a/b?bytes=0", "from 1 up"),
-    ("hf:a/b?bytes=-1e3", "from 1 up"),
-    ("hf:a/b?bytes=1e12", "most_bytes")])
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("hf:", "no name"),
+        ("hf:a/b?size=3", "size"),
+        ("hf:a/b?split", "split"),
+        ("hf:a/b?bytes=many", "many"),
+        ("hf:a/b?bytes=1.5", "1.5"),
+        ("hf:a/b?bytes=inf", "inf"),
+        ("hf:a/b?bytes=", "bytes"),
+        ("hf:a/b?bytes=0", "from 1 up"),
+        ("hf:a/b?bytes=-1e3", "from 1 up"),
+        ("hf:a/b?bytes=1e12", "most_bytes"),
+    ],
+)
 def test_wrong_names_are_refused(spec, words):
     with pytest.raises(InputError, match=words):
         ours.from_spec(spec)
@@ -113,8 +125,10 @@ def test_a_connection_that_breaks_says_how_far_it_came(monkeypatch, library):
     monkeypatch.setattr(library, "load_dataset", rows)
     with pytest.raises(TextError, match="owner/name.*broke off after 12 bytes: ConnectionError: gone"):
         ours.from_hub("owner/name")
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **options: SimpleNamespace(
-        sha="abc", card_data={"license": "odc-by"}))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info",
+        lambda *args, **options: SimpleNamespace(sha="abc", card_data={"license": "odc-by"}),
+    )
     read = ours.from_hub("owner/name", subset="small", most_bytes=8)
     assert read.data.numpy().tobytes() == b"some\n\nmo" and read.name == "owner/name, small, train, first 8 bytes"
     assert read.source["licence"] == "odc-by" and read.source["revision"] == "abc"

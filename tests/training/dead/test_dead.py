@@ -63,10 +63,17 @@ def test_counts_of_other_layers_or_another_window_are_refused():
             Tracker(widths, 10).load_state_dict(state)
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: Tracker([], 5), "no layers"), (lambda: Tracker([3], 0), "window_tokens is 0"),
-    (lambda: Tracker([3.0], 5), "width is 3.0"), (lambda: Tracker([3], 5).see(masks({0}, {0}), 1), "shapes"),
-    (lambda: Tracker([3], 5).see([torch.ones(3)], 1), "bool"), (lambda: Tracker([3], 5).see(masks({0}), -1), "tokens")])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Tracker([], 5), "no layers"),
+        (lambda: Tracker([3], 0), "window_tokens is 0"),
+        (lambda: Tracker([3.0], 5), "width is 3.0"),
+        (lambda: Tracker([3], 5).see(masks({0}, {0}), 1), "shapes"),
+        (lambda: Tracker([3], 5).see([torch.ones(3)], 1), "bool"),
+        (lambda: Tracker([3], 5).see(masks({0}), -1), "tokens"),
+    ],
+)
 def test_wrong_counts_are_refused(make, words):
     with pytest.raises(InputError, match=words):
         make()
@@ -168,9 +175,16 @@ def test_half_precision_rows_are_mixed_in_float32():
     assert torch.equal(changed.gate.weight, (0.9 * before + 0.1 * (noise * 0.02)).bfloat16())
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"dead": torch.ones(7, dtype=torch.bool)}, "dead is torch.bool \\[7\\]"), ({"dead": torch.ones(8)}, "float32"),
-    ({"strength": 1.5}, "strength is 1.5"), ({"strength": float("nan")}, "strength"), ({"sigma": -1.0}, "sigma is -1")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"dead": torch.ones(7, dtype=torch.bool)}, "dead is torch.bool \\[7\\]"),
+        ({"dead": torch.ones(8)}, "float32"),
+        ({"strength": 1.5}, "strength is 1.5"),
+        ({"strength": float("nan")}, "strength"),
+        ({"sigma": -1.0}, "sigma is -1"),
+    ],
+)
 def test_wrong_arguments_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         reinitialise(layer(), **{"dead": torch.ones(8, dtype=torch.bool), **change})

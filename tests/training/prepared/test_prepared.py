@@ -1,4 +1,5 @@
-"""Texts prepared on disk: the same bytes and tokens as in memory, a cut between documents, typed errors for what is damaged."""
+"""Texts prepared on disk: the same bytes and tokens as in memory, a cut between documents, typed errors for what is
+damaged."""
 
 import dataclasses
 import hashlib
@@ -31,14 +32,14 @@ def folder(tmp_path):
     made = tmp_path / "poems"
     made.mkdir()
     for number in range(20):
-        (made / f"{number:02}.txt").write_text(f"Poem {number}: the straße is long, and the poem is not.\n" * (3 + number % 4))
+        (made / f"{number:02}.txt").write_text(
+            f"Poem {number}: the straße is long, and the poem is not.\n" * (3 + number % 4)
+        )
     return made
 
 
 def bytes_of(made) -> bytes:
     return made.tokenizer.decode(made.tokens)
-
-
 
 
 @pytest.mark.parametrize("tokenizer", [None, "bytes", "bpe:300"])
@@ -57,9 +58,13 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     assert training.size in whole.starts and training.size + validation.size == whole.size
     assert abs(validation.size - whole.size / 10) < 400
     raw = whole.data.numpy().tobytes()
-    for part, own in ((training, raw[:training.size]), (validation, raw[training.size:])):
+    for part, own in ((training, raw[: training.size]), (validation, raw[training.size :])):
         assert made.tokenizer.decode(part.tokens) == own
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "tokenizer.json",
+        "tokens.bin",
+        "twell-lab-text.json",
+    ]
     assert str(tmp_path) not in (tmp_path / "out" / prepared.MANIFEST).read_text()
 
 
@@ -67,7 +72,9 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
 def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk):
     documents = [each.replace(b"\0", b" ") for each in documents]
     raw, starts = b"".join(documents), [sum(map(len, documents[:i])) for i in range(len(documents))]
-    whole = source.Text("some", hashlib.sha256(raw).hexdigest(), torch.frombuffer(bytearray(raw), dtype=torch.uint8), tuple(starts))
+    whole = source.Text(
+        "some", hashlib.sha256(raw).hexdigest(), torch.frombuffer(bytearray(raw), dtype=torch.uint8), tuple(starts)
+    )
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "CHUNK", chunk)
@@ -100,7 +107,7 @@ def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatc
     made = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     raw = source.read(folder).data.numpy().tobytes()
     (some,) = learned
-    assert some.size <= made.cut[0] and some.data.numpy().tobytes() == raw[:some.size]
+    assert some.size <= made.cut[0] and some.data.numpy().tobytes() == raw[: some.size]
     assert bytes_of(made) == raw
 
 
@@ -158,7 +165,9 @@ def test_a_folder_of_plain_files_as_a_dataset_is_files_not_lines(folder, tmp_pat
 def test_a_dataset_of_any_size_is_read_to_its_end(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "train.jsonl").write_text("".join(json.dumps({"text": f"Letter {i}. " * 9}) + "\n" for i in range(40)))
+    (tmp_path / "letters" / "train.jsonl").write_text(
+        "".join(json.dumps({"text": f"Letter {i}. " * 9}) + "\n" for i in range(40))
+    )
     monkeypatch.setattr("twell_lab.training.text.source.LARGEST", 100)  # of what is held in memory
     made = prepared.prepare(f"hf:{tmp_path / 'letters'}", tmp_path / "out")
     assert made.name == "letters, train" and made.source["documents"] == 40 and bytes_of(made).count(b"\n\n") == 40
@@ -169,8 +178,21 @@ def test_a_dataset_of_any_size_is_read_to_its_end(tmp_path, monkeypatch):
 def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "HELD_OUT", 300)  # less than text.split would hold out
     prepared.prepare(folder, tmp_path / "text")
-    config = TrainConfig(text=tmp_path / "text", steps=8, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2,
-                         eval_every=4, eval_windows=4, warmup=2, checkpoint_every=4)
+    config = TrainConfig(
+        text=tmp_path / "text",
+        steps=8,
+        batch=4,
+        context=16,
+        d_model=16,
+        layers=2,
+        heads=2,
+        d_ff=32,
+        log_every=2,
+        eval_every=4,
+        eval_windows=4,
+        warmup=2,
+        checkpoint_every=4,
+    )
     whole = train(config, progress=False)
 
     class Enough(Exception):
@@ -210,7 +232,10 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     for same in (None, "bpe:300", made.tokenizer, tmp_path / "out" / "tokenizer.json"):
         assert load.load_any(tmp_path / "out", tokenizer=same).tokenizer == made.tokenizer
     for other in ("bytes", "bpe:301", BYTES):
-        with pytest.raises(InputError, match="is not the tokenizer that the text 'poems' was prepared with, 'bpe:300'; accepted: that one, or"):
+        with pytest.raises(
+            InputError,
+            match="is not the tokenizer that the text 'poems' was prepared with, 'bpe:300'; accepted: that one, or",
+        ):
             load.load_any(tmp_path / "out", tokenizer=other)
 
 
@@ -237,7 +262,9 @@ def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_pat
 
 def test_one_preparation_at_a_time_and_nothing_left_of_one_that_fails(folder, tmp_path):
     def second(size):
-        with pytest.raises(InputError, match=f"in use by another preparation, process {os.getpid()} on .*, since .*; accepted: another"):
+        with pytest.raises(
+            InputError, match=f"in use by another preparation, process {os.getpid()} on .*, since .*; accepted: another"
+        ):
             prepared.prepare(folder, tmp_path / "out")
         raise KeyboardInterrupt
 
@@ -307,7 +334,9 @@ def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
     (tmp_path / "some").mkdir()
     for number, size in enumerate(sizes):
         (tmp_path / "some" / str(number)).write_text("a" * size)
-    with pytest.raises(TextError, match="some has .*, none of which begins so that about .* are held out; accepted: more and shorter "):
+    with pytest.raises(
+        TextError, match="some has .*, none of which begins so that about .* are held out; accepted: more and shorter "
+    ):
         prepared.prepare(tmp_path / "some", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -320,8 +349,21 @@ def test_a_tokenizer_that_cannot_be_is_refused_before_anything_is_read(folder, t
         prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("damage", ["short", "long", "no tokens", "no tokenizer", "no json", "a list", "another format", "a cut outside",
-                                    "bytes outside", "another tokenizer"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "short",
+        "long",
+        "no tokens",
+        "no tokenizer",
+        "no json",
+        "a list",
+        "another format",
+        "a cut outside",
+        "bytes outside",
+        "another tokenizer",
+    ],
+)
 def test_what_is_damaged_is_named(folder, tmp_path, damage):
     out = tmp_path / "out"
     prepared.prepare(folder, out)
@@ -334,9 +376,15 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
     elif damage.startswith("no t"):
         (tokens if damage == "no tokens" else out / "tokenizer.json").unlink()
     else:
-        manifest.write_text({"no json": "{", "a list": "[]", "another format": json.dumps({**fields, "format": 2}),
-                             "bytes outside": json.dumps({**fields, "cut": {"bytes": 10**12, "tokens": 5}}),
-                             "a cut outside": json.dumps({**fields, "cut": {"bytes": 5, "tokens": fields["count"]}})}[damage])
+        manifest.write_text(
+            {
+                "no json": "{",
+                "a list": "[]",
+                "another format": json.dumps({**fields, "format": 2}),
+                "bytes outside": json.dumps({**fields, "cut": {"bytes": 10**12, "tokens": 5}}),
+                "a cut outside": json.dumps({**fields, "cut": {"bytes": 5, "tokens": fields["count"]}}),
+            }[damage]
+        )
     with pytest.raises(TextError, match=str(out)):
         load.load_any(out)
 
@@ -397,7 +445,9 @@ def test_tokens_of_a_large_text_are_checked_when_asked(folder, tmp_path, monkeyp
     monkeypatch.setattr(prepared, "CHECKED", len(content))
     prepared.load(out).check()
     (out / "tokens.bin").write_bytes(flipped(content, 77))
-    with pytest.raises(TextError, match="tokens.bin' was altered after it was written: its SHA-256 is .*: prepare the text again"):
+    with pytest.raises(
+        TextError, match="tokens.bin' was altered after it was written: its SHA-256 is .*: prepare the text again"
+    ):
         prepared.load(out)
     monkeypatch.setattr(prepared, "CHECKED", len(content) - 1)
     made = prepared.load(out)

@@ -16,19 +16,29 @@ FOLDER = folders.data_dir() / "checkpoints"
 NAMES = ("l1-free", "sparse")
 
 # From "The Woman in White" (Wilkie Collins, 1860), one of the novels held out; lines end as in the text trained on.
-PASSAGE = "\r\n".join([
-    "It was the last day of July. The long hot summer was drawing to a close; and we, the weary pilgrims of the London "
-    "pavement, were beginning to think of the cloud-shadows on the corn-fields, and the autumn breezes on the sea-shore.",
-    "",
-    "For my own poor part, the fading summer left me out of health, out of spirits, and, if the truth must be told, out of "
-    "money as well. During the past year I had not managed my professional resources as carefully as usual; and my "
-    "extravagance now limited me to the prospect of spending the autumn economically between my mother's cottage at "
-    "Hampstead and my own chambers in town.",
-    "",
-    "The evening, I remember, was still and cloudy; the London air was at its heaviest; the distant hum of the "
-    "street-traffic was at its faintest; the small pulse of the life within me, and the great heart of the city around me, "
-    "seemed to be sinking in unison, languidly and more languidly, with the sinking sun. I roused myself from the book "
-    "which I was dreaming over rather than reading, and left my chambers to meet the cool night air in the suburbs."])
+PASSAGE = "\r\n".join(
+    [
+        "It was the last day of July. The long hot summer was drawing to a close; and we, the weary pilgrims of the "
+        "London "
+        "pavement, were beginning to think of the cloud-shadows on the corn-fields, and the autumn breezes on the "
+        "sea-shore.",
+        "",
+        "For my own poor part, the fading summer left me out of health, out of spirits, and, if the truth must be "
+        "told, out of "
+        "money as well. During the past year I had not managed my professional resources as carefully as usual; and my "
+        "extravagance now limited me to the prospect of spending the autumn economically between my mother's cottage "
+        "at "
+        "Hampstead and my own chambers in town.",
+        "",
+        "The evening, I remember, was still and cloudy; the London air was at its heaviest; the distant hum of the "
+        "street-traffic was at its faintest; the small pulse of the life within me, and the great heart of the city "
+        "around me, "
+        "seemed to be sinking in unison, languidly and more languidly, with the sinking sun. I roused myself from the "
+        "book "
+        "which I was dreaming over rather than reading, and left my chambers to meet the cool night air in the "
+        "suburbs.",
+    ]
+)
 WINDOWS = torch.tensor(list(PASSAGE.encode())[:1026]).view(2, 513)
 
 
@@ -70,7 +80,9 @@ def test_the_sparse_one_is_sparse_and_costs_little(models, made):
 def test_it_predicts_as_well_as_stated(name, models, made):
     bits = objective.bits_per_byte(models[name], WINDOWS)
     assert bits == pytest.approx(made[name]["validation_bits_per_byte"], rel=0.2)
-    shuffled = WINDOWS.flatten()[torch.randperm(WINDOWS.numel(), generator=torch.Generator().manual_seed(0))].view_as(WINDOWS)
+    shuffled = WINDOWS.flatten()[torch.randperm(WINDOWS.numel(), generator=torch.Generator().manual_seed(0))].view_as(
+        WINDOWS
+    )
     assert objective.bits_per_byte(models[name], shuffled) > 2 * bits  # it is the order that it knows
 
 
@@ -91,12 +103,25 @@ def test_the_card_says_what_the_record_says(made):
     rows = {row["label"]: row for row in record.rows}
     for name in NAMES:
         row = rows[made[name]["label"]]
-        assert (made[name]["validation_bits_per_byte"], made[name]["zeros"]) == (row["validation_bits_per_byte"], row["zeros"])
+        assert (made[name]["validation_bits_per_byte"], made[name]["zeros"]) == (
+            row["validation_bits_per_byte"],
+            row["zeros"],
+        )
         dead = sum(layer["dead"] for layer in row["layers"])
-        for said in (f"{row['validation_bits_per_byte']:.4f}", f"{row['mean_nnz']:.1f}", f"{row['zeros']:.1%}", f" {dead} |"):
+        for said in (
+            f"{row['validation_bits_per_byte']:.4f}",
+            f"{row['mean_nnz']:.1f}",
+            f"{row['zeros']:.1%}",
+            f" {dead} |",
+        ):
             assert said in card, said
     more = made["sparse"]["validation_bits_per_byte"] / made["l1-free"]["validation_bits_per_byte"] - 1
-    for said in (f"{more:.2%} more", f"{rows['small, L1 0']['tokens'] / 1e6:.1f} million bytes", sweep.NOVELS["sha256"],
-                 sweep.NOVELS["source"], f"{sweep.NOVELS['size']:,}"):
+    for said in (
+        f"{more:.2%} more",
+        f"{rows['small, L1 0']['tokens'] / 1e6:.1f} million bytes",
+        sweep.NOVELS["sha256"],
+        sweep.NOVELS["source"],
+        f"{sweep.NOVELS['size']:,}",
+    ):
         assert said in card, said
     assert re.search(r"L1 4e-4", card) and made["sparse"]["config"]["l1"] == 4e-4

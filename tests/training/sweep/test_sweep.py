@@ -22,8 +22,21 @@ PLAN = dict(lrs=(5e-3, 1e-2), l1=(1e-3, 3e-2), reinit=(3e-2,), again=(3e-2,), wi
 def base():
     library = standard_library()
     text = replace(library, data=library.data[:100_000], starts=(0,))
-    return TrainConfig(steps=24, batch=4, context=24, d_model=16, layers=2, heads=2, d_ff=32, warmup=4, log_every=4, eval_every=12,
-                       eval_windows=60, device="cpu", text=text)
+    return TrainConfig(
+        steps=24,
+        batch=4,
+        context=24,
+        d_model=16,
+        layers=2,
+        heads=2,
+        d_ff=32,
+        warmup=4,
+        log_every=4,
+        eval_every=12,
+        eval_windows=60,
+        device="cpu",
+        text=text,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +48,15 @@ def rows(base):
 
 
 def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
-    assert [row["label"] for row in rows] == ["lr 0.005", "lr 0.01", "L1 0.001", "L1 0.03", "seed 1", "L1 0.03, seed 1",
-                                          "L1 0.03, dead rows renewed"]
+    assert [row["label"] for row in rows] == [
+        "lr 0.005",
+        "lr 0.01",
+        "L1 0.001",
+        "L1 0.03",
+        "seed 1",
+        "L1 0.03, seed 1",
+        "L1 0.03, dead rows renewed",
+    ]
     best = sweep.twin(rows)["config"]["lr"]
     assert {row["config"]["lr"] for row in rows[2:]} == {best}
     assert rows[-1]["config"]["reinit"] == 0.1 and rows[-1]["config"]["dead_every"] == 4
@@ -53,8 +73,10 @@ def test_what_is_done_is_not_made_again_and_time_ends_it(base, rows, monkeypatch
 
 def test_rows_are_handed_out_as_they_are_made(base):
     seen = []
-    rows = sweep.sweep(sweep.Plan(base=base, lrs=(1e-2,), l1=(1e-3,), reinit=(), seeds=(), again=()),
-                       on_run=lambda rows, result: seen.append((len(rows), result.config.l1)))
+    rows = sweep.sweep(
+        sweep.Plan(base=base, lrs=(1e-2,), l1=(1e-3,), reinit=(), seeds=(), again=()),
+        on_run=lambda rows, result: seen.append((len(rows), result.config.l1)),
+    )
     assert seen == [(1, 0.0), (2, 1e-3)] and len(rows) == 2
 
 
@@ -87,19 +109,24 @@ def test_positions_and_bytes_add_up_to_the_mean(base):
     starts = [*found["positions"]["start"], base.context]
     widths = [b - a for a, b in zip(starts, starts[1:])]
     for layer, nnz in zip(found["layers"], found["positions"]["nnz"], strict=True):
-        assert sum(n * w for n, w in zip(nnz, widths, strict=True)) / base.context == pytest.approx(layer["nnz"], abs=2e-3)
+        assert sum(n * w for n, w in zip(nnz, widths, strict=True)) / base.context == pytest.approx(
+            layer["nnz"], abs=2e-3
+        )
     whole = sweep.who_fires(model, windows.clamp(97, 98))  # two bytes alone, so that none is left out as rare
     values = whole["bytes"]
     assert values["value"] == [97, 98] and sum(values["count"]) == whole["counted"]
     for layer, nnz in zip(whole["layers"], values["nnz"], strict=True):
-        assert sum(n * c for n, c in zip(nnz, values["count"], strict=True)) / whole["counted"] == pytest.approx(layer["nnz"], abs=0.01)
+        assert sum(n * c for n, c in zip(nnz, values["count"], strict=True)) / whole["counted"] == pytest.approx(
+            layer["nnz"], abs=0.01
+        )
 
 
 def test_a_first_token_that_fires_more_is_seen_at_its_position(base):
     model, windows = initial_model(base), sweep.held_out(base)
     gate = model.layers[0].mlp.gate_proj
-    hook = gate.register_forward_hook(lambda module, args, output: torch.cat([output[:, :1].abs() + 1, output[:, 1:] * 0], 1),
-                                      )
+    hook = gate.register_forward_hook(
+        lambda module, args, output: torch.cat([output[:, :1].abs() + 1, output[:, 1:] * 0], 1),
+    )
     found = sweep.who_fires(model, windows)
     hook.remove()
     assert found["positions"]["nnz"][0][:3] == [base.d_ff, 0, 0]
@@ -113,19 +140,35 @@ def test_the_busy_share():
 
 def test_long_numbers_are_cut_and_gaps_kept():
     history = [{"step": 1, "ce": 1.23456789}, {"step": 2, "ce": 1e-7 / 3, "val": 2.0, "layers": [1 / 3, None]}]
-    assert sweep.columns(history) == {"step": [1, 2], "ce": [1.2346, 3.3333e-08], "val": [None, 2.0], "layers": [None, [0.33333, None]]}
+    assert sweep.columns(history) == {
+        "step": [1, 2],
+        "ce": [1.2346, 3.3333e-08],
+        "val": [None, 2.0],
+        "layers": [None, [0.33333, None]],
+    }
 
 
 # What the rows say
 
 
 def fake(label, bits, zeros, l1=0.0, nnz=(4, 4, 4, 4), **config):
-    return {"label": label, "validation_bits_per_byte": bits, "zeros": zeros, "config": {"l1": l1, "lr": 1.0, **config},
-            "history": {"step": [10, 20, 30, 40], "nnz": list(nnz)}}
+    return {
+        "label": label,
+        "validation_bits_per_byte": bits,
+        "zeros": zeros,
+        "config": {"l1": l1, "lr": 1.0, **config},
+        "history": {"step": [10, 20, 30, 40], "nnz": list(nnz)},
+    }
 
 
-FAKES = [fake("lr 1", 2.0, 0.5), fake("lr 2", 2.2, 0.5), fake("L1 2", 2.3, 0.99, 2.0), fake("L1 1", 2.02, 0.98, 1.0),
-         fake("seed 1", 2.01, 0.5), fake("L1 1, dead rows renewed", 2.0, 0.9, 1.0, reinit=0.1)]
+FAKES = [
+    fake("lr 1", 2.0, 0.5),
+    fake("lr 2", 2.2, 0.5),
+    fake("L1 2", 2.3, 0.99, 2.0),
+    fake("L1 1", 2.02, 0.98, 1.0),
+    fake("seed 1", 2.01, 0.5),
+    fake("L1 1, dead rows renewed", 2.0, 0.9, 1.0, reinit=0.1),
+]
 
 
 def test_the_twin_is_the_best_without_l1_and_the_cost_is_a_share_of_its_loss():
@@ -159,7 +202,9 @@ def test_the_table_has_one_line_a_run(rows):
     assert all(math.isfinite(line["above_twin"]) for line in lines)
 
 
-@pytest.mark.parametrize("wrong", [dict(lrs=()), dict(l1=(0.0,)), dict(l1=(-1e-3,)), dict(reinit=(0.5,)), dict(again=(0.5,)), dict(lrs=(1,))])
+@pytest.mark.parametrize(
+    "wrong", [dict(lrs=()), dict(l1=(0.0,)), dict(l1=(-1e-3,)), dict(reinit=(0.5,)), dict(again=(0.5,)), dict(lrs=(1,))]
+)
 def test_a_plan_that_cannot_be_is_refused(wrong):
     with pytest.raises(InputError, match="accepted"):
         sweep.Plan(**wrong)

@@ -43,14 +43,20 @@ def test_a_file_is_its_bytes_and_names_carry_no_folder(tmp_path):
     write(tmp_path, poem_dot_txt="Straße\n".encode())
     read = text.read(str(tmp_path / "poem.txt"))
     assert content(read) == "Straße\n".encode()
-    assert read.describe() == {"name": "poem.txt", "size": 8,
-                               "sha256": hashlib.sha256("Straße\n".encode()).hexdigest()}
+    assert read.describe() == {"name": "poem.txt", "size": 8, "sha256": hashlib.sha256("Straße\n".encode()).hexdigest()}
     assert str(tmp_path) not in text.read(tmp_path).name
 
 
 def test_hidden_binary_and_empty_files_of_a_folder_are_left_out(tmp_path):
-    write(tmp_path, _dot_git__config=b"hidden\n", _dot_env=b"hidden\n", picture=b"\x89PNG\0\0", empty=b"",
-          kept=b"kept\n", last=b"!")
+    write(
+        tmp_path,
+        _dot_git__config=b"hidden\n",
+        _dot_env=b"hidden\n",
+        picture=b"\x89PNG\0\0",
+        empty=b"",
+        kept=b"kept\n",
+        last=b"!",
+    )
     read = text.read(tmp_path)
     assert content(read) == b"kept\n!" and read.starts == (0, 5)
 
@@ -76,14 +82,17 @@ def test_the_standard_library_is_there_without_its_tests():
     assert content(text.load(None)) == source
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda folder: folder / "missing", "missing"),
-    (lambda folder: write(folder, empty=b"") / "empty", "empty"),
-    (lambda folder: write(folder, program=b"\x7fELF\0\0") / "program", "binary"),
-    (lambda folder: folder, "holds no text"),
-    (lambda folder: write(folder, a=b"", b=b"\0"), "holds no text"),
-    (lambda folder: "a\0b", "cannot read"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda folder: folder / "missing", "missing"),
+        (lambda folder: write(folder, empty=b"") / "empty", "empty"),
+        (lambda folder: write(folder, program=b"\x7fELF\0\0") / "program", "binary"),
+        (lambda folder: folder, "holds no text"),
+        (lambda folder: write(folder, a=b"", b=b"\0"), "holds no text"),
+        (lambda folder: "a\0b", "cannot read"),
+    ],
+)
 def test_what_is_no_text_is_refused_by_name(tmp_path, make, words):
     with pytest.raises(TextError, match=words):
         text.load(make(tmp_path))

@@ -84,8 +84,12 @@ def test_transformers_reads_the_file_alike(trained, tmp_path):
     assert theirs(sentence)["input_ids"] == of(sentence.encode()).read_as(trained).tokens.tolist()
 
 
-@given(pieces=st.lists(st.one_of(st.binary(max_size=40), st.text(max_size=20).map(
-    lambda some: some.encode("utf-8", "surrogatepass"))), max_size=6))
+@given(
+    pieces=st.lists(
+        st.one_of(st.binary(max_size=40), st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepass"))),
+        max_size=6,
+    )
+)
 def test_any_bytes_come_back(trained, pieces):
     pieces = [piece for piece in pieces if piece] or [b"\xff"]
     starts = tuple(sum(map(len, pieces[:at])) for at in range(len(pieces)))
@@ -95,8 +99,18 @@ def test_any_bytes_come_back(trained, pieces):
     assert torch.equal(sample.tokens, torch.cat(alone))  # no token reaches into the next file
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", "ß".encode() * 500, WORDS * 40, b"x" * 900, b"a\r\n\0" * 300,
-                                     b"\xf0\x9f\x98\x80" * 200 + b"\x80" * 200])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80",
+        "ß".encode() * 500,
+        WORDS * 40,
+        b"x" * 900,
+        b"a\r\n\0" * 300,
+        b"\xf0\x9f\x98\x80" * 200 + b"\x80" * 200,
+    ],
+)
 def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
     monkeypatch.setattr(tokenizer, "CHUNK", 64)
     monkeypatch.setattr(tokenizer, "_BATCH", 200)
@@ -137,7 +151,8 @@ def test_bits_a_token_become_bits_a_byte(trained, library_text):
     windows = source.spread_windows(tokens, 50, 16)
     bits = windows[:, 1:].numel() * math.log2(trained.vocabulary)
     assert bits / trained.lengths[windows[:, 1:]].sum().item() == pytest.approx(
-        math.log2(600) / library_text.read_as(trained).bytes_per_token, rel=0.15)
+        math.log2(600) / library_text.read_as(trained).bytes_per_token, rel=0.15
+    )
 
 
 # texts.load_any
@@ -170,9 +185,15 @@ def test_a_short_text_gives_fewer_tokens_than_asked_for(trained):
     assert 256 <= made.vocabulary < 300
 
 
-@pytest.mark.parametrize("given_as, error, words", [
-    ("bpe:", InputError, "bpe:"), ("bpe:many", InputError, "bpe:many"), ("bpe:12", InputError, "12"),
-    ("nowhere.json", TextError, "nowhere.json")])
+@pytest.mark.parametrize(
+    "given_as, error, words",
+    [
+        ("bpe:", InputError, "bpe:"),
+        ("bpe:many", InputError, "bpe:many"),
+        ("bpe:12", InputError, "12"),
+        ("nowhere.json", TextError, "nowhere.json"),
+    ],
+)
 def test_wrong_tokenizers_are_refused_by_name(trained, given_as, error, words):
     with pytest.raises(error, match=words):
         load.load_any(of(WORDS), tokenizer=given_as)
@@ -195,7 +216,8 @@ def test_a_tokenizer_that_loses_something_is_refused(trained):
     gone = {token: number for token, number in fields["model"]["vocab"].items() if number != 5}
     with pytest.raises(TextError, match="no token for 1 of the 256 bytes|stand for"):
         BPE(json.dumps({**fields, "model": {**fields["model"], "vocab": gone, "merges": []}})).encode(
-            torch.tensor([200, 200, 0x26], dtype=torch.uint8))
+            torch.tensor([200, 200, 0x26], dtype=torch.uint8)
+        )
 
 
 def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(monkeypatch):
@@ -246,7 +268,7 @@ def test_a_save_that_cannot_be_leaves_what_was_there(trained, tmp_path):
 
 
 def test_a_file_that_two_readers_would_take_differently_is_refused(trained, tmp_path):
-    (tmp_path / "t.json").write_text(trained.content.replace('{', '{"version": "0",', 1))
+    (tmp_path / "t.json").write_text(trained.content.replace("{", '{"version": "0",', 1))
     with pytest.raises(TextError, match="t.json.*'version' comes twice"):
         tokenizer.load(tmp_path / "t.json")
 
@@ -259,10 +281,18 @@ def test_the_files_saved_by_earlier_versions_are_read(tmp_path):
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     characters = [*map(chr, printable), *(chr(0x100 + at) for at in range(256 - len(printable)))]
     vocabulary = {character: number for number, character in enumerate([*characters, "\u0120t"])}
-    plain = {"version": "1.0", "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-             "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u0120", "t"]]}}
+    plain = {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u0120", "t"]]},
+    }
     (tmp_path / "gpt.json").write_text(json.dumps(plain))
     read = tokenizer.load(tmp_path / "gpt.json")
     order = [*printable, *(byte for byte in range(256) if byte not in printable)]
     assert read.decode(torch.arange(257)) == bytes(order) + b" t"
-    assert read.encode(of(b"a t\n\xff").data).tolist() == [order.index(ord("a")), 256, order.index(10), order.index(255)]
+    assert read.encode(of(b"a t\n\xff").data).tolist() == [
+        order.index(ord("a")),
+        256,
+        order.index(10),
+        order.index(255),
+    ]

@@ -1,5 +1,5 @@
-"""Harm done to what lies on a disk, for the tests here and for longer attacks: bits that flip, JSON values of other kinds, and a
-process that is killed, or finds the disk full, at its n-th change to it."""
+"""Harm done to what lies on a disk, for the tests here and for longer attacks: bits that flip, JSON values of other
+kinds, and a process that is killed, or finds the disk full, at its n-th change to it."""
 
 import json
 import os
@@ -16,7 +16,25 @@ import torch
 from twell_lab.core.errors import InputError
 
 # What may stand in the place of any value: other types, and numbers that no file of ours holds.
-STRANGE = (None, True, -1, 0, 2, 10**30, 0.5, float("nan"), float("inf"), -float("inf"), "", "x", "\ud800", [], [None], {}, {"x": None})
+STRANGE = (
+    None,
+    True,
+    -1,
+    0,
+    2,
+    10**30,
+    0.5,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    "",
+    "x",
+    "\ud800",
+    [],
+    [None],
+    {},
+    {"x": None},
+)
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -33,8 +51,8 @@ def some_bits(content: bytes, count: int, seed: int) -> list[int]:
 
 
 def mutations(value) -> Iterator[tuple[str, object]]:
-    """(what was done, the JSON value with it): each value anywhere in it replaced by each of STRANGE, and each entry left out. Of a long
-    list the first and the last entries."""
+    """(what was done, the JSON value with it): each value anywhere in it replaced by each of STRANGE, and each entry
+    left out. Of a long list the first and the last entries."""
     for strange in STRANGE:
         yield f"= {strange!r}", strange
     if not isinstance(value, (dict, list)):
@@ -55,9 +73,11 @@ def write_json(path: Path, value) -> None:
 
 
 def killed_at(change: int, act: Callable[[], object]) -> bool:
-    """Do it in a child process that ends without a word just before its change number `change` (from 1) to the disk: a file or folder
-    that is made, written, renamed, removed or waited for. Returns whether it came so far; where it did not, the act is done. A POSIX
-    system is needed. The child inherits this process's memory and nothing of its threads: nothing that it does may need them."""
+    """Do it in a child process that ends without a word just before its change number `change` (from 1) to the disk: a
+    file or folder that is made, written, renamed, removed or waited for. Returns whether it came so far; where it did
+    not, the act is done. A POSIX system is needed. The child inherits this process's memory and nothing of its threads:
+    nothing that it does may need them."""
+
     def end() -> None:
         os._exit(HARMED)
 
@@ -65,7 +85,9 @@ def killed_at(change: int, act: Callable[[], object]) -> bool:
 
 
 def full_at(change: int, act: Callable[[], object]) -> bool:
-    """As killed_at, but that one change fails as on a full disk. Then the act is to raise InputError, or to do without."""
+    """As killed_at, but that one change fails as on a full disk. Then the act is to raise InputError, or to do
+    without."""
+
     def refuse() -> None:
         raise OSError(28, "No space left on device")
 
@@ -111,7 +133,15 @@ def _count_down(left: int, harm: Callable[[], None]) -> Callable[[], int]:
             harm()
 
     def seen(event: str, details: tuple) -> None:
-        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree", "shutil.copyfile"):
+        if event in (
+            "os.rename",
+            "os.remove",
+            "os.rmdir",
+            "os.mkdir",
+            "os.truncate",
+            "shutil.rmtree",
+            "shutil.copyfile",
+        ):
             pass_one()
         elif event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             pass_one()

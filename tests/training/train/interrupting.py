@@ -10,8 +10,9 @@ from twell_lab.training import checkpoint
 
 
 def assert_saves_once(started: subprocess.Popen, out: Path, steps: int, number: int = signal.SIGINT) -> None:
-    """A signal once some rows are there, and torchrun sends each process another one: they agree where to stop, and one of them says
-    how to go on. SIGINT and SIGHUP go to all of a new session's processes, as a terminal sends them, others to torchrun alone."""
+    """A signal once some rows are there, and torchrun sends each process another one: they agree where to stop, and one
+    of them says how to go on. SIGINT and SIGHUP go to all of a new session's processes, as a terminal sends them,
+    others to torchrun alone."""
     wait_for_rows(started, out)
     (os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill)(started.pid, number)
     said = started.communicate(timeout=120)[1]

@@ -57,8 +57,11 @@ def test_other_activations_are_refused_by_name(value):
 @pytest.mark.parametrize("gated", [True, False])
 def test_sparse_layers_refuse_a_squared_model_and_say_why(gated):
     squared = model(gated=gated, activation="relu2")
-    for refused in (lambda: sparsify(squared), lambda: SparseFFN(squared.layers[0].mlp),
-                    lambda: feed_forwards(squared)):
+    for refused in (
+        lambda: sparsify(squared),
+        lambda: SparseFFN(squared.layers[0].mlp),
+        lambda: feed_forwards(squared),
+    ):
         with pytest.raises(InputError, match="SquaredReLU.*ReLU"):
             refused()
     assert not any(isinstance(module, SparseFFN) for module in squared.modules())

@@ -1,4 +1,5 @@
-"""Checkpoints: a killed or interrupted run goes on as if nothing had happened; what is damaged or foreign is refused."""
+"""Checkpoints: a killed or interrupted run goes on as if nothing had happened; what is damaged or foreign is
+refused."""
 
 import json
 import os
@@ -33,6 +34,7 @@ def until(step):
     def stop(row):
         if row["step"] >= step:
             raise Enough
+
     return stop
 
 
@@ -52,7 +54,9 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tm
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-000005"]
     result = train(tiny(**FULL), resume=tmp_path, progress=False)
     whole, folder = unbroken
-    assert any(sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9))  # rows were re-initialised after
+    assert any(
+        sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9)
+    )  # rows were re-initialised after
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
     mine, other = checkpoint.load(tmp_path), checkpoint.load(folder)
@@ -60,7 +64,9 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tm
         mine_, other_ = getattr(mine, name), getattr(other, name)
         assert mine_.keys() == other_.keys() and all(torch.equal(mine_[key], other_[key]) for key in mine_), name
     assert torch.equal(mine.order, other.order) and torch.equal(mine.noise, other.noise)
-    with pytest.warns(UserWarning, match="^all 12 steps of the run in .* had been made: there is nothing left to train"):
+    with pytest.warns(
+        UserWarning, match="^all 12 steps of the run in .* had been made: there is nothing left to train"
+    ):
         again = train(tiny(**FULL), resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and again.mean_nnz == whole.mean_nnz
 
@@ -71,12 +77,32 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
     text = tmp_path / "text.py"
     text.write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=text, steps=100_000, checkpoint_every=5)
-    sizes = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
-        "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows",
-        "device", "l1", "checkpoint_every")]
+    sizes = [
+        f"--{name.replace('_', '-')}={getattr(config, name)}"
+        for name in (
+            "steps",
+            "batch",
+            "context",
+            "d_model",
+            "layers",
+            "heads",
+            "d_ff",
+            "log_every",
+            "eval_every",
+            "eval_windows",
+            "device",
+            "l1",
+            "checkpoint_every",
+        )
+    ]
     out = tmp_path / "out"
-    with subprocess.Popen([sys.executable, "-m", "twell_lab.train", "--text", text, "--out", out, *sizes], env=ENVIRONMENT,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as killed:
+    with subprocess.Popen(
+        [sys.executable, "-m", "twell_lab.train", "--text", text, "--out", out, *sizes],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as killed:
         wait_for_rows(out, 20, killed)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait(60) == -signal.SIGKILL
@@ -86,8 +112,13 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
     # The same run again, interrupted this time: it saves itself, and says how to go on.
     for number in SIGNALS:
         (out / "metrics.jsonl").unlink()
-        with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", "--resume", out], env=ENVIRONMENT,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stopped:
+        with subprocess.Popen(
+            [sys.executable, "-m", "twell_lab", "train", "--resume", out],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as stopped:
             wait_for_rows(out, saved // 2 + 20, stopped)
             stopped.send_signal(number)
             printed, said = stopped.communicate(timeout=60)
@@ -105,9 +136,26 @@ def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_p
     for number, wait in enumerate((0.3, 1.0, 2.0, 2.5, 3.0, None)):
         out = tmp_path / str(number)
         command = [sys.executable, "-m", *(["twell_lab", "train"] if number % 2 else ["twell_lab.train"])]
-        with subprocess.Popen([*command, "--text", tmp_path / "text.py", "--out", out, "--steps=100000", "--d-model=16", "--heads=2",
-                               "--layers=1", "--d-ff=32", "--eval-windows=4", "--device=cpu"],
-                              env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stopped:
+        with subprocess.Popen(
+            [
+                *command,
+                "--text",
+                tmp_path / "text.py",
+                "--out",
+                out,
+                "--steps=100000",
+                "--d-model=16",
+                "--heads=2",
+                "--layers=1",
+                "--d-ff=32",
+                "--eval-windows=4",
+                "--device=cpu",
+            ],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as stopped:
             if wait is None:
                 wait_for_rows(out, 20, stopped)
             else:
@@ -129,9 +177,28 @@ def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_t
     """As in `twell-lab train ... 2>&1 | tee log`: Ctrl-C ends the tee, too."""
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config, out = tiny(), tmp_path / "out"
-    sizes = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in ("batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")]
-    with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", "--text", tmp_path / "text.py", "--out", out, "--steps=100000", *sizes],
-                          env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
+    sizes = [
+        f"--{name.replace('_', '-')}={getattr(config, name)}"
+        for name in ("batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")
+    ]
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "twell_lab",
+            "train",
+            "--text",
+            tmp_path / "text.py",
+            "--out",
+            out,
+            "--steps=100000",
+            *sizes,
+        ],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as stopped:
         wait_for_rows(out, 20, stopped)
         stopped.stdout.close()
         stopped.send_signal(signal.SIGINT)
@@ -151,8 +218,13 @@ def same_as_unbroken(config, folder, step, curve) -> None:
     for name, resume in (("resumed", folder), ("unbroken", None)):
         seen[name] = [] if resume is None else list(checkpoint.load(folder).history)
         with pytest.raises(Enough):
-            train(config, resume=resume, out=None if resume is None else folder.with_name(f"other-{step}"), progress=False,
-                  on_step=lambda row, rows=seen[name]: (rows.append(row), until(step + 6)(row)))
+            train(
+                config,
+                resume=resume,
+                out=None if resume is None else folder.with_name(f"other-{step}"),
+                progress=False,
+                on_step=lambda row, rows=seen[name]: (rows.append(row), until(step + 6)(row)),
+            )
     assert curve(seen["resumed"]) == curve(seen["unbroken"])
     assert seen["resumed"][-1]["step"] >= step + 6
 
@@ -160,7 +232,11 @@ def same_as_unbroken(config, folder, step, curve) -> None:
 def test_what_a_folder_holds_after_a_run(unbroken, tiny):
     result, folder = unbroken
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoint-000012", "config.json", "metrics.jsonl", "model.safetensors"]
+        "checkpoint-000012",
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+    ]
     assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == result.history
     for saved in (folder, folder / "checkpoint-000012"):
         assert all(map(torch.equal, LanguageModel.load(saved).parameters(), result.model.parameters()))
@@ -202,19 +278,31 @@ def test_a_hangup_that_nohup_has_switched_off_stays_off():
 @pytest.mark.parametrize("waits", ["in Python", "in C, where no handler runs"])
 def test_one_of_several_processes_ends_where_the_others_do_not_answer(waits):
     """As when one of them has failed: torchrun sends SIGTERM to the others, which wait for it."""
-    wait = "time.sleep(60)" if waits == "in Python" else (
-        "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)")
-    script = ("import time\nfrom twell_lab.training import run as running\nrunning.GRACE = 0.5\n"
-              f"with running.Stop(active=True, patient=True):\n    print('there', flush=True)\n    {wait}")
-    with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as waiting:
+    wait = (
+        "time.sleep(60)"
+        if waits == "in Python"
+        else (
+            "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock; "
+            "lock(mutex); lock(mutex)"
+        )
+    )
+    script = (
+        "import time\nfrom twell_lab.training import run as running\nrunning.GRACE = 0.5\n"
+        f"with running.Stop(active=True, patient=True):\n    print('there', flush=True)\n    {wait}"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as waiting:
         assert waiting.stdout.readline() == "there\n"
         time.sleep(0.2)
         began = time.monotonic()
         waiting.send_signal(signal.SIGTERM)
         said = waiting.communicate(timeout=30)[1]
     assert waiting.returncode == 128 + signal.SIGTERM and 0.4 < time.monotonic() - began < 10
-    assert "told to stop by SIGTERM, and the other processes did not agree to within 0.5 s" in said and "Traceback" not in said
+    assert (
+        "told to stop by SIGTERM, and the other processes did not agree to within 0.5 s" in said
+        and "Traceback" not in said
+    )
 
 
 def test_one_of_several_processes_that_agreed_takes_the_time_it_needs(monkeypatch):
@@ -229,8 +317,21 @@ def test_one_of_several_processes_that_agreed_takes_the_time_it_needs(monkeypatc
 # What is refused
 
 
-@pytest.mark.parametrize("name, value", [("lr", 1e-3), ("l1", 0.0), ("dead_every", 4), ("steps", 13), ("seed", 1), ("d_ff", 48), ("batch", 8),
-                                         ("dtype", "bfloat16"), ("gated", False), ("log_every", 1)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("lr", 1e-3),
+        ("l1", 0.0),
+        ("dead_every", 4),
+        ("steps", 13),
+        ("seed", 1),
+        ("d_ff", 48),
+        ("batch", 8),
+        ("dtype", "bfloat16"),
+        ("gated", False),
+        ("log_every", 1),
+    ],
+)
 def test_other_hyper_parameters_are_named_with_both_values(tiny, unbroken, name, value):
     result, folder = unbroken
     was = getattr(result.config, name)
@@ -265,7 +366,9 @@ def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(tiny, unbr
         tensors = getattr(state, part)
         tensors[key] = tensors[key][:30]
         checkpoint.save(tmp_path / part, state)
-        with pytest.raises(InputError, match=rf"{name} has shape \[30, 16\] in the checkpoint.* and \[32, 16\] in this model"):
+        with pytest.raises(
+            InputError, match=rf"{name} has shape \[30, 16\] in the checkpoint.* and \[32, 16\] in this model"
+        ):
             train(tiny(**FULL), resume=tmp_path / part, progress=False)
         del tensors[key]
         checkpoint.save(tmp_path / part, state)
@@ -276,8 +379,13 @@ def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(tiny, unbr
 def test_bytes_may_be_named_when_a_run_that_reads_them_goes_on(tiny, unbroken):
     config = tiny(**FULL)
     assert config.tokenizer is None
-    checkpoint.check_same(checkpoint.load(unbroken[1]), tiny(**FULL, tokenizer="bytes"), config.model(), config.text,
-                          config.text.split()[0].size)
+    checkpoint.check_same(
+        checkpoint.load(unbroken[1]),
+        tiny(**FULL, tokenizer="bytes"),
+        config.model(),
+        config.text,
+        config.text.split()[0].size,
+    )
 
 
 def test_an_unfinished_run_is_not_written_over(tiny, tmp_path, capsys):
@@ -292,7 +400,9 @@ def test_a_finished_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path)
     """Nor mixed: a run stopped early would leave the old model beside its own checkpoint."""
     result, folder = unbroken
     held = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match="holds a run of 12 steps; accepted: another folder, or this one once it is empty"):
+    with pytest.raises(
+        InputError, match="holds a run of 12 steps; accepted: another folder, or this one once it is empty"
+    ):
         train(tiny(**FULL), out=folder, progress=False)
     assert held == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     result.model.save(tmp_path)
@@ -326,9 +436,11 @@ def test_a_loss_that_is_no_number_leaves_the_state_of_the_step_before(tiny, tmp_
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
     if late:
+
         def init(guard, run, first=running.Guard.__init__):
             first(guard, run)
             guard.waits, run.optimizer.found_inf = False, guard.broken
+
         monkeypatch.setattr(running.Guard, "__init__", init)
     with pytest.raises(InputError, match=r"gradient is nan at step 5 with lr 0\.002 and l1 0\.01.*after step 4, is in"):
         train(tiny(log_every=4), out=tmp_path / "bad", progress=False)

@@ -13,6 +13,7 @@ from twell_lab.training.compiled import QUIET, WHOLES, WORTH, Compiled
 @pytest.fixture
 def make(monkeypatch):
     """A Compiled of nothing, whose calls say how they were computed."""
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -64,7 +65,7 @@ def many(step, at=0):
 def test_no_more_than_torch_compiles_of_one_function(make):
     step = make()
     assert WHOLES < torch._dynamo.config.recompile_limit
-    for number, at in many(step):
+    for number, at in many(step):  # noqa: B007  (read after it)
         assert step() == ("whole" if number < WHOLES else "by layer")
     step.follow(("dense",) * 9, True, at + 1, WORTH)
     step.follow(("dense",) * 9, False, at + 1 + QUIET, WORTH)  # one of the first, whose graph is still there

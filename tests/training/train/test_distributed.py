@@ -20,14 +20,21 @@ from twell_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
 SEVERAL = ROOT / "tests" / "train" / "several.py"
-# Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning rate
-# high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
+# Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning
+# rate high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
 CLOSE = dict(rel=1e-4, abs=1e-6)
 EVERYTHING = dict(dead_window=60, reinit=0.1, dead_every=3, accumulate=2, l1=1.0, lr=0.08, warmup=2)
 
-RUNS = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}, "ddp-sparse": {"parallel": "ddp", "kernels": "sparse"},
-        "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"}}
-STOPPED = {f"{name}-stopped": how for name, how in RUNS.items() if name != "ddp"}  # the same, interrupted at their fourth row
+RUNS = {
+    "ddp": {"parallel": "ddp"},
+    "fsdp": {"parallel": "fsdp"},
+    "ddp-sparse": {"parallel": "ddp", "kernels": "sparse"},
+    "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"},
+}
+STOPPED = {
+    f"{name}-stopped": how for name, how in RUNS.items() if name != "ddp"
+}  # the same, interrupted at their fourth row
+
 
 @pytest.fixture(scope="module")
 def runs(tiny, some_text, tmp_path_factory):
@@ -35,18 +42,50 @@ def runs(tiny, some_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=folder / "text.py", **EVERYTHING)
-    options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in (
-        "steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every", "eval_windows", "device",
-        "text", *EVERYTHING)]
-    asked = [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
-             for name, how in RUNS.items()]
-    asked += [([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 130)
-              for name, how in STOPPED.items()]
+    options = [
+        f"--{name.replace('_', '-')}={getattr(config, name)}"
+        for name in (
+            "steps",
+            "batch",
+            "context",
+            "d_model",
+            "layers",
+            "heads",
+            "d_ff",
+            "log_every",
+            "eval_every",
+            "eval_windows",
+            "device",
+            "text",
+            *EVERYTHING,
+        )
+    ]
+    asked = [
+        ([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
+        for name, how in RUNS.items()
+    ]
+    asked += [
+        ([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 130)
+        for name, how in STOPPED.items()
+    ]
     (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
     asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
-    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                          SEVERAL, "cpu", json.dumps(asked)], capture_output=True, text=True, timeout=300,
-                         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            SEVERAL,
+            "cpu",
+            json.dumps(asked),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert ran.returncode == 0, ran.stderr
     return {name: folder / name for name in (*RUNS, *STOPPED)}, config, ran.stdout, ran.stderr
 
@@ -84,8 +123,10 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
     """Saved by two in the middle of a run, resumed by one: its last steps are those of the run that one made."""
     state = checkpoint.load(runs[0][name])
     assert 1 < state.step < runs[1].steps
-    result = train(dataclasses.replace(runs[1], kernels=STOPPED[name].get("kernels", "off")), resume=runs[0][name], progress=False)
-    assert result.history[:len(state.history)] == state.history
+    result = train(
+        dataclasses.replace(runs[1], kernels=STOPPED[name].get("kernels", "off")), resume=runs[0][name], progress=False
+    )
+    assert result.history[: len(state.history)] == state.history
     for one, unbroken in zip(result.history, alone.history, strict=True):
         for field in ("step", "loss", "ce", "lr"):
             assert one[field] == pytest.approx(unbroken[field], **CLOSE), (field, one["step"])
@@ -95,10 +136,35 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
 
 def started(out, *more):
     """Two processes that train for a long time."""
-    sizes = ["--steps=100000", "--d-model=16", "--heads=2", "--layers=1", "--d-ff=32", "--device=cpu", "--eval-windows=4"]
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-                             "twell_lab.train", *sizes, "--out", out, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                            start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    sizes = [
+        "--steps=100000",
+        "--d-model=16",
+        "--heads=2",
+        "--layers=1",
+        "--d-ff=32",
+        "--device=cpu",
+        "--eval-windows=4",
+    ]
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "twell_lab.train",
+            *sizes,
+            "--out",
+            out,
+            *more,
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -1,4 +1,5 @@
-"""What a run keeps when something goes wrong around it: a disk that fills, a process killed while it saves, a diverging loss."""
+"""What a run keeps when something goes wrong around it: a disk that fills, a process killed while it saves, a diverging
+loss."""
 
 import dataclasses
 import importlib
@@ -95,8 +96,11 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_no_half_of_the_new_one(stat
 def test_the_same_step_saved_again_is_removed_only_once_the_new_one_is_there(state, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state)
     remove, seen = checkpoint.shutil.rmtree, []
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **options: (
-        seen.append(checkpoint.load(tmp_path).seconds), remove(path, **options)))
+    monkeypatch.setattr(
+        checkpoint.shutil,
+        "rmtree",
+        lambda path, **options: (seen.append(checkpoint.load(tmp_path).seconds), remove(path, **options)),
+    )
     checkpoint.save(tmp_path, dataclasses.replace(state, seconds=-1.0))
     assert seen == [-1.0] and names(tmp_path) == ["checkpoint-000002"]
 
@@ -124,7 +128,9 @@ def test_a_resumption_where_nothing_can_be_written_is_refused_at_once(tiny, tmp_
         train(tiny(), resume=tmp_path, progress=False)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     (tmp_path / "metrics.jsonl.part").rmdir()
-    (tmp_path / ".twell-lab.part").mkdir()  # root may write anywhere: a name that is taken stands for a read-only folder
+    (
+        tmp_path / ".twell-lab.part"
+    ).mkdir()  # root may write anywhere: a name that is taken stands for a read-only folder
     with pytest.raises(InputError, match="cannot save in"):
         train(tiny(), resume=tmp_path, progress=False)
 
@@ -169,7 +175,9 @@ def test_an_interruption_at_a_bad_moment_names_the_checkpoint_that_is_there(tiny
 
 
 def test_a_first_step_that_fails_does_not_claim_a_checkpoint(tiny, tmp_path):
-    with pytest.raises(InputError, match="the loss is inf at step 1 .*a lower lr or l1 .*after step 0, is the one it began with$"):
+    with pytest.raises(
+        InputError, match="the loss is inf at step 1 .*a lower lr or l1 .*after step 0, is the one it began with$"
+    ):
         train(tiny(l1=1e38), out=tmp_path, progress=False)
     assert names(tmp_path) == ["metrics.jsonl"]
 
@@ -188,7 +196,9 @@ def test_the_last_good_state_is_where_the_message_says(tiny, tmp_path, monkeypat
     """Also in another folder than the one resumed from. As resuming repeats the step, it says how to begin anew."""
     broken_off(tiny(checkpoint_every=2), tmp_path / "first", 4)
     poison(monkeypatch, 1)
-    with pytest.raises(InputError, match="at step 3 .*after step 2, is in '.*other', and .*: begin anew in another folder"):
+    with pytest.raises(
+        InputError, match="at step 3 .*after step 2, is in '.*other', and .*: begin anew in another folder"
+    ):
         train(tiny(), resume=tmp_path / "first", out=tmp_path / "other", progress=False)
     assert checkpoint.load(tmp_path / "other").step == 2
 
@@ -207,8 +217,11 @@ def test_a_validation_that_is_no_number_ends_the_run(tiny, tmp_path, monkeypatch
 def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, monkeypatch):
     """Their paths and break-evens are in the checkpoint: the next rows are those of the unbroken run, bit for bit."""
     measured = []
-    monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: measured.append(1) or {
-        name: 8.0 for name in ("layers.0.mlp", "layers.1.mlp")})
+    monkeypatch.setattr(
+        switching.Switch,
+        "measure",
+        lambda switch, tokens: measured.append(1) or {name: 8.0 for name in ("layers.0.mlp", "layers.1.mlp")},
+    )
     config = tiny(kernels="auto", l1=1.0, lr=0.05, warmup=2, steps=16, log_every=4, eval_every=8, checkpoint_every=14)
     whole = train(config, progress=False)
     broken_off(config, tmp_path, 16)
@@ -226,11 +239,14 @@ def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, m
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):
     """Each measures its own machine; with a break-even of its own each could take another path."""
+
     class Two(parallel.World):
         def mean(self, values):  # the other one measured 20
             return (values + 20) / 2
 
-    monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0})
+    monkeypatch.setattr(
+        switching.Switch, "measure", lambda switch, tokens: {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0}
+    )
     config = tiny(kernels="auto")
     run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
     run.follow([14.0, 30.0], [0.0, 0.0])
@@ -243,6 +259,7 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
 @pytest.mark.parametrize("other", [False, True])
 def test_processes_agree_whether_to_measure_again(tiny, tmp_path, other):
     """One of them on another kind of device: all measure again, for it could not alone."""
+
     class Two(parallel.World):
         def any(self, flag):
             return flag or other
@@ -258,8 +275,25 @@ def test_processes_agree_whether_to_measure_again(tiny, tmp_path, other):
 def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_bytes(some_text.data.numpy().tobytes())
     monkeypatch.chdir(tmp_path)
-    asked = ["train", "--text", "mine.txt", "--steps", "2", "--d-model", "16", "--heads", "2", "--layers", "1", "--d-ff", "32",
-             "--eval-windows", "4", "--device", "cpu"]
+    asked = [
+        "train",
+        "--text",
+        "mine.txt",
+        "--steps",
+        "2",
+        "--d-model",
+        "16",
+        "--heads",
+        "2",
+        "--layers",
+        "1",
+        "--d-ff",
+        "32",
+        "--eval-windows",
+        "4",
+        "--device",
+        "cpu",
+    ]
     assert cli.main([*asked, "--out", "out"]) == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -298,7 +332,9 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     trained = train(config, progress=False)
     assert trained.validation_bits_per_byte == bits_per_byte(trained.model, windows, lengths)
     bytes_alone = spread_windows(some_text.data, 3, 16)
-    assert bits_per_byte(initial_model(config), bytes_alone) == bits_per_byte(initial_model(config), bytes_alone, torch.ones(256))
+    assert bits_per_byte(initial_model(config), bytes_alone) == bits_per_byte(
+        initial_model(config), bytes_alone, torch.ones(256)
+    )
 
 
 def test_a_validation_takes_no_more_memory_for_a_large_vocabulary(tiny, monkeypatch):
@@ -315,10 +351,35 @@ def test_a_validation_takes_no_more_memory_for_a_large_vocabulary(tiny, monkeypa
 
 def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, monkeypatch):
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    asked = ["train", "--text", str(tmp_path / "text.py"), "--steps", "60", "--d-model", "16", "--heads", "2", "--layers", "1",
-             "--d-ff", "8", "--eval-windows", "4", "--device", "cpu", "--l1", "1e4", "--lr", "0.05", "--warmup", "0"]
+    asked = [
+        "train",
+        "--text",
+        str(tmp_path / "text.py"),
+        "--steps",
+        "60",
+        "--d-model",
+        "16",
+        "--heads",
+        "2",
+        "--layers",
+        "1",
+        "--d-ff",
+        "8",
+        "--eval-windows",
+        "4",
+        "--device",
+        "cpu",
+        "--l1",
+        "1e4",
+        "--lr",
+        "0.05",
+        "--warmup",
+        "0",
+    ]
     shown = []
-    monkeypatch.setattr("warnings.showwarning", lambda *what: shown.append(__import__("warnings").formatwarning(*what[:4])))
+    monkeypatch.setattr(
+        "warnings.showwarning", lambda *what: shown.append(__import__("warnings").formatwarning(*what[:4]))
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.filters", [])
         assert cli.main(asked) == 0
@@ -341,7 +402,8 @@ def test_training_through_the_kernels_leaves_the_global_generator_alone(tiny):
 
 def test_a_summary_names_the_tokenizers_file_alone(tiny, tmp_path):
     kept = dict.fromkeys(
-        ("history", "validation_bits_per_byte", "mean_nnz", "density", "dead", "text", "seconds", "tokens"))
+        ("history", "validation_bits_per_byte", "mean_nnz", "density", "dead", "text", "seconds", "tokens")
+    )
     for given, shown in ((tmp_path / "own.json", "own.json"), ("bpe:300", "bpe:300"), (None, None)):
         result = TrainResult(torch.nn.Identity(), tiny(tokenizer=given), **kept)
         assert json.loads(json.dumps(result.summary()))["config"]["tokenizer"] == shown
@@ -362,8 +424,6 @@ def test_a_device_that_is_not_there_is_told_in_one_line(tiny):
 def test_a_device_without_numbers_is_refused(tiny):
     with pytest.raises(DeviceError, match="device 'meta' holds no numbers; accepted here: cpu"):
         train(tiny(device="meta"), progress=False)
-
-
 
 
 def test_an_out_that_is_a_loop_of_links_is_refused(tiny, some_text, tmp_path):

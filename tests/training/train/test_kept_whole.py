@@ -1,5 +1,5 @@
-"""What is kept of a run stays whole or is refused: bits that flip, values of other types, processes that are killed while they
-save, two runs that would share a folder."""
+"""What is kept of a run stays whole or is refused: bits that flip, values of other types, processes that are killed
+while they save, two runs that would share a folder."""
 
 import dataclasses
 import importlib
@@ -58,6 +58,7 @@ def same(one: checkpoint.State, other: checkpoint.State) -> bool:
         if isinstance(a, dict) and any(isinstance(value, torch.Tensor) for value in a.values()):
             return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
         return json.dumps(a) == json.dumps(b)
+
     return all(equal(getattr(one, each.name), getattr(other, each.name)) for each in dataclasses.fields(one))
 
 
@@ -95,10 +96,14 @@ def test_no_flipped_bit_of_a_model_is_loaded(saved, tmp_path):
                 assert str(tmp_path) in str(error)
                 refused += 1
             else:  # white space of the JSON, or the name of the digest
-                assert loaded.config == model.config and all(map(torch.equal, loaded.parameters(), model.parameters())), (name, at)
+                assert loaded.config == model.config and all(
+                    map(torch.equal, loaded.parameters(), model.parameters())
+                ), (name, at)
         assert refused > 100
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), "layers": 2**31 - 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads((tmp_path / "config.json").read_text()), "layers": 2**31 - 1})
+    )
     with pytest.raises(InputError, match="lack 'layers.2"):  # and is not built first
         LanguageModel.load(tmp_path)
 
@@ -107,7 +112,13 @@ def test_files_from_before_there_were_digests_are_read(saved, tiny, curve, tmp_p
     whole = checkpoint.load(saved)
     folder = unsealed(saved, tmp_path)
     assert same(checkpoint.load(tmp_path), whole)
-    assert all(map(torch.equal, LanguageModel.load(folder).parameters(), LanguageModel.load(checkpoint.newest(saved)).parameters()))
+    assert all(
+        map(
+            torch.equal,
+            LanguageModel.load(folder).parameters(),
+            LanguageModel.load(checkpoint.newest(saved)).parameters(),
+        )
+    )
 
 
 def unsealed(saved: Path, home: Path) -> Path:
@@ -150,8 +161,12 @@ def test_no_value_of_another_kind_is_an_error_without_a_name(saved, tiny, tmp_pa
     for what, changed in islice(mutations(content), 0, None, 5):  # of 17 values for each field
         write_json(folder / "state.json", changed)
         tried += 1
-        for act in (lambda: checkpoint.config_of(tmp_path, text=config.text), lambda: checkpoint.text_of(tmp_path),
-                    lambda: checkpoint.prepare(tmp_path), lambda: train(config, resume=tmp_path, progress=False)):
+        for act in (
+            lambda: checkpoint.config_of(tmp_path, text=config.text),
+            lambda: checkpoint.text_of(tmp_path),
+            lambda: checkpoint.prepare(tmp_path),
+            lambda: train(config, resume=tmp_path, progress=False),
+        ):
             try:
                 act()
             except TwellError:
@@ -176,7 +191,9 @@ def test_a_file_of_another_checkpoint_is_refused(saved, tiny, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     broken_off(tiny(dead_window=60, reinit=0.1, kernels="auto", checkpoint_every=4, seed=1), tmp_path / "other", 6)
     shutil.copy(checkpoint.newest(tmp_path / "other") / "optimizer.safetensors", checkpoint.newest(tmp_path))
-    with pytest.raises(InputError, match="optimizer.safetensors in the checkpoint .* was altered after it was written: its SHA-256"):
+    with pytest.raises(
+        InputError, match="optimizer.safetensors in the checkpoint .* was altered after it was written: its SHA-256"
+    ):
         checkpoint.load(tmp_path)
 
 
@@ -256,11 +273,22 @@ def test_an_older_checkpoint_that_is_half_removed_is_not_read(saved, tmp_path):
 def test_what_was_left_half_written_goes_when_the_run_goes_on(tiny, saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-000008.part").mkdir()
-    for name in ("model.safetensors.part", "config.json.part", "tokenizer.json.part", "metrics.jsonl.part", "mine.part"):
+    for name in (
+        "model.safetensors.part",
+        "config.json.part",
+        "tokenizer.json.part",
+        "metrics.jsonl.part",
+        "mine.part",
+    ):
         (tmp_path / name).write_text("half")
     train(tiny(dead_window=60, reinit=0.1, kernels="auto"), resume=tmp_path, progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000012", "config.json", "metrics.jsonl", "mine.part",
-                                                               "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-000012",
+        "config.json",
+        "metrics.jsonl",
+        "mine.part",
+        "model.safetensors",
+    ]
 
 
 # Two at a time
@@ -272,8 +300,11 @@ def test_a_second_training_into_a_folder_is_refused_by_the_owners_name(tiny, tmp
     def second(row):
         for more in ({}, {"resume": tmp_path} if checkpoint.checkpoints(tmp_path) else {}):
             before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-            with pytest.raises(InputError, match=f"in use by another training, process {os.getpid()} on {socket.gethostname()!r}, since "
-                                                 ".*; accepted: another folder, or this one once that has ended$"):
+            with pytest.raises(
+                InputError,
+                match=f"in use by another training, process {os.getpid()} on {socket.gethostname()!r}, since "
+                ".*; accepted: another folder, or this one once that has ended$",
+            ):
                 train(tiny(), **{"out": tmp_path, **more}, progress=False)
             assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
         seen.append(row["step"])
@@ -310,7 +341,10 @@ def owner(**changes) -> dict:
 
 def test_the_lock_of_another_machine_is_refused_and_says_what_to_do(tiny, tmp_path):
     write_json(tmp_path / locks.NAME, owner(pid=77, host="node-7"))
-    said = f"another training, process 77 on 'node-7', since 2026-.*; if it was killed, remove .*{re.escape(locks.NAME)}' and try again$"
+    said = (
+        f"another training, process 77 on 'node-7', since 2026-.*; if it was killed, remove "
+        f".*{re.escape(locks.NAME)}' and try again$"
+    )
     with pytest.raises(InputError, match=said):
         train(tiny(), out=tmp_path, progress=False)
     (tmp_path / locks.NAME).unlink()
@@ -320,6 +354,7 @@ def test_the_lock_of_another_machine_is_refused_and_says_what_to_do(tiny, tmp_pa
 @posix
 def test_where_the_system_has_no_locks_the_process_is_looked_up(tmp_path, monkeypatch):
     """Its number, and when it began: another one may have got the number since."""
+
     def none(*_):
         raise OSError(38, "Function not implemented")
 
@@ -331,7 +366,11 @@ def test_where_the_system_has_no_locks_the_process_is_looked_up(tmp_path, monkey
     lock.release()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for there in (owner(pid=ended.pid), owner(pid=2**40), *([owner(started="1")] if locks._started(os.getpid()) else [])):
+    for there in (
+        owner(pid=ended.pid),
+        owner(pid=2**40),
+        *([owner(started="1")] if locks._started(os.getpid()) else []),
+    ):
         write_json(tmp_path / locks.NAME, there)
         lock.take()
         lock.release()
@@ -373,7 +412,9 @@ def test_of_many_that_begin_at_once_one_has_the_folder(tmp_path):
 def test_a_run_is_saved_every_few_minutes_and_resumed_bit_for_bit(tiny, curve, tmp_path, monkeypatch):
     assert trainer.SAVE_EVERY <= 300 and tiny().checkpoint_every is None
     steps, real = [], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda folder, state, **more: (steps.append(state.step), real(folder, state, **more))[1])
+    monkeypatch.setattr(
+        checkpoint, "save", lambda folder, state, **more: (steps.append(state.step), real(folder, state, **more))[1]
+    )
     whole = train(tiny(), out=tmp_path / "whole", progress=False)
     assert steps == [12]
     monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)

@@ -41,8 +41,9 @@ def test_the_feed_forward_layers_compute_their_formulas():
 def test_attention_is_softmax_of_rotated_products():
     whole = model()
     attention, x = whole.layers[0].attention, torch.randn(2, 12, 24)
-    query, key, value = (part.view(2, 12, 3, 8).transpose(1, 2)
-                         for part in F.linear(x, attention.qkv_proj.weight).chunk(3, dim=-1))
+    query, key, value = (
+        part.view(2, 12, 3, 8).transpose(1, 2) for part in F.linear(x, attention.qkv_proj.weight).chunk(3, dim=-1)
+    )
     query, key = rotate(query, whole.cosine, whole.sine), rotate(key, whole.cosine, whole.sine)
     ahead = torch.ones(12, 12).triu(1).bool()
     scores = (query @ key.transpose(-1, -2) / 8**0.5).masked_fill(ahead, -torch.inf)
@@ -78,8 +79,13 @@ def test_broken_saved_models_are_refused(tmp_path):
         LanguageModel.load(tmp_path / "missing")
     saved = model().save(tmp_path / "saved")
     fields = json.loads((saved / "config.json").read_text())
-    for change, words in (({"format": 99}, "format"), ({"d_ff": 41}, r"gate_proj.weight has shape \[40, 24\] .* and \[41, 24\] in this model"),
-                          ({"heads": 5}, "d_model"), ({"layers": 3}, "lack 'layers.2"), ({"new": 1}, "new")):
+    for change, words in (
+        ({"format": 99}, "format"),
+        ({"d_ff": 41}, r"gate_proj.weight has shape \[40, 24\] .* and \[41, 24\] in this model"),
+        ({"heads": 5}, "d_model"),
+        ({"layers": 3}, "lack 'layers.2"),
+        ({"new": 1}, "new"),
+    ):
         (saved / "config.json").write_text(json.dumps({**fields, **change}))
         with pytest.raises(InputError, match=words):
             LanguageModel.load(saved)
@@ -93,7 +99,10 @@ def test_broken_saved_models_are_refused(tmp_path):
 def test_a_stopped_run_names_the_checkpoint_that_holds_its_model(tmp_path):
     for step in (5, 10):
         model().save(tmp_path / f"checkpoint-{step:06d}")
-    with pytest.raises(InputError, match="there is no model in .*: no config.json; a run was stopped there, whose model is in .*000010'"):
+    with pytest.raises(
+        InputError,
+        match="there is no model in .*: no config.json; a run was stopped there, whose model is in .*000010'",
+    ):
         LanguageModel.load(tmp_path)
 
 
@@ -103,9 +112,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         model().save(tmp_path / "file" / "folder")
 
 
-@pytest.mark.parametrize("name, value", [
-    ("vocabulary", 0), ("d_model", 24.0), ("layers", -1), ("heads", True), ("d_ff", "40"), ("context", 0),
-    ("gated", 1), ("d_model", 25), ("heads", 24)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("vocabulary", 0),
+        ("d_model", 24.0),
+        ("layers", -1),
+        ("heads", True),
+        ("d_ff", "40"),
+        ("context", 0),
+        ("gated", 1),
+        ("d_model", 25),
+        ("heads", 24),
+    ],
+)
 def test_wrong_sizes_are_refused_by_name(name, value):
     with pytest.raises(InputError, match=name):
         ModelConfig(**{**SMALL, name: value})
@@ -120,22 +140,47 @@ def test_inputs_longer_than_the_context_or_of_other_shapes_are_refused(shape):
 # What is said of a model before it is built
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"layers": 10**30}, "layers is 1000"), ({"layers": 2**31 - 1}, "lack 'layers.2"), ({"layers": 1}, "unknown 'layers.1"),
-    ({"context": 2**31 - 1}, "GiB of memory|altered"), ({"vocabulary": 2**31 - 1}, "embedding.weight has shape"),
-    ({"d_model": 2**31 - 2, "heads": 1, "d_ff": 2**31 - 1}, "config|cannot|shape"), ({"layers": 2.0}, "layers is 2.0"),
-    ({"layers": None}, "layers is None"), ({"gated": 1}, "gated is 1"), ({"activation": ["relu"]}, "activation is"), ({"format": True}, "format")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layers": 10**30}, "layers is 1000"),
+        ({"layers": 2**31 - 1}, "lack 'layers.2"),
+        ({"layers": 1}, "unknown 'layers.1"),
+        ({"context": 2**31 - 1}, "GiB of memory|altered"),
+        ({"vocabulary": 2**31 - 1}, "embedding.weight has shape"),
+        ({"d_model": 2**31 - 2, "heads": 1, "d_ff": 2**31 - 1}, "config|cannot|shape"),
+        ({"layers": 2.0}, "layers is 2.0"),
+        ({"layers": None}, "layers is None"),
+        ({"gated": 1}, "gated is 1"),
+        ({"activation": ["relu"]}, "activation is"),
+        ({"format": True}, "format"),
+    ],
+)
 def test_a_config_is_held_against_the_weights_before_anything_is_built(tmp_path, monkeypatch, change, words):
     saved = model().save(tmp_path)
     fields = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**fields, **change}))
-    monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, **_: tensor.is_meta or pytest.fail("weights were drawn"))
+    monkeypatch.setattr(
+        torch.nn.init, "normal_", lambda tensor, **_: tensor.is_meta or pytest.fail("weights were drawn")
+    )
     with pytest.raises(InputError, match=words):
         LanguageModel.load(saved)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"format": 1, "layers": NaN}',
-                                     b'{"format": 1, "layers": 2, "layers": 2}', b'{"format": 1, "d_ff": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"format": 1, "layers": NaN}',
+        b'{"format": 1, "layers": 2, "layers": 2}',
+        b'{"format": 1, "d_ff": ' + b"9" * 5000 + b"}",
+    ],
+)
 def test_a_config_that_is_none_is_refused(tmp_path, content):
     saved = model().save(tmp_path)
     (saved / "config.json").write_bytes(content)
@@ -145,13 +190,18 @@ def test_a_config_that_is_none_is_refused(tmp_path, content):
 
 def test_weights_that_are_no_numbers_of_the_kind_are_refused(tmp_path):
     import safetensors.torch
+
     saved = model().save(tmp_path)
     weights = safetensors.torch.load_file(saved / "model.safetensors")
     for dtype in (torch.int64, torch.bool, torch.complex64):
-        safetensors.torch.save_file({**weights, "norm.weight": weights["norm.weight"].to(dtype)}, saved / "model.safetensors")
+        safetensors.torch.save_file(
+            {**weights, "norm.weight": weights["norm.weight"].to(dtype)}, saved / "model.safetensors"
+        )
         with pytest.raises(InputError, match=f"norm.weight is {dtype}"):
             LanguageModel.load(saved)
-    safetensors.torch.save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, saved / "model.safetensors")
+    safetensors.torch.save_file(
+        {name: value.to(torch.bfloat16) for name, value in weights.items()}, saved / "model.safetensors"
+    )
     assert LanguageModel.load(saved).norm.weight.dtype == torch.float32
 
 
@@ -167,7 +217,9 @@ def test_a_pipe_or_a_device_in_the_place_of_a_model_is_not_waited_for(tmp_path):
         (saved / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("sizes", [{"layers": 10**8}, {"d_ff": 2**31 - 1}, {"context": 2**31 - 1, "d_model": 512}, {"vocabulary": 2**31 - 1}])
+@pytest.mark.parametrize(
+    "sizes", [{"layers": 10**8}, {"d_ff": 2**31 - 1}, {"context": 2**31 - 1, "d_model": 512}, {"vocabulary": 2**31 - 1}]
+)
 def test_a_model_beyond_the_memory_is_not_begun(sizes):
     config = ModelConfig(**{"d_model": 64, "layers": 1, "heads": 2, "d_ff": 64, **sizes})
     with pytest.raises(InputError, match=f"{next(iter(sizes))} {sizes[next(iter(sizes))]}.*GiB of memory"):

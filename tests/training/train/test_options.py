@@ -1,4 +1,5 @@
-"""The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels, tokenizers."""
+"""The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels,
+tokenizers."""
 
 import argparse
 import dataclasses
@@ -55,7 +56,10 @@ def test_the_numbers_of_each_layer_are_those_of_its_activations(tiny, some_text)
     assert row["nnz"] == pytest.approx(sum(row["nnz_layers"]) / 2) and row["nnz"] == pytest.approx(mean_nnz(hidden))
     assert row["l1_term"] == pytest.approx(0.01 * l1_penalty(hidden).item(), rel=1e-5)
     assert row["tokens_per_s"] > 0 and row["dead_layers"] is None
-    assert layer_l1(hidden[0]).item() == pytest.approx(row["l1_layers"][0]) and layer_nnz(hidden[1]) == row["nnz_layers"][1]
+    assert (
+        layer_l1(hidden[0]).item() == pytest.approx(row["l1_layers"][0])
+        and layer_nnz(hidden[1]) == row["nnz_layers"][1]
+    )
 
 
 def test_a_step_in_parts_is_the_step(tiny, plain):
@@ -92,7 +96,15 @@ def test_the_coefficient_waits_and_then_climbs(tiny):
     assert [l1_coefficient(config, step) for step in range(1, 10)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert l1_coefficient(tiny(l1=2.0), 1) == 2.0
     terms = {row["step"]: row["l1_term"] / (sum(row["l1_layers"]) / 2) for row in train(config, progress=False).history}
-    assert {step: round(value, 5) for step, value in terms.items()} == {1: 0, 2: 0, 4: 0.5, 6: 1.5, 8: 2.0, 10: 2.0, 12: 2.0}
+    assert {step: round(value, 5) for step, value in terms.items()} == {
+        1: 0,
+        2: 0,
+        4: 0.5,
+        6: 1.5,
+        8: 2.0,
+        10: 2.0,
+        12: 2.0,
+    }
 
 
 # Dead neurons
@@ -114,7 +126,10 @@ def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text)
         assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
     assert any(sum(row["dead_layers"]) for row in rows)
     both = train(tiny(**{**DYING, "lr": 1e-30, "steps": 2, "dead_window": 128}, d_ff=512), progress=False).history
-    assert [row["dead_layers"] for row in both] == [[0, 0], [int((~(a | b)).sum()) for a, b in zip(*fired[:2], strict=True)]]
+    assert [row["dead_layers"] for row in both] == [
+        [0, 0],
+        [int((~(a | b)).sum()) for a, b in zip(*fired[:2], strict=True)],
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:step .*no neuron fires")
@@ -125,7 +140,9 @@ def test_reinitialised_rows_bring_dead_neurons_back(tiny):
 
 
 def test_a_coefficient_that_kills_every_neuron_is_told_with_the_numbers(tiny):
-    with pytest.warns(UserWarning, match=r"step \d+: no neuron fires in any of the 2 layers of 32 .*with l1 1000 the") as seen:
+    with pytest.warns(
+        UserWarning, match=r"step \d+: no neuron fires in any of the 2 layers of 32 .*with l1 1000 the"
+    ) as seen:
         result = train(tiny(l1=1000.0, lr=0.1, warmup=0, steps=40), progress=False)
     assert result.history[-1]["nnz"] == 0 and math.isfinite(result.history[-1]["loss"])
     assert len([each for each in seen if "no neuron fires" in str(each.message)]) == 1
@@ -136,7 +153,9 @@ def test_a_coefficient_that_kills_every_neuron_is_told_with_the_numbers(tiny):
 
 def test_a_text_read_many_times_over_is_told_with_the_numbers(tiny, some_text):
     few = dataclasses.replace(some_text, data=some_text.data[:190])  # 171 to train on, 768 read
-    with pytest.warns(UserWarning, match=r"^12 steps of 4 windows of 16 tokens read a text of 171 training tokens 4 times over"):
+    with pytest.warns(
+        UserWarning, match=r"^12 steps of 4 windows of 16 tokens read a text of 171 training tokens 4 times over"
+    ):
         train(tiny(text=few), progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,7 +164,10 @@ def test_a_text_read_many_times_over_is_told_with_the_numbers(tiny, some_text):
 
 @pytest.mark.parametrize("kernels", ["auto", "sparse"])
 def test_squared_relu_has_no_sparse_layers(tiny, kernels):
-    with pytest.raises(InputError, match=f"kernels is '{kernels}' with activation 'relu2'; accepted: kernels 'off', or activation 'relu'"):
+    with pytest.raises(
+        InputError,
+        match=f"kernels is '{kernels}' with activation 'relu2'; accepted: kernels 'off', or activation 'relu'",
+    ):
         tiny(kernels=kernels, activation="relu2")
 
 
@@ -188,8 +210,11 @@ def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some
     assert [nnz for nnz, _ in seen] == [row["nnz_layers"] for row in result.history]
     assert {"dense"} == set(seen[0][1]) and {"twell"} == set(seen[-1][1])
     for nnz, paths in seen:
-        assert all(path == ("twell" if value < 7.2 else "dense") for value, path in zip(nnz, paths, strict=True)
-                   if not 7.2 <= value <= 8.8)
+        assert all(
+            path == ("twell" if value < 7.2 else "dense")
+            for value, path in zip(nnz, paths, strict=True)
+            if not 7.2 <= value <= 8.8
+        )
 
 
 @pytest.fixture
@@ -204,7 +229,9 @@ def graphs(monkeypatch):
 def change_over(run, *_):
     """One layer of ten after another goes over, at each of the first ten rows of the history."""
     run.layers[min(run.step - 1, 9)].module.learn("twell")
-    run.graphs.follow(tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps - run.step)
+    run.graphs.follow(
+        tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps - run.step
+    )
 
 
 def test_each_path_is_compiled_once_however_many_layers_change_over(tiny, graphs, monkeypatch):
@@ -250,7 +277,12 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
     lost = [row["lost_layers"] for row in result.history]
     assert lost[0] == [0, 0] and lost[1] == [0, pytest.approx(0.5)] and lost[2:] == [[0, 0]] * 4
     assert [layer.module.learning for layer in runs[0].layers] == ["twell", "dense"]
-    assert runs[0].switch.below["layers.0.mlp"] == 1000 > runs[0].switch.below["layers.1.mlp"] == result.history[1]["nnz_layers"][1]
+    assert (
+        runs[0].switch.below["layers.0.mlp"]
+        == 1000
+        > runs[0].switch.below["layers.1.mlp"]
+        == result.history[1]["nnz_layers"][1]
+    )
     assert "lost_layers" not in train(tiny(steps=2), progress=False).history[0]
 
 
@@ -261,7 +293,12 @@ def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
     model(windows[:, :-1])
     assert objective.hidden == [[], []]
     loss, numbers, l1, nnz, lost = objective(windows, None, False)
-    assert loss.requires_grad and l1.numel() == nnz.numel() == lost.numel() == 0 and numbers[1] == 0 and objective.hidden == [[], []]
+    assert (
+        loss.requires_grad
+        and l1.numel() == nnz.numel() == lost.numel() == 0
+        and numbers[1] == 0
+        and objective.hidden == [[], []]
+    )
     objective.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -275,8 +312,30 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
     out = tmp_path / "out"
-    asked = ["train", "--text", str(tmp_path / "text.py"), "--tokenizer", "bpe:300", "--steps", "4", "--batch", "4", "--context",
-             "16", "--d-model", "16", "--heads", "2", "--layers", "1", "--d-ff", "32", "--device", "cpu", "--json"]
+    asked = [
+        "train",
+        "--text",
+        str(tmp_path / "text.py"),
+        "--tokenizer",
+        "bpe:300",
+        "--steps",
+        "4",
+        "--batch",
+        "4",
+        "--context",
+        "16",
+        "--d-model",
+        "16",
+        "--heads",
+        "2",
+        "--layers",
+        "1",
+        "--d-ff",
+        "32",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     assert cli.main([*asked, "--out", str(out)]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert LanguageModel.load(out).config.vocabulary == summary["text"]["tokenizer"]["vocabulary"] == 300
@@ -298,10 +357,29 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
 # What is refused
 
 
-@pytest.mark.parametrize("name, value", [
-    ("activation", "gelu"), ("dtype", "float16"), ("compile", 1), ("accumulate", 0), ("accumulate", 3), ("l1_delay", -1),
-    ("l1_warmup", 0.5), ("dead_window", -1), ("dead_every", 0), ("reinit", 1.5), ("reinit", 0.1), ("reinit_sigma", -1),
-    ("checkpoint_every", -1), ("kernels", "fast"), ("parallel", "tp"), ("tokenizer", 7), ("l1", -0.1), ("l1", math.nan)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("activation", "gelu"),
+        ("dtype", "float16"),
+        ("compile", 1),
+        ("accumulate", 0),
+        ("accumulate", 3),
+        ("l1_delay", -1),
+        ("l1_warmup", 0.5),
+        ("dead_window", -1),
+        ("dead_every", 0),
+        ("reinit", 1.5),
+        ("reinit", 0.1),
+        ("reinit_sigma", -1),
+        ("checkpoint_every", -1),
+        ("kernels", "fast"),
+        ("parallel", "tp"),
+        ("tokenizer", 7),
+        ("l1", -0.1),
+        ("l1", math.nan),
+    ],
+)
 def test_a_wrong_value_is_refused_by_name(tiny, name, value):
     with pytest.raises(InputError, match=f"^{name} is "):
         tiny(**{name: value})
@@ -315,7 +393,7 @@ def test_the_help_names_every_field_with_its_default(capsys):
         option = f"--{field.name.replace('_', '-')}"
         assert option in shown, field.name
         if field.default is not None and not isinstance(field.default, bool):
-            told = shown[shown.index("the model:"):]
+            told = shown[shown.index("the model:") :]
             stated = re.search(rf"{option} (?:[NX]|WORD|{{[a-z0-9,]+}}) [^\[]*\[([^]]*)\]", told)[1]
             assert type(field.default)(stated) == field.default, field.name
     for word in ("--resume", "--out", "--plain", "torchrun", "twell-lab profile", ", ".join(presets.NAMES)):
@@ -355,7 +433,14 @@ def test_any_field_of_a_dataclass_is_an_option(capsys):
     assert options_module.given(parser.parse_args([]), Settings) == {}
     asked = "--text a --d-model 4 --size-of-all 1e-4 --kind two --fast --no-loud --every 5"
     assert options_module.given(parser.parse_args(asked.split()), Settings) == {
-        "text": "a", "d_model": 4, "size_of_all": 1e-4, "kind": "two", "fast": True, "loud": False, "every": 5}
+        "text": "a",
+        "d_model": 4,
+        "size_of_all": 1e-4,
+        "kind": "two",
+        "fast": True,
+        "loud": False,
+        "every": 5,
+    }
     first, sizes = " ".join(parser.format_help().split()).split(" the sizes: ")
     assert "--every N" in first and "--kind {one,two} [one]" in first and "--no-loud [--loud]" in first
     assert sizes == "--d-model N how wide it is [3] --size-of-all X all of them, with --d-model [0.002]"
@@ -368,7 +453,21 @@ def test_any_field_of_a_dataclass_is_an_option(capsys):
 def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
     assert cli.main(["train", "--config", "list"]) == 0
     assert capsys.readouterr().out == presets.table() + "\n"
-    asked = ["train", "--config", "1M", "--steps", "1", "--batch", "1", "--layers", "1", "--eval-windows", "1", "--device", "cpu"]
+    asked = [
+        "train",
+        "--config",
+        "1M",
+        "--steps",
+        "1",
+        "--batch",
+        "1",
+        "--layers",
+        "1",
+        "--eval-windows",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert cli.main([*asked, "--json"]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["l1"], config["d_ff"], config["layers"], config["steps"]) == (2e-3, 512, 1, 1)

@@ -18,8 +18,19 @@ from twell_lab.training.loop import TOUR, initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty, mean_nnz
 from twell_lab.training.text.source import Text, random_windows
 
-TINY = TrainConfig(steps=6, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32, log_every=2,
-                   eval_every=4, eval_windows=16, device="cpu")
+TINY = TrainConfig(
+    steps=6,
+    batch=2,
+    context=16,
+    d_model=16,
+    layers=2,
+    heads=2,
+    d_ff=32,
+    log_every=2,
+    eval_every=4,
+    eval_windows=16,
+    device="cpu",
+)
 
 
 def tiny(**changes):
@@ -41,8 +52,7 @@ def test_the_l1_gradient_is_that_of_the_written_out_formula(gated):
     got = {name: weight.grad for name, weight in model.named_parameters()}
 
     inputs = []
-    hooks = [layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-             for layer in model.layers]
+    hooks = [layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0])) for layer in model.layers]
     model(windows[:, :-1])
     for hook in hooks:
         hook.remove()
@@ -81,8 +91,7 @@ def test_the_loss_of_the_history_is_cross_entropy_plus_l1_times_the_penalty(some
 
 
 def test_counts_of_hand_made_activations():
-    hidden = [torch.tensor([[[1.0, -2.0, 0.0], [0.0, 0.0, 0.0]]]),
-              torch.tensor([[[0.5, 0.0, 0.0], [1.0, 1.0, -1.0]]])]
+    hidden = [torch.tensor([[[1.0, -2.0, 0.0], [0.0, 0.0, 0.0]]]), torch.tensor([[[0.5, 0.0, 0.0], [1.0, 1.0, -1.0]]])]
     assert mean_nnz(hidden) == (2 + 0 + 1 + 3) / 4
     assert l1_penalty(hidden).item() == (3.0 + 3.5) / 2 / 2
 
@@ -132,7 +141,9 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
 def test_the_same_seed_gives_the_same_curve_bit_for_bit(some_text):
     def curve(**changes):
         result = train(tiny(l1=0.01, text=some_text, **changes), progress=False)
-        return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in result.history], result
+        return [
+            {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in result.history
+        ], result
 
     torch.manual_seed(1)
     first, result = curve()
@@ -207,12 +218,40 @@ def test_a_diverging_run_stops_and_says_where(some_text):
 # What is refused
 
 
-@pytest.mark.parametrize("name, value", [
-    ("l1", -1e-9), ("l1", float("nan")), ("l1", "0.1"), ("l1", None), ("steps", 0), ("steps", 1.5),
-    ("batch", -1), ("context", 0), ("d_model", 0), ("layers", 0), ("heads", 0), ("heads", 3), ("d_ff", 0),
-    ("d_ff", 12.5), ("gated", "yes"), ("lr", 0), ("lr", float("inf")), ("warmup", -1), ("weight_decay", -0.1),
-    ("clip", 0), ("seed", -1), ("seed", True), ("seed", 2**64), ("device", "gpu"), ("device", 3.5),
-    ("text", 7), ("log_every", 0), ("eval_every", 0), ("eval_windows", 0)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("l1", -1e-9),
+        ("l1", float("nan")),
+        ("l1", "0.1"),
+        ("l1", None),
+        ("steps", 0),
+        ("steps", 1.5),
+        ("batch", -1),
+        ("context", 0),
+        ("d_model", 0),
+        ("layers", 0),
+        ("heads", 0),
+        ("heads", 3),
+        ("d_ff", 0),
+        ("d_ff", 12.5),
+        ("gated", "yes"),
+        ("lr", 0),
+        ("lr", float("inf")),
+        ("warmup", -1),
+        ("weight_decay", -0.1),
+        ("clip", 0),
+        ("seed", -1),
+        ("seed", True),
+        ("seed", 2**64),
+        ("device", "gpu"),
+        ("device", 3.5),
+        ("text", 7),
+        ("log_every", 0),
+        ("eval_every", 0),
+        ("eval_windows", 0),
+    ],
+)
 def test_a_wrong_value_is_refused_by_name_before_anything_runs(name, value):
     with pytest.raises(InputError, match=name):
         tiny(**{name: value})

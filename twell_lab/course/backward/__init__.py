@@ -24,4 +24,3 @@ from .data import (
     sparse_saved,
     worst,
 )
-

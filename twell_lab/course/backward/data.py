@@ -52,16 +52,26 @@ def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) ->
     gate, up = (torch.randn(d_ff, d_model, generator=generator, dtype=torch.float64) / 4 for _ in range(2))
     down = torch.randn(d_model, d_ff, generator=generator, dtype=torch.float64) / 6
     x[:, 0], gate[:, 0] = 1.2, -1.0  # a dimension that silences everybody, as a bias would,
-    x[3::8, 0] = 0.2                 # less so at some tokens,
+    x[3::8, 0] = 0.2  # less so at some tokens,
     gate[[d_ff // 3, d_ff // 2], 0] = -9.0  # and altogether in two neurons
     return Case(x, gate, up, down, dy)
 
 
 def census(values: dict[str, Tensor], fired: Tensor) -> str:
-    """How many values of each matrix are not zero, where the gate fired and elsewhere, as a table. fired: bool, their shape."""
-    rows = [{"name": name, "all": value.numel(), "here": int(value[fired].count_nonzero()),
-             "elsewhere": int(value[~fired].count_nonzero())} for name, value in values.items()]
-    return records.table(rows, {"name": "", "all": "values", "here": "not 0 where it fired", "elsewhere": "not 0 elsewhere"})
+    """How many values of each matrix are not zero, where the gate fired and elsewhere, as a table. fired: bool, their
+    shape."""
+    rows = [
+        {
+            "name": name,
+            "all": value.numel(),
+            "here": int(value[fired].count_nonzero()),
+            "elsewhere": int(value[~fired].count_nonzero()),
+        }
+        for name, value in values.items()
+    ]
+    return records.table(
+        rows, {"name": "", "all": "values", "here": "not 0 where it fired", "elsewhere": "not 0 elsewhere"}
+    )
 
 
 def exact(case: Case, coefficient: float) -> dict[str, Tensor]:
@@ -83,7 +93,8 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 def rooms(counts: list[int], capacity: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """(spans, lost rows): each row's (start, count) among `capacity` entries, one row after the other; (-1, 0) for a lost one.
+    """(spans, lost rows): each row's (start, count) among `capacity` entries, one row after the other; (-1, 0) for a
+    lost one.
 
     From the first row on that would end beyond the capacity, every row is lost.
     """
@@ -129,9 +140,8 @@ def kept_gradients(case: Case, coefficient: float, kept: Tensor) -> dict[str, Te
 def rows_read(counts: list[int], lost: list[int], d_ff: int) -> tuple[int, int]:
     """(for stored rows, for lost ones): rows of d_model values that a training step reads one by one.
 
-    A stored row has ROWS_A_VALUE for each kept value. A lost one also reads all of the gate, in each direction, since its
-    pattern was not kept.
-    """
+    A stored row has ROWS_A_VALUE for each kept value. A lost one also reads all of the gate, in each direction, since
+    its pattern was not kept."""
     stored = sum(ROWS_A_VALUE * count for row, count in enumerate(counts) if row not in set(lost))
     return stored, sum(2 * d_ff + ROWS_A_VALUE * counts[row] for row in lost)
 
@@ -145,8 +155,17 @@ def capacity_sweep(case: Case, coefficient: float, capacities: list[int]) -> lis
             raise InputError(f"a capacity is {capacity!r}; 0 or more is accepted")
         got, lost = hybrid(case, coefficient, capacity)
         stored, dense = rows_read(counts, lost, len(case.gate))
-        found.append({"capacity": capacity, "bytes": 8 * capacity, "lost": lost, "stored_rows": stored, "lost_rows": dense,
-                      "error": worst(got, want), "counts": counts})
+        found.append(
+            {
+                "capacity": capacity,
+                "bytes": 8 * capacity,
+                "lost": lost,
+                "stored_rows": stored,
+                "lost_rows": dense,
+                "error": worst(got, want),
+                "counts": counts,
+            }
+        )
     return found
 
 
@@ -164,7 +183,8 @@ def by_neuron(kept: Tensor) -> list[list[int]]:
 
 
 def different_sums(values: Tensor, orders: int = 200, shuffle: bool = True, seed: int = 0) -> int:
-    """How many different float32 results adding these numbers one by one gives, in so many random orders (or as they lie)."""
+    """How many different float32 results adding these numbers one by one gives, in so many random orders (or as they
+    lie)."""
     random = np.random.default_rng(seed)
     numbers = values.numpy().astype(np.float32)
     each = (random.permutation(numbers) if shuffle else numbers for _ in range(orders))
@@ -175,19 +195,28 @@ def different_sums(values: Tensor, orders: int = 200, shuffle: bool = True, seed
 
 
 def dense_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
-    """Bytes that torch's autograd keeps of a gated layer from forward to backward, weights aside. value: bytes of one."""
+    """Bytes that torch's autograd keeps of a gated layer from forward to backward, weights aside. value: bytes of
+    one."""
     wide = value * tokens * d_ff
     return {"x": value * tokens * d_model, "relu(gate)": wide, "up": wide, "h": wide}
 
 
 def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
-    """Bytes that the sparse path keeps from forward to backward: its lists have room for a fixed number of entries, used or not.
+    """Bytes that the sparse path keeps from forward to backward: its lists have room for a fixed number of entries,
+    used or not.
 
     down_t is down transposed, so that what a neuron adds to y is a row of it.
     """
     entries = train_rows.capacity_for(tokens, d_ff)
-    return {"x": value * tokens * d_model, "down_t": value * d_ff * d_model, "words": 4 * entries, "ups": 4 * entries,
-            "spans": 8 * tokens, "kept": 4 * tokens, "lost": 4 * (1 + tokens)}
+    return {
+        "x": value * tokens * d_model,
+        "down_t": value * d_ff * d_model,
+        "words": 4 * entries,
+        "ups": 4 * entries,
+        "spans": 8 * tokens,
+        "kept": 4 * tokens,
+        "lost": 4 * (1 + tokens),
+    }
 
 
 @contextmanager
@@ -205,7 +234,13 @@ def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
         if storage.data_ptr() not in known and storage.nbytes():
             known.add(storage.data_ptr())
             alive.append(tensor)
-            found.append({"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "bytes": storage.nbytes()})
+            found.append(
+                {
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "bytes": storage.nbytes(),
+                }
+            )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -216,7 +251,9 @@ def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
 def memory_table(sizes: dict[str, dict[str, int]]) -> str:
     """MiB by tensor, a column for each way. sizes: way -> tensor -> bytes."""
     names = dict.fromkeys(name for each in sizes.values() for name in each)
-    rows = [{"name": name, **{way: each[name] / 2**20 for way, each in sizes.items() if name in each}} for name in names]
+    rows = [
+        {"name": name, **{way: each[name] / 2**20 for way, each in sizes.items() if name in each}} for name in names
+    ]
     rows.append({"name": "together", **{way: sum(each.values()) / 2**20 for way, each in sizes.items()}})
     return records.table(rows, {"name": "", **{way: f"{way}, MiB" for way in sizes}})
 
@@ -224,7 +261,10 @@ def memory_table(sizes: dict[str, dict[str, int]]) -> str:
 def memory_sentence(sizes: dict[str, dict[str, int]]) -> str:
     """What the first way keeps and what the second one does, in a sentence. sizes: as for `memory_table`."""
     (first, dense), (second, sparse) = ((way, sum(each.values()) / 2**20) for way, each in list(sizes.items())[:2])
-    return f"Kept from forward to backward: {dense:.0f} MiB ({first}), {sparse:.0f} MiB ({second}), {dense / sparse:.1f} times less."
+    return (
+        f"Kept from forward to backward: {dense:.0f} MiB ({first}), {sparse:.0f} MiB ({second}), "
+        f"{dense / sparse:.1f} times less."
+    )
 
 
 # ---- the least time of a step ----
@@ -245,12 +285,27 @@ def parts(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float
     Each kept value reads rows of d_model values through the L2 cache; memory counts every array once.
     """
     x, weights, row, kept = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model, tokens * nnz
-    found = [{"part": "gate, packed", "direction": "forward", "operations": 2 * tokens * d_model * d_ff, "l2": 0,
-              "memory": x + weights, "reads": ""}]
+    found = [
+        {
+            "part": "gate, packed",
+            "direction": "forward",
+            "operations": 2 * tokens * d_model * d_ff,
+            "l2": 0,
+            "memory": x + weights,
+            "reads": "",
+        }
+    ]
     for part, direction, rows in READS:
-        found.append({"part": part, "direction": direction, "operations": 0, "l2": len(rows) * kept * row,
-                      "memory": x * (part != "survivors: u") + 3 * weights * (part == "weight gradients"),
-                      "reads": ", ".join(f"{name}[{'token' if name in ('x', 'dy') else 'neuron'}]" for name in rows)})
+        found.append(
+            {
+                "part": part,
+                "direction": direction,
+                "operations": 0,
+                "l2": len(rows) * kept * row,
+                "memory": x * (part != "survivors: u") + 3 * weights * (part == "weight gradients"),
+                "reads": ", ".join(f"{name}[{'token' if name in ('x', 'dy') else 'neuron'}]" for name in rows),
+            }
+        )
     return found
 
 
@@ -258,8 +313,11 @@ def floors(found: list[dict], reached: Rates) -> list[dict]:
     """`parts` with the least time of each in ms at these rates, and what limits it."""
     timed = []
     for part in found:
-        times = {"tensor cores": part["operations"] / reached.tensor, "L2 cache": part["l2"] / reached.l2,
-                 "memory": part["memory"] / reached.memory}
+        times = {
+            "tensor cores": part["operations"] / reached.tensor,
+            "L2 cache": part["l2"] / reached.l2,
+            "memory": part["memory"] / reached.memory,
+        }
         limit = max(times, key=times.__getitem__)
         timed.append({**part, "ms": 1e3 * times[limit], "limit": limit})
     return timed
@@ -268,8 +326,20 @@ def floors(found: list[dict], reached: Rates) -> list[dict]:
 def floors_table(found: list[dict]) -> str:
     """`floors` as text, with the sum."""
     rows = [{**part, "gb": part["l2"] / 1e9 or None} for part in found]
-    rows.append({"part": "together", "ms": sum(part["ms"] for part in found), "gb": sum(part["l2"] for part in found) / 1e9})
-    return records.table(rows, {"part": "", "direction": "", "reads": "a kept value reads", "gb": "GB through L2", "limit": "limit", "ms": "ms"})
+    rows.append(
+        {"part": "together", "ms": sum(part["ms"] for part in found), "gb": sum(part["l2"] for part in found) / 1e9}
+    )
+    return records.table(
+        rows,
+        {
+            "part": "",
+            "direction": "",
+            "reads": "a kept value reads",
+            "gb": "GB through L2",
+            "limit": "limit",
+            "ms": "ms",
+        },
+    )
 
 
 def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632) -> float:
@@ -277,7 +347,9 @@ def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: 
     return 1e3 * 9 * 2 * tokens * d_model * d_ff / reached.tensor
 
 
-def break_even(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, dense_ms: float | None = None) -> float:
+def break_even(
+    reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, dense_ms: float | None = None
+) -> float:
     """The nnz at which the floor of the sparse step meets a dense one of dense_ms (None: its own floor)."""
     dense = dense_floor(reached, tokens, d_model, d_ff) if dense_ms is None else dense_ms
     none, one = (sum(part["ms"] for part in floors(parts(tokens, d_model, d_ff, nnz), reached)) for nnz in (1000, 1001))
@@ -287,7 +359,13 @@ def break_even(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: i
 def break_even_sentences(reached: Rates, recorded_ms: float | None = None) -> str:
     """Where the floor of the sparse step meets the dense floor, and the recorded dense step where there is one."""
     own = dense_floor(reached)
-    lines = [f"Against nine products at full rate ({own:.2f} ms), the counted sparse step is shorter below {break_even(reached):.0f} firing neurons."]
+    lines = [
+        f"Against nine products at full rate ({own:.2f} ms), the counted sparse step is shorter below "
+        f"{break_even(reached):.0f} firing neurons."
+    ]
     if recorded_ms is not None:
-        lines.append(f"Against torch's step as it was recorded ({recorded_ms:.2f} ms), below {break_even(reached, dense_ms=recorded_ms):.0f}.")
+        lines.append(
+            f"Against torch's step as it was recorded ({recorded_ms:.2f} ms), below "
+            f"{break_even(reached, dense_ms=recorded_ms):.0f}."
+        )
     return "\n".join(lines)

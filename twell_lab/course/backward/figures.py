@@ -7,26 +7,46 @@ from plotly.subplots import make_subplots
 
 from ...core.errors import InputError
 from ...plots import figures as plots
-from ..drawing import at, flat, note
+from ..drawing import at as chosen, flat, note
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE
-BELOW = {"orientation": "h", "x": 0, "y": -0.17, "yanchor": "top"}  # a legend of many entries, in as many lines as it takes
+BELOW = {
+    "orientation": "h",
+    "x": 0,
+    "y": -0.17,
+    "yanchor": "top",
+}  # a legend of many entries, in as many lines as it takes
 PICKED = (plots.RED, plots.GREEN, plots.PURPLE, plots.ORANGE, plots.SKY)
 
 
 def quantities(values: dict[str, list[list[float]]], fired: list[list[bool]]) -> go.Figure:
-    """Matrices [tokens, d_ff] cell by cell: not zero where the gate fired, not zero elsewhere, zero. At most six, three a line."""
+    """Matrices [tokens, d_ff] cell by cell: not zero where the gate fired, not zero elsewhere, zero. At most six, three
+    a line."""
     if not 1 <= len(values) <= 6:
         raise InputError(f"there are {len(values)} matrices; 1 to 6 are accepted")
     across = min(3, len(values))
     lines = -(-len(values) // across)
-    figure = make_subplots(rows=lines, cols=across, subplot_titles=list(values), horizontal_spacing=0.04, vertical_spacing=0.14)
+    figure = make_subplots(
+        rows=lines, cols=across, subplot_titles=list(values), horizontal_spacing=0.04, vertical_spacing=0.14
+    )
     for at, (name, matrix) in enumerate(values.items()):
-        kind = [[0 if not value else 2 if here else 1 for value, here in zip(row, mask, strict=True)]
-                for row, mask in zip(matrix, fired, strict=True)]
-        figure.add_heatmap(z=kind, zmin=0, zmax=2, colorscale=flat((NOTHING, UNUSED, KEPT)), showscale=False, xgap=0.5, ygap=0.5,
-                           row=at // across + 1, col=at % across + 1, customdata=[[round(value, 4) for value in row] for row in matrix],
-                           hovertemplate=f"{name}: token %{{y}}, neuron %{{x}}: %{{customdata:.3g}}<extra></extra>")
+        kind = [
+            [0 if not value else 2 if here else 1 for value, here in zip(row, mask, strict=True)]
+            for row, mask in zip(matrix, fired, strict=True)
+        ]
+        figure.add_heatmap(
+            z=kind,
+            zmin=0,
+            zmax=2,
+            colorscale=flat((NOTHING, UNUSED, KEPT)),
+            showscale=False,
+            xgap=0.5,
+            ygap=0.5,
+            row=at // across + 1,
+            col=at % across + 1,
+            customdata=[[round(value, 4) for value in row] for row in matrix],
+            hovertemplate=f"{name}: token %{{y}}, neuron %{{x}}: %{{customdata:.3g}}<extra></extra>",
+        )
     for colour, name in ((KEPT, "not zero, gate fired"), (UNUSED, "not zero, gate silent"), (NOTHING, "zero")):
         _key(figure, name, colour)
     figure.update_xaxes(showticklabels=False)
@@ -44,8 +64,12 @@ def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, 
     token: dh = dy Wd at what fired, and one token's row of it. neuron: dWd^T = h^T dy, and one neuron's row of it.
     """
     tokens, d_ff = len(fired), len(fired[0])
-    if (token is None) == (neuron is None) or not 0 <= (token if neuron is None else neuron) < (tokens if neuron is None else d_ff):
-        raise InputError(f"token is {token!r} and neuron {neuron!r}; one of them, below {tokens} or {d_ff}, is accepted")
+    if (token is None) == (neuron is None) or not 0 <= (token if neuron is None else neuron) < (
+        tokens if neuron is None else d_ff
+    ):
+        raise InputError(
+            f"token is {token!r} and neuron {neuron!r}; one of them, below {tokens} or {d_ff}, is accepted"
+        )
     wide = range(d_model)
     if neuron is None:
         uses = [n for n in range(d_ff) if fired[token][n]]
@@ -65,12 +89,27 @@ def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, 
         names = ("hᵀ  [neurons, tokens]", "dy  [tokens, d_model]", "dWdᵀ  [neurons, d_model]")
         title = f"dWdᵀ, neuron {neuron}: the sum of {len(uses)} rows of dy, each times one h"
         axes = ("neuron", "token", "neuron")
-    figure = make_subplots(rows=1, cols=3, subplot_titles=names, horizontal_spacing=0.09,
-                           column_widths=[len(matrix[0]) + 6 for matrix in (left, middle, right)])
+    figure = make_subplots(
+        rows=1,
+        cols=3,
+        subplot_titles=names,
+        horizontal_spacing=0.09,
+        column_widths=[len(matrix[0]) + 6 for matrix in (left, middle, right)],
+    )
     colours = (NOTHING, "#8FBBDA", *PICKED)
     for at, (matrix, axis) in enumerate(zip((left, middle, right), axes, strict=True), 1):
-        figure.add_heatmap(z=matrix, zmin=0, zmax=len(colours) - 1, colorscale=flat(colours), showscale=False, xgap=0.5, ygap=0.5,
-                           row=1, col=at, hovertemplate=f"{axis} %{{y}}<extra></extra>")
+        figure.add_heatmap(
+            z=matrix,
+            zmin=0,
+            zmax=len(colours) - 1,
+            colorscale=flat(colours),
+            showscale=False,
+            xgap=0.5,
+            ygap=0.5,
+            row=1,
+            col=at,
+            hovertemplate=f"{axis} %{{y}}<extra></extra>",
+        )
         figure.update_yaxes(title_text=axis, title_standoff=4, row=1, col=at)
     figure.update_xaxes(showticklabels=False)
     figure.update_yaxes(autorange="reversed", showticklabels=False)
@@ -80,35 +119,73 @@ def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, 
 
 
 def lists(rows: list[list[int]], columns: list[list[int]], picked: tuple[int, ...] = ()) -> go.Figure:
-    """The same kept values as lists of rows (token: its neurons) and of columns (neuron: its tokens); a few neurons in colour.
+    """The same kept values as lists of rows (token: its neurons) and of columns (neuron: its tokens); a few neurons in
+    colour.
 
     rows: neurons of each token; columns: tokens of each neuron; picked: neurons, at most five.
     """
-    if sorted((t, n) for t, row in enumerate(rows) for n in row) != sorted((t, n) for n, column in enumerate(columns) for t in column):
+    if sorted((t, n) for t, row in enumerate(rows) for n in row) != sorted(
+        (t, n) for n, column in enumerate(columns) for t in column
+    ):
         raise InputError("rows and columns do not hold the same pairs; one must be the other, transposed")
     if len(picked) > len(PICKED):
         raise InputError(f"picked has {len(picked)} neurons; at most {len(PICKED)} are accepted")
     colour = {neuron: 2 + i for i, neuron in enumerate(picked)}
     colours = (NOTHING, plots.FAINT, *PICKED)
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12,
-                           subplot_titles=["by token: its neurons", "by neuron: its tokens"])
-    sides = ((rows, lambda at, item: colour.get(item, 1), "token"), (columns, lambda at, item: colour.get(at, 1), "neuron"))
+    figure = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=["by token: its neurons", "by neuron: its tokens"]
+    )
+    sides = (
+        (rows, lambda at, item: colour.get(item, 1), "token"),
+        (columns, lambda at, item: colour.get(at, 1), "neuron"),
+    )
     for col, (each, shade, axis) in enumerate(sides, 1):
         longest = max((len(one) for one in each), default=0) or 1
         shades = [[shade(at, one[k]) if k < len(one) else None for k in range(longest)] for at, one in enumerate(each)]
         text = [[str(one[k]) if k < len(one) else "" for k in range(longest)] for one in each]
-        figure.add_heatmap(z=shades, text=text, texttemplate="%{text}", zmin=0, zmax=len(colours) - 1, colorscale=flat(colours),
-                           showscale=False, xgap=1, ygap=1, row=1, col=col, hoverongaps=False,
-                           hovertemplate=f"{axis} %{{y}}, place %{{x}}: %{{text}}<extra></extra>")
-        figure.update_yaxes(title_text=axis, autorange="reversed", dtick=1, tickfont={"size": 9}, showgrid=False, zeroline=False, row=1, col=col)
+        figure.add_heatmap(
+            z=shades,
+            text=text,
+            texttemplate="%{text}",
+            zmin=0,
+            zmax=len(colours) - 1,
+            colorscale=flat(colours),
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            row=1,
+            col=col,
+            hoverongaps=False,
+            hovertemplate=f"{axis} %{{y}}, place %{{x}}: %{{text}}<extra></extra>",
+        )
+        figure.update_yaxes(
+            title_text=axis,
+            autorange="reversed",
+            dtick=1,
+            tickfont={"size": 9},
+            showgrid=False,
+            zeroline=False,
+            row=1,
+            col=col,
+        )
     figure.update_xaxes(title_text="place in the list", dtick=1, showgrid=False, zeroline=False)
     figure = plots.styled(figure, "", height=max(330, 110 + 17 * max(len(rows), len(columns))))
     figure.update_annotations(font_size=13)
     return figure.update_layout(margin={"t": 60, "b": 50})
 
 
-TENSORS = {"x": plots.GREY, "relu(gate)": plots.BLUE, "up": plots.SKY, "h": plots.GREEN, "down_t": "#BDBDBD",
-           "words": plots.RED, "ups": plots.ORANGE, "spans": plots.PURPLE, "kept": "#7F3C8D", "lost": plots.INK}
+TENSORS = {
+    "x": plots.GREY,
+    "relu(gate)": plots.BLUE,
+    "up": plots.SKY,
+    "h": plots.GREEN,
+    "down_t": "#BDBDBD",
+    "words": plots.RED,
+    "ups": plots.ORANGE,
+    "spans": plots.PURPLE,
+    "kept": "#7F3C8D",
+    "lost": plots.INK,
+}
 
 
 def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
@@ -117,19 +194,38 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
     for name in dict.fromkeys(name for each in sizes.values() for name in each):
         x = [each.get(name, 0) / 2**20 for each in sizes.values()]
         most = max(sum(each.values()) for each in sizes.values()) / 2**20
-        figure.add_bar(y=list(sizes), x=x, orientation="h", name=name, marker_color=TENSORS.get(name, plots.GREY),
-                       text=[name if value > 0.05 * most else "" for value in x], textposition="inside", insidetextanchor="middle",
-                       textangle=0, hovertemplate=f"{name}: %{{x:.4g}} MiB<extra></extra>")
+        figure.add_bar(
+            y=list(sizes),
+            x=x,
+            orientation="h",
+            name=name,
+            marker_color=TENSORS.get(name, plots.GREY),
+            text=[name if value > 0.05 * most else "" for value in x],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            hovertemplate=f"{name}: %{{x:.4g}} MiB<extra></extra>",
+        )
     for way, each in sizes.items():
         total = sum(each.values()) / 2**20
-        figure.add_annotation(x=total, y=way, text=f" {total:.0f} MiB", xanchor="left", showarrow=False, font={"size": 12})
+        figure.add_annotation(
+            x=total, y=way, text=f" {total:.0f} MiB", xanchor="left", showarrow=False, font={"size": 12}
+        )
     figure.update_xaxes(title_text="MiB", range=[0, 1.14 * most])
     figure.update_yaxes(autorange="reversed")
-    return plots.styled(figure, title, height=150 + 70 * len(sizes)).update_layout(barmode="stack", legend={"traceorder": "normal"})
+    return plots.styled(figure, title, height=150 + 70 * len(sizes)).update_layout(
+        barmode="stack", legend={"traceorder": "normal"}
+    )
 
 
-PARTS = {"gate, packed": plots.GREY, "survivors: u": plots.SKY, "y": plots.BLUE, "dh": plots.ORANGE, "dx": plots.RED,
-         "weight gradients": plots.PURPLE}
+PARTS = {
+    "gate, packed": plots.GREY,
+    "survivors: u": plots.SKY,
+    "y": plots.BLUE,
+    "dh": plots.ORANGE,
+    "dx": plots.RED,
+    "weight gradients": plots.PURPLE,
+}
 
 
 def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] = ()) -> go.Figure:
@@ -140,27 +236,59 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
     figure = go.Figure()
     place = {nnz: f"nnz {nnz}: {sum(part['ms'] for part in each):.2f} ms" for nnz, each in floors.items()}
     for name, colour in PARTS.items():
-        figure.add_bar(x=list(place.values()), y=[next(part["ms"] for part in each if part["part"] == name) for each in floors.values()],
-                       name=name, marker_color=colour, hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>")
+        figure.add_bar(
+            x=list(place.values()),
+            y=[next(part["ms"] for part in each if part["part"] == name) for each in floors.values()],
+            name=name,
+            marker_color=colour,
+            hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>",
+        )
     figure.add_hline(y=dense_ms, line={"color": plots.INK, "width": 1, "dash": "dash"})
-    figure.add_annotation(x=0, xref="paper", y=dense_ms, xanchor="left", yanchor="top", showarrow=False, font={"size": 11},
-                          text=f"nine dense products on the tensor cores: {dense_ms:.2f} ms")
-    marks = {"forced twell": ("sparse", "diamond"), "dense eager": ("dense", "x-thin"), "dense compiled": ("dense compiled", "cross-thin")}
+    figure.add_annotation(
+        x=0,
+        xref="paper",
+        y=dense_ms,
+        xanchor="left",
+        yanchor="top",
+        showarrow=False,
+        font={"size": 11},
+        text=f"nine dense products on the tensor cores: {dense_ms:.2f} ms",
+    )
+    marks = {
+        "forced twell": ("sparse", "diamond"),
+        "dense eager": ("dense", "x-thin"),
+        "dense compiled": ("dense compiled", "cross-thin"),
+    }
     for path, (name, symbol) in marks.items():
         rows = [row for row in recorded if row["path"] == path and row["column"] in floors]
         if rows:
             x, y = [place[row["column"]] for row in rows], [row["ms"] for row in rows]
             line = {"color": "white" if symbol == "diamond" else plots.INK, "width": 2}
-            figure.add_scatter(x=x, y=y, mode="markers", name=f"{name}, recorded", marker={"symbol": symbol, "size": 11, "color": plots.INK, "line": line},
-                               hovertemplate=f"{name}, %{{x}}: %{{y:.3g}} ms<extra></extra>")
+            figure.add_scatter(
+                x=x,
+                y=y,
+                mode="markers",
+                name=f"{name}, recorded",
+                marker={"symbol": symbol, "size": 11, "color": plots.INK, "line": line},
+                hovertemplate=f"{name}, %{{x}}: %{{y:.3g}} ms<extra></extra>",
+            )
     figure.update_xaxes(title_text="neurons firing for a token on average, and the sum of the parts", type="category")
     figure.update_yaxes(title_text="ms, 16,384 tokens", rangemode="tozero")
     wheres = ", ".join(dict.fromkeys(row["where"] for row in recorded if row["column"] in floors))
-    title = "A sparse step by part, were every row to come from the L2 cache" + f"<br><sup>marks: {wheres}</sup>" * bool(wheres)
-    return plots.styled(figure, title, height=520).update_layout(barmode="stack", margin_b=150, legend=BELOW | {"traceorder": "normal"})
+    title = (
+        "A sparse step by part, were every row to come from the L2 cache"
+        + f"<br><sup>marks: {wheres}</sup>" * bool(wheres)
+    )
+    return plots.styled(figure, title, height=520).update_layout(
+        barmode="stack", margin_b=150, legend=BELOW | {"traceorder": "normal"}
+    )
 
 
-NAMES = {"planned": "planned", "planned compiled": "planned, compiled against compiled", "forced twell": "sparse, forced"}
+NAMES = {
+    "planned": "planned",
+    "planned compiled": "planned, compiled against compiled",
+    "forced twell": "sparse, forced",
+}
 
 
 def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.Figure:
@@ -169,17 +297,34 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
     recorded, own: rows of measured.steps. Without any, the figure says so, and what makes them.
     """
     figure = go.Figure()
-    shown = [{**row, "x": row.get("x_compiled" if row["path"] == "planned compiled" else "x_dense")}
-             for row in (*recorded, *own) if row["path"] in NAMES]
-    for colour, (path, where) in zip(plots.COLOURS, dict.fromkeys((row["path"], row["where"]) for row in shown), strict=False):
-        rows = sorted((row for row in shown if (row["path"], row["where"]) == (path, where)), key=lambda row: row["nnz"])
-        figure.add_scatter(x=[row["nnz"] for row in rows], y=[row["x"] for row in rows], mode="lines+markers", name=f"{NAMES[path]}, {where}",
-                           line={"color": colour, "dash": "dot" if where.startswith("recorded") else "solid"},
-                           marker={"size": 15 if path == "planned" else 8, "symbol": "circle-open" if path == "planned" else "circle"},
-                           customdata=[[row["ms"]] for row in rows], hovertemplate="nnz %{x:.3g}: %{y:.2f}x, %{customdata[0]:.3g} ms")
+    shown = [
+        {**row, "x": row.get("x_compiled" if row["path"] == "planned compiled" else "x_dense")}
+        for row in (*recorded, *own)
+        if row["path"] in NAMES
+    ]
+    for colour, (path, where) in zip(
+        plots.COLOURS, dict.fromkeys((row["path"], row["where"]) for row in shown), strict=False
+    ):
+        rows = sorted(
+            (row for row in shown if (row["path"], row["where"]) == (path, where)), key=lambda row: row["nnz"]
+        )
+        figure.add_scatter(
+            x=[row["nnz"] for row in rows],
+            y=[row["x"] for row in rows],
+            mode="lines+markers",
+            name=f"{NAMES[path]}, {where}",
+            line={"color": colour, "dash": "dot" if where.startswith("recorded") else "solid"},
+            marker={"size": 15 if path == "planned" else 8, "symbol": "circle-open" if path == "planned" else "circle"},
+            customdata=[[row["ms"]] for row in rows],
+            hovertemplate="nnz %{x:.3g}: %{y:.2f}x, %{customdata[0]:.3g} ms",
+        )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1, "dash": "dash"})
     if not shown:
-        note(figure, "no training step is recorded yet" + f"; {command} makes the record" * bool(command), font={"size": 13})
+        note(
+            figure,
+            "no training step is recorded yet" + f"; {command} makes the record" * bool(command),
+            font={"size": 13},
+        )
     figure.update_xaxes(title_text="mean nnz of 5,632 neurons", rangemode="tozero")
     figure.update_yaxes(title_text="times as fast as the dense step", rangemode="tozero")
     lines = len({(row["path"], row["where"]) for row in shown})
@@ -187,17 +332,40 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
 
 
 def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
-    """Which rows are lost at one capacity, and what every capacity costs. sweep: data.capacity_sweep, capacities ascending."""
-    figure = make_subplots(rows=1, cols=2, column_widths=[0.6, 0.4], horizontal_spacing=0.14,
-                           subplot_titles=["kept values of each token", "rows read, by capacity"])
+    """Which rows are lost at one capacity, and what every capacity costs. sweep: data.capacity_sweep, capacities
+    ascending."""
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        column_widths=[0.6, 0.4],
+        horizontal_spacing=0.14,
+        subplot_titles=["kept values of each token", "rows read, by capacity"],
+    )
     counts = sweep[0]["counts"]
-    figure.add_bar(x=list(range(len(counts))), y=counts, showlegend=False, row=1, col=1,
-                   hovertemplate="token %{x}: %{y} values<extra></extra>")
+    figure.add_bar(
+        x=list(range(len(counts))),
+        y=counts,
+        showlegend=False,
+        row=1,
+        col=1,
+        hovertemplate="token %{x}: %{y} values<extra></extra>",
+    )
     at = [row["capacity"] for row in sweep]
     for key, name, colour in (("stored_rows", "for stored tokens", KEPT), ("lost_rows", "for lost ones", plots.ORANGE)):
-        figure.add_scatter(x=at, y=[row[key] for row in sweep], mode="lines", stackgroup="all", name=name, line={"color": colour},
-                           row=1, col=2, hovertemplate=f"{name}: %{{y:,}} rows")
-    figure.add_scatter(mode="markers", marker={"color": plots.INK, "size": 11}, showlegend=False, row=1, col=2, hoverinfo="skip")
+        figure.add_scatter(
+            x=at,
+            y=[row[key] for row in sweep],
+            mode="lines",
+            stackgroup="all",
+            name=name,
+            line={"color": colour},
+            row=1,
+            col=2,
+            hovertemplate=f"{name}: %{{y:,}} rows",
+        )
+    figure.add_scatter(
+        mode="markers", marker={"color": plots.INK, "size": 11}, showlegend=False, row=1, col=2, hoverinfo="skip"
+    )
     figure.update_xaxes(title_text="token", row=1, col=1)
     figure.update_xaxes(title_text="room for kept values", row=1, col=2)
     figure.update_yaxes(title_text="neurons that fired", row=1, col=1)
@@ -210,41 +378,63 @@ def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
 
 def move_capacity(figure: go.Figure, sweep: list[dict], index: int) -> None:
     """Move the capacity in a figure that `capacity` made (a FigureWidget of it too)."""
-    row = at(sweep, index, "capacities")
+    row = chosen(sweep, index, "capacities")
     lost = set(row["lost"])
     figure.data[0].marker.color = [plots.ORANGE if token in lost else KEPT for token in range(len(row["counts"]))]
     figure.data[3].x, figure.data[3].y = [row["capacity"]], [row["stored_rows"] + row["lost_rows"]]
     error = "within rounding of autograd's" if row["error"] < 1e-12 else f"off by {row['error']:.1e}"
-    figure.layout.title.text = (f"room for {row['capacity']} values, {row['bytes']:,} bytes: {len(lost)} of {len(row['counts'])} tokens lost; "
-                                f"gradients {error}")
+    figure.layout.title.text = (
+        f"room for {row['capacity']} values, {row['bytes']:,} bytes: {len(lost)} of {len(row['counts'])} tokens lost; "
+        f"gradients {error}"
+    )
 
 
 def paths(kinds: dict[str, list[dict]]) -> go.Figure:
-    """The sparse step in ms over nnz, a line or marks for each kind of workload, beside torch's dense one; circles: what is planned.
+    """The sparse step in ms over nnz, a line or marks for each kind of workload, beside torch's dense one; circles:
+    what is planned.
 
     kinds: measured.series. Both axes are logarithmic.
     """
     figure = go.Figure()
     every = [row for each in kinds.values() for row in each]
     planned = sorted((row for row in every if row["path"] == "planned"), key=lambda row: row["nnz"])
-    figure.add_scatter(x=[row["nnz"] for row in planned], y=[row["ms"] for row in planned], mode="markers", name="planned",
-                       marker={"symbol": "circle-open", "size": 17, "color": plots.INK, "line": {"width": 1.5}},
-                       customdata=[[row["workload"], row.get("choice")] for row in planned],
-                       hovertemplate="%{customdata[0]}, nnz %{x}: planned %{customdata[1]}, %{y:.3g} ms<extra></extra>")
+    figure.add_scatter(
+        x=[row["nnz"] for row in planned],
+        y=[row["ms"] for row in planned],
+        mode="markers",
+        name="planned",
+        marker={"symbol": "circle-open", "size": 17, "color": plots.INK, "line": {"width": 1.5}},
+        customdata=[[row["workload"], row.get("choice")] for row in planned],
+        hovertemplate="%{customdata[0]}, nnz %{x}: planned %{customdata[1]}, %{y:.3g} ms<extra></extra>",
+    )
     for colour, (name, each) in zip(plots.COLOURS, kinds.items(), strict=False):
         rows = [row for row in each if row["path"] == "forced twell"]
         drawn = rows and rows[0]["workload"].startswith("independent")
-        figure.add_scatter(x=[row["nnz"] for row in rows], y=[row["ms"] for row in rows], mode="lines+markers" if drawn else "markers",
-                           name=f"sparse, {name}", line={"color": colour}, marker={"size": 9, "color": colour, "symbol": "circle" if drawn else "diamond"},
-                           customdata=[[row["workload"]] for row in rows],
-                           hovertemplate="%{customdata[0]}, nnz %{x}: sparse %{y:.3g} ms<extra></extra>")
+        figure.add_scatter(
+            x=[row["nnz"] for row in rows],
+            y=[row["ms"] for row in rows],
+            mode="lines+markers" if drawn else "markers",
+            name=f"sparse, {name}",
+            line={"color": colour},
+            marker={"size": 9, "color": colour, "symbol": "circle" if drawn else "diamond"},
+            customdata=[[row["workload"]] for row in rows],
+            hovertemplate="%{customdata[0]}, nnz %{x}: sparse %{y:.3g} ms<extra></extra>",
+        )
     for path, dash in (("dense eager", "dash"), ("dense compiled", "dot")):
         rows = sorted((row for row in every if row["path"] == path), key=lambda row: row["nnz"])
-        figure.add_scatter(x=[row["nnz"] for row in rows], y=[row["ms"] for row in rows], mode="lines", name=f"torch, {path}",
-                           line={"color": plots.GREY, "dash": dash}, hovertemplate=f"{path}, nnz %{{x}}: %{{y:.3g}} ms<extra></extra>")
+        figure.add_scatter(
+            x=[row["nnz"] for row in rows],
+            y=[row["ms"] for row in rows],
+            mode="lines",
+            name=f"torch, {path}",
+            line={"color": plots.GREY, "dash": dash},
+            hovertemplate=f"{path}, nnz %{{x}}: %{{y:.3g}} ms<extra></extra>",
+        )
     if not every:
         note(figure, "no training step is recorded in this checkout")
-    figure.update_xaxes(title_text="neurons firing for a token on average (log scale)", type="log", tickvals=[5, 10, 20, 50, 100, 200])
+    figure.update_xaxes(
+        title_text="neurons firing for a token on average (log scale)", type="log", tickvals=[5, 10, 20, 50, 100, 200]
+    )
     figure.update_yaxes(title_text="ms, forward and backward (log scale)", type="log", tickvals=[1, 2, 5, 10, 20, 50])
     wheres = ", ".join(dict.fromkeys(row["where"] for row in every))
     title = f"A training step of one layer, 16,384 tokens<br><sup>{wheres}</sup>"
@@ -254,13 +444,17 @@ def paths(kinds: dict[str, list[dict]]) -> go.Figure:
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
     """A run in which layers change their path: neurons firing by layer, and the bytes kept for the backward pass.
 
-    history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}; limit: the nnz below which they change.
-    A line is dotted while its layer is dense, and a diamond stands where the path changes.
-    """
+    history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}; limit: the nnz below which they
+    change. A line is dotted while its layer is dense, and a diamond stands where the path changes."""
     if not history:
         raise InputError("history is empty; at least one {step, nnz, paths, bytes} is accepted")
-    figure = make_subplots(rows=1, cols=2, column_widths=[0.64, 0.36], horizontal_spacing=0.13,
-                           subplot_titles=["neurons firing for a token", "kept for the backward pass, MiB"])
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        column_widths=[0.64, 0.36],
+        horizontal_spacing=0.13,
+        subplot_titles=["neurons firing for a token", "kept for the backward pass, MiB"],
+    )
     steps = [row["step"] for row in history]
     for number, colour in zip(range(len(history[0]["nnz"])), plots.COLOURS, strict=False):
         name, values = f"layer {number}", [row["nnz"][number] for row in history]
@@ -268,17 +462,42 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
         cuts = [0, *(i for i in range(1, len(history)) if paths[i] != paths[i - 1]), len(history) - 1]
         for at, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
             sparse = paths[first] == "twell"
-            figure.add_scatter(x=steps[first : last + 1], y=values[first : last + 1], mode="lines", name=name, legendgroup=name, showlegend=at == 0,
-                               line={"color": colour, "dash": "solid" if sparse else "dot", "width": 3 if sparse else 2}, row=1, col=1,
-                               hovertemplate=f"{name}, {'sparse' if sparse else 'dense'}, step %{{x}}: %{{y:.1f}}<extra></extra>")
+            figure.add_scatter(
+                x=steps[first : last + 1],
+                y=values[first : last + 1],
+                mode="lines",
+                name=name,
+                legendgroup=name,
+                showlegend=at == 0,
+                line={"color": colour, "dash": "solid" if sparse else "dot", "width": 3 if sparse else 2},
+                row=1,
+                col=1,
+                hovertemplate=f"{name}, {'sparse' if sparse else 'dense'}, step %{{x}}: %{{y:.1f}}<extra></extra>",
+            )
         changes = cuts[1:-1]
         if changes:
-            figure.add_scatter(x=[steps[i] for i in changes], y=[values[i] for i in changes], mode="markers", showlegend=False, legendgroup=name,
-                               marker={"color": colour, "size": 12, "symbol": "diamond", "line": {"color": "white", "width": 1}}, row=1, col=1,
-                               hovertemplate=f"{name} changes its path in step %{{x}}<extra></extra>")
+            figure.add_scatter(
+                x=[steps[i] for i in changes],
+                y=[values[i] for i in changes],
+                mode="markers",
+                showlegend=False,
+                legendgroup=name,
+                marker={"color": colour, "size": 12, "symbol": "diamond", "line": {"color": "white", "width": 1}},
+                row=1,
+                col=1,
+                hovertemplate=f"{name} changes its path in step %{{x}}<extra></extra>",
+            )
     figure.add_hline(y=limit, line={"color": plots.INK, "width": 1, "dash": "dash"}, row=1, col=1)
-    figure.add_scatter(x=steps, y=[row["bytes"] / 2**20 for row in history], mode="lines", line={"color": plots.INK, "shape": "hv"},
-                       showlegend=False, row=1, col=2, hovertemplate="step %{x}: %{y:.1f} MiB<extra></extra>")
+    figure.add_scatter(
+        x=steps,
+        y=[row["bytes"] / 2**20 for row in history],
+        mode="lines",
+        line={"color": plots.INK, "shape": "hv"},
+        showlegend=False,
+        row=1,
+        col=2,
+        hovertemplate="step %{x}: %{y:.1f} MiB<extra></extra>",
+    )
     figure.update_xaxes(title_text="step")
     ticks = [1, 2, 5, 10, 20, 50, 100, 200, 500]
     low = 0.7 * min(min(min(row["nnz"]) for row in history), limit)
@@ -293,5 +512,10 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
 
 
 def _key(figure: go.Figure, name: str, colour: str) -> None:
-    figure.add_scatter(x=[None], y=[None], mode="markers", marker={"color": colour, "symbol": "square", "size": 11,
-                       "line": {"color": plots.GREY, "width": 1}}, name=name)
+    figure.add_scatter(
+        x=[None],
+        y=[None],
+        mode="markers",
+        marker={"color": colour, "symbol": "square", "size": 11, "line": {"color": plots.GREY, "width": 1}},
+        name=name,
+    )

@@ -1,4 +1,5 @@
-"""The training run of notebook 06 that switches its layers: what the loop in the notebook calls, and what it says of the run.
+"""The training run of notebook 06 that switches its layers: what the loop in the notebook calls, and what it says of
+the run.
 
 Data in, data out, nothing drawn.
 """
@@ -34,7 +35,8 @@ def small_layer(d_model: int, d_ff: int, seed: int = 0) -> nn.Module:
 
 
 def start(config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
-    """(model, optimizer, windows) before the first step: every feed-forward layer a SparseFFN that computes all its neurons.
+    """(model, optimizer, windows) before the first step: every feed-forward layer a SparseFFN that computes all its
+    neurons.
 
     windows gives int64 [batch, context + 1] for ever, of the training part of config.text, which must be a Text.
     """
@@ -57,8 +59,11 @@ def sixteen_bits(device: str):
 
 
 def break_even_share(reached: Rates, d_model: int = 2048, d_ff: int = 5632) -> float:
-    """The share of neurons below which a training step is faster on the sparse path, as `switching` computes it, at these rates."""
-    rates = Costs(device="a GPU", dtype="bfloat16", bandwidth=reached.memory, l2=reached.l2, matmul=reached.tensor, launch=0.0)
+    """The share of neurons below which a training step is faster on the sparse path, as `switching` computes it, at
+    these rates."""
+    rates = Costs(
+        device="a GPU", dtype="bfloat16", bandwidth=reached.memory, l2=reached.l2, matmul=reached.tensor, launch=0.0
+    )
     return break_even(rates, d_model, d_ff) / d_ff
 
 
@@ -66,8 +71,12 @@ def averaged(recent: list[list[LayerTerm]]) -> list[LayerTerm]:
     """The terms of several forward passes as one, each number a mean."""
     if not recent:
         raise InputError("recent is empty; the terms of one forward pass or more are accepted")
-    return [LayerTerm(each[0].name, *map(_mean, zip(*((term.l1.detach(), term.nnz, term.lost) for term in each), strict=True)))
-            for each in zip(*recent, strict=True)]
+    return [
+        LayerTerm(
+            each[0].name, *map(_mean, zip(*((term.l1.detach(), term.nnz, term.lost) for term in each), strict=True))
+        )
+        for each in zip(*recent, strict=True)
+    ]
 
 
 def _mean(values: Iterable[Tensor | None]) -> Tensor | None:
@@ -76,7 +85,8 @@ def _mean(values: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[Tensor]:
-    """The gradient of every parameter for one batch, all layers on this path. The model's own `.grad` and paths stay as they are."""
+    """The gradient of every parameter for one batch, all layers on this path. The model's own `.grad` and paths stay as
+    they are."""
     layers = [layer.module for layer in feed_forwards(model)]
     before = [layer.learning for layer in layers]
     try:
@@ -93,7 +103,10 @@ def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[T
 
 def furthest_apart(a: list[Tensor], b: list[Tensor]) -> float:
     """The largest |a - b| / |b| over pairs of tensors."""
-    return max(float((one.double() - two.double()).norm() / two.double().norm().clamp(min=1e-300)) for one, two in zip(a, b, strict=True))
+    return max(
+        float((one.double() - two.double()).norm() / two.double().norm().clamp(min=1e-300))
+        for one, two in zip(a, b, strict=True)
+    )
 
 
 def says(history: list[dict]) -> str:
@@ -107,7 +120,9 @@ def says(history: list[dict]) -> str:
         for row in history:
             if row["paths"][number] != now:
                 now = row["paths"][number]
-                changes.append(f"{'sparse' if now == 'twell' else 'dense'} from step {row['step']} (nnz {row['nnz'][number]:.1f})")
+                changes.append(
+                    f"{'sparse' if now == 'twell' else 'dense'} from step {row['step']} (nnz {row['nnz'][number]:.1f})"
+                )
         lines.append(f"layer {number}: dense at first; {', then '.join(changes) or 'never changed'}")
     first, last = history[0], history[-1]
     held = [f"{row['bytes'] / 2**20:.1f}" for row in (first, last)]

@@ -1,9 +1,9 @@
 """Recorded training steps, as notebook 06 shows them, and the reader's own beside them.
 
-Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager", "dense
-compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "planned, compiled by layer" and
-"forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each gets `where`: "recorded on <device>, <day>", or "yours, now, on <device>".
-"""
+Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager",
+"dense compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "planned, compiled
+by layer" and "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each gets `where`: "recorded on
+<device>, <day>", or "yours, now, on <device>"."""
 
 from __future__ import annotations
 
@@ -18,26 +18,43 @@ from ..recorded import LOGNORMAL, newest, rows_of, same, timed_here
 
 NAME, KIND = "training", "training"
 COMMAND = "twell-lab record training"
-MISSING = f"No training step is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes the record."
+MISSING = (
+    f"No training step is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes the record."
+)
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 SPARSE = "forced twell"
 WHOLE = "whole step"
 BY_LAYER = "planned, compiled by layer"
-OURS = {"planned": "x_dense", "planned compiled": "x_compiled", BY_LAYER: "x_compiled", SPARSE: "x_dense",
-        f"{SPARSE} compiled": "x_compiled"}  # path -> what it is compared by
-KINDS = {LOGNORMAL: "a few neurons fire often", "independent, uniform": "all fire equally often", "overflow": "rows with a full tile",
-         "trained": "layers of a trained model"}  # how a workload's name begins -> what it is called in figures
+OURS = {
+    "planned": "x_dense",
+    "planned compiled": "x_compiled",
+    BY_LAYER: "x_compiled",
+    SPARSE: "x_dense",
+    f"{SPARSE} compiled": "x_compiled",
+}  # path -> what it is compared by
+KINDS = {
+    LOGNORMAL: "a few neurons fire often",
+    "independent, uniform": "all fire equally often",
+    "overflow": "rows with a full tile",
+    "trained": "layers of a trained model",
+}  # how a workload's name begins -> what it is called in figures
 LEAST = 0.97  # times as fast as dense; below it, a row counts as a loss
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Every training step recorded on a GPU with this in its name; of a size and workload that several records hold, the newest."""
+    """Every training step recorded on a GPU with this in its name; of a size and workload that several records hold,
+    the newest."""
     return newest(NAME, device, lambda row: row.get("kind") == KIND and row.get("nnz") is not None)
 
 
 def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
-    """Those of one layer of the size that the course speaks of, lowest nnz first, with `column`, the nnz as a whole number in text."""
-    here = [row for row in rows if row.get("workload") == workload and (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF)]
+    """Those of one layer of the size that the course speaks of, lowest nnz first, with `column`, the nnz as a whole
+    number in text."""
+    here = [
+        row
+        for row in rows
+        if row.get("workload") == workload and (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF)
+    ]
     return sorted(({**row, "column": f"{row['nnz']:.0f}"} for row in here), key=lambda row: row["nnz"])
 
 
@@ -47,61 +64,127 @@ def _lines(rows: list[dict]) -> list[dict]:
     for row in rows:
         line = lines.setdefault((same(row), row["where"]), {key: row.get(key) for key in ("workload", "nnz", "choice")})
         peak = row.get("peak_bytes")
-        line |= {row["path"]: row["ms"], f"{row['path']} x": row.get(OURS.get(row["path"], "x_dense")),
-                 f"{row['path']} mib": peak and peak / 2**20, "choice": row.get("choice") or line["choice"]}
+        line |= {
+            row["path"]: row["ms"],
+            f"{row['path']} x": row.get(OURS.get(row["path"], "x_dense")),
+            f"{row['path']} mib": peak and peak / 2**20,
+            "choice": row.get("choice") or line["choice"],
+        }
     return list(lines.values())
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each nnz: the dense step and the one that the layer plans, in ms, eager and compiled, the sparse one, and memory."""
+    """A line for each nnz: the dense step and the one that the layer plans, in ms, eager and compiled, the sparse one,
+    and memory."""
     lines = _lines(steps(rows))
-    columns = {"nnz": "mean nnz", "dense eager": "dense ms", SPARSE: "sparse ms", f"{SPARSE} x": "x dense", "choice": "planned",
-               "planned": "planned ms", "planned x": "x dense", "dense compiled": "compiled: dense ms", "planned compiled": "planned ms",
-               "planned compiled x": "x dense", "dense eager mib": "MiB: dense", f"{SPARSE} mib": "sparse"}
+    columns = {
+        "nnz": "mean nnz",
+        "dense eager": "dense ms",
+        SPARSE: "sparse ms",
+        f"{SPARSE} x": "x dense",
+        "choice": "planned",
+        "planned": "planned ms",
+        "planned x": "x dense",
+        "dense compiled": "compiled: dense ms",
+        "planned compiled": "planned ms",
+        "planned compiled x": "x dense",
+        "dense eager mib": "MiB: dense",
+        f"{SPARSE} mib": "sparse",
+    }
     return records.table(lines, columns) if lines else MISSING
 
 
 def others_table(rows: list[dict]) -> str:
     """The other workloads: uniform firing, plain layers, rows that overflow, trained layers."""
     lines = [line for line in _lines(rows) if line["workload"] != LOGNORMAL and not line["workload"].startswith(WHOLE)]
-    columns = {"workload": "", "nnz": "mean nnz", "dense eager": "dense ms", SPARSE: "sparse ms", f"{SPARSE} x": "x dense", "choice": "planned",
-               "planned x": "x dense", "planned compiled x": "compiled: x dense"}
+    columns = {
+        "workload": "",
+        "nnz": "mean nnz",
+        "dense eager": "dense ms",
+        SPARSE: "sparse ms",
+        f"{SPARSE} x": "x dense",
+        "choice": "planned",
+        "planned x": "x dense",
+        "planned compiled x": "compiled: x dense",
+    }
     return records.table(lines, columns) if lines else "No other workload is recorded."
 
 
 def whole_step(rows: list[dict]) -> str:
-    """The training step of whole models, dense, with layers as planned, and with sparse ones: ms, times as fast, MiB."""
+    """The training step of whole models, dense, with layers as planned, and with sparse ones: ms, times as fast,
+    MiB."""
     said = []
     for line in _lines([row for row in rows if row["workload"].startswith(WHOLE)]):
         row = next(row for row in rows if row["workload"] == line["workload"])
         planned = f", planned: {line['choice']}" if line["choice"] else ""
-        said.append(f"{row['layers']} layers of {row['d_model']} x {row['d_ff']}, {row['parameters'] / 1e6:.0f} million parameters, "
-                    f"nnz {line['nnz']:.1f}{planned}")
-        shown = [{"how": how, "dense": line[dense], "ours": line[ours], "x": line[f"{ours} x"], "dense mib": line[f"{dense} mib"],
-                  "mib": line[f"{ours} mib"]} for how, dense, ours in (
-                      ("planned", "dense eager", "planned"), ("planned, compiled", "dense compiled", "planned compiled"),
-                      (BY_LAYER, "dense compiled", BY_LAYER), ("sparse, compiled", "dense compiled", f"{SPARSE} compiled")) if ours in line]
-        said.append(records.table(shown, {"how": "", "dense": "dense ms", "ours": "ours ms", "x": "x dense", "dense mib": "MiB: dense", "mib": "ours"}))
+        said.append(
+            f"{row['layers']} layers of {row['d_model']} x {row['d_ff']}, {row['parameters'] / 1e6:.0f} million "
+            f"parameters, "
+            f"nnz {line['nnz']:.1f}{planned}"
+        )
+        shown = [
+            {
+                "how": how,
+                "dense": line[dense],
+                "ours": line[ours],
+                "x": line[f"{ours} x"],
+                "dense mib": line[f"{dense} mib"],
+                "mib": line[f"{ours} mib"],
+            }
+            for how, dense, ours in (
+                ("planned", "dense eager", "planned"),
+                ("planned, compiled", "dense compiled", "planned compiled"),
+                (BY_LAYER, "dense compiled", BY_LAYER),
+                ("sparse, compiled", "dense compiled", f"{SPARSE} compiled"),
+            )
+            if ours in line
+        ]
+        said.append(
+            records.table(
+                shown,
+                {
+                    "how": "",
+                    "dense": "dense ms",
+                    "ours": "ours ms",
+                    "x": "x dense",
+                    "dense mib": "MiB: dense",
+                    "mib": "ours",
+                },
+            )
+        )
         if (row["d_model"], row["d_ff"]) != (D_MODEL, D_FF):
             continue
         alone = min(_lines(steps(rows)), key=lambda other: abs(other["nnz"] - line["nnz"]), default={})
         if {"dense compiled", "planned compiled"} <= set(alone):
             saved = alone["dense compiled"] - alone["planned compiled"]
-            said.append(f"Compiled, the step saves {line['dense compiled'] - line['planned compiled']:.1f} ms; {row['layers']} single layers at "
-                        f"nnz {alone['nnz']:.0f} save {row['layers']} x {saved:.2f} = {row['layers'] * saved:.1f}.")
+            said.append(
+                f"Compiled, the step saves {line['dense compiled'] - line['planned compiled']:.1f} ms; "
+                f"{row['layers']} single layers at "
+                f"nnz {alone['nnz']:.0f} save {row['layers']} x {saved:.2f} = {row['layers'] * saved:.1f}."
+            )
     return "\n".join(said) or "No whole step is recorded."
 
 
 def series(rows: list[dict]) -> dict[str, list[dict]]:
     """One layer of the size that the course speaks of, by kind of workload (KINDS' names), lowest nnz first."""
-    here = [row for row in rows if (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF) and row.get("gated", True)]
-    found = {name: sorted((row for row in here if row["workload"] == kind or row["workload"].split(":")[0].split(",")[0] == kind),
-                          key=lambda row: row["nnz"]) for kind, name in KINDS.items()}
+    here = [
+        row
+        for row in rows
+        if (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF) and row.get("gated", True)
+    ]
+    found = {
+        name: sorted(
+            (row for row in here if row["workload"] == kind or row["workload"].split(":")[0].split(",")[0] == kind),
+            key=lambda row: row["nnz"],
+        )
+        for kind, name in KINDS.items()
+    }
     return {name: each for name, each in found.items() if each}
 
 
 def meets(rows: list[dict], path: str) -> float | None:
-    """The nnz at which the sparse step takes as long as this path, on the lines between recorded times of one kind of workload.
+    """The nnz at which the sparse step takes as long as this path, on the lines between recorded times of one kind of
+    workload.
 
     None where it does not happen between two of them.
     """
@@ -115,7 +198,8 @@ def meets(rows: list[dict], path: str) -> float | None:
 
 
 def meetings(rows: list[dict]) -> str:
-    """Where the recorded sparse steps meet the dense ones, eager and compiled, for each workload that was drawn; a line each."""
+    """Where the recorded sparse steps meet the dense ones, eager and compiled, for each workload that was drawn; a line
+    each."""
     lines = []
     for name, each in series([row for row in rows if row["workload"].startswith("independent")]).items():
         found = {path: meets(each, path) for path in ("dense compiled", "dense eager")}
@@ -127,7 +211,14 @@ def meetings(rows: list[dict]) -> str:
 
 def lost_cost(rows: list[dict]) -> str:
     """What a lost row costs beside a stored one, from the recorded workload in which a known share of rows is lost."""
-    line = next((line for line in _lines(rows) if line["workload"].startswith("overflow") and "tile of 200" in line["workload"]), None)
+    line = next(
+        (
+            line
+            for line in _lines(rows)
+            if line["workload"].startswith("overflow") and "tile of 200" in line["workload"]
+        ),
+        None,
+    )
     drawn = sorted((row["nnz"], row["ms"]) for row in steps(rows) if row["path"] == SPARSE)
     around = next((pair for pair in pairwise(drawn) if line and pair[0][0] <= line["nnz"] <= pair[1][0]), None)
     if around is None:
@@ -135,18 +226,26 @@ def lost_cost(rows: list[dict]) -> str:
     (low, before), (high, after) = around
     without = before + (after - before) * (line["nnz"] - low) / (high - low)
     lost = 0.01 * TOKENS
-    return (f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), so a lost row costs about "
-            f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}.")
+    return (
+        f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), "
+        f"so a lost row costs about "
+        f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}."
+    )
 
 
 def no_room(rows: list[dict]) -> str:
-    """Rows whose entries cannot all be in the lists, whatever their order: how much is lost, and what that costs. A line each."""
+    """Rows whose entries cannot all be in the lists, whatever their order: how much is lost, and what that costs. A
+    line each."""
     lines = []
     for line in _lines([row for each in series(rows).values() for row in each]):
         room, entries = train_rows.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
         if entries > room and SPARSE in line:
-            lines.append(f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of them are in lost rows. "
-                         f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) {line['planned']:.1f}.")
+            lines.append(
+                f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of "
+                f"them are in lost rows. "
+                f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) "
+                f"{line['planned']:.1f}."
+            )
     return "\n".join(lines) or "In no recorded layer do more neurons fire than the lists have room for."
 
 
@@ -158,15 +257,22 @@ def about(rows: list[dict]) -> str:
 
 def summary(rows: list[dict]) -> str:
     """The planned step's lowest and highest figure against dense, over all rows, in a sentence; empty for no rows."""
-    shown = [{**row, "x": row[OURS[row["path"]]]} for row in rows if row["path"].startswith("planned") and row.get(OURS[row["path"]])]
+    shown = [
+        {**row, "x": row[OURS[row["path"]]]}
+        for row in rows
+        if row["path"].startswith("planned") and row.get(OURS[row["path"]])
+    ]
     shown = shown or [{**row, "x": row["x_dense"]} for row in rows if row["path"] == SPARSE]
     if not shown:
         return ""
     low, high = (pick(shown, key=lambda row: row["x"]) for pick in (min, max))
     at = lambda row: f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"  # noqa: E731
     below = sum(row["x"] < LEAST for row in shown)
-    return (f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} ({at(high)}), "
-            f"below {LEAST} in {below} of {len(shown)} rows.")
+    return (
+        f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to "
+        f"{high['x']:.2f} ({at(high)}), "
+        f"below {LEAST} in {below} of {len(shown)} rows."
+    )
 
 
 def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
@@ -176,13 +282,16 @@ def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
         if row["path"] == SPARSE and row["column"] in floors:
             floor = sum(part["ms"] for part in floors[row["column"]])
             below = row["ms"] < 0.995 * floor
-            lines.append(f"nnz {row['column']}: counted {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} times that"
-                         + ": the caches delivered rows faster than the rate used here" * below)
+            lines.append(
+                f"nnz {row['column']}: counted {floor:.2f} ms, recorded {row['ms']:.2f}, {row['ms'] / floor:.2f} "
+                f"times that" + ": the caches delivered rows faster than the rate used here" * below
+            )
     return "\n".join(dict.fromkeys(lines)) or "No recorded step to set beside them yet."
 
 
 def dense_ms(rows: list[dict]) -> float | None:
-    """The recorded eager dense step in ms, the median over nnz (it does not depend on it); None where none is recorded."""
+    """The recorded eager dense step in ms, the median over nnz (it does not depend on it); None where none is
+    recorded."""
     found = [row["ms"] for row in steps(rows) if row["path"] == "dense eager"]
     return measure.quartiles(found)[0] if found else None
 
@@ -193,12 +302,20 @@ def memory_sentence(rows: list[dict], nnz: float = 29) -> str:
     if not here:
         return "No peak is recorded yet."
     near = min((row["nnz"] for row in here), key=lambda each: abs(each - nnz))
-    each = ", ".join(f"{row['peak_bytes'] / 2**20:.0f} MiB ({'sparse' if row['path'] == SPARSE else 'dense'})" for row in here if row["nnz"] == near)
-    return f"The most that a whole step adds at any time, output and gradients included, nnz {near:.0f}: {each}; {here[0]['where']}."
+    each = ", ".join(
+        f"{row['peak_bytes'] / 2**20:.0f} MiB ({'sparse' if row['path'] == SPARSE else 'dense'})"
+        for row in here
+        if row["nnz"] == near
+    )
+    return (
+        f"The most that a whole step adds at any time, output and gradients included, nnz {near:.0f}: {each}; "
+        f"{here[0]['where']}."
+    )
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
-    """The dense and the sparse step, eager, measured now on this machine's GPU. Gradients are checked before anything is timed.
+    """The dense and the sparse step, eager, measured now on this machine's GPU. Gradients are checked before anything
+    is timed.
 
     Empty where there is no GPU, or none that can do it (which is said).
     """

@@ -7,7 +7,8 @@ from . import figures
 
 
 def capacity_explorer(sweep: list[dict]) -> Explorer:
-    """A slider over capacities. sweep: what `backward.capacity_sweep` returned; the slider's values are its capacities."""
+    """A slider over capacities. sweep: what `backward.capacity_sweep` returned; the slider's values are its
+    capacities."""
     return Explorer(
         figures.capacity(sweep),
         lambda figure, index: figures.move_capacity(figure, sweep, index),

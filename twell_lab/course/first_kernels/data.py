@@ -58,7 +58,8 @@ def on_the_gpu(gate: Tensor) -> str:
         return f"The GPU here runs none of them: {error}"
     wrong = [name for name, found in words.items() if not same_words(found, gate)]
     return f"On {torch.cuda.get_device_name()}: " + (
-        f"{', '.join(wrong)} of pack make other words." if wrong else f"{', '.join(words)} of pack make the same words.")
+        f"{', '.join(wrong)} of pack make other words." if wrong else f"{', '.join(words)} of pack make the same words."
+    )
 
 
 # ---- workloads: the same on every machine ----
@@ -78,7 +79,8 @@ def gate(rows: int, d_ff: int = 5632, nnz: int = 29) -> Tensor:
 
 
 class Layer:
-    """A packed gate and the weights of a layer: `.gated(version)` and `.down(version)` launch gated_v* and down_v* on it.
+    """A packed gate and the weights of a layer: `.gated(version)` and `.down(version)` launch gated_v* and down_v* on
+    it.
 
     Inputs are made as in `gate`; the counts of a launch depend on who fires, not on the values.
     """
@@ -87,7 +89,8 @@ class Layer:
         self.gate = gate(tokens, d_ff, nnz)
         self.x, self.up, self.down_t = (
             torch.from_numpy(noise(shape, 10 + i)).to(torch.bfloat16)
-            for i, shape in enumerate(((tokens, d_model), (d_ff, d_model), (d_ff, d_model))))
+            for i, shape in enumerate(((tokens, d_model), (d_ff, d_model), (d_ff, d_model)))
+        )
         self.packed = TwELL.from_gate(self.gate).packed
 
     def gated(self, version: int) -> Tensor:
@@ -161,24 +164,52 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
 
 def traffic(counts: Mapping[str, Counts]) -> str:
     """What each kernel asked for and the sectors it touched, as a table. counts: kernel -> Counts."""
-    return records.table(_counted(counts), {
-        "kernel": "", "loads": "load instructions", "asked": "bytes asked for", "sectors": "sectors", "moved": "bytes in them",
-        "lines": "128-byte lines", "stored": "sectors written"})
+    return records.table(
+        _counted(counts),
+        {
+            "kernel": "",
+            "loads": "load instructions",
+            "asked": "bytes asked for",
+            "sectors": "sectors",
+            "moved": "bytes in them",
+            "lines": "128-byte lines",
+            "stored": "sectors written",
+        },
+    )
 
 
 def fused_traffic(counts: Mapping[str, Counts]) -> str:
     """The same for kernels that use shared memory too, with the warps that come to barriers."""
-    return records.table(_counted(counts), {
-        "kernel": "", "loads": "load instructions", "sectors": "sectors", "moved": "bytes in them",
-        "shared_read": "shared: read", "shared_written": "written (bytes)", "barriers": "warps at barriers"})
+    return records.table(
+        _counted(counts),
+        {
+            "kernel": "",
+            "loads": "load instructions",
+            "sectors": "sectors",
+            "moved": "bytes in them",
+            "shared_read": "shared: read",
+            "shared_written": "written (bytes)",
+            "barriers": "warps at barriers",
+        },
+    )
 
 
 def _counted(counts: Mapping[str, Counts]) -> list[dict]:
-    return [{"kernel": name, "loads": each.global_reads.requests, "asked": each.global_reads.bytes,
-             "sectors": each.global_reads.sectors, "moved": SECTOR * each.global_reads.sectors,
-             "lines": each.global_reads.lines, "stored": each.global_writes.sectors,
-             "shared_read": each.shared_reads.bytes, "shared_written": each.shared_writes.bytes,
-             "barriers": each.barriers} for name, each in counts.items()]
+    return [
+        {
+            "kernel": name,
+            "loads": each.global_reads.requests,
+            "asked": each.global_reads.bytes,
+            "sectors": each.global_reads.sectors,
+            "moved": SECTOR * each.global_reads.sectors,
+            "lines": each.global_reads.lines,
+            "stored": each.global_writes.sectors,
+            "shared_read": each.shared_reads.bytes,
+            "shared_written": each.shared_writes.bytes,
+            "barriers": each.barriers,
+        }
+        for name, each in counts.items()
+    ]
 
 
 def beside_hardware(kernel: str) -> str:
@@ -200,8 +231,14 @@ def beside_hardware(kernel: str) -> str:
                 name = f"global_{way}_sectors"
                 rows[-1] |= {way: here[name], f"{way}_there": there[name]}
                 off = max(off, abs(here[name] - there[name]) / there[name])
-    columns = {"kernel": "", "size": "", "read": "sectors read: here", "read_there": "hardware", "write": "written: here",
-               "write_there": "hardware"}
+    columns = {
+        "kernel": "",
+        "size": "",
+        "read": "sectors read: here",
+        "read_there": "hardware",
+        "write": "written: here",
+        "write_there": "hardware",
+    }
     where = device_and_day(record.machine["gpus"][0]["name"], record.date, records.stale(record))
     return f"{records.table(rows, columns)}\nHardware: {where}. The largest difference is {off:.1%}."
 
@@ -215,24 +252,40 @@ def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
 
 
 def recorded(tokens: int, device: str = "H100") -> Times:
-    """kernel -> {ms, device, date, stale, where, l1_hits} at this many tokens, from the newest record of kernel versions on
-    a GPU with this in its name. May be empty.
+    """kernel -> {ms, device, date, stale, where, l1_hits} at this many tokens, from the newest record of kernel
+    versions on a GPU with this in its name. May be empty.
 
-    where: "recorded on <device>, <day>", and "stale" where the kernels or their launch code have changed since. l1_hits:
-    the share of sectors that the GPU's own counters found in L1 at this many tokens, None where that is not recorded.
-    """
+    where: "recorded on <device>, <day>", and "stale" where the kernels or their launch code have changed since.
+    l1_hits: the share of sectors that the GPU's own counters found in L1 at this many tokens, None where that is not
+    recorded."""
     loaded = records.load_all()
-    hits = {row["kernel"]: row["l1_hits_percent"] / 100 for record in loaded if record.name == "gpu-counters"
-            and device in record.machine["gpus"][0]["name"] for row in record.rows
-            if "l1_hits_percent" in row and row["case"].startswith(f"{tokens:,} tokens,")}
+    hits = {
+        row["kernel"]: row["l1_hits_percent"] / 100
+        for record in loaded
+        if record.name == "gpu-counters" and device in record.machine["gpus"][0]["name"]
+        for row in record.rows
+        if "l1_hits_percent" in row and row["case"].startswith(f"{tokens:,} tokens,")
+    }
     for record in reversed(loaded):
-        rows = [row for row in record.rows
-                if row.get("kind") == "kernel" and row["tokens"] == tokens and device in row["device"]]
+        rows = [
+            row
+            for row in record.rows
+            if row.get("kind") == "kernel" and row["tokens"] == tokens and device in row["device"]
+        ]
         if rows:
             old = records.stale(record)
             where = f"recorded on {device_and_day(rows[0]['device'], record.date, old)}"
-            return {row["path"]: {"ms": row["ms"], "device": row["device"], "date": record.date[:10], "stale": old,
-                                  "where": where, "l1_hits": hits.get(row["path"])} for row in rows}
+            return {
+                row["path"]: {
+                    "ms": row["ms"],
+                    "device": row["device"],
+                    "date": record.date[:10],
+                    "stale": old,
+                    "where": where,
+                    "l1_hits": hits.get(row["path"]),
+                }
+                for row in rows
+            }
     return {}
 
 
@@ -258,8 +311,17 @@ def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None =
     for version, each in counts.items():
         bounds = {name: 1e3 * seconds for name, seconds in predicted_time(each, gpu).bounds.items()}
         time, mine = times.get(version, {}), (own or {}).get(version, {})
-        rows.append({"version": version, "predicted_ms": bounds, "measured_ms": time.get("ms"), "l1_hits": time.get("l1_hits"),
-                     "recorded": time.get("where", ""), "yours_ms": mine.get("ms"), "yours": mine.get("where", "")})
+        rows.append(
+            {
+                "version": version,
+                "predicted_ms": bounds,
+                "measured_ms": time.get("ms"),
+                "l1_hits": time.get("l1_hits"),
+                "recorded": time.get("where", ""),
+                "yours_ms": mine.get("ms"),
+                "yours": mine.get("where", ""),
+            }
+        )
     return rows
 
 
@@ -283,7 +345,7 @@ def verdicts(rows: list[dict]) -> str:
 # How a kernel can be faster than what a part of the GPU seems to need.
 WHY_FASTER = {
     "L2 cache": "the model counts each line once for every block that reads it, and blocks that run side by side on a "
-                "multiprocessor share lines in its L1",
+    "multiprocessor share lines in its L1",
     "L1 cache": "the model counts each read of the source, and a compiler may keep in a register what is read again",
     "device memory": "the model lets each sector come from memory once, and some may have been in the L2 cache before",
 }
@@ -296,7 +358,9 @@ def summary(rows: list[dict]) -> str:
     timed = [row for row in rows if row["measured_ms"] is not None]
     if not timed:
         return ""
-    near = [row["version"] for row in timed if 1 / NEAR <= row["measured_ms"] / _slowest(row["predicted_ms"])[1] <= NEAR]
+    near = [
+        row["version"] for row in timed if 1 / NEAR <= row["measured_ms"] / _slowest(row["predicted_ms"])[1] <= NEAR
+    ]
     lines = [f"Within a factor of {NEAR} of the prediction: {', '.join(near) or 'none'} ({len(near)} of {len(timed)})."]
     beaten: dict[str, list[dict]] = {}
     for row in timed:
@@ -309,9 +373,15 @@ def summary(rows: list[dict]) -> str:
         if hits:
             found = ", ".join(f"{row['l1_hits']:.0%} for {row['version']}" for row in hits)
             short = [row["version"] for row in hits if round(row["l1_hits"], 2) < round(1 - _times(row), 2)]
-            lines.append(f"Of their sectors, a GPU's counters found in L1: {found}. " + (
-                f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the model's rate."
-                if short else "That is enough."))
+            lines.append(
+                f"Of their sectors, a GPU's counters found in L1: {found}. "
+                + (
+                    f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the "
+                    f"model's rate."
+                    if short
+                    else "That is enough."
+                )
+            )
     return "\n".join(lines)
 
 
@@ -324,8 +394,14 @@ def _times(row: dict) -> float | None:
 
 def table(rows: list[dict], counts: Mapping[str, Counts]) -> str:
     """Rows of `against_time` as a table, with the bytes of the sectors that were touched. counts: as given to it."""
-    columns = {"version": "", "moved": "MB in sectors", "limit": "limit", "predicted": "predicted ms", "measured_ms": "recorded",
-               "yours_ms": "yours, now"}
+    columns = {
+        "version": "",
+        "moved": "MB in sectors",
+        "limit": "limit",
+        "predicted": "predicted ms",
+        "measured_ms": "recorded",
+        "yours_ms": "yours, now",
+    }
     if all(row["yours_ms"] is None for row in rows):
         del columns["yours_ms"]
     shown = []
@@ -353,11 +429,15 @@ def waiting(counts: Mapping[str, Counts], times: Times, alone: Times) -> str:
     if not {"pack_v2", "pack_v3"} <= set(times) & set(alone):
         return "No times are recorded for this."
     one = 1e3 * (alone["pack_v2"]["ms"] - alone["pack_v3"]["ms"]) / 7
-    lines = [f"1 token: pack_v2 takes {7 * one:.1f} us longer than pack_v3, for 7 more loads in a row: {one:.2f} us each"]
+    lines = [
+        f"1 token: pack_v2 takes {7 * one:.1f} us longer than pack_v3, for 7 more loads in a row: {one:.2f} us each"
+    ]
     for name in ("pack_v2", "pack_v3"):
         turns = counts[name].global_reads.requests / WARPS_AT_ONCE
         each = 1e3 * times[name]["ms"] / turns
         word = "mostly waiting" if each < 2 * one else "more than waiting"
-        lines.append(f"all tokens: {name} makes {turns:.0f} loads one after another, {each:.2f} us each, "
-                     f"{each / one:.1f} times that: {word}")
+        lines.append(
+            f"all tokens: {name} makes {turns:.0f} loads one after another, {each:.2f} us each, "
+            f"{each / one:.1f} times that: {word}"
+        )
     return "\n".join(lines)

@@ -32,9 +32,16 @@ LANE_COLOURS = sample_colorscale("Cividis", [lane / 31 for lane in range(32)])  
 KIND_OF = {"read": "read", "written": "write", "updated": "atomic"}
 
 
-def who_touches_what(trace: Trace, arrays: Iterable[str] | None = None, *, by: str = "thread",
-                     steps: Iterable[int] | None = None, first: Mapping[str, int] | None = None,
-                     cells: int | None = None, per_cell: Mapping[str, int] | int = 1) -> go.Figure:
+def who_touches_what(
+    trace: Trace,
+    arrays: Iterable[str] | None = None,
+    *,
+    by: str = "thread",
+    steps: Iterable[int] | None = None,
+    first: Mapping[str, int] | None = None,
+    cells: int | None = None,
+    per_cell: Mapping[str, int] | int = 1,
+) -> go.Figure:
     """The elements of each array, in the colour of whoever read them; framed: of whoever wrote them.
 
     arrays: their names (all that were touched). by: "thread" or "warp". steps: the indices of those that
@@ -59,11 +66,20 @@ def who_touches_what(trace: Trace, arrays: Iterable[str] | None = None, *, by: s
         title = f"One step: {_escaped(chosen[0].describe())}"
     else:
         title = f"Who touches what, in a block of {math.prod(trace.block_shape)} threads"
-    return _titled(figure, f"{title}<br><sup>number: the {by}; ×n: n of them; all: the whole block; framed: written or updated</sup>")
+    return _titled(
+        figure,
+        f"{title}<br><sup>number: the {by}; ×n: n of them; all: the whole block; framed: written or updated</sup>",
+    )
 
 
-def step_view(trace: Trace, step: int, *, arrays: Iterable[str] | None = None, page: Mapping[str, int] | int = CELLS,
-              text: Mapping[str, Callable[[int, object], str]] | None = None) -> go.Figure:
+def step_view(
+    trace: Trace,
+    step: int,
+    *,
+    arrays: Iterable[str] | None = None,
+    page: Mapping[str, int] | int = CELLS,
+    text: Mapping[str, Callable[[int, object], str]] | None = None,
+) -> go.Figure:
     """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
 
     Blue: read, orange: written; a frame marks what has been written. arrays: their names (all that are
@@ -101,27 +117,44 @@ def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], 
 
 
 def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
-    """Bytes that the lanes asked for, and those of the sectors that their instructions touched. counts: version -> Counts.
+    """Bytes that the lanes asked for, and those of the sectors that their instructions touched. counts: version ->
+    Counts.
 
     Not all of it is traffic of the memory: a sector touched again soon is still in the L1 cache.
     """
     if not counts:
         raise InputError("there are no counts; at least one version is accepted")
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1,
-                           subplot_titles=["read from global memory", "written to global memory"])
+    figure = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.1, subplot_titles=["read from global memory", "written to global memory"]
+    )
     for column, sort in ((1, "global_reads"), (2, "global_writes")):
         traffic = [getattr(each, sort) for each in counts.values()]
         asked, moved = [t.bytes for t in traffic], [SECTOR * t.sectors for t in traffic]
         unit, per = _unit(max([*asked, *moved]))
-        for name, values, colour, pattern in (("bytes the lanes ask for", asked, plots.SKY, ""),
-                                              (f"bytes in the {SECTOR}-byte sectors touched", moved, plots.BLUE, "/")):
+        for name, values, colour, pattern in (
+            ("bytes the lanes ask for", asked, plots.SKY, ""),
+            (f"bytes in the {SECTOR}-byte sectors touched", moved, plots.BLUE, "/"),
+        ):
             shown = [f"{value / per:.3g}" for value in values]
             if values is moved:
-                shown = [f"{text}<br>×{m / a:.3g}" if a else text for text, m, a in zip(shown, moved, asked, strict=True)]
-            figure.add_bar(x=list(counts), y=[value / per for value in values], name=name, legendgroup=name,
-                           showlegend=column == 1, text=shown, textposition="outside", cliponaxis=False, textangle=0,
-                           marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 7}},
-                           hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}, {name}<extra></extra>", row=1, col=column)
+                shown = [
+                    f"{text}<br>×{m / a:.3g}" if a else text for text, m, a in zip(shown, moved, asked, strict=True)
+                ]
+            figure.add_bar(
+                x=list(counts),
+                y=[value / per for value in values],
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                text=shown,
+                textposition="outside",
+                cliponaxis=False,
+                textangle=0,
+                marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 7}},
+                hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}, {name}<extra></extra>",
+                row=1,
+                col=column,
+            )
         figure.update_yaxes(title_text=unit, range=[0, 1.22 * max([*asked, *moved, 1]) / per], row=1, col=column)
     figure = plots.styled(figure, "What was asked for, and the sectors touched", height=400)
     figure.update_annotations(font_size=13)
@@ -146,19 +179,38 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
     for (colour, pattern), bound in zip(BOUND_LOOKS, bounds, strict=False):
         times = [row["predicted_ms"].get(bound) for row in rows]
         limits = [max(row["predicted_ms"], key=row["predicted_ms"].get) == bound for row in rows]
-        figure.add_bar(x=versions, y=times, name=f"predicted: {bound}", textposition="outside", cliponaxis=False,
-                       textangle=0, text=[_bar_text(t, limit) for t, limit in zip(times, limits, strict=True)],
-                       marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 6}},
-                       hovertemplate=f"%{{x}}: {bound} needs at least %{{y:.4f}} ms<extra></extra>")
-    figure.add_bar(x=versions, y=[row.get("measured_ms") for row in rows], marker_color=plots.INK,
-                   name="measured" + (f" ({places[0]})" if len(places) == 1 else ""), textposition="outside",
-                   cliponaxis=False, textangle=0, text=[_bar_text(row.get("measured_ms"), True) for row in rows],
-                   customdata=[row.get("recorded", "") for row in rows],
-                   hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>")
+        figure.add_bar(
+            x=versions,
+            y=times,
+            name=f"predicted: {bound}",
+            textposition="outside",
+            cliponaxis=False,
+            textangle=0,
+            text=[_bar_text(t, limit) for t, limit in zip(times, limits, strict=True)],
+            marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 6}},
+            hovertemplate=f"%{{x}}: {bound} needs at least %{{y:.4f}} ms<extra></extra>",
+        )
+    figure.add_bar(
+        x=versions,
+        y=[row.get("measured_ms") for row in rows],
+        marker_color=plots.INK,
+        name="measured" + (f" ({places[0]})" if len(places) == 1 else ""),
+        textposition="outside",
+        cliponaxis=False,
+        textangle=0,
+        text=[_bar_text(row.get("measured_ms"), True) for row in rows],
+        customdata=[row.get("recorded", "") for row in rows],
+        hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>",
+    )
     if own := [row for row in rows if row.get("yours_ms") is not None]:
-        figure.add_scatter(x=[row["version"] for row in own], y=[row["yours_ms"] for row in own], name=own[0]["yours"],
-                           mode="markers", marker={"symbol": "diamond", "size": 12, "color": plots.RED},
-                           hovertemplate="%{x}: %{y:.4f} ms<extra></extra>")
+        figure.add_scatter(
+            x=[row["version"] for row in own],
+            y=[row["yours_ms"] for row in own],
+            name=own[0]["yours"],
+            mode="markers",
+            marker={"symbol": "diamond", "size": 12, "color": plots.RED},
+            hovertemplate="%{x}: %{y:.4f} ms<extra></extra>",
+        )
     times = [t for row in rows for t in (*row["predicted_ms"].values(), row.get("measured_ms"), row.get("yours_ms"))]
     most = max(t for t in times if t is not None)
     figure.update_yaxes(title_text="ms", range=[0, 1.12 * (most or 1)])
@@ -186,8 +238,9 @@ class _Panel:
         self.framed[line][column] = framed
 
     @classmethod
-    def of_touches(cls, trace: Trace, name: str, way: str, by: str, touches: dict, size: int, most: int,
-                   start: int | None) -> _Panel:
+    def of_touches(
+        cls, trace: Trace, name: str, way: str, by: str, touches: dict, size: int, most: int, start: int | None
+    ) -> _Panel:
         array = trace.arrays[name]
         total = -(-math.prod(array.shape) // size)
         across = _across(array) if size == 1 else ACROSS_WIDE
@@ -212,9 +265,14 @@ class _Panel:
                 panel.put(place, UNTOUCHED, "", f"{where}: not {way}")
                 continue
             who, line, value = touches[start + place]
-            panel.put(place, _colour(who, by), "all" if len(who) == everyone > 1 else _numbers(who),
-                      f"{where}: {way} by {by} {_numbers(who, spelled=True)}<br>{line.file}:{line.number}: "
-                      f"{_escaped(line.text)}<br>value {value}", framed=way != "read")
+            panel.put(
+                place,
+                _colour(who, by),
+                "all" if len(who) == everyone > 1 else _numbers(who),
+                f"{where}: {way} by {by} {_numbers(who, spelled=True)}<br>{line.file}:{line.number}: "
+                f"{_escaped(line.text)}<br>value {value}",
+                framed=way != "read",
+            )
         return panel
 
     @classmethod
@@ -222,24 +280,47 @@ class _Panel:
         step = trace[index]
         watched = trace.at(index).watched
         names = [*dict.fromkeys(watch.name for watch in trace.watches)]
-        value_row = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}.get(step.kind, "")
-        panel = cls(f"the lanes of warp {step.warp}; filled: take part in this step", 2 + len(names), ACROSS, 28 if text else 22, 9 if text else 10)
+        value_row = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}.get(
+            step.kind, ""
+        )
+        panel = cls(
+            f"the lanes of warp {step.warp}; filled: take part in this step",
+            2 + len(names),
+            ACROSS,
+            28 if text else 22,
+            9 if text else 10,
+        )
         panel.labels = ["lane", value_row, *map(_escaped, names)]
-        now = dict(zip(step.threads, step.values, strict=True)) if step.kind != "barrier" else dict.fromkeys(step.threads)
+        now = (
+            dict(zip(step.threads, step.values, strict=True)) if step.kind != "barrier" else dict.fromkeys(step.threads)
+        )
         shows = dict(zip(step.threads, step.elements, strict=True)) if step.array in text and step.count == 1 else {}
         threads = min(ACROSS, math.prod(trace.block_shape) - ACROSS * step.warp)
         for lane in range(threads):
             thread = ACROSS * step.warp + lane
             part = thread in now
-            panel.put(lane, _now(step) if part else "#FFFFFF", f"{lane}", f"thread {thread}" + " takes part" * part, framed=True)
+            panel.put(
+                lane,
+                _now(step) if part else "#FFFFFF",
+                f"{lane}",
+                f"thread {thread}" + " takes part" * part,
+                framed=True,
+            )
             value = now.get(thread)
-            shown = text[step.array](shows[thread], value) if thread in shows else "" if value is None else _short(value)
-            panel.put(ACROSS + lane, UNTOUCHED, shown,
-                      f"thread {thread}: {'nothing' if value is None else _long(value)}")
+            shown = (
+                text[step.array](shows[thread], value) if thread in shows else "" if value is None else _short(value)
+            )
+            panel.put(
+                ACROSS + lane, UNTOUCHED, shown, f"thread {thread}: {'nothing' if value is None else _long(value)}"
+            )
             for row, name in enumerate(names, 2):
                 last = watched.get(name, {}).get(thread)
-                panel.put(row * ACROSS + lane, UNTOUCHED, "" if last is None else _short(last),
-                          f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}")
+                panel.put(
+                    row * ACROSS + lane,
+                    UNTOUCHED,
+                    "" if last is None else _short(last),
+                    f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}",
+                )
         return panel
 
     @classmethod
@@ -264,9 +345,13 @@ class _Panel:
             if when >= 0:
                 colour = PALE_WRITTEN if last.wrote[place] else PALE_READ
                 past = f"{'written' if last.wrote[place] else 'read'} by thread {last.thread[place]} in step {when}"
-            panel.put(place, _now(step) if element in now else colour, shows,
-                      f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}",
-                      framed=bool(last.written[place]))
+            panel.put(
+                place,
+                _now(step) if element in now else colour,
+                shows,
+                f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}",
+                framed=bool(last.written[place]),
+            )
         return panel
 
 
@@ -274,30 +359,67 @@ def _stacked(panels: list[_Panel]) -> go.Figure:
     heights = [panel.height * len(panel.colours) for panel in panels]
     gap = 40
     whole = sum(heights) + gap * (len(panels) - 1)
-    figure = make_subplots(rows=len(panels), cols=1, row_heights=heights,
-                           vertical_spacing=gap / whole if len(panels) > 1 else 0,
-                           subplot_titles=[panel.caption for panel in panels])
+    figure = make_subplots(
+        rows=len(panels),
+        cols=1,
+        row_heights=heights,
+        vertical_spacing=gap / whole if len(panels) > 1 else 0,
+        subplot_titles=[panel.caption for panel in panels],
+    )
     for row, panel in enumerate(panels, 1):
         colours = list(dict.fromkeys(colour for line in panel.colours for colour in line if colour))
         number = {colour: i for i, colour in enumerate(colours)}
         frame = [[1 if framed else None for framed in line] for line in panel.framed]
-        figure.add_heatmap(z=frame, colorscale=[[0, plots.INK], [1, plots.INK]], showscale=False, hoverinfo="skip",
-                           hoverongaps=False, xgap=1, ygap=1, row=row, col=1)
-        figure.add_heatmap(z=[[number.get(colour) for colour in line] for line in panel.colours], text=panel.texts,
-                           customdata=panel.hover, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=flat(colours),
-                           showscale=False, xgap=5, ygap=5, hoverongaps=False, texttemplate="%{text}",
-                           textfont={"size": panel.font}, hovertemplate="%{customdata}<extra></extra>", row=row, col=1)
+        figure.add_heatmap(
+            z=frame,
+            colorscale=[[0, plots.INK], [1, plots.INK]],
+            showscale=False,
+            hoverinfo="skip",
+            hoverongaps=False,
+            xgap=1,
+            ygap=1,
+            row=row,
+            col=1,
+        )
+        figure.add_heatmap(
+            z=[[number.get(colour) for colour in line] for line in panel.colours],
+            text=panel.texts,
+            customdata=panel.hover,
+            zmin=-0.5,
+            zmax=len(colours) - 0.5,
+            colorscale=flat(colours),
+            showscale=False,
+            xgap=5,
+            ygap=5,
+            hoverongaps=False,
+            texttemplate="%{text}",
+            textfont={"size": panel.font},
+            hovertemplate="%{customdata}<extra></extra>",
+            row=row,
+            col=1,
+        )
         figure.update_xaxes(visible=False, range=[-0.5, panel.width - 0.5], row=row, col=1)
-        figure.update_yaxes(tickvals=list(range(len(panel.labels))), ticktext=panel.labels, showgrid=False,
-                            zeroline=False, tickfont={"size": 10}, range=[len(panel.labels) - 0.5, -0.5], row=row, col=1)
+        figure.update_yaxes(
+            tickvals=list(range(len(panel.labels))),
+            ticktext=panel.labels,
+            showgrid=False,
+            zeroline=False,
+            tickfont={"size": 10},
+            range=[len(panel.labels) - 0.5, -0.5],
+            row=row,
+            col=1,
+        )
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     return plots.styled(figure, "", height=whole + 16)
 
 
 def _titled(figure: go.Figure, title: str, above: int = 84) -> go.Figure:
     height = figure.layout.height + above
-    return figure.update_layout(height=height, margin={"t": above, "b": 16, "l": 80, "r": 16},
-                                title={"text": title, "y": 1 - 28 / height, "yref": "container", "yanchor": "top"})
+    return figure.update_layout(
+        height=height,
+        margin={"t": above, "b": 16, "l": 80, "r": 16},
+        title={"text": title, "y": 1 - 28 / height, "yref": "container", "yanchor": "top"},
+    )
 
 
 # ---- parts ----
@@ -306,8 +428,9 @@ def _titled(figure: go.Figure, title: str, above: int = 84) -> go.Figure:
 def _names(trace: Trace, arrays: Iterable[str] | None) -> list[str]:
     """The arrays to draw: those named, or all that were touched, in the order of their first touch."""
     if arrays is None:
-        return sorted((name for name in trace.arrays if trace.touching(name)),
-                      key=lambda name: trace.touching(name)[0].index)
+        return sorted(
+            (name for name in trace.arrays if trace.touching(name)), key=lambda name: trace.touching(name)[0].index
+        )
     return [name for name in arrays if trace.touching(name) is not None]
 
 
@@ -345,8 +468,10 @@ def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[
 
 def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
     code = step.line.text if len(step.line.text) <= MOST_CODE else step.line.text[:MOST_CODE] + " …"
-    source = (f"<b>{step.line.file}:{step.line.number}</b>  "
-              f"<span style='font-family:monospace;font-size:{14 if len(code) < 70 else 12}px'>{_escaped(code)}</span>")
+    source = (
+        f"<b>{step.line.file}:{step.line.number}</b>  "
+        f"<span style='font-family:monospace;font-size:{14 if len(code) < 70 else 12}px'>{_escaped(code)}</span>"
+    )
     said = step.describe().partition(": ")[2]
     said = said.partition(" = ")[0] if step.array in text else said  # a word says nothing as one number
     said = f"step {step.index} of {len(trace) - 1}: warp {step.warp}, {_escaped(said)}"
@@ -376,7 +501,13 @@ def _numbers(who: set[int], spelled: bool = False) -> str:
     run = most - least + 1 == len(who)
     if spelled:
         few = ", ".join(map(str, sorted(who)[:-1])) + f" and {most}"
-        return f"{least} to {most}" if run and len(who) > 2 else few if len(who) <= 4 else f"{least} to {most}, {len(who)} of them"
+        return (
+            f"{least} to {most}"
+            if run and len(who) > 2
+            else few
+            if len(who) <= 4
+            else f"{least} to {most}, {len(who)} of them"
+        )
     return f"{least}–{most}" if run and len(who) < 32 else f"×{len(who)}"
 
 
@@ -414,7 +545,13 @@ def _short(value) -> str:
 def _long(value) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_long, value))})"
-    return f"{value:.6g}" if isinstance(value, float) else f"{value} (0x{value % 2**64:x})" if abs(value) > 999 else f"{value}"
+    return (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else f"{value} (0x{value % 2**64:x})"
+        if abs(value) > 999
+        else f"{value}"
+    )
 
 
 def _bar_text(value: float | None, bold: bool) -> str:

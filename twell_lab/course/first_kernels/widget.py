@@ -21,13 +21,19 @@ class StepExplorer(Explorer):
     def __init__(self, trace: Trace, steps: Iterable[int] | None = None, **options) -> None:
         stops = list(range(len(trace))) if steps is None else list(steps)
         if not stops or any(not 0 <= stop < len(trace) for stop in stops) or sorted(set(stops)) != stops:
-            raise InputError(f"steps holds {len(stops)} of this trace's {len(trace)} steps; at least one is "
-                             f"accepted, ascending, from 0 to {len(trace) - 1}")
+            raise InputError(
+                f"steps holds {len(stops)} of this trace's {len(trace)} steps; at least one is "
+                f"accepted, ascending, from 0 to {len(trace) - 1}"
+            )
         self.trace, self._stops = trace, stops
         self.button = ipywidgets.Button(description="next barrier", layout={"width": "120px"})
         figure = figures.step_view(trace, stops[0], **options)
-        super().__init__(figure, lambda shown, index: figures.move_step_view(shown, trace, stops[index], **options),
-                         [(f"{stop} of {len(trace) - 1}", stop) for stop in stops], "step")
+        super().__init__(
+            figure,
+            lambda shown, index: figures.move_step_view(shown, trace, stops[index], **options),
+            [(f"{stop} of {len(trace) - 1}", stop) for stop in stops],
+            "step",
+        )
         self.button.on_click(lambda _: self.next_barrier())
         self.children = (ipywidgets.HBox([self.slider, self.button]), *self.children[1:])
 

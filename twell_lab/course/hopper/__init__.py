@@ -24,4 +24,3 @@ from .data import (
     ways,
     yours,
 )
-

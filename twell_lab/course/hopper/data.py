@@ -1,8 +1,7 @@
 """What the notebook on the Hopper kernels reads from the records, and measures beside them.
 
-Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with `where`:
-"recorded on <device>, <day>", or "yours, now, on <device>".
-"""
+Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with
+`where`: "recorded on <device>, <day>", or "yours, now, on <device>"."""
 
 from __future__ import annotations
 
@@ -20,7 +19,11 @@ NAME = "inference"  # of the records; what a section adds to the name is its own
 COMMAND = "twell-lab record inference"
 MISSING = f"No such run is recorded in this checkout; `{COMMAND}` makes one."
 STACK = " (graph of "  # so many layers: a layer's share
-SAME = {"dense eager": "dense eager", "dense compiled": "dense compiled", "twell": "forced twell"}  # in the record of the portable kernels
+SAME = {
+    "dense eager": "dense eager",
+    "dense compiled": "dense compiled",
+    "twell": "forced twell",
+}  # in the record of the portable kernels
 SHOWN = ("planned", "forced twell", "forced hot_cold", "forced dense", "forced portable", "forced mma.sync")
 FEW = 256  # up to here a layer is about as short as its launches, and graph replays are what counts
 LEAST = 0.97  # times as fast as dense; a cell below it counts as a loss, above it may be noise
@@ -36,9 +39,15 @@ def recorded(device: str = "H100") -> list[dict]:
 
 
 def _portable(device: str, taken: set[tuple]) -> list[dict]:
-    """The rows of the newest record of the portable kernels, by the names used here; a layer that `taken` holds is not repeated."""
+    """The rows of the newest record of the portable kernels, by the names used here; a layer that `taken` holds is not
+    repeated."""
     record = next(
-        (r for r in reversed(records.load_all()) if r.name == "portable" and any(device in row.get("device", "") for row in r.rows)), None
+        (
+            r
+            for r in reversed(records.load_all())
+            if r.name == "portable" and any(device in row.get("device", "") for row in r.rows)
+        ),
+        None,
     )
     found = []
     for row in record.rows if record else ():
@@ -101,12 +110,16 @@ def _compare(tokens: int, nnz: float) -> list[dict]:
     calls = {
         "dense eager": layer,
         "planned": sparsify(copy.deepcopy(layer), plan),
-        "forced twell": SparseFFN.from_module(copy.deepcopy(layer), plan=LayerPlan.forced(plan.layers[0], Choice("twell"))),
+        "forced twell": SparseFFN.from_module(
+            copy.deepcopy(layer), plan=LayerPlan.forced(plan.layers[0], Choice("twell"))
+        ),
     }
     for name, call in calls.items():
         if name != "dense eager":
             inference.check(layer, call, inputs)
-    samples = measure.time_cuda({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
+    samples = measure.time_cuda(
+        {name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()}
+    )
     rows = rows_of(samples, "inference", tokens, inference.D_MODEL, inference.D_FF, nnz)
     return [row | {"choice": str(choice)} if row["path"] == "planned" else row for row in rows]
 
@@ -128,15 +141,34 @@ def headline(rows: list[dict], tokens: int = 16384, workload: str = LOGNORMAL) -
 
 
 def estimates(rows: list[dict], reached: Rates, nnzs: Iterable[float] = (8, 29, 60, 120, 300)) -> str:
-    """TwELL and dense for 16,384 tokens as `floors` has them, beside the times recorded with these paths, as a table."""
+    """TwELL and dense for 16,384 tokens as `floors` has them, beside the times recorded with these paths, as a
+    table."""
     shown = []
     for nnz in nnzs:
         dense, gate, sparse = (step["floor_ms"] for step in floors(work(nnz=nnz), reached))
-        here = {row["path"]: row["ms"] for row in select(rows, nnz=nnz, tokens=16384, workload=LOGNORMAL, d_model=2048, d_ff=5632)}
-        line = {"nnz": nnz, "gate": gate, "sparse": sparse, "twell": gate + sparse, "dense": dense, "x": dense / (gate + sparse)}
+        here = {
+            row["path"]: row["ms"]
+            for row in select(rows, nnz=nnz, tokens=16384, workload=LOGNORMAL, d_model=2048, d_ff=5632)
+        }
+        line = {
+            "nnz": nnz,
+            "gate": gate,
+            "sparse": sparse,
+            "twell": gate + sparse,
+            "dense": dense,
+            "x": dense / (gate + sparse),
+        }
         shown.append({**line, "twell_ms": here.get("forced twell"), "dense_ms": here.get("dense eager")})
-    columns = {"nnz": "nnz", "gate": "gate", "sparse": "+ rest", "twell": "= TwELL, ms", "twell_ms": "recorded",
-               "dense": "dense, ms", "dense_ms": "recorded", "x": "dense / TwELL, estimated"}
+    columns = {
+        "nnz": "nnz",
+        "gate": "gate",
+        "sparse": "+ rest",
+        "twell": "= TwELL, ms",
+        "twell_ms": "recorded",
+        "dense": "dense, ms",
+        "dense_ms": "recorded",
+        "x": "dense / TwELL, estimated",
+    }
     return records.table(shown, columns)
 
 
@@ -176,15 +208,20 @@ def plan_sentences(found: list[dict]) -> str:
         ratios = sorted(row["ms"] / row["predicted_ms"] for row in found if (row["tokens"] <= FEW) == few)
         if ratios:
             near = sum(1 / 1.25 <= ratio <= 1.25 for ratio in ratios)
-            lines.append(f"{which}: {near} of {len(ratios)} within a factor of 1.25 of the prediction; measured / predicted: "
-                         f"median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}.")
+            lines.append(
+                f"{which}: {near} of {len(ratios)} within a factor of 1.25 of the prediction; measured / predicted: "
+                f"median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}."
+            )
     layers: dict[tuple, list[dict]] = {}
     for row in found:
         layers.setdefault((*same(row), row["nnz"]), []).append(row)
     several = [group for group in layers.values() if len(group) > 1]
-    first = sum(min(group, key=lambda row: row["predicted_ms"]) is min(group, key=lambda row: row["ms"]) for group in several)
+    first = sum(
+        min(group, key=lambda row: row["predicted_ms"]) is min(group, key=lambda row: row["ms"]) for group in several
+    )
     lines.append(
-        f"In {first} of {len(several)} layers with several candidates, the one predicted fastest was also measured fastest: "
+        f"In {first} of {len(several)} layers with several candidates, the one predicted fastest was also measured "
+        f"fastest: "
         "that is what the timing is for."
     )
     return "\n".join(lines)
@@ -194,7 +231,8 @@ def plan_sentences(found: list[dict]) -> str:
 
 
 def family(path: str) -> str:
-    """The path of a row without how it was run and without the hot size: "forced hot_cold 768 (graph)" -> "forced hot_cold"."""
+    """The path of a row without how it was run and without the hot size: "forced hot_cold 768 (graph)" -> "forced
+    hot_cold"."""
     words = path.removesuffix(GRAPH).split(" ")
     return " ".join(words[:-1] if words[-1].isdigit() else words)
 
@@ -254,14 +292,20 @@ def trained(rows: list[dict]) -> list[dict]:
     paths = ("planned", "forced twell", "forced hot_cold", "forced dense")
     found = []
     for row in rows:
-        if row["kind"] == "inference" and "l1" in row and family(row["path"]) in paths and not row["path"].endswith(GRAPH):
+        if (
+            row["kind"] == "inference"
+            and "l1" in row
+            and family(row["path"]) in paths
+            and not row["path"].endswith(GRAPH)
+        ):
             cell = _cell(row, family(row["path"])) | {"x": row["x_dense"], "l1": row["l1"], "layer": row["layer"]}
             found.append(cell | {"bits": row.get("validation_bits_per_byte"), "curve": row.get("nnz_curve")})
     return sorted(found, key=lambda cell: (cell["l1"], cell["layer"]))
 
 
 def trained_sentences(found: list[dict]) -> str:
-    """How the models were trained; the planned layers against dense, and whether some forced path would have beaten the choice."""
+    """How the models were trained; the planned layers against dense, and whether some forced path would have beaten the
+    choice."""
     models, lines = [], []
     for l1, layer in dict.fromkeys((cell["l1"], cell["layer"]) for cell in found):
         here = {cell["path"]: cell for cell in found if (cell["l1"], cell["layer"]) == (l1, layer)}
@@ -269,13 +313,21 @@ def trained_sentences(found: list[dict]) -> str:
         if planned["curve"] and not any(line.startswith(f"L1 {l1:g}:") for line in models):
             (before, some), (after, last) = planned["curve"][-2:] if len(planned["curve"]) > 1 else planned["curve"] * 2
             models.append(
-                f"L1 {l1:g}: {planned['bits']:.3f} bits per byte of validation text; nnz {some:.0f} at step {before:,}, {last:.0f} at step {after:,}"
+                f"L1 {l1:g}: {planned['bits']:.3f} bits per byte of validation text; nnz {some:.0f} at step "
+                f"{before:,}, {last:.0f} at step {after:,}"
             )
         best = min(here.values(), key=lambda cell: cell["ms"])
         fastest = "the choice" if planned["ms"] <= 1.02 * best["ms"] else best["path"]
         lines.append({**planned, "l1": f"{l1:g}", "best": fastest, "cost": planned["ms"] / best["ms"]})
-    columns = {"l1": "L1", "layer": "layer", "nnz": "mean nnz", "choice": "planned path", "x": "times dense",
-               "best": "fastest (within 2%)", "cost": "choice / fastest"}
+    columns = {
+        "l1": "L1",
+        "layer": "layer",
+        "nnz": "mean nnz",
+        "choice": "planned path",
+        "x": "times dense",
+        "best": "fastest (within 2%)",
+        "cost": "choice / fastest",
+    }
     return "\n".join([*models, records.table(lines, columns)]) if lines else "No trained layer is recorded."
 
 
@@ -283,7 +335,8 @@ def trained_sentences(found: list[dict]) -> str:
 
 
 def overflow_rows(rows: list[dict]) -> list[dict]:
-    """The recorded overflow workloads: forced TwELL against the same without overflow, and the planned layer against dense."""
+    """The recorded overflow workloads: forced TwELL against the same without overflow, and the planned layer against
+    dense."""
     found, base = [], None
     for workload in dict.fromkeys(row["workload"] for row in rows if str(row.get("workload")).startswith("overflow: ")):
         here = {row["path"]: row for row in select(rows, workload=workload)}
@@ -325,14 +378,18 @@ def overflow_table(found: list[dict]) -> str:
 
 
 def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
-    """A row for each number of tokens up to 64: microseconds of graph replays with cold weights, and what memory alone needs.
+    """A row for each number of tokens up to 64: microseconds of graph replays with cold weights, and what memory alone
+    needs.
 
     stack_dense, stack_twell: a layer's share of a graph of several layers, each with weights of its own, as in a model.
     """
     found = []
     for tokens in sorted({row["tokens"] for row in rows if row["kind"] == "inference" and row["tokens"] <= 64}):
-        here = [row for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
-                if abs(row["nnz"] - nnz) < 0.4 * nnz]  # the count of one token varies
+        here = [
+            row
+            for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
+            if abs(row["nnz"] - nnz) < 0.4 * nnz
+        ]  # the count of one token varies
         alone = {row["path"].removesuffix(GRAPH): row for row in here if row["path"].endswith(GRAPH)}
         stack = {row["path"].partition(STACK)[0]: 1e3 * row["ms"] for row in here if STACK in row["path"]}
         planned = alone.get("planned") or alone.get("forced twell")  # the same kernels, where no plan is recorded
@@ -361,21 +418,40 @@ def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
 
 def decode_table(found: list[dict]) -> str:
     """`decode` as text."""
-    columns = {"tokens": "tokens", "nnz": "mean nnz", "dense": "dense us", "dense_floor": "memory alone", "planned": "sparse us",
-               "floor": "memory alone", "choice": "path", "x": "times as fast", "stack_dense": "in a stack: dense", "stack_twell": "TwELL"}
+    columns = {
+        "tokens": "tokens",
+        "nnz": "mean nnz",
+        "dense": "dense us",
+        "dense_floor": "memory alone",
+        "planned": "sparse us",
+        "floor": "memory alone",
+        "choice": "path",
+        "x": "times as fast",
+        "stack_dense": "in a stack: dense",
+        "stack_twell": "TwELL",
+    }
     return records.table(found, columns) if found else MISSING
 
 
 def shapes(rows: list[dict]) -> list[dict]:
-    """The planned layer in every recorded shape but the usual one, at each number of tokens: x_dense, run as `cells`."""
+    """The planned layer in every recorded shape but the usual one, at each number of tokens: x_dense, run as
+    `cells`."""
     found: dict[tuple, dict] = {}
     for row in select(rows, workload=LOGNORMAL):
         size = (row["d_model"], row["d_ff"], row["gated"])
-        if size[:2] == (2048, 5632) or family(row["path"]) != "planned" or row["path"].endswith(GRAPH) != (row["tokens"] <= FEW):
+        if (
+            size[:2] == (2048, 5632)
+            or family(row["path"]) != "planned"
+            or row["path"].endswith(GRAPH) != (row["tokens"] <= FEW)
+        ):
             continue
         line = found.setdefault(
             size,
-            {"shape": f"{size[0]} x {size[1]}{'' if size[2] else ', plain'}", "nnz": row["nnz"], "size": math.prod(size[:2])},
+            {
+                "shape": f"{size[0]} x {size[1]}{'' if size[2] else ', plain'}",
+                "nnz": row["nnz"],
+                "size": math.prod(size[:2]),
+            },
         )
         line[row["tokens"]] = row["x_dense"]
     return sorted(found.values(), key=lambda line: line["size"])
@@ -389,14 +465,18 @@ def shapes_table(found: list[dict]) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """The planned layer (TwELL, where none is recorded) in a sentence: its worst and best figure over all cells, and where they come from. Empty for no rows."""
-    name, path = ("The planned layer", "planned") if any(row["path"] == "planned" for row in rows) else ("TwELL", "forced twell")
+    """The planned layer (TwELL, where none is recorded) in a sentence: its worst and best figure over all cells, and
+    where they come from. Empty for no rows."""
+    name, path = (
+        ("The planned layer", "planned") if any(row["path"] == "planned" for row in rows) else ("TwELL", "forced twell")
+    )
     planned = [cell for cell in cells(rows) if cell["path"] == path]
     if not planned:
         return ""
     low, high = (pick(planned, key=lambda cell: cell["x"]) for pick in (min, max))
     below = sum(cell["x"] < LEAST for cell in planned)
     return (
-        f"{name}, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} ({_at(high)}), "
+        f"{name}, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} "
+        f"({_at(high)}), "
         f"below {LEAST} in {below} of {len(planned)} cells."
     )

@@ -1,8 +1,7 @@
 """Figures of the notebook on the Hopper kernels, each a function of plain data; in the style of `plots`.
 
-What comes from a record says "recorded on <device>, <day>", the reader's own points "yours, now". A figure that gets nothing
-says so instead of failing: a checkout may have no record yet.
-"""
+What comes from a record says "recorded on <device>, <day>", the reader's own points "yours, now". A figure that gets
+nothing says so instead of failing: a checkout may have no record yet."""
 
 from __future__ import annotations
 
@@ -75,7 +74,8 @@ def speedups(cells: list[dict], own: list[dict], tokens: int) -> go.Figure:
 
 
 def predicted_against_measured(points: list[dict]) -> go.Figure:
-    """The planner's candidates: measured over predicted time, both in ms; the chosen ones filled. points: `data.plan_points`."""
+    """The planner's candidates: measured over predicted time, both in ms; the chosen ones filled. points:
+    `data.plan_points`."""
     title = "The planner's predictions, and what its own trials measured"
     if not points:
         return nothing(title)
@@ -103,14 +103,21 @@ def predicted_against_measured(points: list[dict]) -> go.Figure:
                         ]
                         for p in here
                     ],
-                    hovertemplate="%{customdata[0]} (%{customdata[1]}): predicted %{x:.3g} ms, measured %{y:.3g} ms<extra></extra>",
+                    hovertemplate="%{customdata[0]} (%{customdata[1]}): predicted %{x:.3g} ms, measured %{y:.3g} "
+                    "ms<extra></extra>",
                 )
     values = [p[key] for p in points for key in ("predicted_ms", "ms")]
     ends = [min(values) / 1.4, max(values) * 1.4]
-    figure.add_scatter(x=ends, y=ends, mode="lines", line={"color": plots.INK, "width": 1}, showlegend=False, hoverinfo="skip")
+    figure.add_scatter(
+        x=ends, y=ends, mode="lines", line={"color": plots.INK, "width": 1}, showlegend=False, hoverinfo="skip"
+    )
     span, ticks = [math.log10(v) for v in ends], _decades(*ends)
-    figure.update_xaxes(title_text="predicted ms", type="log", range=span, tickvals=ticks, ticktext=[f"{t:g}" for t in ticks])
-    figure.update_yaxes(title_text="measured ms", type="log", range=span, tickvals=ticks, ticktext=[f"{t:g}" for t in ticks])
+    figure.update_xaxes(
+        title_text="predicted ms", type="log", range=span, tickvals=ticks, ticktext=[f"{t:g}" for t in ticks]
+    )
+    figure.update_yaxes(
+        title_text="measured ms", type="log", range=span, tickvals=ticks, ticktext=[f"{t:g}" for t in ticks]
+    )
     return _from(figure, title, _where(points), 480)
 
 
@@ -163,8 +170,25 @@ def loss_map(cells: list[dict]) -> go.Figure:
         places += [first + i for i in range(len(columns))]
         labels += [f"{(low + high) / 2:.0f}" for low, high in columns]
         first += len(columns) + 0.4
-    figure.add_annotation(x=0, xref="paper", xanchor="right", xshift=-6, y=1, yref="paper", yanchor="bottom", text="tokens", showarrow=False)
-    figure.update_xaxes(title_text="mean nnz", tickvals=places, ticktext=labels, showgrid=False, zeroline=False, range=[-0.7, first - 0.7])
+    figure.add_annotation(
+        x=0,
+        xref="paper",
+        xanchor="right",
+        xshift=-6,
+        y=1,
+        yref="paper",
+        yanchor="bottom",
+        text="tokens",
+        showarrow=False,
+    )
+    figure.update_xaxes(
+        title_text="mean nnz",
+        tickvals=places,
+        ticktext=labels,
+        showgrid=False,
+        zeroline=False,
+        range=[-0.7, first - 0.7],
+    )
     figure.update_yaxes(showgrid=False, type="category")
     figure = _from(figure, title, _where(cells), 190 + 30 * len(order))
     figure.update_annotations(font_size=11)
@@ -209,13 +233,17 @@ def trained_layers(found: list[dict]) -> go.Figure:
 
 
 def decode(found: list[dict], where: str) -> go.Figure:
-    """Microseconds for few tokens, dense and planned, with the least that reading the weights takes. found: `data.decode`."""
+    """Microseconds for few tokens, dense and planned, with the least that reading the weights takes. found:
+    `data.decode`."""
     title = "Few tokens: microseconds a layer, weights from memory"
     if not found:
         return nothing(title)
     names = [f"{row['tokens']} token{'s' * (row['tokens'] > 1)}" for row in found]
     figure = go.Figure()
-    for key, floor, name, colour in (("dense", "dense_floor", "dense", plots.GREY), ("planned", "floor", "sparse", plots.BLUE)):
+    for key, floor, name, colour in (
+        ("dense", "dense_floor", "dense", plots.GREY),
+        ("planned", "floor", "sparse", plots.BLUE),
+    ):
         figure.add_bar(
             x=names,
             y=[row[key] for row in found],

@@ -20,5 +20,3 @@ from .data import (
     without_multiplying,
     zeros_sentence,
 )
-
-

@@ -75,26 +75,35 @@ def recorded(kind: str) -> list[dict]:
     """
     newest: dict[str, list[dict]] = {}
     for record in load_all():  # oldest first
-        here = [{**row, "date": record.date} for row in record.rows
-                if row.get("kind") == kind and not is_cpu(row["device"])]
+        here = [
+            {**row, "date": record.date} for row in record.rows if row.get("kind") == kind and not is_cpu(row["device"])
+        ]
         newest |= {device: [row for row in here if row["device"] == device] for device in {r["device"] for r in here}}
     return [row for rows in newest.values() for row in rows]
 
 
 def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     """Flat rows of recorded GPU runs of a sparse layer of this size and about this mean nnz. May be empty."""
-    return [row for row in flat_rows(load_all())
-            if row["kind"] == "ffn_forward" and row["path"] == "twell" and not is_cpu(row["device"])
-            and (row["d_model"], row["d_ff"]) == (d_model, d_ff) and 0.8 * nnz < row["nnz"] < 1.25 * nnz
-            and "lognormal" in (row["workload"] or "")]
+    return [
+        row
+        for row in flat_rows(load_all())
+        if row["kind"] == "ffn_forward"
+        and row["path"] == "twell"
+        and not is_cpu(row["device"])
+        and (row["d_model"], row["d_ff"]) == (d_model, d_ff)
+        and 0.8 * nnz < row["nnz"] < 1.25 * nnz
+        and "lognormal" in (row["workload"] or "")
+    ]
 
 
 def recorded_sentences(rows: list[dict]) -> str:
     """Where each path of recorded densities beats dense, in words, device by device."""
-    lines = [f"Recorded on {device}, {day}: {break_even_sentence(mine, path)}"
-             for device, day in dict.fromkeys((row["device"], row["date"][:10]) for row in rows)
-             for mine in [[row for row in rows if row["device"] == device]]
-             for path in dict.fromkeys(row["path"] for row in mine)]
+    lines = [
+        f"Recorded on {device}, {day}: {break_even_sentence(mine, path)}"
+        for device, day in dict.fromkeys((row["device"], row["date"][:10]) for row in rows)
+        for mine in [[row for row in rows if row["device"] == device]]
+        for path in dict.fromkeys(row["path"] for row in mine)
+    ]
     return "\n".join(lines) or "No GPU's densities are recorded in this checkout, so none are shown."
 
 
@@ -103,8 +112,10 @@ def zeros_sentence(rows: list[dict]) -> str:
     lines = []
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = {row["workload"]: row for row in rows if row["device"] == device}
-        lines.append(f"Recorded on {device}, {mine['zeros']['date'][:10]}: "
-                     + compare({name: row["samples"] for name, row in mine.items()}, "zeros", "random"))
+        lines.append(
+            f"Recorded on {device}, {mine['zeros']['date'][:10]}: "
+            + compare({name: row["samples"] for name, row in mine.items()}, "zeros", "random")
+        )
     return "\n".join(lines) or "No GPU's times on zeros are recorded in this checkout."
 
 
@@ -154,8 +165,9 @@ def prune(weight: Tensor, share: float) -> Tensor:
     return torch.where(weight.float().abs() <= limit, torch.zeros_like(weight), weight)
 
 
-def weights_or_activations(hidden: Tensor, down: Tensor, shares: list[float], device: str,
-                           seconds: float = 1.0) -> tuple[list[dict], Samples]:
+def weights_or_activations(
+    hidden: Tensor, down: Tensor, shares: list[float], device: str, seconds: float = 1.0
+) -> tuple[list[dict], Samples]:
     """One token's down projection with zeros in the weights (magnitude pruning, CSR) or in the activations.
 
     hidden: [1, d_ff], exact zeros where neurons are silent; down: [d_model, d_ff].
@@ -169,8 +181,9 @@ def weights_or_activations(hidden: Tensor, down: Tensor, shares: list[float], de
     for share in shares:
         pruned = prune(down, share)
         form = CSR.from_dense(pruned)
-        stored = torch.sparse_csr_tensor(form.pointer, form.column.long(), form.value, form.shape,
-                                         check_invariants=True)
+        stored = torch.sparse_csr_tensor(
+            form.pointer, form.column.long(), form.value, form.shape, check_invariants=True
+        )
         column = hidden.t().contiguous()
         name = f"weights {share:.0%} zero, as CSR"
         calls[name] = lambda stored=stored, column=column: (stored @ column).t()
@@ -181,8 +194,10 @@ def weights_or_activations(hidden: Tensor, down: Tensor, shares: list[float], de
     calls = {name: call for name, call in calls.items() if runs_here(call)}
     errors = {name: relative_error(call(), exact) for name, call in calls.items()}
     samples = clock(calls, device, seconds)
-    rows = [{"path": name, "zeros": about[name][0], "bytes": about[name][1], "error": errors[name],
-             "ms": median(values)} for name, values in samples.items()]
+    rows = [
+        {"path": name, "zeros": about[name][0], "bytes": about[name][1], "error": errors[name], "ms": median(values)}
+        for name, values in samples.items()
+    ]
     return rows, samples
 
 
@@ -262,9 +277,15 @@ def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
         for threshold in thresholds:
             kept = torch.where(gate > threshold, gate, 0.0).relu()
             nnz = float((kept > 0).sum(1).double().mean())
-            rows.append({"threshold": threshold, "nnz": nnz, "density": nnz / d_ff,
-                         "error": relative_error(linear(kept * up, down), exact),
-                         "weights": (d_ff + 2 * nnz) / (3 * d_ff)})
+            rows.append(
+                {
+                    "threshold": threshold,
+                    "nnz": nnz,
+                    "density": nnz / d_ff,
+                    "error": relative_error(linear(kept * up, down), exact),
+                    "weights": (d_ff + 2 * nnz) / (3 * d_ff),
+                }
+            )
         positive = gate[gate > 0].cpu()
         counts, edges = torch.histogram(positive, bins=60, range=(0.0, float(positive.max())))
     return {"d_ff": d_ff, "tokens": x.shape[0], "edges": edges.tolist(), "counts": counts.tolist(), "rows": rows}

@@ -11,8 +11,7 @@ from ...core.errors import InputError
 from ...ops.measure import quartiles
 from ...plots import figures as plots
 
-LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE,
-         "ELL": plots.BLUE}
+LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
 
 
 def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -> go.Figure:
@@ -31,18 +30,28 @@ def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -
         high.append(values[(3 * len(values) - 1) // 4] - middle[name])
     # The whisker's end, not the bar's, decides where the figure beside it may stand.
     reach = [middle[name] + more for name, more in zip(names, high, strict=True)]
-    figure = go.Figure(go.Bar(
-        y=names, x=[middle[name] for name in names], orientation="h", showlegend=False,
-        marker_color=[plots.GREY if name == base else plots.BLUE for name in names],
-        error_x={"array": high, "arrayminus": low, "color": plots.INK, "thickness": 1, "width": 4},
-        hovertemplate="%{y}: %{x:.3g} ms<extra></extra>"))
+    figure = go.Figure(
+        go.Bar(
+            y=names,
+            x=[middle[name] for name in names],
+            orientation="h",
+            showlegend=False,
+            marker_color=[plots.GREY if name == base else plots.BLUE for name in names],
+            error_x={"array": high, "arrayminus": low, "color": plots.INK, "thickness": 1, "width": 4},
+            hovertemplate="%{y}: %{x:.3g} ms<extra></extra>",
+        )
+    )
     for name, end in zip(names, reach, strict=True):
         times = middle[base] / middle[name] if base else 1.0
         ratio = f"  ({times:{',.0f' if times >= 100 else '.3g'}}x)" if base and name != base else ""
-        figure.add_annotation(x=end, y=name, text=f"{_ms(middle[name])}{ratio}", showarrow=False, xanchor="left",
-                              xshift=8)
-    figure.update_xaxes(title_text="milliseconds (median; whiskers hold the middle half)", rangemode="tozero",
-                        range=[0, 1.28 * max(reach)])
+        figure.add_annotation(
+            x=end, y=name, text=f"{_ms(middle[name])}{ratio}", showarrow=False, xanchor="left", xshift=8
+        )
+    figure.update_xaxes(
+        title_text="milliseconds (median; whiskers hold the middle half)",
+        rangemode="tozero",
+        range=[0, 1.28 * max(reach)],
+    )
     figure.update_yaxes(autorange="reversed", automargin=True)
     return plots.styled(figure, title, height=150 + 44 * len(names))
 
@@ -53,10 +62,20 @@ def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
     cells = [[None] * across for _ in range(down)]
     for i, on in enumerate(fires):
         cells[i // across][i % across] = int(on)
-    figure = go.Figure(go.Heatmap(
-        z=cells, zmin=0, zmax=1, showscale=False, xgap=1, ygap=1, hoverongaps=False,
-        colorscale=[[0, "#EDEDED"], [1, plots.RED]],
-        y=[line * across for line in range(down)], hovertemplate="neuron %{y} + %{x}<extra></extra>"))
+    figure = go.Figure(
+        go.Heatmap(
+            z=cells,
+            zmin=0,
+            zmax=1,
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            hoverongaps=False,
+            colorscale=[[0, "#EDEDED"], [1, plots.RED]],
+            y=[line * across for line in range(down)],
+            hovertemplate="neuron %{y} + %{x}<extra></extra>",
+        )
+    )
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, autorange="reversed")
     title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (red)"
@@ -78,22 +97,39 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
                 continue
             name = f"{path}, yours, now" if own else f"{path}, recorded on {where}, {rows[0]['date'][:10]}"
             figure.add_scatter(
-                x=[100 * row["density"] for row in rows], y=[row["x_dense"] for row in rows], name=name,
-                mode="lines+markers", marker={"size": 8, "symbol": "circle" if own else "diamond-open"},
+                x=[100 * row["density"] for row in rows],
+                y=[row["x_dense"] for row in rows],
+                name=name,
+                mode="lines+markers",
+                marker={"size": 8, "symbol": "circle" if own else "diamond-open"},
                 line={"color": LINES.get(path, plots.GREEN), "dash": "solid" if own else "dot"},
                 customdata=[[row["ms"], row["dense_ms"]] for row in rows],
-                hovertemplate="%{x:.2g}% stored: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)")
+                hovertemplate="%{x:.2g}% stored: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)",
+            )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
     # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
-    figure.add_annotation(x=0, xref="paper", y=0, xanchor="left", yanchor="bottom", showarrow=False,
-                          text="the dense product", font={"size": 11})
+    figure.add_annotation(
+        x=0,
+        xref="paper",
+        y=0,
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+        text="the dense product",
+        font={"size": 11},
+    )
     shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
     ticks = [share for i, share in enumerate(shares) if not i or share / shares[i - 1] > 1.3]
-    figure.update_xaxes(title_text="density: values that are not zero, %", type="log", tickvals=ticks,
-                        ticktext=[f"{float(f'{share:.1g}'):g}" for share in ticks])
+    figure.update_xaxes(
+        title_text="density: values that are not zero, %",
+        type="log",
+        tickvals=ticks,
+        ticktext=[f"{float(f'{share:.1g}'):g}" for share in ticks],
+    )
     marks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
-    figure.update_yaxes(title_text="times as fast as dense", type="log", tickvals=marks,
-                        ticktext=[f"{mark:g}x" for mark in marks])
+    figure.update_yaxes(
+        title_text="times as fast as dense", type="log", tickvals=marks, ticktext=[f"{mark:g}x" for mark in marks]
+    )
     lines = -(-len(figure.data) // 2)
     figure = plots.styled(figure, title, height=400 + 20 * lines)
     return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin_b=70 + 20 * lines)
@@ -104,17 +140,37 @@ def threshold(sweep: dict, index: int = 0) -> go.Figure:
 
     sweep: what `data.threshold_sweep` returned; index: which of its rows to mark.
     """
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.14,
-                           subplot_titles=["gate values above zero; the kept ones blue",
-                                           "each threshold: weights read, error made"])
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        horizontal_spacing=0.14,
+        subplot_titles=["gate values above zero; the kept ones blue", "each threshold: weights read, error made"],
+    )
     middles = [(a + b) / 2 for a, b in zip(sweep["edges"], sweep["edges"][1:], strict=False)]
     rows = sweep["rows"]
-    figure.add_bar(x=middles, y=sweep["counts"], showlegend=False, hovertemplate="gate %{x:.2f}: %{y}<extra></extra>",
-                   row=1, col=1)
-    figure.add_scatter(x=[100 * row["weights"] for row in rows], y=[100 * row["error"] for row in rows], mode="lines",
-                       line={"color": plots.GREY}, showlegend=False, hoverinfo="skip", row=1, col=2)
-    figure.add_scatter(x=[0], y=[0], mode="markers", marker={"size": 13, "color": plots.RED}, showlegend=False,
-                       hovertemplate="%{x:.0f}% of the weights, %{y:.1f}% error<extra></extra>", row=1, col=2)
+    figure.add_bar(
+        x=middles, y=sweep["counts"], showlegend=False, hovertemplate="gate %{x:.2f}: %{y}<extra></extra>", row=1, col=1
+    )
+    figure.add_scatter(
+        x=[100 * row["weights"] for row in rows],
+        y=[100 * row["error"] for row in rows],
+        mode="lines",
+        line={"color": plots.GREY},
+        showlegend=False,
+        hoverinfo="skip",
+        row=1,
+        col=2,
+    )
+    figure.add_scatter(
+        x=[0],
+        y=[0],
+        mode="markers",
+        marker={"size": 13, "color": plots.RED},
+        showlegend=False,
+        hovertemplate="%{x:.0f}% of the weights, %{y:.1f}% error<extra></extra>",
+        row=1,
+        col=2,
+    )
     figure.update_xaxes(title_text="gate value before the ReLU", row=1, col=1)
     figure.update_yaxes(title_text=f"how many, over {sweep['tokens']} tokens", row=1, col=1)
     figure.update_xaxes(title_text="weights read for a token, % of the layer's", row=1, col=2)
@@ -134,8 +190,10 @@ def move_threshold(figure: go.Figure, sweep: dict, index: int) -> None:
     kept = [low >= row["threshold"] for low in edges[:-1]]
     figure.data[0].marker.color = [plots.BLUE if on else plots.FAINT for on in kept]
     figure.data[2].x, figure.data[2].y = [100 * row["weights"]], [100 * row["error"]]
-    figure.layout.title.text = (f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} fire, "
-                                f"{row['weights']:.0%} of the weights read, error {row['error']:.1%}")
+    figure.layout.title.text = (
+        f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} fire, "
+        f"{row['weights']:.0%} of the weights read, error {row['error']:.1%}"
+    )
 
 
 def _ms(value: float) -> str:

@@ -12,5 +12,9 @@ def threshold_explorer(sweep: dict) -> Explorer:
     sweep: what `data.threshold_sweep` returned. The slider's values are its thresholds.
     """
     choices = [(f"{row['threshold']:.2f}", row["threshold"]) for row in sweep["rows"]]
-    return Explorer(figures.threshold(sweep), lambda figure, index: figures.move_threshold(figure, sweep, index),
-                    choices, "threshold on the gate")
+    return Explorer(
+        figures.threshold(sweep),
+        lambda figure, index: figures.move_threshold(figure, sweep, index),
+        choices,
+        "threshold on the gate",
+    )

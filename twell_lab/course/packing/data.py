@@ -25,8 +25,13 @@ def forms(x: Tensor, limit: int = 128) -> dict[str, object]:
 
     limit: entries of a light row of Hybrid.
     """
-    return {"COO": COO.from_dense(x), "CSR": CSR.from_dense(x), "ELL": ELL.from_dense(x),
-            "Hybrid": Hybrid.from_dense(x, limit), "TwELL": TwELL.from_dense(x)}
+    return {
+        "COO": COO.from_dense(x),
+        "CSR": CSR.from_dense(x),
+        "ELL": ELL.from_dense(x),
+        "Hybrid": Hybrid.from_dense(x, limit),
+        "TwELL": TwELL.from_dense(x),
+    }
 
 
 def sizes(x: Tensor, limit: int = 128) -> dict[str, int]:
@@ -90,11 +95,17 @@ def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
                 continue
             packed = TwELL.from_gate(gate, tile, count)
             rows = gate.shape[0]
-            table.append({"tile": tile, "words": count, "bytes": packed.nbytes / rows,
-                          "slots_used": packed.counts.clamp(max=packed.slots).sum().item()
-                          / (packed.counts.numel() * packed.slots),
-                          "overflow": len(packed.overflow_rows) / rows,
-                          "tail": packed.tail_value.numel() / rows})
+            table.append(
+                {
+                    "tile": tile,
+                    "words": count,
+                    "bytes": packed.nbytes / rows,
+                    "slots_used": packed.counts.clamp(max=packed.slots).sum().item()
+                    / (packed.counts.numel() * packed.slots),
+                    "overflow": len(packed.overflow_rows) / rows,
+                    "tail": packed.tail_value.numel() / rows,
+                }
+            )
     return table
 
 
@@ -104,8 +115,9 @@ def smallest(table: list[dict], overflow: float) -> dict | None:
     return min(fitting, key=lambda row: row["bytes"], default=None)
 
 
-def geometry_sentence(table: list[dict], dense: int, overflow: float = 0.01, tile: int = TILE,
-                      words: int = WORDS) -> str:
+def geometry_sentence(
+    table: list[dict], dense: int, overflow: float = 0.01, tile: int = TILE, words: int = WORDS
+) -> str:
     """What one geometry does in this table, and the smallest with few overflowing rows.
 
     dense: bytes of a dense row.
@@ -114,8 +126,10 @@ def geometry_sentence(table: list[dict], dense: int, overflow: float = 0.01, til
     if usual is None:
         raise InputError(f"the table has no tile {tile} with {words} words; one of its own pairs is accepted")
     best = smallest(table, overflow)
-    line = (f"{tile} x {words}: {usual['slots_used']:.0%} of the slots used, "
-            f"{usual['overflow']:.1%} of rows overflow, {usual['bytes']:,.0f} bytes a row.")
+    line = (
+        f"{tile} x {words}: {usual['slots_used']:.0%} of the slots used, "
+        f"{usual['overflow']:.1%} of rows overflow, {usual['bytes']:,.0f} bytes a row."
+    )
     if best is None:
         return f"{line} Nothing in the table stays below {overflow:.0%} of rows."
     least = f"{best['tile']} x {best['words']}, {best['bytes']:,.0f} bytes"
@@ -141,8 +155,9 @@ def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
 # ---- one row, as the interactive tile shows it ----
 
 
-def view(gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int = WORDS,
-         threshold: float = 0.0) -> dict:
+def view(
+    gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int = WORDS, threshold: float = 0.0
+) -> dict:
     """One row of a gate under one geometry, and one of its tiles in full, as plain data. gate: [rows, d_ff].
 
     Kept is what is `not (g <= threshold)`; packing itself has threshold 0. Returns {row, part, tile, words,
@@ -167,12 +182,16 @@ def view(gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int
     packed = TwELL.from_dense(kept, tile, words)
     at = tile_of(packed, 0, part)
     first, end = part * tile, part * tile + at["width"]
-    tail = [(value, column) for value, column in zip(packed.tail_value.tolist(), packed.tail_column.tolist(),
-                                                     strict=True) if first <= column < end]
+    tail = [
+        (value, column)
+        for value, column in zip(packed.tail_value.tolist(), packed.tail_column.tolist(), strict=True)
+        if first <= column < end
+    ]
     in_tail = {column for _, column in tail}
     columns = []
-    for column, (value, stays) in enumerate(zip(positive[0, first:end].tolist(), kept[0, first:end].tolist(),
-                                                strict=True)):
+    for column, (value, stays) in enumerate(
+        zip(positive[0, first:end].tolist(), kept[0, first:end].tolist(), strict=True)
+    ):
         if stays != 0:
             sort = IN_TAIL if first + column in in_tail else IN_WORDS
         else:
@@ -180,10 +199,23 @@ def view(gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int
         columns.append({"column": column, "value": value, "sort": sort})
     size, gone = positive.double().norm(), (positive.double() - kept.double()).norm()
     entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
-    return {"row": row, "part": part, "tile": tile, "words": words, "slots": words - 1,
-            "threshold": threshold, "dtype": at["dtype"], "width": at["width"],
-            "counts": packed.counts[0].tolist(), "columns": columns, "stored": at["words"],
-            "entries": entries, "tail": tail, "tail_row": packed.tail_value.numel(), "nnz": packed.nnz,
-            "bytes": packed.nbytes, "dense_bytes": line.numel() * line.element_size(),
-            "lost": float(gone / size) if size > 0 and size.isfinite() else 0.0}
-
+    return {
+        "row": row,
+        "part": part,
+        "tile": tile,
+        "words": words,
+        "slots": words - 1,
+        "threshold": threshold,
+        "dtype": at["dtype"],
+        "width": at["width"],
+        "counts": packed.counts[0].tolist(),
+        "columns": columns,
+        "stored": at["words"],
+        "entries": entries,
+        "tail": tail,
+        "tail_row": packed.tail_value.numel(),
+        "nnz": packed.nnz,
+        "bytes": packed.nbytes,
+        "dense_bytes": line.numel() * line.element_size(),
+        "lost": float(gone / size) if size > 0 and size.isfinite() else 0.0,
+    }

@@ -16,17 +16,23 @@ ACROSS = 32  # columns of a tile on one line
 EACH = 16  # words, or values of the tail, on one line
 TAIL_LINES = 4  # of the tail, drawn at most
 SORTS = {SILENT: "#F2F2F2", BELOW: "#DCD3E4", IN_WORDS: "#8CC4E8", IN_TAIL: "#F2B36B"}
-SORT_NAMES = {SILENT: "silent", BELOW: "positive, below the threshold", IN_WORDS: "in a word",
-              IN_TAIL: "in the tail"}
+SORT_NAMES = {SILENT: "silent", BELOW: "positive, below the threshold", IN_WORDS: "in a word", IN_TAIL: "in the tail"}
 
 
 def matrix(x, title: str) -> go.Figure:
     """Where a matrix is not zero. x: a list of rows (or a tensor [rows, columns])."""
     rows = x.tolist() if hasattr(x, "tolist") else x
     cells = [[int(value != 0) for value in row] for row in rows]
-    figure = go.Figure(go.Heatmap(z=cells, zmin=0, zmax=1, showscale=False,
-                                  colorscale=[[0, "#F2F2F2"], [1, plots.BLUE]],
-                                  hovertemplate="row %{y}, column %{x}<extra></extra>"))
+    figure = go.Figure(
+        go.Heatmap(
+            z=cells,
+            zmin=0,
+            zmax=1,
+            showscale=False,
+            colorscale=[[0, "#F2F2F2"], [1, plots.BLUE]],
+            hovertemplate="row %{y}, column %{x}<extra></extra>",
+        )
+    )
     figure.update_xaxes(title_text="neuron", showgrid=False)
     figure.update_yaxes(title_text="token", autorange="reversed", showgrid=False)
     return plots.styled(figure, title, height=340)
@@ -40,17 +46,34 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
     if "dense" not in sizes or rows < 1:
         raise InputError(f"sizes has {list(sizes)} for {rows} rows; 'dense' and at least one row are needed")
     each = [size / rows for size in sizes.values()]
-    figure = go.Figure(go.Bar(
-        x=list(sizes), y=each, marker_color=[plots.GREY if name == "dense" else plots.BLUE for name in sizes],
-        text=[f"{size:,.0f}<br>{size / each[list(sizes).index('dense')]:.0%}" for size in each],
-        textposition="outside", cliponaxis=False, hovertemplate="%{x}: %{y:,.1f} bytes a row<extra></extra>"))
+    figure = go.Figure(
+        go.Bar(
+            x=list(sizes),
+            y=each,
+            marker_color=[plots.GREY if name == "dense" else plots.BLUE for name in sizes],
+            text=[f"{size:,.0f}<br>{size / each[list(sizes).index('dense')]:.0%}" for size in each],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate="%{x}: %{y:,.1f} bytes a row<extra></extra>",
+        )
+    )
     floor = values * value_bytes / rows
-    figure.add_hline(y=floor, line={"color": plots.RED, "dash": "dot", "width": 2},
-                     annotation={"text": f"the values<br>alone: {floor:,.0f}", "x": 1, "xanchor": "left",
-                                 "yanchor": "middle", "align": "left", "font": {"color": plots.RED}})
+    figure.add_hline(
+        y=floor,
+        line={"color": plots.RED, "dash": "dot", "width": 2},
+        annotation={
+            "text": f"the values<br>alone: {floor:,.0f}",
+            "x": 1,
+            "xanchor": "left",
+            "yanchor": "middle",
+            "align": "left",
+            "font": {"color": plots.RED},
+        },
+    )
     figure.update_yaxes(title_text="bytes a row", range=[0, 1.18 * max(each)], tickformat=",d")
-    return plots.styled(figure, "The same rows in each format (share of dense below the bytes)",
-                         height=380).update_layout(margin_r=90)
+    return plots.styled(
+        figure, "The same rows in each format (share of dense below the bytes)", height=380
+    ).update_layout(margin_r=90)
 
 
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
@@ -67,29 +90,58 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     def grid(take):
         return [[take(at[tile, count]) if (tile, count) in at else None for tile in tiles] for count in words]
 
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12,
-                           subplot_titles=["bytes a row (tail included)", "rows with an overflowing tile"])
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        horizontal_spacing=0.12,
+        subplot_titles=["bytes a row (tail included)", "rows with an overflowing tile"],
+    )
     for column, cells, texts, scale in (
-        (1, grid(lambda row: math.log(row["bytes"])), grid(lambda row: f"{row['bytes']:,.0f}"),
-         [[0, "#EAF3FA"], [1, "#5FA8D3"]]),
-        (2, grid(lambda row: row["overflow"]), grid(lambda row: _share(row["overflow"])),
-         [[0, "#F5F5F5"], [0.0001, "#FDEBD3"], [1, plots.ORANGE]]),
+        (
+            1,
+            grid(lambda row: math.log(row["bytes"])),
+            grid(lambda row: f"{row['bytes']:,.0f}"),
+            [[0, "#EAF3FA"], [1, "#5FA8D3"]],
+        ),
+        (
+            2,
+            grid(lambda row: row["overflow"]),
+            grid(lambda row: _share(row["overflow"])),
+            [[0, "#F5F5F5"], [0.0001, "#FDEBD3"], [1, plots.ORANGE]],
+        ),
     ):
         figure.add_heatmap(
-            x=[f"{tile}" for tile in tiles], y=[f"{count}" for count in words], z=cells, text=texts,
-            texttemplate="%{text}", colorscale=scale, showscale=False, xgap=3, ygap=3, hoverongaps=False,
-            hovertemplate="tile %{x}, %{y} words: %{text}<extra></extra>", row=1, col=column,
-            **({"zmin": 0, "zmax": 1} if column == 2 else {}))
+            x=[f"{tile}" for tile in tiles],
+            y=[f"{count}" for count in words],
+            z=cells,
+            text=texts,
+            texttemplate="%{text}",
+            colorscale=scale,
+            showscale=False,
+            xgap=3,
+            ygap=3,
+            hoverongaps=False,
+            hovertemplate="tile %{x}, %{y} words: %{text}<extra></extra>",
+            row=1,
+            col=column,
+            **({"zmin": 0, "zmax": 1} if column == 2 else {}),
+        )
         figure.update_xaxes(title_text="tile, columns", type="category", showgrid=False, row=1, col=column)
-        figure.update_yaxes(title_text="words a tile" if column == 1 else "", type="category", showgrid=False,
-                            row=1, col=column)
+        figure.update_yaxes(
+            title_text="words a tile" if column == 1 else "", type="category", showgrid=False, row=1, col=column
+        )
     if (best := smallest(table, overflow)) is not None:
         for axis in ("", "2"):
             figure.add_scatter(
-                x=[f"{best['tile']}"], y=[f"{best['words']}"], mode="markers", showlegend=False,
+                x=[f"{best['tile']}"],
+                y=[f"{best['words']}"],
+                mode="markers",
+                showlegend=False,
                 marker={"symbol": "square-open", "size": 46, "color": plots.RED, "line": {"width": 2}},
                 hoverinfo="skip",
-                xaxis=f"x{axis}", yaxis=f"y{axis}")
+                xaxis=f"x{axis}",
+                yaxis=f"y{axis}",
+            )
     title = f"Tile and words (red: fewest bytes with at most {overflow:.0%} of rows overflowing)"
     figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
     return figure.update_annotations(font_size=12)
@@ -100,9 +152,15 @@ def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
     figure = go.Figure()
     for colour, (name, values) in zip((plots.RED, plots.BLUE), errors.items(), strict=False):
         worst_first = sorted((100 * float(value) for value in values), reverse=True)
-        figure.add_scatter(x=list(range(1, len(worst_first) + 1)), y=worst_first, name=name,
-                           mode="lines+markers", marker={"size": 5}, line={"color": colour},
-                           hovertemplate="row %{x}: %{y:.2f}%")
+        figure.add_scatter(
+            x=list(range(1, len(worst_first) + 1)),
+            y=worst_first,
+            name=name,
+            mode="lines+markers",
+            marker={"size": 5},
+            line={"color": colour},
+            hovertemplate="row %{x}: %{y:.2f}%",
+        )
     figure.update_xaxes(title_text="row, worst first")
     figure.update_yaxes(title_text="error of the row, %", rangemode="tozero")
     return plots.styled(figure, title, height=360)
@@ -120,8 +178,9 @@ def tile_view(view: dict) -> go.Figure:
     heights = [96, 15 * down + 4, 38 * word_lines, 38 * tail_lines]
     gap = 44
     whole = sum(heights) + 3 * gap
-    figure = make_subplots(rows=4, cols=1, row_heights=heights, vertical_spacing=gap / whole,
-                           subplot_titles=_captions(view))
+    figure = make_subplots(
+        rows=4, cols=1, row_heights=heights, vertical_spacing=gap / whole, subplot_titles=_captions(view)
+    )
     _tiles(figure, view)
     _columns(figure, view, down)
     _words(figure, view, word_lines)
@@ -147,8 +206,10 @@ def move_tile_view(figure: go.Figure, view: dict) -> None:
 
 
 def _title(view: dict) -> str:
-    line = (f"Row {view['row']}: {view['nnz']} kept, {view['nnz'] - view['tail_row']} in words, "
-            f"{view['tail_row']} in the tail")
+    line = (
+        f"Row {view['row']}: {view['nnz']} kept, {view['nnz'] - view['tail_row']} in words, "
+        f"{view['tail_row']} in the tail"
+    )
     line += f"<br><sup>{view['bytes']:,} bytes packed, {view['dense_bytes']:,} dense"
     if view["threshold"]:
         line += f"; threshold {view['threshold']:.3g}: {view['lost']:.1%} of the row's norm is lost"
@@ -163,11 +224,14 @@ def _captions(view: dict) -> list[str]:
     if len(view["tail"]) > EACH * TAIL_LINES:
         tail += f" (the first {EACH * TAIL_LINES} of {len(view['tail'])})"
     tiles = f"{len(view['counts'])} tile{'s' * (len(view['counts']) > 1)}"
-    return [f"the row's {tiles} of {view['tile']}: values kept (dotted: the {view['slots']} slots)",
-            f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept "
-            "(<span style='color:#2E86C1'>blue</span>: in a word, "
-            "<span style='color:#C77700'>orange</span>: tail)",
-            f"the {words} words of {of}: the count, then column and value; {unused} unused", tail]
+    return [
+        f"the row's {tiles} of {view['tile']}: values kept (dotted: the {view['slots']} slots)",
+        f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept "
+        "(<span style='color:#2E86C1'>blue</span>: in a word, "
+        "<span style='color:#C77700'>orange</span>: tail)",
+        f"the {words} words of {of}: the count, then column and value; {unused} unused",
+        tail,
+    ]
 
 
 def _tiles(figure: go.Figure, view: dict) -> None:
@@ -179,12 +243,22 @@ def _tiles(figure: go.Figure, view: dict) -> None:
         ("in words", [min(count, view["slots"]) for count in view["counts"]], SORTS[IN_WORDS]),
         ("in the tail", [max(0, count - view["slots"]) for count in view["counts"]], SORTS[IN_TAIL]),
     ):
-        figure.add_bar(x=numbers, y=heights, name=name, showlegend=False, row=1, col=1,
-                       marker={"color": colour, "line": {"color": edge, "width": 2}},
-                       text=[f"{height}" if few and height >= readable else "" for height in heights],
-                       textposition="inside", textangle=0, insidetextanchor="middle", constraintext="none",
-                       textfont={"size": 11},
-                       hovertemplate=f"tile %{{x}}: %{{y}} {name}<extra></extra>")
+        figure.add_bar(
+            x=numbers,
+            y=heights,
+            name=name,
+            showlegend=False,
+            row=1,
+            col=1,
+            marker={"color": colour, "line": {"color": edge, "width": 2}},
+            text=[f"{height}" if few and height >= readable else "" for height in heights],
+            textposition="inside",
+            textangle=0,
+            insidetextanchor="middle",
+            constraintext="none",
+            textfont={"size": 11},
+            hovertemplate=f"tile %{{x}}: %{{y}} {name}<extra></extra>",
+        )
 
 
 def _columns(figure: go.Figure, view: dict, down: int) -> None:
@@ -211,8 +285,7 @@ def _words(figure: go.Figure, view: dict, lines: int) -> None:
         elif number < len(view["stored"]):
             value, column = view["entries"][number - 1]
             cells[line][place], texts[line][place] = IN_WORDS, f"{column}<br>{_value(value)}"
-            hover[line][place] = (f"word {number}: 0x{view['stored'][number]:08x} = column {column}, "
-                                  f"value {value:.4g}")
+            hover[line][place] = f"word {number}: 0x{view['stored'][number]:08x} = column {column}, value {value:.4g}"
     _cells(figure, cells, hover, texts, 3)
 
 
@@ -230,9 +303,21 @@ def _cells(figure: go.Figure, cells: list, hover: list, texts: list | None, row:
     """A heatmap of sorts; gaps (None) are not drawn."""
     last = len(SORTS) - 1
     extra = {} if texts is None else {"text": texts, "texttemplate": "%{text}", "textfont": {"size": 10}}
-    figure.add_heatmap(z=cells, customdata=hover, zmin=-0.5, zmax=last + 0.5, colorscale=flat(SORTS.values()),
-                       showscale=False, xgap=2, ygap=2, hoverongaps=False,
-                       hovertemplate="%{customdata}<extra></extra>", row=row, col=1, **extra)
+    figure.add_heatmap(
+        z=cells,
+        customdata=hover,
+        zmin=-0.5,
+        zmax=last + 0.5,
+        colorscale=flat(SORTS.values()),
+        showscale=False,
+        xgap=2,
+        ygap=2,
+        hoverongaps=False,
+        hovertemplate="%{customdata}<extra></extra>",
+        row=row,
+        col=1,
+        **extra,
+    )
     figure.update_yaxes(autorange="reversed", row=row, col=1)
 
 

@@ -21,8 +21,9 @@ class TileExplorer(Drawn):
     brought along.
     """
 
-    def __init__(self, gate: Tensor, *, tile: int = TILE, words: int = WORDS, threshold: float = 0.0,
-                 row: int = 0, part: int = 0) -> None:
+    def __init__(
+        self, gate: Tensor, *, tile: int = TILE, words: int = WORDS, threshold: float = 0.0, row: int = 0, part: int = 0
+    ) -> None:
         if not isinstance(gate, Tensor) or gate.dim() != 2 or 0 in gate.shape:
             shape = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
             raise InputError(f"gate is {shape}; a tensor [rows, d_ff], neither of them 0, is accepted")
@@ -31,14 +32,15 @@ class TileExplorer(Drawn):
         finite = self.gate[self.gate.isfinite()].float()
         most = max(float(finite.max()) if finite.numel() else 0.0, threshold, 0.01)
         wide = {"style": {"description_width": "82px"}, "layout": {"width": "420px", "max_width": "100%"}}
-        self.tile = ipywidgets.SelectionSlider(options=sorted({*TILES, tile}), value=tile, description="tile",
-                                               **wide)
+        self.tile = ipywidgets.SelectionSlider(options=sorted({*TILES, tile}), value=tile, description="tile", **wide)
         self.words = ipywidgets.IntSlider(min=2, max=tile + 1, value=words, description="words", **wide)
-        self.threshold = ipywidgets.FloatSlider(min=0.0, max=most, step=most / 100, value=threshold,
-                                                description="threshold", readout_format=".3f", **wide)
+        self.threshold = ipywidgets.FloatSlider(
+            min=0.0, max=most, step=most / 100, value=threshold, description="threshold", readout_format=".3f", **wide
+        )
         self.row = ipywidgets.IntSlider(min=0, max=len(gate) - 1, value=row, description="row", **wide)
-        self.part = ipywidgets.IntSlider(min=0, max=len(self.view["counts"]) - 1, value=part,
-                                         description="which tile", **wide)
+        self.part = ipywidgets.IntSlider(
+            min=0, max=len(self.view["counts"]) - 1, value=part, description="which tile", **wide
+        )
         self._still = False
         sliders = [self.row, self.part, self.tile, self.words, self.threshold]
         super().__init__(sliders, figures.tile_view(self.view))
@@ -55,6 +57,7 @@ class TileExplorer(Drawn):
             self.part.max = -(-self.gate.shape[1] // self.tile.value) - 1
         finally:
             self._still = False
-        self.view = data.view(self.gate, self.row.value, self.part.value, self.tile.value,
-                              self.words.value, self.threshold.value)
+        self.view = data.view(
+            self.gate, self.row.value, self.part.value, self.tile.value, self.words.value, self.threshold.value
+        )
         self.redraw(lambda: figures.move_tile_view(self.figure, self.view))

@@ -13,4 +13,3 @@ from .data import (
     verdict,
     where,
 )
-

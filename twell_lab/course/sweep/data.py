@@ -15,7 +15,10 @@ from ...records import record as records
 from ...training.sweep import best_sparse, cost, pressed, seed_spread, settled, twin
 from ..recorded import device_and_day
 
-ZEROS, MORE = 0.97, 0.02  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
+ZEROS, MORE = (
+    0.97,
+    0.02,
+)  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
 
 
 def recorded(folder=None) -> records.Record:
@@ -36,11 +39,16 @@ def where(record: records.Record) -> str:
 def table(rows: list[dict]) -> str:
     """One line a run: its loss, beside that of its seed's twin; who fires, who is dead, and whether nnz has settled."""
     neurons = rows[0]["config"]["d_ff"] * rows[0]["config"]["layers"]
-    lines = [f"{'run':<28}{'bits per byte':>14}{'over twin':>11}{'mean nnz':>10}{'zeros':>9}{'dead':>7}{'nnz, last quarter':>19}"]
+    lines = [
+        f"{'run':<28}{'bits per byte':>14}{'over twin':>11}{'mean nnz':>10}"
+        f"{'zeros':>9}{'dead':>7}{'nnz, last quarter':>19}"
+    ]
     for row in _ordered(rows):
         dead = sum(layer["dead"] for layer in row["layers"]) / neurons
-        lines.append(f"{name(row, rows):<28}{row['validation_bits_per_byte']:>14.3f}{cost(row, rows):>+11.1%}{row['mean_nnz']:>10.1f}"
-                     f"{row['zeros']:>9.2%}{dead:>7.0%}{settled(row):>+19.1%}")
+        lines.append(
+            f"{name(row, rows):<28}{row['validation_bits_per_byte']:>14.3f}{cost(row, rows):>+11.1%}"
+            f"{row['mean_nnz']:>10.1f}{row['zeros']:>9.2%}{dead:>7.0%}{settled(row):>+19.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -53,54 +61,82 @@ def name(row: dict, rows: list[dict]) -> str:
 
 def _ordered(rows: list[dict]) -> list[dict]:
     """Without L1, then by L1; re-initialised ones after the run they are compared with."""
-    return sorted(rows, key=lambda row: (row["config"]["l1"], bool(row["config"].get("reinit")), row["config"]["lr"],
-                                         row["config"]["seed"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            row["config"]["l1"],
+            bool(row["config"].get("reinit")),
+            row["config"]["lr"],
+            row["config"]["seed"],
+        ),
+    )
 
 
 def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[str]:
     """What the sweep found, one sentence a line, each computed from the rows."""
     base, best = twin(rows), best_sparse(pressed(rows), zeros)
     d_ff = base["config"]["d_ff"]
-    lines = [f"Without L1: {base['mean_nnz']:.0f} of {d_ff} neurons fire for a token ({base['zeros']:.1%} zeros), "
-             f"{base['validation_bits_per_byte']:.4f} bits per byte."]
+    lines = [
+        f"Without L1: {base['mean_nnz']:.0f} of {d_ff} neurons fire for a token ({base['zeros']:.1%} zeros), "
+        f"{base['validation_bits_per_byte']:.4f} bits per byte."
+    ]
     if best is None:
         return [*lines, f"No run reached {zeros:.0%} zeros."]
     within = [row for row in pressed(rows) if row["zeros"] >= zeros and cost(row, rows) <= more]
-    lines.append(f"Best sparse point, {best['label']}: {best['mean_nnz']:.1f} fire ({best['zeros']:.1%} zeros), "
-                 f"{best['validation_bits_per_byte']:.4f} bits per byte, {cost(best, rows):+.2%} against the twin.")
+    lines.append(
+        f"Best sparse point, {best['label']}: {best['mean_nnz']:.1f} fire ({best['zeros']:.1%} zeros), "
+        f"{best['validation_bits_per_byte']:.4f} bits per byte, {cost(best, rows):+.2%} against the twin."
+    )
     if within and (most := max(within, key=lambda row: row["zeros"])) is not best:
-        lines.append(f"Most zeros within {more:.0%}, {most['label']}: {most['mean_nnz']:.1f} fire ({most['zeros']:.1%} zeros), "
-                     f"{cost(most, rows):+.2%}.")
+        lines.append(
+            f"Most zeros within {more:.0%}, {most['label']}: {most['mean_nnz']:.1f} fire ({most['zeros']:.1%} zeros), "
+            f"{cost(most, rows):+.2%}."
+        )
     if (spread := seed_spread(rows)) is not None:
         lines.append(f"Another seed alone moves the twin's loss by {spread:.2%}: a smaller difference means nothing.")
     for again in rows:
         if again["label"] in {f"{row['label']}, seed {again['config']['seed']}" for row in within}:
-            lines.append(f"{again['label']}: {again['zeros']:.1%} zeros, {cost(again, rows):+.2%} against the twin of that seed.")
-    lines.append(f"Asked for: at least {zeros:.0%} zeros at no more than {more:.0%} above the twin. "
-                 f"{'Reached' if within else 'Not reached'}.")
+            lines.append(
+                f"{again['label']}: {again['zeros']:.1%} zeros, {cost(again, rows):+.2%} against the twin of that seed."
+            )
+    lines.append(
+        f"Asked for: at least {zeros:.0%} zeros at no more than {more:.0%} above the twin. "
+        f"{'Reached' if within else 'Not reached'}."
+    )
     return lines
 
 
 def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
     """In how many runs the number of firing neurons had come to rest, and in which it had not."""
     runs = pressed(rows)
-    moving = [f"{row['label']} ({settled(row):+.0%} of {row['mean_nnz']:.2g})" for row in runs if abs(settled(row)) > within]
-    return (f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of {len(runs)} runs"
-            f"{'; by more in ' + ', '.join(moving) if moving else ''}.")
+    moving = [
+        f"{row['label']} ({settled(row):+.0%} of {row['mean_nnz']:.2g})" for row in runs if abs(settled(row)) > within
+    ]
+    return (
+        f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of "
+        f"{len(runs)} runs"
+        f"{'; by more in ' + ', '.join(moving) if moving else ''}."
+    )
 
 
 def quality(record: records.Record) -> list[str]:
     """Size, tokens and quality in plain words: what these models are, and what they are not."""
     base, notes = twin(record.rows), record.notes
     config, text = base["config"], notes["text"]
-    lines = [f"Size: {base['parameters'] / 1e6:.1f} million parameters, {config['layers']} layers, d_model {config['d_model']}, "
-             f"d_ff {config['d_ff']}.",
-             f"Read: {base['tokens'] / 1e6:.1f} million bytes, {base['tokens'] / notes['training_size']:.0%} of the training part of "
-             f"{text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s."]
+    lines = [
+        f"Size: {base['parameters'] / 1e6:.1f} million parameters, {config['layers']} layers, d_model "
+        f"{config['d_model']}, "
+        f"d_ff {config['d_ff']}.",
+        f"Read: {base['tokens'] / 1e6:.1f} million bytes, {base['tokens'] / notes['training_size']:.0%} of the "
+        f"training part of "
+        f"{text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s.",
+    ]
     if "compressors" in notes:
         others = ", ".join(f"{name} {bits:.2f}" for name, bits in notes["compressors"].items())
-        lines.append(f"Quality: {base['validation_bits_per_byte']:.2f} bits per byte on novels it has not seen; "
-                     f"compressors on the same text: {others}.")
+        lines.append(
+            f"Quality: {base['validation_bits_per_byte']:.2f} bits per byte on novels it has not seen; "
+            f"compressors on the same text: {others}."
+        )
     return lines
 
 
@@ -116,8 +152,11 @@ def renewed_sentences(rows: list[dict]) -> list[str]:
     for before, after in renewed(rows):
         neurons = before["config"]["d_ff"] * before["config"]["layers"]
         dead = [sum(layer["dead"] for layer in row["layers"]) / neurons for row in (before, after)]
-        lines.append(f"{before['label']}: {dead[0]:.1%} of the neurons dead without, {dead[1]:.1%} with; nnz {before['mean_nnz']:.1f} and "
-                     f"{after['mean_nnz']:.1f}; loss {cost(before, rows):+.2%} and {cost(after, rows):+.2%} against the twin.")
+        lines.append(
+            f"{before['label']}: {dead[0]:.1%} of the neurons dead without, {dead[1]:.1%} with; nnz "
+            f"{before['mean_nnz']:.1f} and "
+            f"{after['mean_nnz']:.1f}; loss {cost(before, rows):+.2%} and {cost(after, rows):+.2%} against the twin."
+        )
     return lines
 
 
@@ -132,8 +171,11 @@ def position_sentence(row: dict) -> str:
     first, later = (sum(layer[place] for layer in nnz) / len(nnz) for place in (0, -1))
     ratios = first_token(row)
     most = max(range(len(ratios)), key=lambda layer: ratios[layer])
-    return (f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half {later:.1f}; "
-            f"it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many.")
+    return (
+        f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half "
+        f"{later:.1f}; "
+        f"it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many."
+    )
 
 
 def byte_name(value: int) -> str:
@@ -158,7 +200,10 @@ def checkpoint(name: str) -> LanguageModel:
     """A model of data/checkpoints, "sparse" or "l1-free", on the CPU (their README.md says what they are)."""
     folder = folders.data_dir() / "checkpoints"
     if not (folder / name / "model.safetensors").is_file():
-        raise InputError(f"name is {name!r}; accepted: {', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}")
+        raise InputError(
+            f"name is {name!r}; accepted: "
+            f"{', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}"
+        )
     return LanguageModel.load(folder / name).eval()
 
 
@@ -170,4 +215,7 @@ def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:
     tokens = torch.tensor([list(content)])
     layers = range(len(feed_forwards(model)))
     nnz = sum(fires(activations(model, tokens, layer)[1]).sum(1).double() for layer in layers) / len(layers)
-    return [(chr(byte) if 32 <= byte < 127 else byte_name(byte), value) for byte, value in zip(content, nnz.tolist(), strict=True)]
+    return [
+        (chr(byte) if 32 <= byte < 127 else byte_name(byte), value)
+        for byte, value in zip(content, nnz.tolist(), strict=True)
+    ]

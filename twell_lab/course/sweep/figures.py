@@ -1,4 +1,5 @@
-"""Figures of the recorded L1 sweep, each a function of its rows (see twell_lab.training.sweep.run); in the style of `plots`.
+"""Figures of the recorded L1 sweep, each a function of its rows (see twell_lab.training.sweep.run); in the style of
+`plots`.
 
 `where` is what a figure says of its source, as `data.where` gives it.
 """
@@ -25,40 +26,78 @@ def short(row: dict) -> str:
 
 
 def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, more: float = data.MORE) -> go.Figure:
-    """Held-out loss over the number of neurons firing: the runs by L1, those with dead rows renewed, and those without L1.
+    """Held-out loss over the number of neurons firing: the runs by L1, those with dead rows renewed, and those without
+    L1.
 
     Shaded: where a sparse point is wanted, `zeros` or more at no more than `more` above the twin.
     """
     runs, base = pressed(rows), twin(rows)
     d_ff, loss = base["config"]["d_ff"], base["validation_bits_per_byte"]
     figure = go.Figure()
-    figure.add_shape(type="rect", x0=min(row["mean_nnz"] for row in runs) / 2, x1=(1 - zeros) * d_ff, y0=0.97 * loss,
-                     y1=(1 + more) * loss, fillcolor="#DDEBF3", line_width=0, layer="below")
+    figure.add_shape(
+        type="rect",
+        x0=min(row["mean_nnz"] for row in runs) / 2,
+        x1=(1 - zeros) * d_ff,
+        y0=0.97 * loss,
+        y1=(1 + more) * loss,
+        fillcolor="#DDEBF3",
+        line_width=0,
+        layer="below",
+    )
     figure.add_hline(y=loss, line={"color": plots.GREY, "width": 1, "dash": "dot"})
-    figure.add_scatter(x=[row["mean_nnz"] for row in runs], y=[row["validation_bits_per_byte"] for row in runs], name="by L1",
-                       mode="lines+markers+text", text=[short(row)[3:] if row["config"]["l1"] else "no L1" for row in runs],
-                       textposition=["top center" if row["config"]["l1"] else "bottom center" for row in runs],
-                       line={"color": plots.BLUE}, marker={"size": 10}, cliponaxis=False,
-                       **_hover(runs, rows))
+    figure.add_scatter(
+        x=[row["mean_nnz"] for row in runs],
+        y=[row["validation_bits_per_byte"] for row in runs],
+        name="by L1",
+        mode="lines+markers+text",
+        text=[short(row)[3:] if row["config"]["l1"] else "no L1" for row in runs],
+        textposition=["top center" if row["config"]["l1"] else "bottom center" for row in runs],
+        line={"color": plots.BLUE},
+        marker={"size": 10},
+        cliponaxis=False,
+        **_hover(runs, rows),
+    )
     again = [row for _, row in data.renewed(rows)]
     seeds = [row for row in rows if row["label"].split(", ")[-1].startswith("seed ")]
     rates = [row for row in rows if row["label"].startswith("lr ") and row is not base]
-    for name, some, colour, symbol in (("dead rows renewed", again, plots.RED, "diamond-open"),
-                                       ("another seed", seeds, plots.ORANGE, "square-open"),
-                                       ("no L1, another learning rate", rates, plots.GREY, "circle-open")):
+    for name, some, colour, symbol in (
+        ("dead rows renewed", again, plots.RED, "diamond-open"),
+        ("another seed", seeds, plots.ORANGE, "square-open"),
+        ("no L1, another learning rate", rates, plots.GREY, "circle-open"),
+    ):
         if some:
-            figure.add_scatter(x=[row["mean_nnz"] for row in some], y=[row["validation_bits_per_byte"] for row in some],
-                               name=name, mode="markers", marker={"size": 11, "color": colour, "symbol": symbol,
-                                                                  "line": {"width": 2}}, **_hover(some, rows))
+            figure.add_scatter(
+                x=[row["mean_nnz"] for row in some],
+                y=[row["validation_bits_per_byte"] for row in some],
+                name=name,
+                mode="markers",
+                marker={"size": 11, "color": colour, "symbol": symbol, "line": {"width": 2}},
+                **_hover(some, rows),
+            )
     low, high = (pick(row["mean_nnz"] for row in rows) for pick in (min, max))
     losses = [row["validation_bits_per_byte"] for row in rows]
-    figure.update_xaxes(title_text=f"neurons firing for a token, of {d_ff}, mean over layers (log scale)", type="log",
-                        tickformat="~g", dtick="D2", range=[math.log10(1.6 * high), math.log10(low / 1.6)])
+    figure.update_xaxes(
+        title_text=f"neurons firing for a token, of {d_ff}, mean over layers (log scale)",
+        type="log",
+        tickformat="~g",
+        dtick="D2",
+        range=[math.log10(1.6 * high), math.log10(low / 1.6)],
+    )
     reach = max(losses) - min(losses)
-    figure.update_yaxes(title_text="held-out novels, bits per byte (lower is better)",
-                        range=[min(losses) - 0.22 * reach, max(losses) + 0.15 * reach])
-    figure.add_annotation(x=math.log10((1 - zeros) * d_ff), y=min(losses) - 0.2 * reach, xanchor="left", yanchor="bottom", showarrow=False,
-                          text=f" {zeros:.0%} zeros or more,<br> at most {more:.0%} more loss", font={"size": 11}, align="left")
+    figure.update_yaxes(
+        title_text="held-out novels, bits per byte (lower is better)",
+        range=[min(losses) - 0.22 * reach, max(losses) + 0.15 * reach],
+    )
+    figure.add_annotation(
+        x=math.log10((1 - zeros) * d_ff),
+        y=min(losses) - 0.2 * reach,
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+        text=f" {zeros:.0%} zeros or more,<br> at most {more:.0%} more loss",
+        font={"size": 11},
+        align="left",
+    )
     figure = plots.styled(figure, f"Loss against sparsity<br><sup>{where}</sup>", height=460)
     return figure.update_layout(margin_t=100)
 
@@ -66,17 +105,50 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
 def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
     """One run of the sweep among all: loss against nnz, firing while it trained, and its layers at the end."""
     runs = pressed(rows)
-    figure = make_subplots(rows=1, cols=3, horizontal_spacing=0.1, column_widths=[0.32, 0.38, 0.3], subplot_titles=[
-        "loss against nnz", "nnz, while training", "nnz by layer, at the end"])
-    figure.add_scatter(x=[max(row["mean_nnz"], 1e-2) for row in runs], y=[row["validation_bits_per_byte"] for row in runs],
-                       mode="lines+markers", line={"color": LIGHT, "width": 1}, showlegend=False, row=1, col=1, **_hover(runs, rows))
+    figure = make_subplots(
+        rows=1,
+        cols=3,
+        horizontal_spacing=0.1,
+        column_widths=[0.32, 0.38, 0.3],
+        subplot_titles=["loss against nnz", "nnz, while training", "nnz by layer, at the end"],
+    )
+    figure.add_scatter(
+        x=[max(row["mean_nnz"], 1e-2) for row in runs],
+        y=[row["validation_bits_per_byte"] for row in runs],
+        mode="lines+markers",
+        line={"color": LIGHT, "width": 1},
+        showlegend=False,
+        row=1,
+        col=1,
+        **_hover(runs, rows),
+    )
     for row in runs:
-        figure.add_scatter(x=row["history"]["step"], y=row["history"]["nnz"], mode="lines", name=short(row), showlegend=False,
-                           hovertemplate="step %{x}: %{y:.3g}", row=1, col=2)
+        figure.add_scatter(
+            x=row["history"]["step"],
+            y=row["history"]["nnz"],
+            mode="lines",
+            name=short(row),
+            showlegend=False,
+            hovertemplate="step %{x}: %{y:.3g}",
+            row=1,
+            col=2,
+        )
     layers = [f"{number}" for number in range(len(runs[0]["layers"]))]
-    figure.add_bar(x=layers, y=[0] * len(layers), marker_color=plots.BLUE, showlegend=False, row=1, col=3, cliponaxis=False,
-                   textposition="outside", textfont={"size": 10}, hovertemplate="layer %{x}: %{y:.3g}<extra></extra>")
-    figure.update_xaxes(type="log", tickformat="~g", dtick=1, autorange="reversed", title_text="mean nnz (log scale)", row=1, col=1)
+    figure.add_bar(
+        x=layers,
+        y=[0] * len(layers),
+        marker_color=plots.BLUE,
+        showlegend=False,
+        row=1,
+        col=3,
+        cliponaxis=False,
+        textposition="outside",
+        textfont={"size": 10},
+        hovertemplate="layer %{x}: %{y:.3g}<extra></extra>",
+    )
+    figure.update_xaxes(
+        type="log", tickformat="~g", dtick=1, autorange="reversed", title_text="mean nnz (log scale)", row=1, col=1
+    )
     figure.update_yaxes(title_text="bits per byte", row=1, col=1)
     figure.update_xaxes(title_text="step", row=1, col=2)
     figure.update_yaxes(title_text="mean nnz (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=2)
@@ -100,9 +172,11 @@ def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> No
     bars, nnz = figure.data[1 + len(runs)], [layer["nnz"] for layer in row["layers"]]
     bars.y, bars.text = nnz, [f"{value:.0f}" if value >= 10 else f"{value:.1f}" for value in nnz]
     figure.layout.yaxis3.range = [0, 1.18 * max(*nnz, 1e-3)]
-    figure.layout.title.text = (f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire "
-                                f"({row['zeros']:.1%} zeros), {row['validation_bits_per_byte']:.3f} bits per byte, "
-                                f"{cost(row, rows):+.1%}<br><sup>{where}</sup>")
+    figure.layout.title.text = (
+        f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire "
+        f"({row['zeros']:.1%} zeros), {row['validation_bits_per_byte']:.3f} bits per byte, "
+        f"{cost(row, rows):+.1%}<br><sup>{where}</sup>"
+    )
 
 
 def over_time(rows: list[dict], where: str) -> go.Figure:
@@ -111,18 +185,47 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
     for number, row in enumerate(runs):
         colour, history = _shade((number - 1) / max(len(runs) - 2, 1)) if number else plots.GREY, row["history"]
-        seen = [(step, bits) for step, bits in zip(history["step"], history["val_bits_per_byte"], strict=True) if bits is not None]
+        seen = [
+            (step, bits)
+            for step, bits in zip(history["step"], history["val_bits_per_byte"], strict=True)
+            if bits is not None
+        ]
         # A small L1 changes little: the line without any is drawn first and wide, to be seen beneath.
         group = {"legendgroup": short(row), "line": {"color": colour, "width": 2 if row["config"]["l1"] else 6}}
-        figure.add_scatter(x=[step for step, _ in seen], y=[bits for _, bits in seen], mode="lines+markers", name=short(row),
-                           hovertemplate="step %{x}: %{y:.3f} bits per byte", row=1, col=1, **group)
-        figure.add_scatter(x=history["step"], y=history["nnz"], mode="lines", name=short(row), showlegend=False,
-                           hovertemplate="step %{x}: %{y:.3g} neurons", row=1, col=2, **group)
+        figure.add_scatter(
+            x=[step for step, _ in seen],
+            y=[bits for _, bits in seen],
+            mode="lines+markers",
+            name=short(row),
+            hovertemplate="step %{x}: %{y:.3f} bits per byte",
+            row=1,
+            col=1,
+            **group,
+        )
+        figure.add_scatter(
+            x=history["step"],
+            y=history["nnz"],
+            mode="lines",
+            name=short(row),
+            showlegend=False,
+            hovertemplate="step %{x}: %{y:.3g} neurons",
+            row=1,
+            col=2,
+            **group,
+        )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="held-out novels, bits per byte", row=1, col=1)
-    figure.update_yaxes(title_text=f"neurons firing, of {runs[0]['config']['d_ff']} (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=2)
+    figure.update_yaxes(
+        title_text=f"neurons firing, of {runs[0]['config']['d_ff']} (log scale)",
+        type="log",
+        tickformat="~g",
+        dtick=1,
+        row=1,
+        col=2,
+    )
     return plots.styled(figure, f"While they trained<br><sup>{where}</sup>", height=430).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 0})
+        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 0}
+    )
 
 
 def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
@@ -130,14 +233,26 @@ def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Fig
     figure = go.Figure()
     layers = len(pressed(rows)[0]["layers"])
     for layer in range(layers):
-        figure.add_scatter(x=[], y=[], mode="lines", name=f"layer {layer}", line={"color": _shade(layer / max(layers - 1, 1))},
-                           hovertemplate="step %{x}: %{y:.3g} neurons")
+        figure.add_scatter(
+            x=[],
+            y=[],
+            mode="lines",
+            name=f"layer {layer}",
+            line={"color": _shade(layer / max(layers - 1, 1))},
+            hovertemplate="step %{x}: %{y:.3g} neurons",
+        )
     most = max(value for row in pressed(rows) for each in row["history"]["nnz_layers"] for value in each)
     figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="neurons firing for a token (log scale)", type="log", tickformat="~g", dtick=1,
-                        range=[-1.5, math.log10(1.3 * most)])
+    figure.update_yaxes(
+        title_text="neurons firing for a token (log scale)",
+        type="log",
+        tickformat="~g",
+        dtick=1,
+        range=[-1.5, math.log10(1.3 * most)],
+    )
     figure = plots.styled(figure, "", height=420).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"})
+        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}
+    )
     pick_layers(figure, rows, index, where)
     return figure
 
@@ -152,22 +267,47 @@ def pick_layers(figure: go.Figure, rows: list[dict], index: int, where: str = ""
 
 
 def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
-    """One run: neurons firing by the position in the window, layer by layer, and the bytes that wake fewest and most."""
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.16, column_widths=[0.6, 0.4], subplot_titles=[
-        "by position in the window", "by the byte that is read, mean over layers"])
+    """One run: neurons firing by the position in the window, layer by layer, and the bytes that wake fewest and
+    most."""
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        horizontal_spacing=0.16,
+        column_widths=[0.6, 0.4],
+        subplot_titles=["by position in the window", "by the byte that is read, mean over layers"],
+    )
     layers = len(pressed(rows)[0]["layers"])
     for layer in range(layers):
-        figure.add_scatter(x=[], y=[], mode="lines+markers", marker={"size": 5}, name=f"layer {layer}", row=1, col=1,
-                           line={"color": _shade(layer / max(layers - 1, 1))}, hovertemplate="position %{x}: %{y:.3g}")
-    figure.add_bar(x=[], y=[], orientation="h", marker_color=plots.BLUE, showlegend=False, row=1, col=2,
-                   hovertemplate="%{y}: %{x:.3g} neurons<extra></extra>")
-    figure.update_xaxes(title_text="position, from 1 (log scale)", type="log", tickvals=[1, 2, 4, 8, 16, 32, 64, 128, 256],
-                        row=1, col=1)
+        figure.add_scatter(
+            x=[],
+            y=[],
+            mode="lines+markers",
+            marker={"size": 5},
+            name=f"layer {layer}",
+            row=1,
+            col=1,
+            line={"color": _shade(layer / max(layers - 1, 1))},
+            hovertemplate="position %{x}: %{y:.3g}",
+        )
+    figure.add_bar(
+        x=[],
+        y=[],
+        orientation="h",
+        marker_color=plots.BLUE,
+        showlegend=False,
+        row=1,
+        col=2,
+        hovertemplate="%{y}: %{x:.3g} neurons<extra></extra>",
+    )
+    figure.update_xaxes(
+        title_text="position, from 1 (log scale)", type="log", tickvals=[1, 2, 4, 8, 16, 32, 64, 128, 256], row=1, col=1
+    )
     figure.update_yaxes(title_text="neurons firing (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=1)
     figure.update_xaxes(title_text="neurons firing", rangemode="tozero", row=1, col=2)
     figure.update_yaxes(tickfont={"size": 10}, row=1, col=2)
     figure = plots.styled(figure, "", height=460).update_layout(
-        margin_t=110, margin_b=90, legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})
+        margin_t=110, margin_b=90, legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
+    )
     figure.update_annotations(font_size=12)
     pick_where(figure, rows, index, where)
     return figure
@@ -191,26 +331,54 @@ def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
     pairs = data.renewed(rows)
     if not pairs:
         raise InputError("no run with re-initialisation is among these rows; accepted: at least one")
-    figure = make_subplots(rows=1, cols=len(pairs), shared_yaxes=True, horizontal_spacing=0.05,
-                           subplot_titles=[before["label"] for before, _ in pairs])
+    figure = make_subplots(
+        rows=1,
+        cols=len(pairs),
+        shared_yaxes=True,
+        horizontal_spacing=0.05,
+        subplot_titles=[before["label"] for before, _ in pairs],
+    )
     for column, pair in enumerate(pairs, start=1):
-        for row, name, colour in zip(pair, ("left as they are", "dead rows renewed"), (plots.GREY, plots.BLUE), strict=True):
+        for row, name, colour in zip(
+            pair, ("left as they are", "dead rows renewed"), (plots.GREY, plots.BLUE), strict=True
+        ):
             share = [100 * layer["dead"] / row["config"]["d_ff"] for layer in row["layers"]]
-            figure.add_bar(x=[str(number) for number in range(len(share))], y=share, name=name, marker_color=colour,
-                           showlegend=column == 1, hovertemplate="layer %{x}: %{y:.1f}%", row=1, col=column)
+            figure.add_bar(
+                x=[str(number) for number in range(len(share))],
+                y=share,
+                name=name,
+                marker_color=colour,
+                showlegend=column == 1,
+                hovertemplate="layer %{x}: %{y:.1f}%",
+                row=1,
+                col=column,
+            )
     figure.update_xaxes(title_text="layer")
     figure.update_yaxes(title_text="neurons dead, %", rangemode="tozero", col=1)
-    figure = plots.styled(figure, f"Silent on all of {pairs[0][0]['counted']:,} held-out bytes<br><sup>{where}</sup>",
-                          height=400).update_layout(margin_t=120)
+    figure = plots.styled(
+        figure, f"Silent on all of {pairs[0][0]['counted']:,} held-out bytes<br><sup>{where}</sup>", height=400
+    ).update_layout(margin_t=120)
     return figure.update_annotations(font_size=12).update_layout(legend={"y": 1.1})
 
 
 def sentence(counted: list[tuple[str, float]], model: str) -> go.Figure:
     """Neurons firing at each byte of a sentence, as `data.awake` counts them. model: what to call it."""
-    figure = go.Figure(go.Bar(x=list(range(len(counted))), y=[nnz for _, nnz in counted], marker_color=plots.BLUE,
-                              customdata=[letter for letter, _ in counted], hovertemplate="%{customdata}: %{y:.1f}<extra></extra>"))
-    figure.update_xaxes(tickmode="array", tickvals=list(range(len(counted))), ticktext=[letter.replace(" ", "\u00b7") for letter, _ in counted],
-                        tickangle=0, tickfont={"family": "monospace", "size": 11})
+    figure = go.Figure(
+        go.Bar(
+            x=list(range(len(counted))),
+            y=[nnz for _, nnz in counted],
+            marker_color=plots.BLUE,
+            customdata=[letter for letter, _ in counted],
+            hovertemplate="%{customdata}: %{y:.1f}<extra></extra>",
+        )
+    )
+    figure.update_xaxes(
+        tickmode="array",
+        tickvals=list(range(len(counted))),
+        ticktext=[letter.replace(" ", "\u00b7") for letter, _ in counted],
+        tickangle=0,
+        tickfont={"family": "monospace", "size": 11},
+    )
     figure.update_yaxes(title_text="neurons firing, mean over layers", rangemode="tozero")
     return plots.styled(figure, f"Who wakes at each byte: {model}", height=330)
 
@@ -218,9 +386,11 @@ def sentence(counted: list[tuple[str, float]], model: str) -> go.Figure:
 def _hover(some: list[dict], rows: list[dict]) -> dict:
     spread = seed_spread(rows)
     beside = "" if spread is None else f" (another seed: {spread:.1%})"
-    return {"customdata": [[data.name(row, rows), row["zeros"], cost(row, rows)] for row in some],
-            "hovertemplate": "%{customdata[0]}: %{x:.3g} fire, %{customdata[1]:.2%} zeros, %{y:.4f} bits per byte, "
-                             "%{customdata[2]:+.2%} against the twin" + beside + "<extra></extra>"}
+    return {
+        "customdata": [[data.name(row, rows), row["zeros"], cost(row, rows)] for row in some],
+        "hovertemplate": "%{customdata[0]}: %{x:.3g} fire, %{customdata[1]:.2%} zeros, %{y:.4f} bits per byte, "
+        "%{customdata[2]:+.2%} against the twin" + beside + "<extra></extra>",
+    }
 
 
 def _shade(share: float) -> str:
@@ -228,4 +398,6 @@ def _shade(share: float) -> str:
     stops = ((230, 159, 0), (0, 158, 115), (0, 114, 178), (72, 15, 105))
     at = min(int(share * (len(stops) - 1)), len(stops) - 2)
     within = share * (len(stops) - 1) - at
-    return "rgb({}, {}, {})".format(*(round(a + within * (b - a)) for a, b in zip(stops[at], stops[at + 1], strict=True)))
+    return "rgb({}, {}, {})".format(
+        *(round(a + within * (b - a)) for a, b in zip(stops[at], stops[at + 1], strict=True))
+    )

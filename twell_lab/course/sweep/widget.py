@@ -8,12 +8,17 @@ from . import figures
 
 
 def _explorer(draw, change, rows: list[dict], where: str) -> Explorer:
-    return Explorer(draw(rows, 0, where), lambda figure, index: change(figure, rows, index, where),
-                    [(figures.short(row), row["config"]["l1"]) for row in pressed(rows)], "L1")
+    return Explorer(
+        draw(rows, 0, where),
+        lambda figure, index: change(figure, rows, index, where),
+        [(figures.short(row), row["config"]["l1"]) for row in pressed(rows)],
+        "L1",
+    )
 
 
 def run_explorer(rows: list[dict], where: str) -> Explorer:
-    """Pick an L1 of the recorded sweep: loss against nnz, nnz while training, nnz by layer. The slider's values are the L1."""
+    """Pick an L1 of the recorded sweep: loss against nnz, nnz while training, nnz by layer. The slider's values are the
+    L1."""
     return _explorer(figures.picked, figures.pick, rows, where)
 
 

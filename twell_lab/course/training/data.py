@@ -18,8 +18,19 @@ from ...training.config import TrainConfig, TrainResult
 from ...training.objective import l1_penalty
 from ...training.text.source import Text, load, spread_windows
 
-SMALL = TrainConfig(steps=160, batch=8, context=64, d_model=96, layers=3, heads=3, d_ff=512, lr=1e-2,
-                    warmup=20, eval_every=40, eval_windows=64)
+SMALL = TrainConfig(
+    steps=160,
+    batch=8,
+    context=64,
+    d_model=96,
+    layers=3,
+    heads=3,
+    d_ff=512,
+    lr=1e-2,
+    warmup=20,
+    eval_every=40,
+    eval_windows=64,
+)
 
 
 def some_text(size: int = 2_000_000, path=None) -> Text:
@@ -43,8 +54,10 @@ def table(runs: dict[str, TrainResult]) -> str:
     lines = [f"{'run':<16}{'bits per byte':>15}{'mean nnz':>10}{'density':>10}{'dead by layer':>18}"]
     for name, run in runs.items():
         density = f"{run.mean_nnz / run.config.d_ff:.1%}"
-        lines.append(f"{name:<16}{run.validation_bits_per_byte:>15.3f}{run.mean_nnz:>10.1f}{density:>10}"
-                     f"{', '.join(map(str, run.dead)):>18}")
+        lines.append(
+            f"{name:<16}{run.validation_bits_per_byte:>15.3f}{run.mean_nnz:>10.1f}{density:>10}"
+            f"{', '.join(map(str, run.dead)):>18}"
+        )
     return "\n".join(lines)
 
 
@@ -135,6 +148,7 @@ def first_token_sentence(curves: list[Tensor], names: list[str]) -> str:
 
 def skew_sentence(layer: LayerProfile, name: str) -> str:
     """How unevenly one layer's neurons are used, in words."""
-    return (f"{name}: {layer.mean_nnz:.1f} of {layer.d_ff} neurons fire at a token; "
-            f"{firing_share(layer.neuron_counts):.0%} of them do 80% of the firing, {layer.dead} never fire.")
-
+    return (
+        f"{name}: {layer.mean_nnz:.1f} of {layer.d_ff} neurons fire at a token; "
+        f"{firing_share(layer.neuron_counts):.0%} of them do 80% of the firing, {layer.dead} never fire."
+    )

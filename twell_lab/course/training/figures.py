@@ -17,10 +17,15 @@ def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
     figure = go.Figure()
     for colour, (label, run) in zip(plots.COLOURS, _summaries(runs).items(), strict=False):
         width, density = _width(run), run["density"]
-        figure.add_scatter(x=[f"layer {number}" for number in range(len(density))],
-                           y=[share * width for share in density], name=label, mode="lines+markers",
-                           marker={"size": 9}, line={"color": colour},
-                           hovertemplate="%{x}: %{y:.1f} neurons")
+        figure.add_scatter(
+            x=[f"layer {number}" for number in range(len(density))],
+            y=[share * width for share in density],
+            name=label,
+            mode="lines+markers",
+            marker={"size": 9},
+            line={"color": colour},
+            hovertemplate="%{x}: %{y:.1f} neurons",
+        )
     figure.update_xaxes(title_text="feed-forward layer", range=[-0.2, len(density) - 0.8])
     figure.update_yaxes(**_counts(figure, f"neurons firing for a token, of {width}"))
     return plots.styled(figure, "Who fires, layer by layer (held-out text)")
@@ -37,23 +42,44 @@ def density_against_loss(runs: dict[str, object], again: str | None = None) -> g
     shares = [100 * run["mean_nnz"] / _width(run) for run in runs.values()]
     shares = [max(share, 1e-3) for share in shares]  # where nothing fires, there is still a place on the axis
     losses = [run["validation_bits_per_byte"] for run in runs.values()]
-    figure = go.Figure(go.Scatter(
-        x=shares, y=losses, mode="markers+text", text=[f" {name}" for name in names],
-        textposition="middle right", cliponaxis=False, showlegend=False,
-        marker={"size": 13, "color": [plots.GREY if name in (names[0], again) else plots.BLUE
-                                      for name in names]},
-        hovertemplate="%{text}: %{x:.2g}% fire, %{y:.3f} bits per byte<extra></extra>"))
+    figure = go.Figure(
+        go.Scatter(
+            x=shares,
+            y=losses,
+            mode="markers+text",
+            text=[f" {name}" for name in names],
+            textposition="middle right",
+            cliponaxis=False,
+            showlegend=False,
+            marker={"size": 13, "color": [plots.GREY if name in (names[0], again) else plots.BLUE for name in names]},
+            hovertemplate="%{text}: %{x:.2g}% fire, %{y:.3f} bits per byte<extra></extra>",
+        )
+    )
     spread = 0.0
     if again is not None:
         spread = abs(losses[names.index(again)] - losses[0])
-        figure.add_hrect(y0=losses[0] - spread, y1=losses[0] + spread, fillcolor=plots.FAINT, line_width=0,
-                         layer="below", annotation_text="within what another seed does",
-                         annotation_position="top right", annotation_font_size=11)
+        figure.add_hrect(
+            y0=losses[0] - spread,
+            y1=losses[0] + spread,
+            fillcolor=plots.FAINT,
+            line_width=0,
+            layer="below",
+            annotation_text="within what another seed does",
+            annotation_position="top right",
+            annotation_font_size=11,
+        )
     reach = max(max(losses) - min(losses), spread, 0.01)
-    figure.update_xaxes(title_text="neurons firing for a token, % (log scale)", type="log", tickformat="~g",
-                        range=[math.log10(1.3 * max(shares)), math.log10(min(shares) / 2.5)], dtick="D2")
-    figure.update_yaxes(title_text="held-out text, bits per byte (lower is better)",
-                        range=[min(losses + [losses[0] - spread]) - 0.15 * reach, max(losses) + 0.3 * reach])
+    figure.update_xaxes(
+        title_text="neurons firing for a token, % (log scale)",
+        type="log",
+        tickformat="~g",
+        range=[math.log10(1.3 * max(shares)), math.log10(min(shares) / 2.5)],
+        dtick="D2",
+    )
+    figure.update_yaxes(
+        title_text="held-out text, bits per byte (lower is better)",
+        range=[min(losses + [losses[0] - spread]) - 0.15 * reach, max(losses) + 0.3 * reach],
+    )
     return plots.styled(figure, "Fewer neurons against the loss: one short run each")
 
 
@@ -65,9 +91,15 @@ def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) ->
     figure = go.Figure()
     for colour, (label, values) in zip(plots.COLOURS, _some(curves).items(), strict=False):
         values = [float(value) for value in values][:first]
-        figure.add_scatter(x=list(range(len(values))), y=values, name=label, mode="lines+markers",
-                           marker={"size": 5}, line={"color": colour},
-                           hovertemplate="position %{x}: %{y:.1f} neurons")
+        figure.add_scatter(
+            x=list(range(len(values))),
+            y=values,
+            name=label,
+            mode="lines+markers",
+            marker={"size": 5},
+            line={"color": colour},
+            hovertemplate="position %{x}: %{y:.1f} neurons",
+        )
     figure.update_xaxes(title_text="position in the window (0: nothing stands before it)")
     figure.update_yaxes(**_counts(figure, "neurons firing, mean over windows"))
     return plots.styled(figure, "Who fires where in a window")
@@ -78,21 +110,40 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
 
     runs: label -> TrainResult, or its summary(); index: which of them is picked.
     """
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.14, column_widths=[0.58, 0.42],
-                           subplot_titles=["neurons firing, while training", "and at the end, by layer"])
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        horizontal_spacing=0.14,
+        column_widths=[0.58, 0.42],
+        subplot_titles=["neurons firing, while training", "and at the end, by layer"],
+    )
     each = _summaries(runs)
     for label, run in each.items():
         history = run["history"]
-        figure.add_scatter(x=[row["step"] for row in history], y=[row["nnz"] for row in history],
-                           mode="lines", name=label, showlegend=False, row=1, col=1,
-                           hovertemplate=f"{label}, step %{{x}}: %{{y:.1f}}")
-    figure.add_bar(x=[], y=[], showlegend=False, marker_color=plots.BLUE, row=1, col=2,
-                   textposition="outside", cliponaxis=False,
-                   hovertemplate="%{x}: %{y:.1f} neurons<extra></extra>")
+        figure.add_scatter(
+            x=[row["step"] for row in history],
+            y=[row["nnz"] for row in history],
+            mode="lines",
+            name=label,
+            showlegend=False,
+            row=1,
+            col=1,
+            hovertemplate=f"{label}, step %{{x}}: %{{y:.1f}}",
+        )
+    figure.add_bar(
+        x=[],
+        y=[],
+        showlegend=False,
+        marker_color=plots.BLUE,
+        row=1,
+        col=2,
+        textposition="outside",
+        cliponaxis=False,
+        hovertemplate="%{x}: %{y:.1f} neurons<extra></extra>",
+    )
     most = max(share * _width(run) for run in each.values() for share in run["density"])
     figure.update_xaxes(title_text="step", row=1, col=1)
-    figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero",
-                        row=1, col=1)
+    figure.update_yaxes(title_text=f"neurons firing for a token, of {_width(run)}", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(range=[0, 1.15 * most], row=1, col=2)
     figure = plots.styled(figure, "", height=390).update_layout(margin_t=90)
     figure.update_annotations(font_size=12)
@@ -111,8 +162,9 @@ def pick_run(figure: go.Figure, runs: dict[str, object], index: int) -> None:
     bars.x = [f"layer {number}" for number in range(len(density))]
     bars.y = [share * width for share in density]
     bars.text = [f"{share * width:.1f}" for share in density]
-    figure.layout.title.text = (f"{label}: {run['mean_nnz']:.1f} of {width} neurons fire, "
-                                f"{run['validation_bits_per_byte']:.3f} bits per byte")
+    figure.layout.title.text = (
+        f"{label}: {run['mean_nnz']:.1f} of {width} neurons fire, {run['validation_bits_per_byte']:.3f} bits per byte"
+    )
 
 
 def _some(items: dict) -> dict:
@@ -133,6 +185,10 @@ def _counts(figure: go.Figure, title: str) -> dict:
     """A log axis where every value can stand on one; otherwise, with silent layers, a linear one."""
     values = [value for trace in figure.data for value in trace.y]
     if min(values) > 0:
-        return {"title_text": f"{title} (log scale)", "type": "log", "tickformat": "~g",
-                "dtick": "D2" if max(values) < 200 * min(values) else 1}
+        return {
+            "title_text": f"{title} (log scale)",
+            "type": "log",
+            "tickformat": "~g",
+            "dtick": "D2" if max(values) < 200 * min(values) else 1,
+        }
     return {"title_text": title, "rangemode": "tozero"}

@@ -8,6 +8,9 @@ from . import figures
 
 def run_explorer(runs: dict[str, object]) -> Explorer:
     """Pick one of several training runs. runs: label -> TrainResult, or its summary()."""
-    return Explorer(figures.picked_run(runs),
-                    lambda figure, index: figures.pick_run(figure, runs, index),
-                    [(label, label) for label in runs], "run")
+    return Explorer(
+        figures.picked_run(runs),
+        lambda figure, index: figures.pick_run(figure, runs, index),
+        [(label, label) for label in runs],
+        "run",
+    )

@@ -22,4 +22,3 @@ from .data import (
     waves,
     work,
 )
-

@@ -1,4 +1,5 @@
-"""The work behind the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and waves, the pool, hot and cold.
+"""The work behind the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and waves, the pool, hot
+and cold.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference) with `where`, as
 `course.hopper.recorded` returns them.
@@ -38,8 +39,11 @@ class Rates:
 
 
 def rates(rows: list[dict]) -> Rates:
-    """Rates that were reached: by torch's gate GEMM in the record (or that of the portable kernels), a copy, and L2 reads."""
-    gemms = [row for row in rows if row["kind"] == "gate" and row["path"] == "gate GEMM (torch)" and row["tokens"] == 16384]
+    """Rates that were reached: by torch's gate GEMM in the record (or that of the portable kernels), a copy, and L2
+    reads."""
+    gemms = [
+        row for row in rows if row["kind"] == "gate" and row["path"] == "gate GEMM (torch)" and row["tokens"] == 16384
+    ]
     gemms = gemms or [
         {**row, "where": f"recorded on {device_and_day(row['device'], row['date'])}"}
         for row in records.flat_rows(records.load_all())
@@ -51,7 +55,8 @@ def rates(rows: list[dict]) -> Rates:
         tensor,
         H100.memory_bytes_per_s,
         H100.l2_bytes_per_s,
-        f"{tensor / 1e12:.0f} TFLOP/s by torch's gate GEMM ({best['where']}), {H100.memory_bytes_per_s / 1e12:g} TB/s from "
+        f"{tensor / 1e12:.0f} TFLOP/s by torch's gate GEMM ({best['where']}), {H100.memory_bytes_per_s / 1e12:g} TB/s "
+        f"from "
         f"memory by a large copy, {H100.l2_bytes_per_s / 1e12:g} TB/s from the L2 cache",
     )
 
@@ -86,7 +91,9 @@ def floors(steps: list[dict], reached: Rates) -> list[dict]:
             times["L2 cache"] = step["l2"] / reached.l2
             del times["tensor cores"]  # a warp multiplies in its ordinary units: one row against one token
         limit = max(times, key=times.__getitem__)
-        found.append({**step, "floor_ms": 1e3 * times[limit], "limit": limit, "intensity": step["operations"] / step["memory"]})
+        found.append(
+            {**step, "floor_ms": 1e3 * times[limit], "limit": limit, "intensity": step["operations"] / step["memory"]}
+        )
     return found
 
 
@@ -148,8 +155,13 @@ def gained(found: list[dict]) -> str:
         if a in ms and b in ms
     ]
     if "gate GEMM (torch)" in ms and "sm90 gate_pack v3" in ms:
-        lines.append(f"v3 against torch's GEMM, which packs nothing: {_change(ms['gate GEMM (torch)'], ms['sm90 gate_pack v3'])}")
-    return "\n".join(lines) or "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
+        lines.append(
+            f"v3 against torch's GEMM, which packs nothing: {_change(ms['gate GEMM (torch)'], ms['sm90 gate_pack v3'])}"
+        )
+    return (
+        "\n".join(lines)
+        or "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
+    )
 
 
 def _change(before: float, after: float) -> str:
@@ -168,7 +180,8 @@ def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> st
     if each <= 0:
         return f"v3 was not faster than v2 in this run: {whole:,.0f} ns a tile, v2 {-each:,.0f} ns less."
     return (
-        f"A tile takes v3 {whole:,.0f} ns; v2 takes {each:,.0f} ns longer, {each / whole:.1%} of it: the packing that v3 hides."
+        f"A tile takes v3 {whole:,.0f} ns; v2 takes {each:,.0f} ns longer, {each / whole:.1%} of it: the packing "
+        f"that v3 hides."
     )
 
 
@@ -189,9 +202,13 @@ def story(file: str) -> str:
 
 
 def other_tokens(rows: list[dict]) -> str:
-    """How long a path of a trained layer took in the planner's trials, on other tokens, beside the time recorded for it."""
-    timed = {(row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
-             for row in rows if "l1" in row and row["path"].startswith("forced ")}
+    """How long a path of a trained layer took in the planner's trials, on other tokens, beside the time recorded for
+    it."""
+    timed = {
+        (row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
+        for row in rows
+        if "l1" in row and row["path"].startswith("forced ")
+    }
     ratios = []
     for row in rows:
         which = (row.get("l1"), row.get("layer"), row["path"].removeprefix("plan: "))
@@ -200,8 +217,13 @@ def other_tokens(rows: list[dict]) -> str:
     if not ratios:
         return "No trained layer is recorded."
     far = sorted((pair for pair in ratios if not 0.9 <= pair[0] <= 1.1), reverse=True)
-    near = f"In {len(ratios) - len(far)} of {len(ratios)} trials a path took within 10% of its time on the tokens timed here"
-    return "\n".join([f"{near}{'; the others:' if far else '.'}", *(f"  {name}: {ratio:.2f} times that" for ratio, name in far)])
+    near = (
+        f"In {len(ratios) - len(far)} of {len(ratios)} trials a path took within 10% of its time on the tokens "
+        f"timed here"
+    )
+    return "\n".join(
+        [f"{near}{'; the others:' if far else '.'}", *(f"  {name}: {ratio:.2f} times that" for ratio, name in far)]
+    )
 
 
 # ---- the roofline ----
@@ -210,15 +232,17 @@ def other_tokens(rows: list[dict]) -> str:
 def points(rows: list[dict], fused: dict[str, dict], nnz: float = 29) -> list[dict]:
     """Points of a roofline: name, group, operations, bytes (memory), seconds, where.
 
-    rows: of `course.hopper`; fused: `course.first_kernels.recorded(16384)`, for the versions of the fused up and down kernel.
-    """
+    rows: of `course.hopper`; fused: `course.first_kernels.recorded(16384)`, for the versions of the fused up and down
+    kernel."""
     found = []
     for row in versions(rows, nnz):
         tokens, d_model, d_ff = row["tokens"], row["d_model"], row["d_ff"]
         _, gate, _ = work(tokens, d_model, d_ff, nnz)
         dense_gate = VALUE * tokens * d_ff
         words = 4 * tokens * (-(-d_ff // TILE) + nnz)
-        extra = {"gate GEMM (torch)": dense_gate - words, "gate GEMM (torch), then pack": 2 * dense_gate}.get(row["path"], 0)
+        extra = {"gate GEMM (torch)": dense_gate - words, "gate GEMM (torch), then pack": 2 * dense_gate}.get(
+            row["path"], 0
+        )
         found.append(_point(row, "gate GEMM", gate["operations"], gate["memory"] + extra))
     _, _, sparse = work(nnz=nnz)
     found += [
@@ -268,7 +292,13 @@ def of_the_roof(found: list[dict], gpu: dict) -> str:
                 "share": f"{p['operations'] / p['seconds'] / roof:.0%}",
             }
         )
-    columns = {"name": "", "intensity": "operations a byte", "rate": "TFLOP/s", "roof": "under the roof of", "share": "reached"}
+    columns = {
+        "name": "",
+        "intensity": "operations a byte",
+        "rate": "TFLOP/s",
+        "roof": "under the roof of",
+        "share": "reached",
+    }
     return records.table(shown, columns) if shown else "No time is recorded."
 
 
@@ -286,7 +316,15 @@ def pool_table(counts: list[int]) -> list[dict]:
         lost = excess > 0 and start + excess > POOL_WORDS
         first, last = (start, start + excess) if excess else (None, None)
         rows.append(
-            {"row": i, "count": count, "words": count - excess, "excess": excess, "start": first, "end": last, "lost": lost}
+            {
+                "row": i,
+                "count": count,
+                "words": count - excess,
+                "excess": excess,
+                "start": first,
+                "end": last,
+                "lost": lost,
+            }
         )
         start += excess
     return rows
@@ -334,16 +372,19 @@ def read_back(packed: Tensor, pool: Tensor, columns: int) -> tuple[Tensor, list[
 
 
 def break_even(reached: Rates) -> float:
-    """The share of tokens from which a neuron is cheaper dense: 4 d_model operations against 4 d_model bytes, at these rates."""
+    """The share of tokens from which a neuron is cheaper dense: 4 d_model operations against 4 d_model bytes, at these
+    rates."""
     return reached.l2 / reached.tensor
 
 
-def split(frequency: Tensor, hots: Iterable[int], reached: Rates, tokens: int = 16384, d_model: int = 2048) -> list[dict]:
-    """Predicted ms of a layer with its `hot` most frequent neurons dense, for each of `hots`; 0 is TwELL, d_ff is dense.
+def split(
+    frequency: Tensor, hots: Iterable[int], reached: Rates, tokens: int = 16384, d_model: int = 2048
+) -> list[dict]:
+    """Predicted ms of a layer with its `hot` most frequent neurons dense, for each of `hots`; 0 is TwELL, d_ff is
+    dense.
 
-    frequency: [d_ff], the share of tokens at which each neuron fires. Rows: hot, gate, dense (up and down of the hot), sparse,
-    start (the sums of the hot part, float32, written and read), ms (their sum), cold_nnz.
-    """
+    frequency: [d_ff], the share of tokens at which each neuron fires. Rows: hot, gate, dense (up and down of the hot),
+    sparse, start (the sums of the hot part, float32, written and read), ms (their sum), cold_nnz."""
     ordered = frequency.double().sort(descending=True).values
     d_ff, rows = len(ordered), []
     for hot in hots:

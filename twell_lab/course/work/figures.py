@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ...core.errors import InputError
 from ...plots import figures as plots
-from ..drawing import at, flat, nothing
+from ..drawing import at as chosen, flat, nothing
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
@@ -80,7 +80,9 @@ def roofline(points: list[dict], gpu: dict, reached=None) -> go.Figure:
         tickvals=[1, 10, 100, 1000, 10000],
         ticktext=["1", "10", "100", "1,000", "10,000"],
     )
-    figure.update_yaxes(title_text="10^12 operations a second", type="log", tickvals=[1, 10, 100, 1000], range=[-0.6, 3.3])
+    figure.update_yaxes(
+        title_text="10^12 operations a second", type="log", tickvals=[1, 10, 100, 1000], range=[-0.6, 3.3]
+    )
     figure = plots.styled(figure, title, height=520)
     return figure.update_layout(
         legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "groupclick": "toggleitem"},
@@ -113,7 +115,11 @@ def lanes(holders: dict[str, list[int]]) -> go.Figure:
         )
     for lane, colour in enumerate(LANES):
         figure.add_scatter(
-            x=[None], y=[None], mode="markers", marker={"color": colour, "symbol": "square", "size": 11}, name=f"lane {lane}"
+            x=[None],
+            y=[None],
+            mode="markers",
+            marker={"color": colour, "symbol": "square", "size": 11},
+            name=f"lane {lane}",
         )
     figure.update_yaxes(autorange="reversed", title_text="column from")
     figure.update_xaxes(visible=False)
@@ -150,10 +156,16 @@ def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
         cols=1,
         row_heights=[0.72, 0.28],
         vertical_spacing=0.2,
-        subplot_titles=["each row's values in this tile: in its own words, and beyond", f"the {words} words that the rows share"],
+        subplot_titles=[
+            "each row's values in this tile: in its own words, and beyond",
+            f"the {words} words that the rows share",
+        ],
     )
     over = [row for row in rows if row["excess"]]
-    colour = {row["row"]: plots.COLOURS[i % len(plots.COLOURS)] if not row["lost"] else plots.GREY for i, row in enumerate(over)}
+    colour = {
+        row["row"]: plots.COLOURS[i % len(plots.COLOURS)] if not row["lost"] else plots.GREY
+        for i, row in enumerate(over)
+    }
     x = [row["row"] for row in rows]
     figure.add_bar(
         x=x,
@@ -213,7 +225,8 @@ def frequencies(each: dict[str, list[float]], threshold: float) -> go.Figure:
     for colour, (name, shares) in zip(plots.COLOURS, each.items(), strict=False):
         ordered = sorted((share for share in shares if share > 0), reverse=True)
         at = sorted(
-            {min(round(10 ** (i / 60)), len(ordered)) for i in range(int(60 * math.log10(len(ordered))) + 1)} | {len(ordered)}
+            {min(round(10 ** (i / 60)), len(ordered)) for i in range(int(60 * math.log10(len(ordered))) + 1)}
+            | {len(ordered)}
         )
         figure.add_scatter(
             x=at,
@@ -277,12 +290,17 @@ def splits(each: dict[str, list[dict]]) -> go.Figure:
     return plots.styled(figure, "Where to cut? Predicted for 16,384 tokens")
 
 
-PARTS = {"gate": ("the gate", plots.GREY), "dense": ("the hot, densely", plots.ORANGE), "sparse": ("rows for the cold", plots.BLUE),
-         "start": ("their sums, joined", plots.PURPLE)}
+PARTS = {
+    "gate": ("the gate", plots.GREY),
+    "dense": ("the hot, densely", plots.ORANGE),
+    "sparse": ("rows for the cold", plots.BLUE),
+    "start": ("their sums, joined", plots.PURPLE),
+}
 
 
 def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
-    """One place to cut between hot and cold: how often the neurons on either side fire, and where the predicted time goes.
+    """One place to cut between hot and cold: how often the neurons on either side fire, and where the predicted time
+    goes.
 
     shares: of tokens, one a neuron; rows: data.split of the same shares, the first of them TwELL and the last dense;
     index: which of them.
@@ -325,7 +343,7 @@ def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
 
 def move_cut(figure: go.Figure, rows: list[dict], index: int) -> None:
     """Move the cut in a figure that `cut` made."""
-    row, ordered = at(rows, index, "cuts"), figure.layout.meta
+    row, ordered = chosen(rows, index, "cuts"), figure.layout.meta
     every = max(1, len(ordered) // 700)  # points enough for a line
     hot = range(0, row["hot"], every)
     cold = range(row["hot"], len(ordered), every)
@@ -333,4 +351,6 @@ def move_cut(figure: go.Figure, rows: list[dict], index: int) -> None:
         trace.x, trace.y = [i + 1 for i in part], [ordered[i] for i in part]
     for trace, key in zip(figure.data[2:], PARTS, strict=True):
         trace.x = [*trace.x[:2], row[key]]
-    figure.layout.title.text = f"{row['hot']:,} hot, {row['cold_nnz']:.1f} firing ones left among the others: {row['ms']:.2f} ms"
+    figure.layout.title.text = (
+        f"{row['hot']:,} hot, {row['cold_nnz']:.1f} firing ones left among the others: {row['ms']:.2f} ms"
+    )

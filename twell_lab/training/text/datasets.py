@@ -2,9 +2,8 @@
 
 Needs the `datasets` library, which the extra "text" installs, and for a name on the Hub a network. The paper (arXiv
 2603.23198) trains on a deduplicated fineweb-edu; FINEWEB_EDU names the original's sample of 10 billion tokens, from
-which `most_bytes` are read. Nothing is kept on disk but what the library itself caches; twell_lab.training.text.prepared reads all of
-it and keeps it.
-"""
+which `most_bytes` are read. Nothing is kept on disk but what the library itself caches;
+twell_lab.training.text.prepared reads all of it and keeps it."""
 
 from __future__ import annotations
 
@@ -23,8 +22,15 @@ MOST_BYTES = 100_000_000  # unless said otherwise: a few minutes of a good conne
 SEPARATOR = b"\n\n"  # after each document, whose end a model would not see otherwise
 
 
-def from_hub(name: str | os.PathLike, *, subset: str | None = None, split: str = "train", column: str = "text",
-             most_bytes: int = MOST_BYTES, revision: str | None = None) -> Text:
+def from_hub(
+    name: str | os.PathLike,
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    column: str = "text",
+    most_bytes: int = MOST_BYTES,
+    revision: str | None = None,
+) -> Text:
     """The first `most_bytes` bytes of a dataset, its documents in their order, an empty line after each.
 
     name: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files. subset: a configuration of the
@@ -38,8 +44,9 @@ def from_hub(name: str | os.PathLike, *, subset: str | None = None, split: str =
     subset, split or column, or holds no text; InputError for a size outside 1 to 1 GiB; StackError without `datasets`.
     """
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes <= LARGEST:
-        raise InputError(f"most_bytes is {most_bytes!r}; accepted: a whole number from 1 to {LARGEST}; "
-                         "more is for twell-lab prepare")
+        raise InputError(
+            f"most_bytes is {most_bytes!r}; accepted: a whole number from 1 to {LARGEST}; more is for twell-lab prepare"
+        )
     documents = Documents(name, subset=subset, split=split, column=column, revision=revision, most_bytes=most_bytes)
     pieces = list(documents)
     return of_pieces(f"{documents.name}, first {sum(map(len, pieces)):,} bytes", pieces, documents.source(len(pieces)))
@@ -52,8 +59,16 @@ class Documents:
     folder: where it lies, if it is one.
     """
 
-    def __init__(self, dataset: str | os.PathLike, *, subset: str | None = None, split: str = "train",
-                 column: str = "text", revision: str | None = None, most_bytes: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        dataset: str | os.PathLike,
+        *,
+        subset: str | None = None,
+        split: str = "train",
+        column: str = "text",
+        revision: str | None = None,
+        most_bytes: int = sys.maxsize,
+    ) -> None:
         self.library = extra("datasets", "a Hugging Face dataset")
         self.dataset, self.most_bytes = os.fspath(dataset), most_bytes
         self.folder = self.dataset if os.path.isdir(self.dataset) else None
@@ -67,15 +82,19 @@ class Documents:
         subset, split, column, revision = self.said.values()
         try:
             whole = {"sample_by": "document"} if self.folder and _only_txt(self.folder) else {}  # not line by line
-            rows = iter(self.library.load_dataset(self.dataset, subset, split=split, revision=revision, streaming=True,
-                                                  **whole))
+            rows = iter(
+                self.library.load_dataset(self.dataset, subset, split=split, revision=revision, streaming=True, **whole)
+            )
             first = next(rows, {})
         except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
-            raise TextError(f"cannot open {self.tried}: {_said(error)}; accepted: a folder that is here, or a dataset "
-                            f"of the Hub, which needs a network") from error
+            raise TextError(
+                f"cannot open {self.tried}: {_said(error)}; accepted: a folder that is here, or a dataset "
+                f"of the Hub, which needs a network"
+            ) from error
         if column not in first:
-            raise TextError(f"{self.tried} has no column {column!r}; accepted: "
-                            f"{', '.join(map(repr, first)) or 'none, it is empty'}")
+            raise TextError(
+                f"{self.tried} has no column {column!r}; accepted: {', '.join(map(repr, first)) or 'none, it is empty'}"
+            )
         size = 0
         try:
             for document in (row[column] for row in chain([first], rows)):
@@ -90,8 +109,10 @@ class Documents:
         except TextError:
             raise
         except Exception as error:
-            raise TextError(f"{self.tried} broke off after {size} bytes: {_said(error)}; accepted: at most that many, "
-                            f"or another try") from error
+            raise TextError(
+                f"{self.tried} broke off after {size} bytes: {_said(error)}; accepted: at most that many, "
+                f"or another try"
+            ) from error
         if not size:
             raise TextError(f"{self.tried} holds no text: every document in {column!r} is empty")
 
@@ -120,8 +141,10 @@ def parse(spec: str) -> dict:
     bare = [part for part in rest.split("&") if part and "=" not in part]
     wrong = [part for part in parts if part not in accepted] or bare
     if wrong or not name:
-        raise InputError(f"{spec!r} has {wrong or 'no name'}; accepted: hf:owner/name, then ? and {', '.join(accepted)}"
-                         f", each with = and a value, & between them")
+        raise InputError(
+            f"{spec!r} has {wrong or 'no name'}; accepted: hf:owner/name, then ? and {', '.join(accepted)}"
+            f", each with = and a value, & between them"
+        )
     if "bytes" not in parts:
         return {"dataset": name, **parts}
     said = parts.pop("bytes")

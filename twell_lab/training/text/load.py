@@ -1,8 +1,8 @@
 """One `load_any` above all kinds of text: a file or folder, a dataset, a prepared text, and what each is read as.
 
-twell_lab.training.text.source holds texts, twell_lab.training.text.datasets reads named datasets, twell_lab.training.text.prepared what was prepared on disk, and
-twell_lab.training.text.tokenizer turns bytes into tokens; none of them knows this file.
-"""
+twell_lab.training.text.source holds texts, twell_lab.training.text.datasets reads named datasets,
+twell_lab.training.text.prepared what was prepared on disk, and twell_lab.training.text.tokenizer turns bytes into
+tokens; none of them knows this file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from .source import Text, Tokenizer, load
 from .tokenizer import named, train
 
 
-def load_any(spec: str | os.PathLike | Text | PreparedText | None, *,
-             tokenizer: str | os.PathLike | Tokenizer | None = None) -> Text | PreparedText:
+def load_any(
+    spec: str | os.PathLike | Text | PreparedText | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None
+) -> Text | PreparedText:
     """The text that a command line or a config names, with the tokenizer to read it through.
 
-    spec: None (Python's standard library), a path of a file or folder, or of one that twell_lab.training.text.prepared made,
-        "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see twell_lab.training.text.datasets), or a text.
+    spec: None (Python's standard library), a path of a file or folder, or of one that twell_lab.training.text.prepared
+    made,
+        "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see twell_lab.training.text.datasets),
+        or a text.
     tokenizer: None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
         of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
 

@@ -94,16 +94,20 @@ class PreparedText(Readable):
     def split(self) -> tuple[Part, Part]:
         """The training and the validation part, cut between two documents or pieces when the text was prepared."""
         bytes_, tokens = self.cut
-        return (Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
-                Part(f"{self.name}, validation part", self.size - bytes_, self.tokens[tokens:], self.tokenizer))
+        return (
+            Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
+            Part(f"{self.name}, validation part", self.size - bytes_, self.tokens[tokens:], self.tokenizer),
+        )
 
     def read_as(self, tokenizer: Tokenizer | str) -> PreparedText:
         """Itself, if that is the tokenizer it was prepared with, or what was asked for then; InputError otherwise."""
         wanted = BYTES if tokenizer == "bytes" else tokenizer
         if wanted not in (self.tokenizer, self.asked):
-            raise InputError(f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} "
-                             f"was prepared with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text "
-                             "that is not prepared")
+            raise InputError(
+                f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} "
+                f"was prepared with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text "
+                "that is not prepared"
+            )
         return self
 
 
@@ -130,12 +134,15 @@ def load(folder: str | os.PathLike) -> PreparedText:
     plain = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
     made = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), files=files, **plain)
     if fields["tokenizer"] != made.tokenizer.sha256:
-        raise TextError(f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it "
-                        "again")
+        raise TextError(
+            f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it again"
+        )
     wanted = made.count * _KINDS[made.dtype].itemsize
     if held != wanted or not 0 < made.cut[1] < made.count or not 0 < made.cut[0] < made.size:
-        raise TextError(f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at "
-                        f"{made.cut} of {made.size} bytes and {made.count} tokens: prepare the text again")
+        raise TextError(
+            f"{str(folder / TOKENS)!r} has {held} bytes, and the manifest asks for {wanted}, cut at "
+            f"{made.cut} of {made.size} bytes and {made.count} tokens: prepare the text again"
+        )
     if held <= CHECKED:
         made.check()
     return made
@@ -143,21 +150,28 @@ def load(folder: str | os.PathLike) -> PreparedText:
 
 def _check_types(folder: Path, fields: dict) -> None:
     """TextError naming a field of the manifest that is not what `prepare` writes there."""
+
     def some(name: str, *kinds: type, of: dict = fields) -> bool:
         return name in of and isinstance(of[name], kinds) and not isinstance(of[name], bool)
 
-    fits = {"name": some("name", str), "sha256": some("sha256", str), "size": some("size", int),
-            "count": some("count", int),
-            "dtype": some("dtype", str) and fields["dtype"] in _KINDS,
-            "cut": some("cut", dict) and all(some(each, int, of=fields["cut"]) for each in ("bytes", "tokens")),
-            "source": some("source", dict, type(None)), "asked": some("asked", str, type(None)),
-            "tokenizer": some("tokenizer", str, type(None)),
-            "files": (fields.get("files") is None
-                      or some("files", dict) and {TOKENS, TOKENIZER} <= fields["files"].keys())}
+    fits = {
+        "name": some("name", str),
+        "sha256": some("sha256", str),
+        "size": some("size", int),
+        "count": some("count", int),
+        "dtype": some("dtype", str) and fields["dtype"] in _KINDS,
+        "cut": some("cut", dict) and all(some(each, int, of=fields["cut"]) for each in ("bytes", "tokens")),
+        "source": some("source", dict, type(None)),
+        "asked": some("asked", str, type(None)),
+        "tokenizer": some("tokenizer", str, type(None)),
+        "files": (fields.get("files") is None or some("files", dict) and {TOKENS, TOKENIZER} <= fields["files"].keys()),
+    }
     for name, fit in fits.items():
         if not fit:
-            raise TextError(f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is "
-                            "nothing that was written there: prepare the text again")
+            raise TextError(
+                f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is "
+                "nothing that was written there: prepare the text again"
+            )
 
 
 def _same(path: Path, files: dict) -> None:
@@ -167,13 +181,19 @@ def _same(path: Path, files: dict) -> None:
     except OSError as error:
         raise TextError(f"cannot read {str(path)!r}: {error}") from None
     if found != files[path.name]:
-        raise TextError(f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
-                        f"{files[path.name]} is noted in {MANIFEST}: prepare the text again")
+        raise TextError(
+            f"{str(path)!r} was altered after it was written: its SHA-256 is {found}, and "
+            f"{files[path.name]} is noted in {MANIFEST}: prepare the text again"
+        )
 
 
-def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *,
-            tokenizer: str | os.PathLike | Tokenizer | None = None,
-            on_bytes: Callable[[int], None] | None = None) -> PreparedText:
+def prepare(
+    spec: str | os.PathLike | Text | None,
+    out: str | os.PathLike,
+    *,
+    tokenizer: str | os.PathLike | Tokenizer | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`.
 
     spec: as for texts.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have any
@@ -213,11 +233,20 @@ def prepare(spec: str | os.PathLike | Text | None, out: str | os.PathLike, *,
         if not len(ends):
             raise TextError(f"{stream.name} holds no text")
         cut, (size, count), own = _cut(ends, stream.name), ends[-1].tolist(), wanted.content.encode()
-        fields = {"format": FORMAT, "name": stream.name, "sha256": digest.hexdigest(), "size": size,
-                  "dtype": str(kind).removeprefix("torch."), "count": count, "pieces": len(ends),
-                  "cut": {"bytes": cut[0], "tokens": cut[1]}, "asked": asked, "tokenizer": wanted.sha256,
-                  "source": stream.source(len(ends)),
-                  "files": {TOKENS: kept.hexdigest(), TOKENIZER: hashlib.sha256(own).hexdigest()}}
+        fields = {
+            "format": FORMAT,
+            "name": stream.name,
+            "sha256": digest.hexdigest(),
+            "size": size,
+            "dtype": str(kind).removeprefix("torch."),
+            "count": count,
+            "pieces": len(ends),
+            "cut": {"bytes": cut[0], "tokens": cut[1]},
+            "asked": asked,
+            "tokenizer": wanted.sha256,
+            "source": stream.source(len(ends)),
+            "files": {TOKENS: kept.hexdigest(), TOKENIZER: hashlib.sha256(own).hexdigest()},
+        }
         for name, content in ((TOKENIZER, own), (MANIFEST, seal(fields))):
             (out / f"{name}.part").write_bytes(content)
     return load(out)
@@ -236,8 +265,9 @@ def _writing(out: Path) -> Iterator[IO[bytes]]:
         if MANIFEST not in found and found <= {*_NAMES} and found & {path.name for path in parts}:  # one was killed
             _clear(out)
         elif found:
-            raise InputError(f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one "
-                             "once it is empty")
+            raise InputError(
+                f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is empty"
+            )
         file = open(parts[0], "xb")
         try:
             with file:
@@ -275,8 +305,10 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
         if share / 2 <= size - cut[0] <= 2 * share:
             return tuple(cut)
     itself = ", or the text itself, which memory can hold" if size <= LARGEST else ""
-    raise TextError(f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about "
-                    f"{share} bytes are held out; accepted: more and shorter documents{itself}")
+    raise TextError(
+        f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about "
+        f"{share} bytes are held out; accepted: more and shorter documents{itself}"
+    )
 
 
 def _sample(documents: list[bytes], name: str) -> Text:
@@ -293,8 +325,9 @@ def _sample(documents: list[bytes], name: str) -> Text:
 
 def _stream(spec) -> _Files | Documents:
     if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
-        raise InputError(f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was "
-                         "made from")
+        raise InputError(
+            f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was made from"
+        )
     if isinstance(spec, str) and spec.startswith("hf:"):
         return Documents(**parse(spec))
     if isinstance(spec, (str, os.PathLike)):

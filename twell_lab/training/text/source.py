@@ -1,10 +1,10 @@
 """The text a model trains on: bytes, with a checksum, and a held-out part made of whole files.
 
-Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes, so there is nothing to train, ship or
-trust. The default text is the source of Python's own standard library (PSF licence), which is on every machine that
-runs this; it differs by Python version, so its SHA-256 goes into every record. What a command line may name beside a
-file and a folder (a dataset, a prepared text) is for twell_lab.training.text.load, which stands above this file.
-"""
+Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes, so there is nothing to
+train, ship or trust. The default text is the source of Python's own standard library (PSF licence), which is on every
+machine that runs this; it differs by Python version, so its SHA-256 goes into every record. What a command line may
+name beside a file and a folder (a dataset, a prepared text) is for twell_lab.training.text.load, which stands above
+this file."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ BYTES = Bytes()
 
 
 class Readable:
-    """What a model can be trained on: a Text, and one that was prepared (twell_lab.training.text.prepared). `size` is in bytes."""
+    """What a model can be trained on: a Text, and one that was prepared (twell_lab.training.text.prepared). `size` is
+    in bytes."""
 
     name: str
     sha256: str
@@ -134,13 +135,10 @@ class Readable:
 class Text(Readable):
     """A text as bytes, with where its files begin.
 
-    name: what to call it in a record; never a path of this machine.
-    sha256: hexadecimal digest of exactly the bytes in `data`.
-    data: uint8 [size], on the CPU.
-    starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
-    tokenizer: what a model reads the text as; its bytes, unless given. See `read_as`.
-    source: of a dataset: where it comes from, its licence where known (see twell_lab.training.text.datasets); JSON-able.
-    """
+    name: what to call it in a record; never a path of this machine. sha256: hexadecimal digest of exactly the bytes in
+    `data`. data: uint8 [size], on the CPU. starts: position in `data` of the first byte of each file, ascending; `(0,)`
+    for a single file. tokenizer: what a model reads the text as; its bytes, unless given. See `read_as`. source: of a
+    dataset: where it comes from, its licence where known (see twell_lab.training.text.datasets); JSON-able."""
 
     name: str
     sha256: str
@@ -247,9 +245,11 @@ def read(path: str | os.PathLike) -> Text:
     files, name = files_of(path)
     text = _join(name, files)
     if not text.size:
-        raise TextError(f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden"
-                        if path.is_dir() else
-                        f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text")
+        raise TextError(
+            f"the folder {str(path)!r} holds no text: its files are empty, binary or hidden"
+            if path.is_dir()
+            else f"the text {str(path)!r} is empty or binary (holds a NUL byte); accepted: text"
+        )
     return text
 
 
@@ -279,8 +279,10 @@ def check_apart(folder: str | os.PathLike, text) -> None:
         return
     inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() takes no loop of links
     if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
-        raise InputError(f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change"
-                         "; accepted: a folder outside of it, or one whose name begins with a dot")
+        raise InputError(
+            f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change"
+            "; accepted: a folder outside of it, or one whose name begins with a dot"
+        )
 
 
 def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
@@ -293,8 +295,10 @@ def check_enough(training: Text, validation: Text, batch: int, context: int) -> 
         (validation, context + 1, f"one window of {context}"),
     ):
         if len(part.tokens) < needed:
-            raise TextError(f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; {of_what} needs at least "
-                            f"{needed}: give a longer text, or lower batch or context")
+            raise TextError(
+                f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; {of_what} needs at least "
+                f"{needed}: give a longer text, or lower batch or context"
+            )
 
 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
@@ -358,8 +362,10 @@ def _join(name: str, paths: Iterable[Path]) -> Text:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
             if size + path.stat().st_size > LARGEST:
-                raise TextError(f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what "
-                                "twell-lab prepare makes of it")
+                raise TextError(
+                    f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what "
+                    "twell-lab prepare makes of it"
+                )
             content = path.read_bytes()
         except OSError as error:
             raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

@@ -41,8 +41,9 @@ class BPE(Tokenizer):
         except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise TextError(f"{name!r:.200} is no tokenizer that the tokenizers library takes: "
-                            f"{str(error):.300}") from None
+            raise TextError(
+                f"{name!r:.200} is no tokenizer that the tokenizers library takes: {str(error):.300}"
+            ) from None
         self.name, self.content = name, content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -69,8 +70,10 @@ class BPE(Tokenizer):
         tokens = torch.from_numpy(np.concatenate(found))
         stands_for = self.lengths[tokens.long()].sum().item()
         if stands_for != len(raw):
-            raise TextError(f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; "
-                            f"accepted: a byte-level tokenizer without normalisation, which loses nothing")
+            raise TextError(
+                f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; "
+                f"accepted: a byte-level tokenizer without normalisation, which loses nothing"
+            )
         return tokens
 
     def decode(self, tokens: Tensor) -> bytes:
@@ -98,8 +101,10 @@ class BPE(Tokenizer):
         numbers = {piece: number for number, piece in enumerate(self._bytes) if len(piece) == 1}
         missing = [byte for byte in range(256) if bytes([byte]) not in numbers]
         if missing:
-            raise TextError(f"{self.name} has no token for {len(missing)} of the 256 bytes, {missing[0]} the first; "
-                            f"accepted: a byte-level tokenizer that has them all")
+            raise TextError(
+                f"{self.name} has no token for {len(missing)} of the 256 bytes, {missing[0]} the first; "
+                f"accepted: a byte-level tokenizer that has them all"
+            )
         return [numbers[bytes([byte])] for byte in range(256)]
 
     def __reduce__(self):
@@ -117,8 +122,9 @@ def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, special_tokens=[],
-                                          initial_alphabet=sorted(_alphabet().values()))
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(_alphabet().values())
+    )
     strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
     tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
     made = BPE(tokenizer.to_str())
@@ -139,8 +145,10 @@ def load(path: str | os.PathLike) -> Tokenizer:
         content = read(path, _LARGEST)
         fields = parse_json(content)
     except (OSError, ValueError) as error:
-        raise TextError(f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
-                        "accepted: bytes, bpe:4096, or its file") from None
+        raise TextError(
+            f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
+            "accepted: bytes, bpe:4096, or its file"
+        ) from None
     if isinstance(fields, dict) and fields.get("format") == FORMAT:
         return BYTES
     return BPE(content.decode(), os.path.basename(path))
