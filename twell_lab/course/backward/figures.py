@@ -7,7 +7,8 @@ from plotly.subplots import make_subplots
 
 from ...core.errors import InputError
 from ...plots import figures as plots
-from ..drawing import at as chosen, flat, note
+from ..drawing import at as chosen
+from ..drawing import flat, note
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE
 BELOW = {

@@ -9,7 +9,8 @@ from plotly.subplots import make_subplots
 
 from ...core.errors import InputError
 from ...plots import figures as plots
-from ..drawing import at as chosen, flat, nothing
+from ..drawing import at as chosen
+from ..drawing import flat, nothing
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
