@@ -37,11 +37,8 @@ def _encode():
 
 
 @lru_cache(maxsize=4096)
-def tensor_map(
-    address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128
-) -> ctypes.Array:
-    """The map of the matrix at `address`, as a ctypes array that twell_lab.ops.portable passes by value. Do not write
-    to it.
+def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128) -> bytes:
+    """The map of the matrix at `address`: 128 bytes that a launch passes by value.
 
     dims: elements along each dimension, innermost first (1 to 5). strides: bytes from one element to the next along
     each dimension but the innermost, whose elements lie side by side; they need not rise. box: elements of one copy
@@ -71,9 +68,7 @@ def tensor_map(
             f"{strides}, "
             f"box {box}, swizzle {swizzle}"
         )
-    made = (ctypes.c_uint64 * MAP_WORDS)()
-    ctypes.memmove(made, ctypes.addressof(room) + start, 8 * MAP_WORDS)
-    return made
+    return ctypes.string_at(ctypes.addressof(room) + start, 8 * MAP_WORDS)
 
 
 def _check(address, dtype, dims, strides, box, swizzle) -> None:
@@ -100,7 +95,7 @@ def _check(address, dtype, dims, strides, box, swizzle) -> None:
         )
 
 
-def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> ctypes.Array:
+def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> bytes:
     """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns`
     values."""
     n, d = matrix.shape

@@ -5,7 +5,6 @@ GPU."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -129,15 +128,8 @@ def _run(x: Tensor, gate: Tensor, bias: Tensor | None, lost: Tensor | None, setu
     blocks = _tiles(tokens, d_ff)
     if setup.version > 3:  # each block takes one tile after the other
         blocks = min(blocks, _device(x.device.index)[1])
-    sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
-    launcher._launch(
-        "sm80_gate_pack.cu",
-        f"gate_pack_v{setup.version}",
-        setup.defines(x.dtype),
-        (blocks, 1),
-        (THREADS, 1),
-        x.device,
-        (x, gate, None if bias is None else bias.contiguous(), packed, pool, lost, *sizes),
-        setup.shared,
-    )
+    name, defines = f"gate_pack_v{setup.version}", setup.defines(x.dtype)
+    made = launcher.kernel("sm80_gate_pack.cu", name, defines, "PPPPPPiii", THREADS, setup.shared)
+    bias = None if bias is None else bias.contiguous()
+    made.launch(x.device, (blocks, 1), (x, gate, bias, packed, pool, lost, tokens, d_model, d_ff))
     return packed, pool

@@ -6,14 +6,12 @@ so."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import tma
-from ..cuda.launcher import _DEFINE, _launch
+from ..cuda.launcher import _DEFINE, kernel
 from .hopper_pack import BM, BN, RING_BYTES, THREADS, VECTOR, fits, multiprocessors
 
 CHUNK = 8192  # lost rows whose h has room at a time
@@ -33,7 +31,7 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
     return fits(x, *weights) and all(w.shape[0] % VECTOR == 0 and w.shape[1] % VECTOR == 0 and len(w) for w in weights)
 
 
-def _map(matrix: Tensor) -> ctypes.Array:
+def _map(matrix: Tensor) -> bytes:
     return tma.matrix_map(matrix, BM)
 
 
@@ -114,13 +112,13 @@ def _gate_up(x, gate, up, gate_bias, up_bias, h, lost, counters=None, counted=0)
     of_up = _map(up)
     maps = _map(x), _map(gate) if gated else of_up, of_up, tma.matrix_map(h, _OUT_ROWS)
     tensors = _bias(gate_bias) if gated else None, _bias(up_bias), lost
-    sizes = ctypes.c_int(d_model), ctypes.c_int(d_ff), counters, ctypes.c_int(counted)
+    sizes = d_model, d_ff, counters, counted
     defines = (_DEFINE[x.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
+    made = kernel("sm90_gate_up.cu", "gate_up", defines, "MMMMPPPiiiiPi", THREADS, _SHARED)
 
     def launch(first: int, rows: int) -> None:
-        arguments = *maps, *tensors, ctypes.c_int(first), ctypes.c_int(rows), *sizes
         grid = _grid(rows, d_ff, BN // 2 if gated else BN, device)
-        _launch("sm90_gate_up.cu", "gate_up", defines, grid, (THREADS, 1), device, arguments, _SHARED)
+        made.launch(device, grid, (*maps, *tensors, first, rows, *sizes))
 
     return launch
 
@@ -159,17 +157,16 @@ def finish_lost(
     parts = torch.empty(
         clusters * _WARPS * (_PART_BYTES + 4), dtype=torch.uint8, device=device
     )  # the counters come last
-    counters = ctypes.c_void_p(parts.data_ptr() + clusters * _WARPS * _PART_BYTES)
+    counters = parts.data_ptr() + clusters * _WARPS * _PART_BYTES
     fill = _gate_up(lost_x, gate, up, gate_bias, up_bias, h, lost, counters, clusters * _WARPS)
     given = _map(h), _map(down), _bias(down_bias), start, y, lost
-    sizes = ctypes.c_int(d_ff), ctypes.c_int(d_model), counters, parts
     defines = (_DEFINE[y.dtype], True), ("CLUSTER", _CLUSTER)
+    made = kernel("sm90_down_rows.cu", "down_rows", defines, "MMPPPPiiiiPP", THREADS, _SHARED)
     for first in range(0, tokens, CHUNK):
         slots = min(CHUNK, tokens - first)
         fill(first, slots)
-        arguments = *given, ctypes.c_int(first), ctypes.c_int(slots), *sizes
         grid = clusters * _CLUSTER, 1  # all of them: few tiles are shared
-        _launch("sm90_down_rows.cu", "down_rows", defines, grid, (THREADS, 1), device, arguments, _SHARED)
+        made.launch(device, grid, (*given, first, slots, d_ff, d_model, counters, parts))
 
 
 def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:

@@ -5,7 +5,6 @@ GPU."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 
 import torch
@@ -113,18 +112,9 @@ def _gate(x, gate, bias, out, pool, lost, version) -> None:
     maps = tma.matrix_map(x, BM), *_gate_maps(gate.data_ptr(), gate.dtype, d_ff, d_model, gate.stride(0), cluster)
     tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
     grid = min(multiprocessors(x.device) // cluster, tiles) * cluster
-    sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
-    arguments = (*maps, out, bias, pool, lost, *sizes)
-    launcher._launch(
-        "sm90_gate_pack.cu",
-        f"gate_pack_v{version}",
-        defines,
-        (grid, 1),
-        (THREADS, 1),
-        x.device,
-        arguments,
-        _PACK_SHARED,
-    )
+    name = f"gate_pack_v{version}"
+    made = launcher.kernel("sm90_gate_pack.cu", name, defines, "MMMPPPPiii", THREADS, _PACK_SHARED)
+    made.launch(x.device, (grid, 1), (*maps, out, bias, pool, lost, tokens, d_model, d_ff))
 
 
 @lru_cache(maxsize=1024)

@@ -7,13 +7,11 @@ grids and arguments, in twell_lab.simulator. The only state is the cache of load
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda.launcher import _DEFINE, _aligned, _launch, _multiprocessors
+from ..cuda.launcher import _DEFINE, _aligned, _multiprocessors, kernel
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 _CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
@@ -62,8 +60,8 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     block, tiles_a_block = _PACK_BLOCKS[version]
     defines = ((_DEFINE[gate.dtype], True),)
     grid = -(-rows * tiles // tiles_a_block)
-    sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (columns, tile, words)))
-    _launch("smxx_pack.cu", f"pack_v{version}", defines, (grid, 1), (block, 1), gate.device, (gate, packed, *sizes))
+    made = kernel("smxx_pack.cu", f"pack_v{version}", defines, "PPqiii", block)
+    made.launch(gate.device, (grid, 1), (gate, packed, rows, columns, tile, words))
     return packed
 
 
@@ -117,12 +115,13 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     elif version == many + 1 and "TEAMS" not in dict(defines):
         version = many  # so wide a row that one team fills the block
     if version == 1:
-        defines, block, grid = _any_width(y.dtype), (128, 1), (rows, -(-d_model // _SLAB))
+        defines, block, grid = _any_width(y.dtype), 128, (rows, -(-d_model // _SLAB))
     else:
         sizes = dict(defines)
-        block, grid = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1), (rows, 1)
-    sizes = map(ctypes.c_int, (d_model, columns, tile, words))
-    _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, grid, block, y.device, (*tensors, y, *sizes))
+        block, grid = 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), (rows, 1)
+    kinds = "P" * len(tensors) + "Piiii"
+    made = kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, kinds, block)
+    made.launch(y.device, grid, (*tensors, y, d_model, columns, tile, words))
     return y
 
 
@@ -226,11 +225,12 @@ def _pooled(name, version, one, y, tensors, columns, *more) -> None:
     sizes = dict(defines)
     if "TEAMS" not in sizes:
         version = one  # also where one team of so wide a row fills the block
-    block = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1)
+    block = 32 * sizes["WARPS"] * sizes.get("TEAMS", 1)
     defines += (("POOL", True), ("HIDDEN", True)) if (name, version) == ("down", 6) else (("POOL", True),)
-    arguments = [t if t is None else t.contiguous() for t in tensors]
-    arguments += map(ctypes.c_int, (columns, *more))
-    _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, (len(y), 1), block, y.device, arguments)
+    kinds = "P" * len(tensors) + "i" * (1 + len(more))
+    made = kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, kinds, block)
+    tensors = [t if t is None else t.contiguous() for t in tensors]
+    made.launch(y.device, (len(y), 1), (*tensors, columns, *more))
 
 
 def _few(y: Tensor, most: int = _FEW_TOKENS) -> bool:
