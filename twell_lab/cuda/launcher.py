@@ -230,6 +230,11 @@ def enter(device: torch.device) -> None:
     runtime.setDevice(device.index)
 
 
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor starts; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 

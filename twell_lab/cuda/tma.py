@@ -95,9 +95,16 @@ def _check(address, dtype, dims, strides, box, swizzle) -> None:
         )
 
 
+def matrix_numbers(n: int, d: int, row: int, dtype: torch.dtype, rows: int, columns: int = 64) -> tuple:
+    """What tensor_map takes after the address, for a matrix [n, d] in boxes of `rows` x `columns` values.
+
+    row: values from one row to the next; each row lies in one piece."""
+    return dtype, (d, n), (row * dtype.itemsize,), (columns, rows)
+
+
 def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> bytes:
     """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns`
     values."""
     n, d = matrix.shape
     row = matrix.stride(0) if n > 1 else d  # torch leaves the stride of a single row as it happens to be
-    return tensor_map(matrix.data_ptr(), matrix.dtype, (d, n), (row * matrix.element_size(),), (columns, rows))
+    return tensor_map(matrix.data_ptr(), *matrix_numbers(n, d, row, matrix.dtype, rows, columns))

@@ -132,20 +132,41 @@ def decode(
     gate, up, down_t: [d_ff, d_model]; gate None: a plain layer, relu(x up^T + up_bias) down^T + down_bias. stats: int64
     [4], to which the tokens and the kept entries are added, or None.
     """
-    device, (tokens, d_model), d_ff = x.device, x.shape, up.shape[0]
     if not (_fit(gate) and _fit(down_t)):  # rare: copies are contiguous and aligned
         gate, down_t = (t if _fit(t) else t.clone(memory_format=torch.contiguous_format) for t in (gate, down_t))
-    gate_bias, up_bias, down_bias = (
-        b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias)
-    )
-    made = _layer(device.index, x.dtype, d_model, d_ff, rounded_up(tokens), version)
-    # Of every token and neuron a float, of every token and tile a 16-bit mask.
-    work = torch.empty(tokens * made.tiles * (_TILE + 1), dtype=torch.float32, device=device)
-    y = torch.empty_like(x)
-    values = work.data_ptr()
-    masks = values + tokens * made.tiles * _TILE * 4
-    first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
-    weights = (first, first_bias, second, up_bias, down_t)
-    made.gate.launch(device, (made.blocks, 1), (x, *weights, masks, values, stats, tokens, d_ff))
-    made.down.launch(device, (made.slabs, tokens), (masks, values, down_t, down_bias, y, made.tiles))
-    return y
+    biases = tuple(b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
+    return Decode(len(x), gate, up, down_t, *biases, version=version).run(x, stats)
+
+
+class Decode:
+    """Both launches for one layer's weights and so many tokens.
+
+    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. All are contiguous; gate, up
+    and down_t start on 16 bytes."""
+
+    def __init__(self, tokens, gate, up, down_t, gate_bias, up_bias, down_bias, version: int = VERSIONS[-1]):
+        (d_ff, d_model), self.device = up.shape, up.device
+        made = _layer(self.device.index, up.dtype, d_model, d_ff, rounded_up(tokens), version)
+        self.gate, self.down = made.gate, made.down
+        self.gate_grid, self.down_grid = (made.blocks, 1), (made.slabs, tokens)
+        first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
+        self.weights = tuple(map(launcher.address, (first, first_bias, second, up_bias, down_t)))
+        self.down_weights = launcher.address(down_t), launcher.address(down_bias)
+        self.sizes, self.tiles = (tokens, d_ff), made.tiles
+        # Of every token and neuron a float, of every token and tile a 16-bit mask.
+        self.floats, self.masks = tokens * made.tiles * (_TILE + 1), tokens * made.tiles * _TILE * 4
+
+    def run(self, x: Tensor, stats: Tensor | None) -> Tensor:
+        """x: contiguous, so many tokens in any number of dimensions -> y, of the same shape."""
+        work = torch.empty(self.floats, dtype=torch.float32, device=self.device)
+        y = torch.empty_like(x)
+        values = work.data_ptr()
+        masks = values + self.masks
+        self.gate.launch(self.device, self.gate_grid, (x, *self.weights, masks, values, stats, *self.sizes))
+        self.down.launch(self.device, self.down_grid, (masks, values, *self.down_weights, y, self.tiles))
+        return y
+
+
+def fit(gate: Tensor | None, down_t: Tensor, *biases: Tensor | None) -> bool:
+    """Whether these lie as `Decode` takes them; `decode` copies what does not."""
+    return _fit(gate) and _fit(down_t) and all(b is None or b.is_contiguous() for b in biases)
