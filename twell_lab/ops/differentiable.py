@@ -100,7 +100,10 @@ def train_layer(
     elif path == "dense":
         (y, l1, kept), lost = _dense(*arguments), None
     else:
-        y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
+        if checks.watched(*arguments):
+            y, l1, kept, *_, listed = torch.ops.twell_lab.train_forward(*arguments)
+        else:
+            y, l1, kept, listed = _Sparse.apply(*arguments)
         lost = listed[0] if listed.shape[0] else None
     return y.view(x.shape), l1.view(x.shape[:-1]), kept.view(x.shape[:-1]), lost
 
@@ -205,7 +208,10 @@ def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
 
 def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
     if x.is_cuda and not torch.compiler.is_compiling():
-        return torch.ops.twell_lab.train_dense(x, gate, up, down, gate_bias, up_bias, down_bias)[:3]
+        arguments = (x, gate, up, down, gate_bias, up_bias, down_bias)
+        return (
+            torch.ops.twell_lab.train_dense(*arguments)[:3] if checks.watched(*arguments) else _Dense.apply(*arguments)
+        )
     return _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias)
 
 
@@ -343,14 +349,23 @@ def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
 # ---- autograd ----
 
 
+# Each operator twice: as torch.library has it, for whoever watches a call (torch.compile, a tensor subclass, a mode),
+# and as a plain autograd.Function, which costs the host a third of that.
+
+
 def _keeping(ctx, inputs, output):
     _, _, *saved = output
-    ctx.mark_non_differentiable(*saved)
+    _keep(ctx, inputs, saved, saved)
+
+
+def _keep(ctx, inputs, saved, told) -> None:
+    """Keep inputs and `saved` for the backward pass; `told` are the outputs that have no gradient."""
+    ctx.mark_non_differentiable(*told)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *saved)
 
 
-def _gradients(operator, ctx, dy, dl1, saved_for: slice):
+def _gradients(name: str, ctx, dy, dl1, saved_for: slice):
     everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
@@ -359,7 +374,11 @@ def _gradients(operator, ctx, dy, dl1, saved_for: slice):
         t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)
     ):
         return _differentiable_gradients(dy, dl1, inputs)
-    made = operator(dy.contiguous(), dl1, *inputs, *saved[saved_for])
+    given = (dy.contiguous(), dl1, *inputs, *saved[saved_for])
+    if checks.watched(dy, dl1, *inputs):
+        made = getattr(torch.ops.twell_lab, name)(*given)
+    else:
+        made = _BACKWARD[name][dy.device.type](*given)
     return tuple(None if t is None else d for t, d in zip(inputs, made))
 
 
@@ -377,12 +396,40 @@ def _differentiable_gradients(dy, dl1, inputs):
 
 
 def _backward(ctx, dy, dl1, *_):
-    return _gradients(torch.ops.twell_lab.train_backward, ctx, dy, dl1, slice(0, None))
+    return _gradients("train_backward", ctx, dy, dl1, slice(0, None))
 
 
 def _dense_layer_backward(ctx, dy, dl1, *_):
-    return _gradients(torch.ops.twell_lab.train_dense_backward, ctx, dy, dl1, slice(1, None))
+    return _gradients("train_dense_backward", ctx, dy, dl1, slice(1, None))
 
 
+_BACKWARD = {
+    "train_backward": {"cuda": _backward_cuda, "cpu": _backward_dense_cpu},
+    "train_dense_backward": {"cuda": _dense_backward, "cpu": _dense_backward},
+}
 torch.library.register_autograd("twell_lab::train_forward", _backward, setup_context=_keeping, lib=_library)
 torch.library.register_autograd("twell_lab::train_dense", _dense_layer_backward, setup_context=_keeping, lib=_library)
+
+
+class _Sparse(torch.autograd.Function):
+    """train_forward and its gradient: (y, l1, kept, lost)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        y, l1, kept, *saved = (_forward_cuda if arguments[0].is_cuda else _forward_dense)(*arguments)
+        _keep(ctx, arguments, (kept, *saved), (kept, saved[-1]))
+        return y, l1, kept, saved[-1]
+
+    backward = staticmethod(_backward)
+
+
+class _Dense(torch.autograd.Function):
+    """train_dense and its gradient: (y, l1, kept)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        y, l1, kept, *saved = _dense_forward(*arguments)
+        _keep(ctx, arguments, (kept, *saved), (kept,))
+        return y, l1, kept
+
+    backward = staticmethod(_dense_layer_backward)
