@@ -24,7 +24,19 @@ from torch.nn.functional import linear
 
 from ..core.errors import InputError
 from ..formats import twell
-from . import checks, reference, train_dense, train_rows
+from . import (
+    ampere,
+    checks,
+    hopper_pack,
+    portable,
+    reference,
+    train_columns,
+    train_dense,
+    train_lost,
+    train_rows,
+    transpose,
+)
+from .prepared import Kept, parts, place
 
 PATHS = ("dense", "twell")
 _VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
@@ -125,43 +137,84 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
 @torch.library.impl(_library, "train_forward", "CUDA")
 @torch.no_grad()
 def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
-    if not takes(x, gate, up):
+    made = _prepared(x, gate, up, down, gate_bias, up_bias, down_bias)
+    if made is None:
         return _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias)
-    from . import ampere, hopper_pack, train_lost, transpose
-
-    x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
-    down_t = transpose.transposed(down)
-    first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
-    packs = hopper_pack if hopper_pack.takes(x, first) else ampere
-    packed, pool = packs.gate_pack(x, first, first_bias)
+    if not made.plain:
+        x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
+    down_t = transpose.transposed(down, checked=made.plain)
+    # Words and pool are one piece of memory, which is free again as soon as the survivors are listed.
+    memory, (packed, pool) = parts(x.device, *((torch.int32, (words,)) for words in made.words))
+    made.pack(x, gate, up, gate_bias, up_bias).launch(x.data_ptr(), packed, pool, None)
     multiplied = (None, None) if gate is None else (up, up_bias)
-    s = train_rows.survivors(x, packed, pool, *multiplied, up.shape[0])
-    del packed, pool
-    y = train_rows.weighted_rows(s, down_t, down_bias)
-    train_lost.lost_forward(s.lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, s.l1, s.kept)
+    s = train_rows.survivors(x, packed, pool, *multiplied, up.shape[0], checked=True)
+    del memory
+    y = train_rows.weighted_rows(s, down_t, down_bias, checked=True)
+    layer = (gate, up, down_t, gate_bias, up_bias, down_bias)
+    train_lost.lost_forward(s.lost, x, *layer, y, s.l1, s.kept, checked=True)
     ups = x.new_empty(0, dtype=torch.float32) if s.ups is None else s.ups
     return y, s.l1, s.kept, down_t, s.spans, s.words, ups, s.lost
+
+
+class _Prepared:
+    """A training step of one layer for so many tokens, looked at once: the kernels take it.
+
+    plain: whether x and the weights lie as the kernels read them; else they are copied on each call."""
+
+    def __init__(self, x, gate, up, down, *biases):
+        first = up if gate is None else gate
+        checks.check_weights(x.shape[1], len(up), gate, up, down, *biases)
+        tensors = (x, gate, up, *biases)
+        self.plain = all(t is checks.plain(t) for t in tensors) and down is checks.plain(down)
+        self.words = portable.packed_sizes(len(x), len(up))
+        self.packs = hopper_pack if hopper_pack.takes(checks.plain(x), checks.plain(first)) else ampere
+        self.packs.check(checks.plain(x), checks.plain(first))
+        self.kept = None
+
+    def pack(self, x, gate, up, gate_bias, up_bias):
+        """The gate GEMM of these tensors, which are plain."""
+        if self.kept is not None:
+            return self.kept
+        first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
+        made = self.packs.GatePack(len(x), x.shape[1], first, bias)
+        if self.plain:
+            self.kept = made
+        return made
+
+
+_calls = Kept()
+
+
+def _prepared(x, gate, up, down, *biases) -> _Prepared | None:
+    """What is kept for this layer and x, None where the kernels do not take them."""
+    how = (x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.device)
+    key = (how, *map(place, (gate, up, down, *biases)))
+    made = _calls.get(key)
+    if made is None and takes(x, gate, up):
+        made = _Prepared(x, gate, up, down, *biases)
+        _calls.put(key, made)
+    return made
 
 
 @torch.library.impl(_library, "train_backward", "CUDA")
 @torch.no_grad()
 def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
-    if not takes(x, gate, up):
+    made = _prepared(x, gate, up, down, gate_bias, up_bias, down_bias)
+    if made is None:
         return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
-    from . import train_columns, train_lost, transpose
-
-    x, gate, up, gate_bias, up_bias, dy = map(checks.plain, (x, gate, up, gate_bias, up_bias, dy))
-    dl1 = None if dl1 is None else checks.plain(dl1)
+    if not made.plain:
+        x, gate, up, gate_bias, up_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias))
+    dy, dl1 = checks.plain(dy), checks.plain(dl1)
     s = train_rows.Survivors(spans, words, None if gate is None else ups, lost, kept, None)
-    dh = train_rows.hidden_gradient(dy, s, down_t, dl1)
+    dh = train_rows.hidden_gradient(dy, s, down_t, dl1, checked=True)
     biased = gate_bias is not None or up_bias is not None
     # The weights' gradients first: their workspace is freed before dx is there.
-    dgate, dup, ddown_t, dgate_bias, dup_bias = train_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased)
-    dx = train_rows.input_gradient(s, dh, gate, up)
-    train_lost.lost_backward(
-        lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias
-    )
-    ddown = transpose.transposed(ddown_t)
+    gradients = train_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased, checked=True)
+    dx = train_rows.input_gradient(s, dh, gate, up, checked=True)
+    layer = (gate, up, down_t, gate_bias, up_bias)
+    train_lost.lost_backward(lost, x, dy, dl1, *layer, dx, *gradients, checked=True)
+    dgate, dup, ddown_t, dgate_bias, dup_bias = gradients
+    ddown = transpose.transposed(ddown_t, checked=True)
     biases = (
         None if gate_bias is None else dgate_bias,
         None if up_bias is None else dup_bias,

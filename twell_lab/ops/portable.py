@@ -84,6 +84,7 @@ class Pack:
         self.kernel.launch(self.device, self.grid, (gate, packed, *self.sizes))
 
 
+@lru_cache
 def specialisation(dtype: torch.dtype, d_model: int, teams: int = 1) -> tuple | None:
     """The macros of the register kernels for this width, or None where only the v1 kernels take it.
 

@@ -6,11 +6,13 @@ no weight is held alive. What a weight holds may change: kernels read it anew on
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MOST = 1024  # calls; whichever was not made for longest goes
@@ -60,3 +62,17 @@ def places(offset: int, *sizes: int) -> tuple[list[int], int]:
         found.append(offset)
         offset += -(-size // 256) * 256
     return found, offset
+
+
+def parts(device: torch.device, *wanted: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Any, list]:
+    """Memory for what lies between two kernels, as they take it: (what to keep until they are launched, the parts).
+
+    On a GPU one piece of memory and the addresses of its parts; on a CPU a tensor for each, so that the simulator sees
+    where one ends."""
+    if device.type == "cpu":
+        made = [torch.empty(shape, dtype=dtype) for dtype, shape in wanted]
+        return made, made
+    starts, end = places(0, *(dtype.itemsize * math.prod(shape) for dtype, shape in wanted))
+    memory = torch.empty(end, dtype=torch.uint8, device=device)
+    base = memory.data_ptr()
+    return memory, [base + start for start in starts]

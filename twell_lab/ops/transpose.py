@@ -13,9 +13,22 @@ FILE, SIDE, THREADS = "smxx_transpose.cu", 64, 256  # as in the kernel
 VECTOR = 8
 
 
-def transposed(m: Tensor) -> Tensor:
-    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for anything
-    else."""
+def transposed(m: Tensor, checked: bool = False) -> Tensor:
+    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for anything else.
+
+    checked: the caller knows that m is so, contiguous and on 16 bytes."""
+    if not checked:
+        m = _fitting(m)
+    rows, columns = m.shape
+    out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
+    if m.numel():
+        grid = (-(-columns // SIDE), -(-rows // SIDE))
+        made = launcher.kernel(FILE, "transpose_v1", builds(m.dtype)[0][1], "PPii", THREADS)
+        made.launch(m.device, grid, (m, out, rows, columns))
+    return out
+
+
+def _fitting(m: Tensor) -> Tensor:
     if m.dim() != 2 or m.dtype not in (torch.bfloat16, torch.float16) or m.shape[0] % VECTOR or m.shape[1] % VECTOR:
         raise InputError(
             f"the matrix is {m.dtype} {list(m.shape)}; bfloat16 or float16, rows and columns multiples of {VECTOR} "
@@ -24,13 +37,7 @@ def transposed(m: Tensor) -> Tensor:
     m = m.contiguous()
     if not launcher._aligned(m):
         m = m.clone()
-    rows, columns = m.shape
-    out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
-    if m.numel():
-        grid = (-(-columns // SIDE), -(-rows // SIDE))
-        made = launcher.kernel(FILE, "transpose_v1", builds(m.dtype)[0][1], "PPii", THREADS)
-        made.launch(m.device, grid, (m, out, rows, columns))
-    return out
+    return m
 
 
 def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:

@@ -24,6 +24,7 @@ class Config(ctypes.Structure):
 class Launch:
     """One launch as the driver saw it. arguments: (address, bytes) of each."""
 
+    file: str
     name: str
     defines: tuple
     grid: tuple
@@ -49,6 +50,7 @@ class Driver:
         self.launches: list[Launch] = []
         self.status: list[int] = []  # what the next launches answer; 0 when it is empty
         self.kernels: list[launcher.Kernel] = []
+        self.compute, self.failed = None, []  # what else to do with each launch; what went wrong there
         launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
         self.cuLaunchKernelEx = launch(self._launch)
         self.version = 13_000
@@ -72,8 +74,13 @@ class Driver:
         arguments = [(at, ctypes.string_at(at, SIZES[kind])) for at, kind in zip(places, made.kinds)]
         grid, block = (read.gx, read.gy, read.gz), (read.bx, read.by, read.bz)
         early = bool(read.count) and ctypes.c_uint.from_address(read.attributes).value == 6
-        seen = Launch(made.name, made.defines, grid, block, read.shared, read.stream or 0, early, arguments)
+        seen = Launch(made.file, made.name, made.defines, grid, block, read.shared, read.stream or 0, early, arguments)
         self.launches.append(seen)
+        if self.compute is not None:
+            try:
+                self.compute(seen)
+            except BaseException as error:  # ctypes would only print it
+                self.failed.append(error)
         return self.status.pop(0) if self.status else 0
 
 

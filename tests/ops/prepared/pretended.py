@@ -7,7 +7,7 @@ import torch
 
 from tests.cuda.launcher.fake_driver import driving
 from twell_lab.cuda import tma
-from twell_lab.ops import ampere, checks, decode, dispatch, hopper_pack, inference, portable
+from twell_lab.ops import ampere, checks, decode, differentiable, dispatch, hopper_pack, inference, portable, train_lost
 
 GPU = torch.device("cuda", 0)
 
@@ -57,6 +57,7 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(torch, "empty_like", like_it)
         monkeypatch.setattr(tma, "_encode", lambda: map_of)
         monkeypatch.setattr(portable, "_multiprocessors", lambda index: 132)
+        monkeypatch.setattr(train_lost, "_multiprocessors", lambda index: 2)
         monkeypatch.setattr(inference, "Tensor", Pretended)
         monkeypatch.setattr(checks, "Tensor", Pretended)
         monkeypatch.setattr(
@@ -64,8 +65,8 @@ def pretending(monkeypatch, capability=(9, 0)):
         )
         cached = [tma.tensor_map, hopper_pack._gate_maps, hopper_pack._device, ampere._device]
         cached += [decode._capability, decode._layer]
-        for each in (*cached, dispatch.calls):
+        for each in (*cached, dispatch.calls, differentiable._calls):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver
-        for each in (*cached, dispatch.calls):
+        for each in (*cached, dispatch.calls, differentiable._calls):
             getattr(each, "cache_clear", getattr(each, "clear", None))()

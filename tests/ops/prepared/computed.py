@@ -1,0 +1,101 @@
+"""A driver that computes what it launches: portable kernels in the simulator, the others by a few lines of torch.
+
+It works on the memory at the addresses that it is given, as a GPU does, so a wrong argument gives a wrong result."""
+
+import ctypes
+
+import torch
+from torch.nn.functional import linear
+
+from twell_lab import simulator
+from twell_lab.formats.pool import packed_and_pool
+from twell_lab.simulator import program
+
+BY_TYPE = {"float": torch.float32, "__nv_bfloat16": torch.bfloat16, "__half": torch.float16}
+INTEGERS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
+
+
+def at(address: int, dtype: torch.dtype, *shape: int, stride: int | None = None) -> torch.Tensor | None:
+    """The tensor that lies there; stride: values from one row to the next."""
+    if not address:
+        return None
+    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    stride = columns if stride is None else stride
+    room = (ctypes.c_uint8 * (((rows - 1) * stride + columns) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(room, dtype=dtype).as_strided(shape, (stride, 1) if len(shape) == 2 else (1,))
+
+
+def matrix(given: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix that one of pretended.map_of's maps is of."""
+    address, _, d, n, stride = [int.from_bytes(given[8 * i : 8 * i + 8], "little") for i in range(5)]
+    return at(address, dtype, n, d, stride=stride // dtype.itemsize)
+
+
+def compute(seen) -> None:
+    """Do what this launch of fake_driver.Launch asks for."""
+    defines, values = dict(seen.defines), seen.values()
+    dtype = torch.bfloat16 if "VALUE_BF16" in defines else torch.float16
+    if seen.name.startswith("gate_pack"):
+        gate_pack(seen.file, dtype, defines, values)
+    elif seen.name == "gate_up":
+        gate_up(dtype, defines, values)
+    elif seen.name == "down_rows":
+        down_rows(dtype, values)
+    else:
+        simulate(seen, defines, values)
+
+
+def gate_pack(file, dtype, defines, values) -> None:
+    *_, tokens, d_model, d_ff = values
+    if file.startswith("sm90"):
+        x, gate = matrix(values[0], dtype), at(int.from_bytes(values[1][:8], "little"), dtype, d_ff, d_model)
+        packed, bias, pool, lost = values[3:7]
+    else:
+        x, gate = at(values[0], dtype, tokens, d_model), at(values[1], dtype, d_ff, d_model)
+        bias, packed, pool, lost = values[2:6]
+    assert x.shape == (tokens, d_model)
+    words, beside, _ = packed_and_pool(linear(x, gate, at(bias, dtype, d_ff)))
+    at(packed, torch.int32, words.numel()).copy_(words.flatten())
+    at(pool, torch.int32, beside.numel()).copy_(beside.flatten())
+    if lost:
+        at(lost, torch.int32, 1).zero_()
+
+
+def gate_up(dtype, defines, values) -> None:
+    x, gate, up, h = (matrix(v, dtype) for v in values[:4])
+    gate_bias, up_bias, lost, first, rows, _, d_ff, counters, counted = values[4:]
+    rows = min(rows, int(at(lost, torch.int32, 1)) - first) if lost else rows
+    if rows <= 0:
+        return
+    x = x[first : first + rows]
+    u = linear(x, up, at(up_bias, dtype, d_ff))
+    made = torch.relu(linear(x, gate, at(gate_bias, dtype, d_ff))) * u if defines["GATED"] else torch.relu(u)
+    h[:rows].copy_(made)
+    if counted:
+        at(counters, torch.int32, counted).zero_()
+
+
+def down_rows(dtype, values) -> None:
+    h, down = (matrix(v, dtype) for v in values[:2])
+    bias, start, y, lost, first, slots, d_ff, d_model, counters, _ = values[2:]
+    count = int(at(lost, torch.int32, 1))
+    rows = min(slots, count - first)
+    if rows <= 0:
+        return
+    assert not at(counters, torch.int32, 8).any()
+    for i, row in enumerate(at(lost, torch.int32, 1 + count)[1 + first :][:rows].tolist()):
+        made = linear(h[i].float(), down.float(), None if not bias else at(bias, dtype, d_model).float())
+        made += at(start + 4 * row * d_model, torch.float32, d_model) if start else 0
+        at(y + row * d_model * dtype.itemsize, dtype, d_model).copy_(made)
+
+
+def simulate(seen, defines, values) -> None:
+    arguments = []
+    for parameter, value in zip(simulator.compile(seen.file, defines).kernels[seen.name].parameters, values):
+        if parameter.pointer:
+            sized = {"int": 4, "unsigned": 4, "unsigned long long": 8}.get(parameter.type, 1)
+            value = at(value, BY_TYPE.get(parameter.type.rstrip("24"), INTEGERS[sized]), 1)
+        else:  # as read: unsigned
+            value = value if value < 1 << 31 else value - (1 << 32)
+        arguments.append(value)
+    program.launch(seen.file, seen.name, seen.defines, seen.grid[:2], seen.block[:1], arguments)

@@ -1,0 +1,93 @@
+"""Whole calls as a GPU gets them, their kernels computed on the memory that they are given, beside torch's own layer."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from tests.ops.prepared import computed
+from tests.ops.prepared.pretended import pretend, pretending
+from twell_lab import simulator
+from twell_lab.ops import differentiable, hopper_pack, inference
+
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+D_MODEL, D_FF = 64, 520
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    with pretending(monkeypatch) as made:
+        made.compute = computed.compute
+        yield made
+        assert not made.failed, made.failed[0]
+
+
+def drawn(tokens, gated, shift, biased=True, seed=0):
+    """x and weights of a layer whose neurons fire the more the higher `shift` is."""
+    torch.manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape)  # noqa: E731
+    x, first, up, down = new(tokens, D_MODEL), new(D_FF, D_MODEL) / 8, new(D_FF, D_MODEL) / 8, new(D_MODEL, D_FF) / 8
+    x[:, 0], first[:, 0] = 1.0, shift
+    biases = [new(D_FF) / 8, new(D_FF) / 8, new(D_MODEL)] if biased else [None] * 3
+    made = [x, first, up, down, *biases] if gated else [x, None, first, down, None, *biases[1:]]
+    return [None if t is None else pretend(t.bfloat16()) for t in made]
+
+
+def plain(made):
+    return [None if t is None else t.as_subclass(torch.Tensor).float() for t in made]
+
+
+def layer(x, gate, up, down, gate_bias, up_bias, down_bias):
+    first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
+    h = first if gate is None else first * linear(x, up, up_bias)
+    return linear(h, down, down_bias), h.abs().sum(1), h
+
+
+def close(found, wanted, within=0.02):
+    found = found.as_subclass(torch.Tensor).float()
+    assert (found - wanted).norm() <= within * wanted.norm(), float((found - wanted).norm() / wanted.norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens, shift", [(70, -2.0), (300, -1.0), (2048, -2.0), (2050, 0.3), (4300, -2.0)])
+def test_packed_layers(driver, gated, tokens, shift):
+    """Few neurons or so many that rows are lost to the pool; the portable kernels, one pass, and two."""
+    made = drawn(tokens, gated, shift)
+    stats = pretend(torch.zeros(4, dtype=torch.int64))
+    for _ in range(2):
+        y = inference.infer(*made, down_t=made[3].t().contiguous(), stats=stats)
+        close(y, layer(*plain(made))[0])
+    if tokens >= 2048:
+        assert stats[0] == 2 * tokens and (int(stats[3]) > 0) == (shift > 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_layers(driver, gated):
+    made = drawn(300, gated, 0.0)
+    for _ in range(2):
+        close(inference.infer(*made, path="dense"), layer(*plain(made))[0])
+    assert [each.name for each in driver.launches] == ["gate_up"] * 2
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("packs, biased", [("sm90", True), ("sm80", False)])
+def test_training_steps(driver, monkeypatch, gated, biased, packs):
+    if packs == "sm80":
+        monkeypatch.setattr(hopper_pack, "takes", lambda x, gate: False)
+    made = drawn(90, gated, -1.2, biased)
+    dy, dl1 = (pretend(t) for t in (torch.randn(90, D_MODEL).bfloat16(), torch.rand(90) / 10))
+    wide = [t if t is None else t.requires_grad_() for t in plain(made)]
+    wanted_y, wanted_l1, h = layer(*wide)
+    asked = [t for t in wide if t is not None]
+    wanted = torch.autograd.grad([wanted_y, wanted_l1], asked, [plain([dy])[0], plain([dl1])[0]])
+    for _ in range(2):
+        y, l1, kept, *saved = differentiable._forward_cuda(*made)
+        close(y, wanted_y.detach())
+        close(l1, wanted_l1.detach())
+        assert (kept - (h != 0).sum(1)).abs().sum() <= 20  # bfloat16 moves a few across zero
+        found = differentiable._backward_cuda(dy, dl1, *made, kept, *saved)
+        found = [d for d, t in zip(found, made) if t is not None]
+        for one, other in zip(found, wanted):
+            close(one, other, 0.04)
+    assert {each.name.startswith("gate_pack") and each.file[:4] for each in driver.launches} == {False, packs}
