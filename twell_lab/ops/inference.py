@@ -95,7 +95,9 @@ def _again(x, weights, stats, *how) -> Tensor | None:
 
     Whatever a check depends on and the key of the call (dispatch.key_of) does not say is asked here."""
     tensors = (x, stats, *weights)
-    if any(t is not None and type(t) is not Tensor and type(t) is not Parameter for t in tensors) or not x.is_cuda:
+    if any(t is not None and type(t) is not Tensor and type(t) is not Parameter for t in tensors):
+        return None
+    if x is None or not x.is_cuda:
         return None
     if torch._C._len_torch_dispatch_stack() > 0 or checks.transformed() or torch.is_autocast_enabled("cuda"):
         return None

@@ -225,6 +225,8 @@ def test_a_call_that_was_seen_before_is_still_refused_where_it_must_be(driver):
         layer.call(pretend(torch.zeros(30, 64, dtype=torch.bfloat16)))
     with pytest.raises(InputError, match="one dtype"):
         layer.call(x.half())
+    with pytest.raises(InputError, match="x is a NoneType"):
+        layer.call(None)
     with pytest.raises(InputError, match="path is"):
         layer.call(x, "sparse")
     with pytest.raises(InputError, match=r"hot is \[\]"):
