@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher
+from ..cuda import launcher, sources
+from ..cuda.macros import value
 
-FILE, SIDE, THREADS = "smxx_transpose.cu", 64, 256  # as in the kernel
+FILE = "smxx_transpose.cu"
+SIDE, THREADS = (sources.number(FILE, name) for name in ("SIDE", "THREADS"))
 VECTOR = 8
 
 
@@ -31,10 +33,5 @@ def transposed(m: Tensor) -> Tensor:
     if m.numel():
         grid = (-(-columns // SIDE), -(-rows // SIDE))
         sizes = (ctypes.c_int(rows), ctypes.c_int(columns))
-        launcher._launch(FILE, "transpose_v1", builds(m.dtype)[0][1], grid, (THREADS, 1), m.device, (m, out, *sizes))
+        launcher._launch(FILE, "transpose_v1", value(m.dtype), grid, (THREADS, 1), m.device, (m, out, *sizes))
     return out
-
-
-def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
-    """(file, macros) of what this module compiles for values of this dtype."""
-    return [(FILE, ((launcher._DEFINE[dtype], True),))]
