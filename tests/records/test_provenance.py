@@ -226,6 +226,22 @@ def test_every_kernel_of_this_tree_has_a_hash_of_its_own_and_a_new_one_must_be_d
         provenance.kernel_hashes(copy)
 
 
+def test_the_declaration_of_another_kernel_does_not_count(copy):
+    before = provenance.kernel_hashes(copy)
+    table = copy / "twell_lab" / "cuda" / "registry.py"
+    text = table.read_text()
+    entry = '    Kernel("smxx_pack"'
+    assert text.count(entry.strip()) == 1
+    table.write_text(
+        text.replace(entry.strip(), 'Kernel("smxx_new", ("ops.portable.pack",), macros.each), ' + entry.strip())
+    )
+    assert provenance.kernel_hashes(copy) == before
+    sizes = copy / "kernels" / "smxx_transpose.cu"
+    sizes.write_text(sizes.read_text().replace("#define SIDE 64", "#define SIDE 32"))
+    changed = [name for name, value in provenance.kernel_hashes(copy).items() if value != before[name]]
+    assert changed == ["smxx_transpose"]  # a number that its launch reads is in its source
+
+
 def test_a_change_of_one_kernel_is_its_own_alone(copy):
     before = provenance.kernel_hashes(copy)
     kernel = copy / "kernels" / "smxx_transpose.cu"
