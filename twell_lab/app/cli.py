@@ -446,7 +446,7 @@ def _compile(options) -> Answer:
     import torch
 
     from ..cuda import cubins
-    from ..ops.prebuild import prebuild
+    from ..cuda.prebuild import prebuild
 
     if unknown := sorted(set(options.arch) - set(cubins.ARCHITECTURES)):
         raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(cubins.ARCHITECTURES)}")
