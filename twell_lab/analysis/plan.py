@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..core.errors import InputError, RecordError
 from ..core.files import WHOLE, read_json, write_atomically
-from ..layers.choice import Candidate, LayerPlan
+from ..layers.choice import DENSE, Candidate, LayerPlan
 from ..records import record as records
 
 FORMAT = "twell-lab plan"
@@ -37,7 +37,7 @@ class Plan:
     @property
     def dense_layers(self) -> list[str]:
         """The layers that stay dense whatever the number of tokens."""
-        return [each.name for each in self.layers if {c.path for c in each.choices.values()} == {"dense"}]
+        return [each.name for each in self.layers if {*each.choices.values()} == {DENSE}]
 
     def layer(self, name: str) -> LayerPlan:
         """The plan of the layer called so; InputError names the ones there are."""
@@ -56,10 +56,9 @@ class Plan:
             for tokens, choice in each.choices.items():
                 weighed = [c for c in each.candidates if c.tokens == tokens]
                 chosen = next(c for c in weighed if c.chosen)
-                dense = next((c for c in weighed if c.path == "dense"), chosen)
+                dense = next((c for c in weighed if c.choice == DENSE), chosen)
                 timed = None not in (chosen.measured_us, dense.measured_us)
-                pair = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
-                dense_us, us = pair
+                dense_us, us = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
                 rows.append(
                     {
                         "layer": each.name or "layer",

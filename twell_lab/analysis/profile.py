@@ -172,11 +172,11 @@ def profile(
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
-    counters = [_Counter(layer, tile, words) for layer in found]
+    counters = [Counter(layer, tile, words) for layer in found]
     ran = False
     with _evaluating(model), ExitStack() as hooks:
         for layer, counter in zip(found, counters):
-            hooks.enter_context(_watching(layer, counter.add))
+            hooks.enter_context(listening(layer, counter.add))
         for batch in _each(batches):
             batch = _moved(batch, model)
             for counter in counters:
@@ -218,14 +218,14 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
         rows = slice(None) if mask is None else _flat_mask(mask, x)
         seen.append((x[rows], gate[rows]))
 
-    with _evaluating(model), _watching(chosen, keep):
+    with _evaluating(model), listening(chosen, keep):
         _call(model, batch)
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
 
 
-class _Counter:
+class Counter:
     """Adds up the firing of one layer, on the device where it fires; nothing here waits for that device."""
 
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
@@ -271,7 +271,7 @@ class _Counter:
 
 
 @contextmanager
-def _watching(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def listening(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Within this context, `see(x, gate pre-activation)` is called whenever `layer` runs."""
     if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
 
