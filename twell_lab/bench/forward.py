@@ -49,7 +49,7 @@ def ffn(
     on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync"). seconds: how
     long to measure on a CPU. Returns a Record with a row for each path."""
     _check_seconds(seconds)
-    device = measure.device_named(device)
+    device = measure.present_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
     return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)

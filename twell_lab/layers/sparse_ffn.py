@@ -136,7 +136,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
             choice.check(d_ff)
         if all(choice == choices[0][1] for _, choice in choices):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
-        self._watch = None  # an analysis.auto.Watch, where the layer plans itself
+        self._watch = None
         self.plan = plan
         hot = max(choice.hot for _, choice in choices)
         if hot:
@@ -148,6 +148,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # last: another thread may be in a forward
+
+    def watch(self, watch) -> None:
+        """Have the layer plan itself: an analysis.auto.Watch sees each input, until it has a plan to follow."""
+        self._watch = watch
 
     @property
     def extra_bytes(self) -> int:

@@ -228,7 +228,7 @@ def peak_bytes(call: Callable[[int], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def device_named(name: str | torch.device | None) -> torch.device:
+def present_device(name: str | torch.device | None) -> torch.device:
     """The device called `name`, by default a GPU where there is one; DeviceError where it is not there."""
     there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     try:
