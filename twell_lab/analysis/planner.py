@@ -286,7 +286,7 @@ def _measure(
     if x is None:
         module, inputs = _stand_in(layer, tokens, weight.dtype, weight.device)
     else:
-        module, inputs = _bare(found), _inputs(x.to(weight.device, weight.dtype), tokens)
+        module, inputs = _Parts(found), _inputs(x.to(weight.device, weight.dtype), tokens)
     calls = {}
     for choice in choices:
         sparse = SparseFFN(
@@ -300,15 +300,11 @@ def _measure(
 class _Parts(nn.Module):
     """A feed-forward layer's projections, whatever they were called, as a module that SparseFFN takes."""
 
-    def __init__(self, gate, up, down) -> None:
+    def __init__(self, found: FeedForward) -> None:
         super().__init__()
-        if gate is not None:
-            self.gate_proj = gate
-        self.up_proj, self.down_proj, self.act_fn = up, down, nn.ReLU()
-
-
-def _bare(found: FeedForward) -> nn.Module:
-    return _Parts(found.gate, found.up, found.down)
+        if found.gate is not None:
+            self.gate_proj = found.gate
+        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, nn.ReLU()
 
 
 def _inputs(x: Tensor, tokens: int, sets: int = 3) -> list[Tensor]:

@@ -22,7 +22,8 @@ class Dense(Path):
         layer.fuses_dense = dispatch.fuses(weights.up)
         return None, []
 
-    moved = prepare
+    def moved(self, layer: nn.Module, weights: Weights) -> None:
+        self.prepare(layer, weights)
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
         compiling = torch.compiler.is_compiling()

@@ -50,7 +50,8 @@ class HotCold(Path):
         hold(layer, "order", order)
         return order, super().prepare(layer, weights)[1]
 
-    moved = prepare
+    def moved(self, layer: nn.Module, weights: Weights) -> None:
+        self.prepare(layer, weights)
 
     def release(self, layer: nn.Module) -> None:
         hold(layer, "order", None)
