@@ -26,7 +26,9 @@ from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
 from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import Weights
 from ..ops import accuracy, checks, differentiable, inference, operators
+from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .rows import exact_gradients
 
 MOST_FAILURES = 10  # after so many there is nothing more to learn from going on
@@ -92,6 +94,10 @@ class Layer:
     @property
     def x(self) -> Tensor:
         return self.tensors[0]
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(*self.tensors[1:])
 
     @property
     def d_ff(self) -> int:
@@ -226,11 +232,10 @@ def dense(*tensors: Tensor | None) -> Tensor:
 
 
 def _operator(layer: Layer, x: Tensor) -> Tensor:
-    _, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-    how = {"tile": layer.tile, "words": layer.words}
-    if gate is None:
-        return operators.plain_ffn(x, up, down, up_bias, down_bias, **how)
-    return operators.gated_ffn(x, gate, up, down, gate_bias, up_bias, down_bias, **how)
+    w, how = layer.weights, {"tile": layer.tile, "words": layer.words}
+    if w.gate is None:
+        return operators.plain_ffn(x, w.up, w.down, w.up_bias, w.down_bias, **how)
+    return operators.gated_ffn(x, *layer.tensors[1:], **how)
 
 
 def _infer(choice: Choice) -> Callable[[Layer, Tensor], Tensor]:
@@ -240,39 +245,27 @@ def _infer(choice: Choice) -> Callable[[Layer, Tensor], Tensor]:
 
 
 def _packed(layer: Layer, x: Tensor) -> Tensor:
-    _, gate, up, down, _, up_bias, down_bias = layer.tensors
-    packed = operators.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
-    return (
-        operators.packed_down(packed, down, down_bias)
-        if gate is None
-        else operators.packed_gated(x, packed, up, down, up_bias, down_bias)
-    )
+    w, packed = layer.weights, operators.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
+    if w.gate is None:
+        return operators.packed_down(packed, w.down, w.down_bias)
+    return operators.packed_gated(x, packed, w.up, w.down, w.up_bias, w.down_bias)
 
 
-class _Module(nn.Module):
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        _, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-        for name, weight, bias in (
-            ("gate_proj", gate, gate_bias),
-            ("up_proj", up, up_bias),
-            ("down_proj", down, down_bias),
-        ):
-            if weight is not None:
-                with torch.device("meta"):
-                    linear_ = nn.Linear(*reversed(weight.shape), bias=bias is not None)
-                linear_.weight = nn.Parameter(weight, requires_grad=False)
-                linear_.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-                setattr(self, name, linear_)
-        self.act_fn = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.act_fn((self.gate_proj if hasattr(self, "gate_proj") else self.up_proj)(x))
-        return self.down_proj(first * self.up_proj(x) if hasattr(self, "gate_proj") else first)
+def _module(layer: Layer) -> nn.Module:
+    """A dense layer of these very tensors."""
+    w = layer.weights
+    with torch.device("meta"):
+        module = (PlainFeedForward if w.gate is None else GatedFeedForward)(1, 1)
+    for name, weight, bias in zip(("gate_proj", "up_proj", "down_proj"), w[:3], w[3:6]):
+        if weight is not None:
+            projection = getattr(module, name)
+            projection.weight = nn.Parameter(weight, requires_grad=False)
+            projection.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return module
 
 
 def _swapped(choice: Choice | None) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: SparseFFN(_Module(layer), plan=choice, tile=layer.tile, words=layer.words, _check=False)(x)
+    return lambda layer, x: SparseFFN(_module(layer), plan=choice, tile=layer.tile, words=layer.words, _check=False)(x)
 
 
 def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
