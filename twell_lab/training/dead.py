@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..analysis.profile import _watching
+from ..analysis.profile import on_gate
 from ..core.errors import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import FeedForward, firing_layers
@@ -125,7 +125,7 @@ def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
 
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            hooks.enter_context(_watching(layer, note(number)))
+            hooks.enter_context(on_gate(layer, note(number)))
         yield fired
 
 
