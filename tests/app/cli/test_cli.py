@@ -298,7 +298,7 @@ def recordings(monkeypatch):
     module = ModuleType("twell_lab.app.recordings")
     module.RECORDINGS = {"example": lambda: records.Record.new("example", "a test's own", [ROW])}
     monkeypatch.setitem(sys.modules, "twell_lab.app.recordings", module)
-    monkeypatch.setattr(sys.modules["twell_lab"], "recordings", module, raising=False)
+    monkeypatch.setattr(sys.modules["twell_lab.app"], "recordings", module, raising=False)
 
 
 def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
