@@ -3,6 +3,8 @@ sparsify(plan="auto")."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class Watch:
     def __init__(self, shared: Shared, name: str) -> None:
         self.shared, self.name = shared, name
         self.tokens = self.forwards = 0
-        self.counter = None
+        self.counter: Any = None
 
     @torch.no_grad()
     def see(self, layer, x: Tensor):

@@ -265,9 +265,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N", help="model widths [2048]")
 
-    kept = command("records", _records, "List every recorded measurement.")
-    kept.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
-    kept.add_argument(
+    listed = command("records", _records, "List every recorded measurement.")
+    listed.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
+    listed.add_argument(
         "--verify",
         action="store_true",
         help="instead, check that these kernels were tested on a GPU or are named as untested",
@@ -295,8 +295,8 @@ def _tour(options) -> Answer:
     if options.render is not None:
         from .page import render_file
 
-        page = render_file(options.render, options.out or TourOptions.out)
-        return Answer(strict_json({"page": str(page)}), f"tour: the page is {page}")
+        drawn = render_file(options.render, options.out or TourOptions.out)
+        return Answer(strict_json({"page": str(drawn)}), f"tour: the page is {drawn}")
     from . import tour as tour_module
 
     record, saved, page = tour_module.run(TourOptions(**given(options, TourOptions)))

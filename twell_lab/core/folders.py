@@ -113,9 +113,14 @@ def private_folder() -> Path | None:
         folder = Path(tempfile.mkdtemp(prefix=temporary_prefix("twell-lab")))
     except OSError:
         return None
-    owner = os.getpid()  # a forked process ends without removing it
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    atexit.register(_remove, folder, os.getpid())
     return None if refusal(folder) else folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Removes a folder at the end of the process that made it: a forked one leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
