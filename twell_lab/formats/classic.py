@@ -72,10 +72,6 @@ class _Format:
         """What its tensors' shapes say beyond the values."""
         return ()
 
-    def to_dense(self) -> Tensor:
-        """The matrix [rows, columns] that it was made of, in its dtype, exactly."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, eq=False)
 class COO(_Format):

@@ -7,8 +7,7 @@ import shutil
 import pytest
 import torch
 
-from twell_lab.core import folders
-from twell_lab.core.errors import InputError, RecordError, StackError
+from twell_lab.core.errors import InputError, RecordError
 from twell_lab.course.sweep import data as course
 from twell_lab.records import record as records
 from twell_lab.training import sweep
@@ -194,10 +193,10 @@ def test_a_checkpoint_that_is_not_there_is_told():
 
 
 def test_an_installed_package_names_the_models_that_it_leaves_out(monkeypatch, tmp_path):
-    small = folders.data_dir() / "checkpoints" / "small"
+    small = course.folders.data_dir() / "checkpoints" / "small"
     shutil.copytree(small, tmp_path / "checkpoints" / "small")
-    monkeypatch.setattr(folders, "data_dir", lambda: tmp_path)
+    monkeypatch.setattr(course.folders, "data_dir", lambda: tmp_path)
     assert course.checkpoints() == ["small"]
     assert course.checkpoint("small").config.d_ff == 512
-    with pytest.raises(StackError, match="'sparse' is not in an installed package.*'small' is here"):
+    with pytest.raises(course.StackError, match="'sparse' is not in an installed package.*'small' is here"):
         course.checkpoint("sparse")
