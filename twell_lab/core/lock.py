@@ -20,7 +20,7 @@ from .errors import InputError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 NAME = ".twell-lab.lock"
 

@@ -127,11 +127,12 @@ class Record:
             ) from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write `name-date.json` into `folder` (default: the project's records) and return its path.
+        """Write `name-date.json` into `folder` and return its path.
 
-        The file appears whole or not at all, and an older record is never overwritten.
+        Without a folder it goes into the records of this checkout, or, where the package is installed, into the working
+        folder. The file appears whole or not at all, and an older record is never overwritten.
         """
-        folder = folders.records_dir() if folder is None else Path(folder)
+        folder = folders.new_records_dir() if folder is None else Path(folder)
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
         target, again = folder / f"{stem}.json", 2
         while target.exists():
