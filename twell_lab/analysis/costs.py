@@ -184,7 +184,7 @@ def _microseconds(parts: dict[str, float]) -> dict[str, float]:
 def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Rates:
     """Measure a device with a few small calls (under a second, kernels compiled). dtype: bfloat16 on a GPU, else
     float32."""
-    device = measure._device(device)
+    device = measure.present_device(device)
     large = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if large else torch.float32)
     itemsize = dtype.itemsize

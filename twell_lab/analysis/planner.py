@@ -88,7 +88,7 @@ def plan(
     tokens = _classes(tokens)
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
-    device = clocks._device(device if device is not None or weight is None else weight.device)
+    device = clocks.present_device(device if device is not None or weight is None else weight.device)
     if found and measure and device.type != weight.device.type:
         raise InputError(
             f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is accepted"

@@ -176,7 +176,7 @@ def profile(
     ran = False
     with _evaluating(model), ExitStack() as hooks:
         for layer, counter in zip(found, counters):
-            hooks.enter_context(_watching(layer, counter.add))
+            hooks.enter_context(on_gate(layer, counter.add))
         for batch in _each(batches):
             batch = _moved(batch, model)
             for counter in counters:
@@ -218,7 +218,7 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
         rows = slice(None) if mask is None else _flat_mask(mask, x)
         seen.append((x[rows], gate[rows]))
 
-    with _evaluating(model), _watching(chosen, keep):
+    with _evaluating(model), on_gate(chosen, keep):
         _call(model, batch)
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
@@ -271,7 +271,7 @@ class _Counter:
 
 
 @contextmanager
-def _watching(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Within this context, `see(x, gate pre-activation)` is called whenever `layer` runs."""
     if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
 

@@ -16,14 +16,14 @@ from ..layers.sparse_ffn import SparseFFN
 from ..ops import ampere, dispatch
 from ..ops import portable as launch
 from ..ops.measure import (
-    _GRAPH_TOKENS,
-    _ROTATED,
+    GRAPH_TOKENS,
+    ROTATED,
     As,
     WrongResult,
-    _device,
     check,
     graphed,
     peak_bytes,
+    present_device,
     quartiles,
     time_cpu,
     time_cuda,
@@ -61,7 +61,7 @@ def ffn(
     on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync"). seconds: how
     long to measure on a CPU. Returns a Record with a row for each path."""
     _check_seconds(seconds)
-    device = _device(device)
+    device = present_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
     return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
@@ -117,7 +117,7 @@ def _compare(
     else:
         with torch.cuda.device(x.device):
             samples = time_cuda({**calls, **_parts(sparse, inputs)})
-            if x.shape[0] <= _GRAPH_TOKENS:
+            if x.shape[0] <= GRAPH_TOKENS:
                 replays = {f"{name} (graph)": graphed(call) for name, call in calls.items() if "compiled" not in name}
                 samples |= time_cuda(replays)
             memory = {name: peak_bytes(call) for name, call in calls.items()}
@@ -204,16 +204,16 @@ def kernel_versions(
     none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
 
     def pack(version):
-        return lambda turn: launch.pack(gates[turn % _ROTATED], TILE, WORDS, version)
+        return lambda turn: launch.pack(gates[turn % ROTATED], TILE, WORDS, version)
 
     def down(version):
         return lambda turn: launch.down(
-            packs[turn % _ROTATED], gates[turn % _ROTATED], none, down_t, None, d_ff, TILE, version
+            packs[turn % ROTATED], gates[turn % ROTATED], none, down_t, None, d_ff, TILE, version
         )
 
     def gated(version):
         def call(turn):
-            i = turn % _ROTATED
+            i = turn % ROTATED
             return launch.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
 
         return call

@@ -34,7 +34,7 @@ SHAPES = (
     (4096, 14336, True),
     (5120, 13824, True),
 )
-_GRAPH_TOKENS = 256  # up to here replays of a CUDA graph are timed
+GRAPH_TOKENS = 256  # up to here replays of a CUDA graph are timed
 _DENSITY = 29 / 5632  # of the shapes' workload
 
 
@@ -100,7 +100,7 @@ def compare(
     shared = _describe(layer, inputs, label)
     turns = {name: _over(call, inputs) for name, call in calls.items()}
     samples = measure.time_cuda(turns)
-    if inputs[0].shape[0] <= _GRAPH_TOKENS:
+    if inputs[0].shape[0] <= GRAPH_TOKENS:
         replayed = {f"{name} (graph)": measure.graphed(call) for name, call in turns.items() if "compiled" not in name}
         samples |= measure.time_cuda(replayed)
     notes = {"planned": {"choice": str(chosen)}, "planned compiled": {"choice": str(chosen)}}

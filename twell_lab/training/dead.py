@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..analysis.profile import _watching
+from ..analysis.profile import on_gate
 from ..core.errors import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import FeedForward, firing_layers
@@ -95,7 +95,7 @@ class Tracker:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
+def collect_fired(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
     """Within this context forward passes of the model are watched; the function it gives tells what fired in them.
 
     That function returns, for each layer in the order of model.firing_layers, bool [d_ff]: whether a neuron fired
@@ -125,7 +125,7 @@ def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
 
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            hooks.enter_context(_watching(layer, note(number)))
+            hooks.enter_context(on_gate(layer, note(number)))
         yield fired
 
 
@@ -134,7 +134,7 @@ def fired_in(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
     Without gradients, in the mode the model is in. Returns bool [d_ff] for each layer, on the model's device.
     """
-    with watching(model) as fired, torch.no_grad():
+    with collect_fired(model) as fired, torch.no_grad():
         model(tokens)
         return fired()
 
