@@ -4,9 +4,9 @@ failed."""
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.app import recordings
 from twell_lab.core import errors, folders
-from twell_lab.records import record as records
 
 GOOD = "def test_one():\n    pass\n\n\nimport pytest\n\n\n@pytest.mark.skip(reason='here')\ndef test_two():\n    pass\n"
 BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"

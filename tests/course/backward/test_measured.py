@@ -4,12 +4,12 @@ none."""
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.bench import inference
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import measured
 from twell_lab.course.work.data import LOGNORMAL, Rates
 from twell_lab.ops import measure
-from twell_lab.records import record as records
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"

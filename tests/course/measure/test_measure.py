@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.bench import density as bench_density
 from twell_lab.bench.density import DENSITY, scattered
 from twell_lab.core.errors import InputError
 from twell_lab.course.measure import data as measure
 from twell_lab.formats import CSR
 from twell_lab.ops.reference import GatedFeedForward
-from twell_lab.records import record as records
 
 
 def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
+from ... import records
 from ...ops import measure, train_rows
-from ...records import record as records
 from ..recorded import LOGNORMAL, newest, rows_of, same, timed_here
 
 NAME, KIND = "training", "training"

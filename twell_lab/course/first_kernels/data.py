@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import records
 from ...bench import forward
 from ...core import folders
 from ...core.errors import DeviceError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...ops import measure, portable
 from ...records import evidence
-from ...records import record as records
 from ...records.evidence import noise
 from ...simulator import H100, Counts, Fault, Gpu, available, predicted_time, watching
 from ...simulator.counts import SECTOR, LineCounts

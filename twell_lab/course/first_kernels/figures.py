@@ -15,8 +15,8 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
 from ...plots.data import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace

@@ -9,8 +9,8 @@ import copy
 import math
 from collections.abc import Iterable
 
+from ... import records
 from ...ops import measure
-from ...records import record as records
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, newest, rows_of, same, select, timed_here
 from ..work.data import Rates, floors, work
 

@@ -9,7 +9,7 @@ import math
 
 import plotly.graph_objects as go
 
-from ...plots import figures as plots
+from ... import plots
 from ..drawing import nothing
 
 PATHS = {

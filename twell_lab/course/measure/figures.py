@@ -7,9 +7,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
 from ...ops.measure import quartiles
-from ...plots import figures as plots
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
 

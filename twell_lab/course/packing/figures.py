@@ -7,8 +7,8 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
 from ..drawing import flat
 from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ... import records
 from ...analysis.profile import activations
 from ...core import folders
 from ...core.errors import InputError, RecordError
 from ...formats.twell import fires
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import LanguageModel
-from ...records import record as records
 from ...training.sweep import best_sparse, cost, pressed, seed_spread, settled, twin
 from ..recorded import device_and_day
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ... import records
 from ...core import folders
 from ...formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
-from ...records import record as records
 from ...simulator import H100
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
 
