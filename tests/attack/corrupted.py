@@ -22,6 +22,7 @@ from tests.attack.harness import PLACE, damaged
 from twell_lab import records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
+from twell_lab.core import folders
 from twell_lab.core.errors import TwellError
 from twell_lab.cuda import cubins
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -172,7 +173,7 @@ def _read_plan(folder: Path):
 
 
 def _make_tour(folder: Path) -> None:
-    newest = sorted(Path(records.paths.records_dir()).glob("tour-*.json"))[-1]
+    newest = sorted(Path(folders.records_dir()).glob("tour-*.json"))[-1]
     shutil.copyfile(newest, folder / "tour.json")
 
 

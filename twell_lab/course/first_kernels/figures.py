@@ -1,4 +1,4 @@
-"""Figures of what the simulator recorded, each a function of plain data; in the style of `plots`.
+"""Figures of what the simulator recorded, each a function of rows and numbers; in the style of `plots`.
 
 Colour is never the only sign: threads are numbered in their cells, what was written has a frame, bars are
 hatched. So the figures keep their meaning in grey print and for every colour vision.

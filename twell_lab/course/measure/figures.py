@@ -1,4 +1,4 @@
-"""Figures of the first notebooks, each a function of plain data; in the style of `plots`."""
+"""Figures of the first notebooks, each a function of rows and numbers; in the style of `plots`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notebook on L1 training reads off the recorded sweep, as plain functions: rows in, words and numbers out."""
+"""What the notebook on L1 training reads off the recorded sweep, as functions: rows in, words and numbers out."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
 
 
 def quality(record: records.Record) -> list[str]:
-    """Size, tokens and quality in plain words: what these models are, and what they are not."""
+    """Size, tokens and quality in words: what these models are, and what they are not."""
     base, notes = twin(record.rows), record.notes
     config, text = base["config"], notes["text"]
     lines = [
