@@ -2,6 +2,7 @@
 loss."""
 
 import dataclasses
+import errno
 import importlib
 import io
 import json
@@ -120,19 +121,20 @@ def test_metrics_on_a_full_disk_end_with_a_whole_row_and_training_goes_on(tmp_pa
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_resumption_where_nothing_can_be_written_is_refused_at_once(tiny, tmp_path):
+def test_a_resumption_where_nothing_can_be_written_is_refused_at_once(tiny, tmp_path, monkeypatch):
     broken_off(tiny(checkpoint_every=2), tmp_path, 4)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl.part").mkdir()
+    checkpoints = [path.name for path in checkpoint.checkpoints(tmp_path)]
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
+    (tmp_path / "metrics.jsonl").mkdir()  # root may write anywhere: a name that is taken stands for a read-only folder
     with pytest.raises(InputError, match="cannot write .*metrics.jsonl"):
         train(tiny(), resume=tmp_path, progress=False)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    (tmp_path / "metrics.jsonl.part").rmdir()
-    (
-        tmp_path / ".twell-lab.part"
-    ).mkdir()  # root may write anywhere: a name that is taken stands for a read-only folder
-    with pytest.raises(InputError, match="cannot save in"):
+    (tmp_path / "metrics.jsonl").rmdir()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: (_ for _ in ()).throw(full))
+    with pytest.raises(InputError, match="cannot save in .*No space left on device"):
         train(tiny(), resume=tmp_path, progress=False)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == checkpoints
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):

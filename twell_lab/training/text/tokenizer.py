@@ -1,4 +1,4 @@
-"""What a model reads a text as, where it is not its bytes (text.Bytes): the tokens of a trained byte-level BPE.
+"""What a model reads a text as, where it is not its bytes (source.Bytes): the tokens of a trained byte-level BPE.
 
 Both take any bytes and give them back exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
 trained and run by the `tokenizers` library, which the extra "text" installs; bytes need no package. Tokens stand for
