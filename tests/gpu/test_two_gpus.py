@@ -23,7 +23,7 @@ from .test_trainer import BFLOAT16, FLOAT32, close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
-SEVERAL = ROOT / "tests" / "train" / "several.py"
+SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
 RUNS = {

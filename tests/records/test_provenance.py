@@ -49,7 +49,7 @@ def scale(y, *, stream=None):
 def other():
     return UNUSED
 '''
-TOOLS = """from .errors import InputError
+TOOLS = """from .core.errors import InputError
 
 LIMIT = 7
 
@@ -89,12 +89,12 @@ def tree_of_one(tmp_path):
             "launch": LAUNCH,
             "tools": TOOLS,
             "sizes": SIZES,
-            "errors": "class InputError(Exception):\n    pass\n",
+            "core/errors": "class InputError(Exception):\n    pass\n",
         }
         for name, text in (texts | changed).items():
             folder = "kernels" if name in ("cuda", "shared") else "twell_lab"
             file = {"cuda": "smxx_scale.cu", "shared": "shared.cuh"}.get(name, f"{name}.py")
-            (top / folder).mkdir(parents=True, exist_ok=True)
+            (top / folder / file).parent.mkdir(parents=True, exist_ok=True)
             (top / folder / file).write_text(text)
         return provenance.kernel_hashes(top)["smxx_scale"]
 
@@ -313,8 +313,8 @@ def test_a_changed_kernel_fails_until_it_is_tested_or_named(copy):
 def test_changed_launch_code_and_formats_fail_too(copy):
     report(copy)
     for module, old, new, kernel in (
-        ("launch", "_PACK_BLOCKS = {1: (128", "_PACK_BLOCKS = {1: (256", "smxx_pack"),
-        ("formats", "WORDS = 256, 32", "WORDS = 128, 32", "smxx_down"),
+        ("ops/portable", "_PACK_BLOCKS = {1: (128", "_PACK_BLOCKS = {1: (256", "smxx_pack"),
+        ("formats/twell", "WORDS = 256, 32", "WORDS = 128, 32", "smxx_down"),
     ):
         path = copy / "twell_lab" / f"{module}.py"
         text = path.read_text()

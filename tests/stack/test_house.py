@@ -12,13 +12,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "twell_lab"
 MB = 1_000_000
 # Written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]))\b/?")
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
-DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib"}
-DRAWING_ROOMS = {"plots", "app", "course"}
+DRAWING_ROOMS = {"app", "course", "plots"}
+DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
 # Names of torch's own that begin with an underscore, and that we cannot do without.
 TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module())}
 # Rooms and private names of other rooms that they still use: to be empty.
@@ -52,15 +51,27 @@ def most_bytes(path: Path) -> int:
     return 12 * MB if path.is_relative_to(ROOT / "data" / "checkpoints") else 3 * MB
 
 
-def imported(source: str) -> set[str]:
-    """The libraries that a module imports, anywhere in it, but for those of its own package."""
+def imports(source: str) -> set[str]:
+    """Names of the modules that a source imports, anywhere in it; those of the package with their dots."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(node.module.split(".")[0])
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or ""))
     return found
+
+
+def drawn_in(source: str) -> set[str]:
+    """What a room that computes must not import: what draws figures, widgets and notebooks."""
+    return {name for name in imports(source) if name.split(".")[0] in DRAWING}
+
+
+def foreign_to_formats(source: str) -> set[str]:
+    """What `formats` must not import: all but the standard library, torch, errors, and its own files."""
+    allowed = sys.stdlib_module_names | {"torch"}
+    names = {name for name in imports(source) if name.split(".")[0] not in allowed}
+    return {name for name in names if name != "..core.errors" and not re.fullmatch(r"\.\w+", name)}
 
 
 def private(name: str) -> bool:
@@ -70,7 +81,7 @@ def private(name: str) -> bool:
 def private_names(source: str) -> dict[str, set[str]]:
     """The private names of a module: those that it makes (functions, classes, variables, attributes), those that it
     imports from a folder above its own, and those that it reads as an attribute of something."""
-    made, imports, read = set(), set(), set()
+    made, imported, read = set(), set(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             made.add(node.name)
@@ -79,19 +90,19 @@ def private_names(source: str) -> dict[str, set[str]]:
         elif isinstance(node, ast.Attribute):
             (made if isinstance(node.ctx, ast.Store) else read).add(node.attr)
         elif isinstance(node, ast.ImportFrom) and node.level > 1:
-            imports |= {alias.name for alias in node.names}
-    return {kind: set(filter(private, names)) for kind, names in dict(made=made, imports=imports, read=read).items()}
+            imported |= {alias.name for alias in node.names}
+    return {kind: set(filter(private, found)) for kind, found in dict(made=made, imported=imported, read=read).items()}
 
 
 def names_across_rooms(package: Path) -> dict[str, set[str]]:
     """Room -> the private names that it imports from other folders, or reads where only another room makes them."""
     rooms: dict[str, dict[str, set[str]]] = {}
     for path in package.rglob("*.py"):
-        room = rooms.setdefault(path.relative_to(package).parts[0], {"made": set(), "imports": set(), "read": set()})
+        room = rooms.setdefault(path.relative_to(package).parts[0], {"made": set(), "imported": set(), "read": set()})
         for kind, names in private_names(path.read_text(encoding="utf-8")).items():
             room[kind] |= names
     everywhere = set().union(*(room["made"] for room in rooms.values())) - TORCHS
-    across = {name: each["imports"] | (each["read"] - each["made"]) & everywhere for name, each in rooms.items()}
+    across = {name: each["imported"] | (each["read"] - each["made"]) & everywhere for name, each in rooms.items()}
     return {name: found for name, found in across.items() if found}
 
 
@@ -121,38 +132,51 @@ def test_no_widget_state_in_notebooks():
     assert not [path.name for path in tracked() if path.suffix == ".ipynb" and widget_state(path.read_text("utf-8"))]
 
 
-def test_only_the_rooms_that_draw_import_what_draws():
-    rooms = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in DRAWING_ROOMS]
-    assert len(rooms) > 50
-    assert not {path: names for path in rooms if (names := imported(path.read_text("utf-8")) & DRAWING)}
+def test_only_rooms_that_draw_import_what_draws():
+    files = [path for path in (ROOT / "twell_lab").rglob("*.py")]
+    quiet = [path for path in files if path.relative_to(ROOT).parts[1] not in DRAWING_ROOMS]
+    assert len(quiet) >= 50
+    assert not {path.name: names for path in quiet if (names := drawn_in(path.read_text(encoding="utf-8")))}
 
 
-@pytest.mark.parametrize("place", ["formats", "ops/reference.py"])
-def test_formats_and_reference_import_torch_alone(place):
-    files = [PACKAGE / place] if place.endswith(".py") else [*(PACKAGE / place).glob("*.py")]
-    assert files
-    assert not set().union(*(imported(path.read_text("utf-8")) for path in files)) - sys.stdlib_module_names - {"torch"}
+def test_formats_import_torch_alone():
+    files = list((ROOT / "twell_lab" / "formats").glob("*.py"))
+    assert len(files) > 2
+    assert not {path.name: names for path in files if (names := foreign_to_formats(path.read_text(encoding="utf-8")))}
 
 
 def test_no_room_uses_a_private_name_of_another():
-    found = names_across_rooms(PACKAGE)
+    found = names_across_rooms(ROOT / "twell_lab")
     assert not {room: left for room in found if (left := found[room] - TO_BE_MENDED.get(room, set()))}
 
 
 @pytest.mark.parametrize(
-    "breach", ["see /wor|k/main/x.py", "cd /roo|t/project", "--extra-index-|url file", "https://pypi.|org/simple"]
+    "breach",
+    [
+        "see /{}/main/x.py".format("work"),
+        "cd /{}/project".format("root"),
+        "--extra-index-{} file".format("url"),
+        "https://pypi.{}/simple".format("org"),
+    ],
 )
 def test_private_words_are_found(breach):
-    assert private_words(breach.replace("|", "")) and not private_words(breach)
+    assert private_words(breach)
 
 
 def test_ordinary_words_are_let_through():
     assert not private_words("paper/work/x, at work, root/, https://a.example/root-cause, twell_lab/roots.py")
 
 
-def test_breaches_of_the_import_rules_are_found(tmp_path):
-    assert imported("def f():\n    import plotly.graph_objects as go") & DRAWING
-    assert not imported("import torch\nfrom . import plotly\nfrom .profile import profile") & DRAWING
+def test_breaches_of_the_import_rules_are_found():
+    assert drawn_in("def f():\n    import plotly.graph_objects as go") == {"plotly.graph_objects"}
+    assert not drawn_in("import torch\nfrom ..ops import pack")
+    assert foreign_to_formats("import numpy\nfrom ..ops import x\nfrom .. import ops") == {"numpy", "..ops", ".."}
+    assert not foreign_to_formats(
+        "import math, torch.nn\nfrom ..core.errors import InputError\nfrom .twell import TwELL"
+    )
+
+
+def test_private_names_across_rooms_are_found(tmp_path):
     for name, text in {
         "low/a.py": "def _hidden(): ...\nclass A:\n    def __init__(self):\n        self._kept = 1\n",
         "low/b.py": "from .a import _hidden\n_hidden._kept\n",

@@ -35,7 +35,7 @@ def test_every_kernel_and_data_file_is_in_the_wheel(wheel):
             assert f"twell_lab/{path.relative_to(ROOT).as_posix()}" in names
     cuda = [path.name for path in (ROOT / "twell_lab" / "simulator" / "cuda").iterdir()]
     assert cuda and all(f"twell_lab/simulator/cuda/{name}" in names for name in cuda)
-    assert "twell_lab/page.html.jinja" in names
+    assert "twell_lab/app/page.html.jinja" in names
     assert not any(name.startswith(("tests/", "notebooks/", "kernels/", "data/")) for name in names)
 
 

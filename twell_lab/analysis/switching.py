@@ -109,7 +109,7 @@ class Switch:
         it.
 
         tokens: how many a forward pass of training has. At most what the kernels have room for
-        (launch_train.capacity_for): the break-even of wide layers lies above that. Without the kernels (a CPU, float32)
+        (train_rows.capacity_for): the break-even of wide layers lies above that. Without the kernels (a CPU, float32)
         the sparse path is torch's own operations, and the gate twice: slower, however few neurons fire. Raises
         InputError for tokens below 1."""
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:

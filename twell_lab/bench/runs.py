@@ -1,7 +1,7 @@
 """Whole trainings, from the first step on, by one process and by several: dense and through the kernels, replicated and
 sharded.
 
-Where bench_training times steps of layers and models that stand still, these are runs of the trainer:
+Where bench.training times steps of layers and models that stand still, these are runs of the trainer:
 the model starts dense, L1 silences it, each layer goes over to the kernels when it fires little enough, and a step
 includes the reading of windows, clipping, AdamW and the rows of the history.
 """

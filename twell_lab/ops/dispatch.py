@@ -91,7 +91,7 @@ def _start(h: Tensor, down: Tensor) -> Tensor:
 def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y=None, packs=hopper_pack) -> Tensor:
     """Packed inside the gate GEMM, finished by the readers with a pool; rows that the pool lost are computed densely.
 
-    packs: launch_sm90, or launch_sm80 to time its GEMM in the same place.
+    packs: hopper_pack, or ampere to time its GEMM in the same place.
     """
     tokens = x.shape[0]
     start = None

@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -271,6 +272,8 @@ class _Writer:
         if isinstance(node, ast.AnnAssign):  # a note for people and type checkers alone
             value = "" if node.value is None else self.text(node.value, local)
             return f"Assign([{self.text(node.target, local)}], {value})"
+        if isinstance(node, ast.JoinedStr):
+            return f"JoinedStr([{', '.join(self._pieces(node, local))}])"
         if isinstance(node, ast.Constant):
             named = isinstance(node.value, str) and re.fullmatch(r"\w*\.cuh?", node.value)
             return "a source" if named else repr(node.value)
@@ -279,6 +282,14 @@ class _Writer:
             if name not in self._LEFT_OUT and value is not None and value != []:
                 fields.append(self._field(name, value, node, local))
         return f"{type(node).__name__}({', '.join(fields)})"
+
+    def _pieces(self, node: ast.JoinedStr, local: frozenset[str]) -> Iterator[str]:
+        """The parts of an f-string, texts beside each other as one: Python versions cut them differently."""
+        for is_text, group in groupby(node.values, lambda part: isinstance(part, ast.Constant)):
+            parts = list(group)
+            if is_text:
+                parts = [ast.Constant("".join(part.value for part in parts))]
+            yield from (self.text(part, local) for part in parts)
 
     def _field(self, name: str, value, node: ast.AST, local: frozenset[str]) -> str:
         if isinstance(value, ast.AST):

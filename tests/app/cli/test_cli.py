@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from twell_lab import bench
 from twell_lab.app import cli
+from twell_lab.bench import forward
 from twell_lab.records import record as records
 
 ROOT = Path(__file__).parents[3]
@@ -135,7 +135,7 @@ def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, mon
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "ffn", stop)
+    monkeypatch.setattr(forward, "ffn", stop)
     again = "\ntwell-lab: interrupted; to run it again: "
     monkeypatch.setattr(sys, "argv", [".venv/bin/twell-lab"])
     assert cli.main(["bench", "--tokens", "1", "8", "--out", "a folder"]) == 130
@@ -153,7 +153,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench, "ffn", fail)
+    monkeypatch.setattr(forward, "ffn", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["bench"])
 

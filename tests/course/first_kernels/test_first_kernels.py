@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.core.errors import InputError
 from twell_lab.course.first_kernels import data as kernels
 from twell_lab.formats import TwELL
@@ -64,7 +63,7 @@ def test_a_layer_runs_both_kernels():
 def test_the_source_of_a_kernel_is_that_of_the_file():
     lines = kernels.source("smxx_pack.cu", "pack_v1").splitlines()
     assert lines[0].endswith('extern "C" __global__ void __launch_bounds__(128)') and lines[-1].endswith("}")
-    file = (folders.kernels_dir() / "smxx_pack.cu").read_text().splitlines()
+    file = (kernels.folders.kernels_dir() / "smxx_pack.cu").read_text().splitlines()
     for line in lines:
         number, _, text = line.strip().partition("  ")
         assert file[int(number) - 1].endswith(text)
@@ -81,13 +80,13 @@ def test_a_part_of_a_function():
 
 
 def test_an_altered_copy_keeps_its_line_numbers(tmp_path):
-    original = (folders.kernels_dir() / "smxx_gated.cu").read_text()
+    original = (kernels.folders.kernels_dir() / "smxx_gated.cu").read_text()
     barrier = " " * 12 + "__syncthreads();"
     first, second = (kernels.altered("smxx_gated.cu", barrier, "", tmp_path / f"{i}.cu", i).read_text() for i in (1, 2))
     assert first != second and all(text.count("\n") == original.count("\n") for text in (first, second))
     assert all(text.count(barrier) == original.count(barrier) - 1 for text in (first, second))
     both = kernels.altered("smxx_pack.cu", "++count;\n        if", "if", tmp_path / "two.cu").read_text()
-    assert both.count("\n") == (folders.kernels_dir() / "smxx_pack.cu").read_text().count("\n")
+    assert both.count("\n") == (kernels.folders.kernels_dir() / "smxx_pack.cu").read_text().count("\n")
     for which in (0, 9):
         with pytest.raises(InputError, match="occurs"):
             kernels.altered("smxx_gated.cu", barrier, "", tmp_path / "x.cu", which)

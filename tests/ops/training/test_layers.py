@@ -312,7 +312,7 @@ def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
     net, asked = sparsify(model()), []
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
     monkeypatch.setattr(
-        switching.training, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1
+        switching.differentiable, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1
     )
     monkeypatch.setattr(switching, "break_even", lambda *_: 7.0)
     assert switching.Switch(net).measure(300) == {"layers.0.mlp": 0.0, "layers.1.mlp": 7.0}
@@ -328,7 +328,7 @@ def test_a_break_even_needs_tokens(tokens):
 def test_a_break_even_stays_within_the_room_for_entries(monkeypatch):
     net, tokens = sparsify(model()), 100
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
-    monkeypatch.setattr(switching.training, "takes", lambda *_: True)
+    monkeypatch.setattr(switching.differentiable, "takes", lambda *_: True)
     monkeypatch.setattr(switching, "break_even", lambda *_: 1e6)
     limit = switching.Switch(net).measure(tokens)["layers.0.mlp"]
     room = train_rows.capacity_for(tokens, CONFIG.d_ff)

@@ -19,7 +19,7 @@ from twell_lab.training import parallel as distributed
 from twell_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
-SEVERAL = ROOT / "tests" / "train" / "several.py"
+SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
 # Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning
 # rate high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
 CLOSE = dict(rel=1e-4, abs=1e-6)

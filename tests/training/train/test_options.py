@@ -197,7 +197,7 @@ def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some
     """From dense to sparse, each by its own number, at the rows of the history."""
     seen = []
     follow = running.Run.follow
-    monkeypatch.setattr(switching, "Switch", functools.partial(switching.Switch, below=8.0))
+    monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=8.0))
 
     def watched(run, nnz, lost):
         follow(run, nnz, lost)
@@ -269,7 +269,7 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
         return y, l1, kept, torch.tensor(kept.numel() // 2 if len(calls) % 2 == 0 else 0) if path == "twell" else None
 
     monkeypatch.setattr(differentiable, "train_layer", losing)
-    monkeypatch.setattr(switching, "Switch", functools.partial(switching.Switch, below=1000.0))
+    monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=1000.0))
     runs, init = [], running.Run.__init__
     monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
     monkeypatch.setattr(switching, "LOST", 1e4)
