@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..core import machine
 from ..core.errors import InputError, TwellError
-from ..core.files import read, read_json, write_atomically
+from ..core.files import parse_json, read, read_json, write_atomically
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
@@ -208,7 +208,7 @@ class LanguageModel(nn.Module):
             said = read_json(folder / "config.json", "model")
             content = read(folder / "model.safetensors")
             weights = safetensors.torch.load(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
             if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:

@@ -7,7 +7,6 @@ Data in, data out, nothing drawn. Rows are those of the "inference" record (twel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ... import records
 from ...core import folders
+from ...core.files import read_json
 from ...formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from ...simulator import H100
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
@@ -119,7 +119,7 @@ def floors_table(found: list[dict]) -> str:
 
 def datasheet(name: str = "H100 SXM") -> dict:
     """The vendor's figures for a GPU (data/gpus.json)."""
-    gpus = json.loads((folders.data_dir() / "gpus.json").read_text(encoding="utf-8"))["gpus"]
+    gpus = read_json(folders.data_dir() / "gpus.json", "datasheet")["gpus"]
     return next(gpu for gpu in gpus if gpu["name"] == name)
 
 
