@@ -15,7 +15,7 @@ BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """tests/gpu of a checkout without a GPU or sanitizers."""
-    monkeypatch.setattr(recordings, "_need_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(recordings.shutil, "which", lambda name: None)
     monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
     monkeypatch.delenv("TWELL_LAB_CUBINS", raising=False)

@@ -230,13 +230,10 @@ def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, m
     saved = checkpoint.load(tmp_path)
     assert saved.step == 14 and saved.paths["layers"] == dict.fromkeys(("layers.0.mlp", "layers.1.mlp"), "twell")
     measured.clear()
-    runs = []
-    follow = running.Run.restore
-    monkeypatch.setattr(running.Run, "restore", lambda run, state: (follow(run, state), runs.append(run)))
     again = train(config, resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and not measured
     assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
-    assert runs[0].switch.below == {"layers.0.mlp": 8.0, "layers.1.mlp": 8.0}
+    assert checkpoint.load(tmp_path).paths["below"] == {"layers.0.mlp": 8.0, "layers.1.mlp": 8.0}
 
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):

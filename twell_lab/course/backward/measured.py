@@ -7,10 +7,11 @@ by layer" and "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from ... import records
 from ...ops import measure, train_rows
@@ -319,14 +320,29 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
 
     Empty where there is no GPU, or none that can do it (which is said).
     """
-    return timed_here(lambda: [row for nnz in nnzs for row in _measured(tokens, nnz)])
-
-
-def _measured(tokens: int, nnz: float) -> list[dict]:
     from ...bench import inference
+
+    def rows(nnz: float) -> list[dict]:
+        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz)
+        return step_rows(layer, inputs, nnz)
+
+    return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
+
+
+def step_rows(
+    layer,
+    inputs: list[Tensor],
+    nnz: float,
+    clock: Callable = measure.time_cuda,
+    peak_bytes: Callable = measure.peak_bytes,
+) -> list[dict]:
+    """One gated layer's training step, dense and sparse, checked and timed: rows as in the record.
+
+    inputs: [tokens, d_model] each. clock: calls by name -> milliseconds of each, as ops.measure.time_cuda. peak_bytes:
+    of a call, as ops.measure.peak_bytes. Raises WrongResult where a gradient is off by 5% of its norm or more.
+    """
     from ...bench import training as tables
 
-    layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz)
     weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
     inputs = [x.detach().requires_grad_() for x in inputs]
     grads = [torch.randn_like(x) for x in inputs]
@@ -337,6 +353,7 @@ def _measured(tokens: int, nnz: float) -> list[dict]:
         off = float((mine - theirs).norm() / theirs.norm())
         if not off < 0.05:
             raise measure.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
-    peaks = {path: measure.peak_bytes(call) for path, call in calls.items()}
-    rows = rows_of(measure.time_cuda(calls), KIND, tokens, D_MODEL, D_FF, nnz)
+    peaks = {path: peak_bytes(call) for path, call in calls.items()}
+    d_ff, d_model = layer.gate_proj.weight.shape
+    rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz)
     return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]
