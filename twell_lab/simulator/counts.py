@@ -249,8 +249,7 @@ H100 = Gpu(
     3.0e12,
     7.4e12,
     source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 "
-    "TB/s by "
-    "reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run",
+    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run",
 )
 
 

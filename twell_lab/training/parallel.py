@@ -106,7 +106,7 @@ def _check_environment() -> None:
         if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
             raise InputError(
                 f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets "
-                f"it, or none"
+                "it, or none"
             )
 
 

@@ -120,8 +120,7 @@ def whole_step(rows: list[dict]) -> str:
         planned = f", planned: {line['choice']}" if line["choice"] else ""
         said.append(
             f"{row['layers']} layers of {row['d_model']} x {row['d_ff']}, {row['parameters'] / 1e6:.0f} million "
-            f"parameters, "
-            f"nnz {line['nnz']:.1f}{planned}"
+            f"parameters, nnz {line['nnz']:.1f}{planned}"
         )
         shown = [
             {
@@ -229,7 +228,7 @@ def lost_cost(rows: list[dict]) -> str:
     lost = 0.01 * TOKENS
     return (
         f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), "
-        f"so a lost row costs about "
+        "so a lost row costs about "
         f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}."
     )
 
@@ -243,9 +242,8 @@ def no_room(rows: list[dict]) -> str:
         if entries > room and SPARSE in line:
             lines.append(
                 f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of "
-                f"them are in lost rows. "
-                f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) "
-                f"{line['planned']:.1f}."
+                f"them are in lost rows. Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned "
+                f"({line['choice']}) {line['planned']:.1f}."
             )
     return "\n".join(lines) or "In no recorded layer do more neurons fire than the lists have room for."
 
@@ -270,9 +268,8 @@ def summary(rows: list[dict]) -> str:
     at = lambda row: f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"  # noqa: E731
     below = sum(row["x"] < LEAST for row in shown)
     return (
-        f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to "
-        f"{high['x']:.2f} ({at(high)}), "
-        f"below {LEAST} in {below} of {len(shown)} rows."
+        f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} "
+        f"({at(high)}), below {LEAST} in {below} of {len(shown)} rows."
     )
 
 

@@ -377,7 +377,7 @@ def summary(rows: list[dict]) -> str:
                 f"Of their sectors, a GPU's counters found in L1: {found}. "
                 + (
                     f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the "
-                    f"model's rate."
+                    "model's rate."
                     if short
                     else "That is enough."
                 )

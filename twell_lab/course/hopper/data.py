@@ -482,6 +482,5 @@ def summary(rows: list[dict]) -> str:
     below = sum(cell["x"] < LEAST for cell in planned)
     return (
         f"{name}, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} "
-        f"({_at(high)}), "
-        f"below {LEAST} in {below} of {len(planned)} cells."
+        f"({_at(high)}), below {LEAST} in {below} of {len(planned)} cells."
     )

@@ -226,9 +226,8 @@ def _captions(view: dict) -> list[str]:
     tiles = f"{len(view['counts'])} tile{'s' * (len(view['counts']) > 1)}"
     return [
         f"the row's {tiles} of {view['tile']}: values kept (dotted: the {view['slots']} slots)",
-        f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept "
-        "(<span style='color:#2E86C1'>blue</span>: in a word, "
-        "<span style='color:#C77700'>orange</span>: tail)",
+        f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept (<span style='color:#2E86C1'>blue</span>: in a "
+        "word, <span style='color:#C77700'>orange</span>: tail)",
         f"the {words} words of {of}: the count, then column and value; {unused} unused",
         tail,
     ]

@@ -15,10 +15,8 @@ from ...models.tiny import LanguageModel
 from ...training.sweep import best_sparse, cost, pressed, seed_spread, settled, twin
 from ..recorded import device_and_day
 
-ZEROS, MORE = (
-    0.97,
-    0.02,
-)  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
+# What a sparse point must have: this share of zeros, and a loss at most this far above its twin's.
+ZEROS, MORE = 0.97, 0.02
 
 
 def recorded(folder=None) -> records.Record:
@@ -114,8 +112,7 @@ def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
     ]
     return (
         f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of "
-        f"{len(runs)} runs"
-        f"{'; by more in ' + ', '.join(moving) if moving else ''}."
+        f"{len(runs)} runs{'; by more in ' + ', '.join(moving) if moving else ''}."
     )
 
 
@@ -125,11 +122,9 @@ def quality(record: records.Record) -> list[str]:
     config, text = base["config"], notes["text"]
     lines = [
         f"Size: {base['parameters'] / 1e6:.1f} million parameters, {config['layers']} layers, d_model "
-        f"{config['d_model']}, "
-        f"d_ff {config['d_ff']}.",
+        f"{config['d_model']}, d_ff {config['d_ff']}.",
         f"Read: {base['tokens'] / 1e6:.1f} million bytes, {base['tokens'] / notes['training_size']:.0%} of the "
-        f"training part of "
-        f"{text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s.",
+        f"training part of {text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s.",
     ]
     if "compressors" in notes:
         others = ", ".join(f"{name} {bits:.2f}" for name, bits in notes["compressors"].items())
@@ -173,8 +168,7 @@ def position_sentence(row: dict) -> str:
     most = max(range(len(ratios)), key=lambda layer: ratios[layer])
     return (
         f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half "
-        f"{later:.1f}; "
-        f"it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many."
+        f"{later:.1f}; it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many."
     )
 
 

@@ -173,9 +173,8 @@ def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> No
     bars.y, bars.text = nnz, [f"{value:.0f}" if value >= 10 else f"{value:.1f}" for value in nnz]
     figure.layout.yaxis3.range = [0, 1.18 * max(*nnz, 1e-3)]
     figure.layout.title.text = (
-        f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire "
-        f"({row['zeros']:.1%} zeros), {row['validation_bits_per_byte']:.3f} bits per byte, "
-        f"{cost(row, rows):+.1%}<br><sup>{where}</sup>"
+        f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire ({row['zeros']:.1%} zeros), "
+        f"{row['validation_bits_per_byte']:.3f} bits per byte, {cost(row, rows):+.1%}<br><sup>{where}</sup>"
     )
 
 

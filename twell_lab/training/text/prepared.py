@@ -104,9 +104,8 @@ class PreparedText(Readable):
         wanted = BYTES if tokenizer == "bytes" else tokenizer
         if wanted not in (self.tokenizer, self.asked):
             raise InputError(
-                f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} "
-                f"was prepared with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text "
-                "that is not prepared"
+                f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} was prepared "
+                f"with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text that is not prepared"
             )
         return self
 
