@@ -1,4 +1,4 @@
-"""What the figures and the page draw, as plain data. Needs neither torch nor plotly."""
+"""What the figures and the page draw, as dicts, lists and numbers. Needs neither torch nor plotly."""
 
 from __future__ import annotations
 
