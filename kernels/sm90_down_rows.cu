@@ -13,6 +13,7 @@
 #ifndef SPLITS
 #define SPLITS 4  // clusters that share a tile, at most
 #endif
+#define PART_BYTES (32 * 128 * 4)  // what a consumer warp adds to a tile that clusters share: 128 sums a lane
 
 // 128 columns from `first` of the two rows that this lane has sums of, plus bias and what the row starts from (each may
 // be null). half: which of the tile's two.
@@ -38,7 +39,7 @@ __device__ __forceinline__ void finish(u32 (&pairs)[16][2], const float (&d)[128
 // columns; counter: of item, from 0.
 __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__ parts, int* counter, int item, int split, int splits) {
     const int lane = threadIdx.x % 32;
-    float4* to = parts + ((long long)item * splits + split) * 1024 + lane;
+    float4* to = parts + ((long long)item * splits + split) * (PART_BYTES / 16) + lane;
 #pragma unroll
     for (int i = 0; i < 32; ++i) to[32 * i] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     __threadfence();
@@ -51,7 +52,7 @@ __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__
     for (int i = 0; i < 128; ++i) d[i] = 0;
 #pragma unroll 1
     for (int s = 0; s < splits; ++s) {
-        const float4* from = parts + ((long long)item * splits + s) * 1024 + lane;
+        const float4* from = parts + ((long long)item * splits + s) * (PART_BYTES / 16) + lane;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             const float4 v = __ldcg(from + 32 * i);
@@ -73,8 +74,11 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
     const int* index = lost + 1 + first;
     const u32 base = start_pipeline();
     Tiles tiles = tiles_for(rows, (d_model + BN - 1) / BN);
-    // Few tiles leave most of the GPU idle: then several clusters share a tile, and each has only that one.
-    const int k_all = (d_ff + BK - 1) / BK, splits = max(1, min(min(SPLITS, tiles.step / tiles.total), k_all / 8));
+    // Few tiles leave most of the GPU idle: then several clusters share a tile, and each has only that one. Not where
+    // there is another chunk: which rows are in which is a matter of time, and all are to be summed in one order.
+    const bool alone = first == 0 && lost[0] <= slots;
+    const int k_all = (d_ff + BK - 1) / BK, shares = min(min(SPLITS, tiles.step / tiles.total), k_all / 8);
+    const int splits = alone ? max(1, shares) : 1;
     const int split = tiles.first % splits, k_first = k_all * split / splits, k_count = k_all * (split + 1) / splits - k_first;
     tiles.first /= splits;
     const int group = threadIdx.x / 128;

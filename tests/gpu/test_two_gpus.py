@@ -23,7 +23,7 @@ from .test_trainer import BFLOAT16, FLOAT32, close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
-SEVERAL = ROOT / "tests" / "train" / "several.py"
+SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
 SPARSE = dict(dtype="bfloat16", kernels="sparse")
 EVERYTHING = dict(accumulate=2, dead_window=4096, dead_every=6, reinit=0.1)  # and a step in parts, beside DDP and FSDP2
 RUNS = {
@@ -191,13 +191,13 @@ def test_a_run_that_diverges_ends_on_both_with_its_last_good_state(runs, paralle
 def test_interrupted_processes_agree_where_to_stop_and_save(base, tmp_path):
     out = tmp_path / "out"
     config = dataclasses.replace(base, steps=100_000, parallel="fsdp", **SPARSE)
-    with torchrun("-m", "twell_lab.train", *options(config), f"--out={out}", start_new_session=True) as stopped:
+    with torchrun("-m", "twell_lab", "train", *options(config), f"--out={out}", start_new_session=True) as stopped:
         assert_saves_once(stopped, out, 100_000)
 
 
 def test_more_processes_than_gpus_are_refused(base):
     gpus = torch.cuda.device_count()
-    with torchrun("-m", "twell_lab.train", *options(base), processes=gpus + 1) as ran:
+    with torchrun("-m", "twell_lab", "train", *options(base), processes=gpus + 1) as ran:
         said = ran.communicate(timeout=120)[1]
     assert (
         ran.returncode

@@ -138,7 +138,7 @@ def test_no_torch_is_missing_and_the_rest_still_examined(on):
 
 
 def test_the_checkouts_own_environment_is_mended_with_make(monkeypatch):
-    monkeypatch.setattr(sys, "prefix", str(Path(doctor.__file__).resolve().parent.parent / ".venv"))
+    monkeypatch.setattr(sys, "prefix", str(Path(doctor.__file__).resolve().parents[2] / ".venv"))
     assert doctor.install_command("cu12") == "make setup STACK=cu12"
     assert doctor.install_command("course") == "make setup"
 

@@ -9,19 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000
-MOST_LINES = 450
 # Written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]))\b/?")
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
-OUTER_ROOMS = {"__init__", "__main__", "plots", "page", "tour", "cli"}
-OUTER_ROOMS |= {"widgets", "widget", "figures", "drawing", "notebook"}  # in course/
-OUTER_MODULES = {
-    f"twell_lab.{place}{room}" for room in OUTER_ROOMS - {"__init__", "__main__"} for place in ("", "course.")
-}
+DRAWING_ROOMS = {"app", "course", "plots"}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
+# Names of torch's own that begin with an underscore, and that we cannot do without.
+TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields"}  # and what a NamedTuple offers
+# Rooms and private names of other rooms that they still use: to be empty.
+TO_BE_MENDED = {
+    "models": {"_borrowed", "_source"},
+    "ops": {"_DEFINE", "_SHARED_BY_DEFAULT", "_aligned", "_kernel", "_launch", "_multiprocessors"},
+}
 
 
 def tracked() -> list[Path]:
@@ -48,28 +51,59 @@ def most_bytes(path: Path) -> int:
     return 12 * MB if path.is_relative_to(ROOT / "data" / "checkpoints") else 3 * MB
 
 
-def imports(source: str, package: str = "twell_lab") -> set[str]:
-    """Absolute names of the modules that a module of `package` imports, anywhere in it."""
+def imports(source: str) -> set[str]:
+    """Names of the modules that a source imports, anywhere in it; those of the package with their dots."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            module = ".".join(filter(None, (package if node.level else "", node.module)))
-            # `from . import plots` imports a module; `from .plots import x` imports from one
-            found |= {f"{package}.{alias.name}" for alias in node.names} if module == package else {module}
+            found.add("." * node.level + (node.module or ""))
     return found
 
 
 def drawn_in(source: str) -> set[str]:
-    """What a core room must not import: plots, pages, notebooks and what draws them."""
-    return {name for name in imports(source) if name in OUTER_MODULES or name.split(".")[0] in DRAWING}
+    """What a room that computes must not import: what draws figures, widgets and notebooks."""
+    return {name for name in imports(source) if name.split(".")[0] in DRAWING}
 
 
 def foreign_to_formats(source: str) -> set[str]:
-    """What `formats` and `reference` must not import: all but the standard library, torch and errors."""
+    """What `formats` must not import: all but the standard library, torch, errors, and its own files."""
     allowed = sys.stdlib_module_names | {"torch"}
-    return {name for name in imports(source) if name.split(".")[0] not in allowed and name != "twell_lab.core.errors"}
+    names = {name for name in imports(source) if name.split(".")[0] not in allowed}
+    return {name for name in names if name != "..core.errors" and not re.fullmatch(r"\.\w+", name)}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(source: str) -> dict[str, set[str]]:
+    """The private names of a module: those that it makes (functions, classes, variables, attributes), those that it
+    imports from a folder above its own, and those that it reads as an attribute of something."""
+    made, imported, read = set(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (made if isinstance(node.ctx, ast.Store) else read).add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.level > 1:
+            imported |= {alias.name for alias in node.names}
+    return {kind: set(filter(private, found)) for kind, found in dict(made=made, imported=imported, read=read).items()}
+
+
+def names_across_rooms(package: Path) -> dict[str, set[str]]:
+    """Room -> the private names that it imports from other folders, or reads where only another room makes them."""
+    rooms: dict[str, dict[str, set[str]]] = {}
+    for path in package.rglob("*.py"):
+        room = rooms.setdefault(path.relative_to(package).parts[0], {"made": set(), "imported": set(), "read": set()})
+        for kind, names in private_names(path.read_text(encoding="utf-8")).items():
+            room[kind] |= names
+    everywhere = set().union(*(room["made"] for room in rooms.values())) - TORCHS
+    across = {name: each["imported"] | (each["read"] - each["made"]) & everywhere for name, each in rooms.items()}
+    return {name: found for name, found in across.items() if found}
 
 
 def widget_state(notebook: str) -> bool:
@@ -89,17 +123,6 @@ def test_no_large_files():
     assert not [path.relative_to(ROOT).as_posix() for path in tracked() if path.stat().st_size > most_bytes(path)]
 
 
-def test_no_library_or_kernel_file_is_long():
-    files = [
-        path
-        for path in tracked()
-        if path.suffix in (".py", ".cu", ".cuh") and path.relative_to(ROOT).parts[0] in ("twell_lab", "kernels")
-    ]
-    assert files
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
-
-
 def test_no_fast_math():
     files = [path for path in tracked() if path.relative_to(ROOT).parts[0] in ("twell_lab", "kernels", "notebooks")]
     assert not [path.name for path in files if "use_fast_math" in (text_of(path) or "")]
@@ -109,24 +132,31 @@ def test_no_widget_state_in_notebooks():
     assert not [path.name for path in tracked() if path.suffix == ".ipynb" and widget_state(path.read_text("utf-8"))]
 
 
-def test_the_core_rooms_import_no_plot_page_or_notebook():
-    rooms = [path for path in (ROOT / "twell_lab").rglob("*.py") if path.stem not in OUTER_ROOMS]
-    assert len(rooms) >= 10
-    assert not {path.name: names for path in rooms if (names := drawn_in(path.read_text(encoding="utf-8")))}
+def test_only_rooms_that_draw_import_what_draws():
+    files = [path for path in (ROOT / "twell_lab").rglob("*.py")]
+    quiet = [path for path in files if path.relative_to(ROOT).parts[1] not in DRAWING_ROOMS]
+    assert len(quiet) >= 50
+    assert not {path.name: names for path in quiet if (names := drawn_in(path.read_text(encoding="utf-8")))}
 
 
-@pytest.mark.parametrize("room", ["formats", "reference"])
-def test_formats_and_reference_import_torch_alone(room):
-    assert not foreign_to_formats((ROOT / "twell_lab" / f"{room}.py").read_text(encoding="utf-8"))
+def test_formats_import_torch_alone():
+    files = list((ROOT / "twell_lab" / "formats").glob("*.py"))
+    assert len(files) > 2
+    assert not {path.name: names for path in files if (names := foreign_to_formats(path.read_text(encoding="utf-8")))}
+
+
+def test_no_room_uses_a_private_name_of_another():
+    found = names_across_rooms(ROOT / "twell_lab")
+    assert not {room: left for room in found if (left := found[room] - TO_BE_MENDED.get(room, set()))}
 
 
 @pytest.mark.parametrize(
     "breach",
     [
-        "see /work/main/x.py",
-        "cd /root/project",
-        "--extra-index-url file",
-        "https://pypi.org/simple",
+        "see /{}/main/x.py".format("work"),
+        "cd /{}/project".format("root"),
+        "--extra-index-{} file".format("url"),
+        "https://pypi.{}/simple".format("org"),
     ],
 )
 def test_private_words_are_found(breach):
@@ -138,20 +168,25 @@ def test_ordinary_words_are_let_through():
 
 
 def test_breaches_of_the_import_rules_are_found():
-    assert drawn_in("def f():\n    from . import plots") == {"twell_lab.plots"}
-    assert drawn_in("from .page import render\nimport plotly.graph_objects as go") == {
-        "twell_lab.app.page",
-        "plotly.graph_objects",
-    }
-    assert not drawn_in("import torch\nfrom . import ops\nfrom .profile import profile")
-    assert foreign_to_formats("import numpy\nfrom . import ops\nfrom .ffn import x") == {
-        "numpy",
-        "twell_lab.ops",
-        "twell_lab.layers.sparse_ffn",
-    }
+    assert drawn_in("def f():\n    import plotly.graph_objects as go") == {"plotly.graph_objects"}
+    assert not drawn_in("import torch\nfrom ..ops import pack")
+    assert foreign_to_formats("import numpy\nfrom ..ops import x\nfrom .. import ops") == {"numpy", "..ops", ".."}
     assert not foreign_to_formats(
-        "import math, torch.nn\nfrom .errors import InputError\nfrom dataclasses import field"
+        "import math, torch.nn\nfrom ..core.errors import InputError\nfrom .twell import TwELL"
     )
+
+
+def test_private_names_across_rooms_are_found(tmp_path):
+    for name, text in {
+        "low/a.py": "def _hidden(): ...\nclass A:\n    def __init__(self):\n        self._kept = 1\n",
+        "low/b.py": "from .a import _hidden\n_hidden._kept\n",
+        "high/c.py": "from ..low.a import _hidden\n",
+        "high/e.py": "from .d import _own\nfrom ..low.a import _twice\n_twice = 1\n",
+        "high/d.py": "def f(a, t):\n    _own = a._kept\n    return t._version, a._unknown, a.__dict__, _own\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert names_across_rooms(tmp_path) == {"high": {"_hidden", "_kept", "_twice"}}
 
 
 def test_widget_state_is_found():

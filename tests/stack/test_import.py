@@ -45,20 +45,18 @@ def test_import_costs_under_two_seconds_beyond_torch_and_touches_no_gpu():
 
 
 def test_the_library_itself_loads_neither_cupy_nor_a_plot():
-    core = (
+    names = (
         "pack",
         "gated_ffn",
         "SparseFFN",
         "sparsify",
         "profile",
+        "plan",
         "train",
         "bench",
         "formats",
-        "reference",
         "records",
-        "text",
         "ops",
-        "machine",
     )
-    found = fresh(core)
+    found = fresh(names)
     assert found["heavy"] == [] and not found["cuda"]

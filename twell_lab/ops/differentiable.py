@@ -10,7 +10,7 @@ them:
   dx = dg gate + du up                    rows of the weights, per token
   dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
 
-Rows that do not fit into the compact form are finished densely, on the device, exactly (launch_lost). On a CPU, for
+Rows that do not fit into the compact form are finished densely, on the device, exactly (train_lost). On a CPU, for
 float32 and for shapes the kernels do not take, the same operators recompute the gate and use torch's own operations.
 Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries a row, and what exceeds it in a dense tail).
 """

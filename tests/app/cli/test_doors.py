@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell_lab import bench
 from twell_lab.app import cli
+from twell_lab.bench import forward
 from twell_lab.core import errors
 from twell_lab.cuda import cubins
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -123,8 +123,8 @@ def test_other_options_of_bench(tried):
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1, "1", None, True])
 def test_the_functions_of_bench_say_so_too(seconds):
     for call in (
-        lambda: bench.ffn(1, 8, 8, 1, device="cpu", seconds=seconds),
-        lambda: bench.layer(torch.nn.Linear(2, 2), torch.ones(1, 2), seconds=seconds),
+        lambda: forward.ffn(1, 8, 8, 1, device="cpu", seconds=seconds),
+        lambda: forward.layer(torch.nn.Linear(2, 2), torch.ones(1, 2), seconds=seconds),
     ):
         with pytest.raises(errors.InputError, match="seconds is"):
             call()
@@ -343,7 +343,7 @@ def test_an_error_of_the_system_is_one_line(monkeypatch, capsys):
     def fail(*_, **__):
         raise OSError(28, os.strerror(28), "some/file")
 
-    monkeypatch.setattr(bench, "ffn", fail)
+    monkeypatch.setattr(forward, "ffn", fail)
     assert cli.main(["bench"]) == 2
     assert capsys.readouterr().err == "twell-lab: 'some/file': No space left on device\n"
 
@@ -374,7 +374,7 @@ def test_a_number_that_json_does_not_have_is_refused_in_a_record(folder, capsys)
 def test_what_is_not_finite_is_null_in_json(monkeypatch, capsys):
     record = records.Record.new("ffn", "a test's own", [{**ROW, "nnz": 2.0}])
     record.rows[0] |= {"nnz": math.nan, "x_dense": math.inf}
-    monkeypatch.setattr(bench, "ffn", lambda *_, **__: record)
+    monkeypatch.setattr(forward, "ffn", lambda *_, **__: record)
     assert cli.main([*BENCH, "--json"]) == 0
     (row,) = strict(capsys.readouterr().out)
     assert row["nnz"] is None and row["x_dense"] is None and row["ms"] == 0.5

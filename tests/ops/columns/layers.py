@@ -17,7 +17,7 @@ _POISON = -77_777  # as a span, a word, a number of a row: what nobody may read
 @dataclass
 class Layer:
     """x, dy: [tokens, d_model]; the pattern fires: bool [tokens, d_ff] without the lost rows; s and dh as
-    launch_columns takes them."""
+    train_columns takes them."""
 
     x: Tensor
     dy: Tensor
