@@ -9,7 +9,7 @@ from tests.simulator.launches import LAUNCHES
 from twell_lab import simulator
 from twell_lab.core import folders
 from twell_lab.core.errors import InputError
-from twell_lab.cuda import cubins, macros, registry, sources
+from twell_lab.cuda import cubins, launcher, macros, registry, sources
 from twell_lab.ops import portable
 from twell_lab.simulator import program
 
@@ -55,6 +55,8 @@ def test_what_is_launched_is_declared(name, monkeypatch):
         launched.append((file, entry, defines, block, list(arguments)))
         return launch(file, entry, defines, grid, block, launched[-1][-1])
 
+    made, launch_one = [], launcher._launch
+    monkeypatch.setattr(launcher, "_launch", lambda kernel, *rest: (made.append(kernel), launch_one(kernel, *rest)))
     monkeypatch.setattr(program, "launch", note)
     LAUNCHES[name](monkeypatch)
     assert f"{name}.cu" in {file for file, *_ in launched}
@@ -64,6 +66,31 @@ def test_what_is_launched_is_declared(name, monkeypatch):
         signature = registry.signature(file, entry, defines)
         assert block[0] * block[1] <= signature.threads
         registry.check_arguments(signature, arguments)
+    assert len(made) == len(launched)
+    for kernel in set(made):
+        kernel.check()  # as before its first launch on a GPU
+
+
+# What cannot be run here: file, entry, macros, kinds of arguments.
+ON_GPUS_ALONE = [
+    ("sm80_gate_pack.cu", "gate_pack_v4", macros.setup_for((9, 0)).defines(torch.bfloat16), "PPPPPPiii"),
+    ("sm80_decode.cu", "decode_gate_v2", macros.decode_every(torch.float16, [2048])[0], "PPPPPPHPii"),
+    ("sm80_decode.cu", "decode_down", macros.decode_every(torch.float16, [2048])[0], "HPPPi"),
+    ("sm90_gate_pack.cu", "gate_pack_v0", macros.hopper_pack(torch.float16)[0], "MMMPPPPiii"),
+    ("sm90_gate_up.cu", "gate_up", macros.clusters_gated_or_plain(torch.float16)[0], "MMMMPPPiiiiPi"),
+    ("sm90_down_rows.cu", "down_rows", macros.clusters(torch.float16)[0], "MMPPPPiiiiPP"),
+]
+
+
+@pytest.mark.parametrize("file, entry, defines, kinds", ON_GPUS_ALONE)
+def test_kinds_of_arguments_are_those_of_the_source(file, entry, defines, kinds):
+    launcher.Kernel(file, entry, defines, kinds, 32).check()
+    with pytest.raises(
+        InputError, match=rf"{entry} of {file} is to be launched .*; {kinds} \(.*\) and at most \d+ are"
+    ):
+        launcher.Kernel(file, entry, defines, kinds + "P", 32).check()
+    with pytest.raises(InputError, match="and 2048 threads"):
+        launcher.Kernel(file, entry, defines, kinds, 2048).check()
 
 
 def test_blocks_of_pack_are_as_large_as_its_source_allows():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core import machine
 from ..core.errors import DeviceError, InputError, StackError
-from . import cubins, macros
+from . import cubins, macros, sources
 
 _DEFINE = macros.VALUE
 _NO_CONTEXT = (
@@ -37,6 +37,7 @@ _CONFIG = "7I4xQQI12x"  # CUlaunchConfig of cuda.h: grid, block, shared, stream,
 _SLOTS = {"P": "Q", "H": "QQ", "i": "i4x", "q": "q", "M": "128s"}  # kinds of arguments, as struct has them
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_KINDS = {"int": "i", "unsigned": "i", "long long": "q", "TensorMap": "M"}  # of parameters that are no pointers
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive
 _lock = threading.Lock()
@@ -61,6 +62,17 @@ class Kernel:
         arguments: for each kind, P a tensor, None or (on a GPU) an address, H two of those; i and q a whole number; M
         the bytes of a tensor map. Raises DeviceError if the driver refuses."""
         _launch(self, device, grid, arguments)
+
+    def check(self) -> None:
+        """Raise InputError where its arguments or its block are not what the source says."""
+        entry = sources.entries(self.file, self.defines)[self.name]
+        kinds = "".join("P" if each.pointer else _KINDS.get(each.type, "H") for each in entry.parameters)
+        if self.kinds != kinds or self.threads > entry.threads:
+            told = ", ".join(f"{each.type}{'*' if each.pointer else ''} {each.name}" for each in entry.parameters)
+            raise InputError(
+                f"{self.name} of {self.file} is to be launched with arguments {self.kinds} and {self.threads} threads; "
+                f"{kinds} ({told}) and at most {entry.threads} are accepted"
+            )
 
 
 @lru_cache(maxsize=_MOST_KERNELS)
@@ -204,6 +216,7 @@ def _load(made: Kernel, device: torch.device) -> int:
     from ..core.machine import check_stack
 
     check_stack()
+    made.check()
     machine.let_cupy_start()
     try:
         from cupy.cuda import driver

@@ -193,7 +193,7 @@ def gated_or_plain(dtype: torch.dtype, widths: Widths = (), capability: Capabili
 
 def _rows(dtype: torch.dtype, widths: Widths, teams: Sequence[int] = (1, TEAMS)) -> list[tuple]:
     found = {specialisation(dtype, width, team) for width in widths for team in teams}
-    return sorted(found - {None}, key=str)
+    return sorted((macros for macros in found if macros is not None), key=str)
 
 
 def _with_pool(dtype: torch.dtype, widths: Widths, teams: Sequence[int] = (1, TEAMS)) -> list[tuple]:

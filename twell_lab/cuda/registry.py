@@ -11,6 +11,7 @@ import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +137,7 @@ def builds(
 # ---- entries and their arguments
 
 
-def usual_builds(given: Mapping[str, object] = {}) -> list[tuple[Kernel, tuple]]:
+def usual_builds(given: Mapping[str, Any] = {}) -> list[tuple[Kernel, tuple]]:
     """(kernel, macros) of every kernel, for bfloat16 rows of 2048 if `given` does not say otherwise by the macros that
     name them, on the GPUs that have every kernel and every version; only such as agree with `given`."""
     dtypes = [dtype for dtype, name in macros.VALUE.items() if name in given] or [torch.bfloat16]

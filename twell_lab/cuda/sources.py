@@ -128,7 +128,8 @@ class _Preprocessed:
     """A source after its preprocessor lines: what its macros are at the end, and what it declares outside of bodies."""
 
     def __init__(self, file: str, texts: dict[str, str], given: dict[str, object]):
-        self._file, self._texts, self._seen = file, texts, set()
+        self._file, self._texts = file, texts
+        self._seen: set[str] = set()
         self._macros: dict[str, tuple[list[str] | None, list[str]]] = {}  # name: (parameters, tokens)
         for name, value in given.items():
             self._macros[name] = (None, ["1"] if value is True else list(tokens(str(value))))
@@ -306,7 +307,8 @@ class _Preprocessed:
 
 def _arguments(found: list[str], opening: int) -> tuple[list[list[str]], int]:
     """The arguments between the bracket at `opening` and its end, and the place behind that."""
-    given, depth, at = [[]], 0, opening
+    given: list[list[str]] = [[]]
+    depth, at = 0, opening
     while True:
         token = found[at]
         depth += (token == "(") - (token == ")")
