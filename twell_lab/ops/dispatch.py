@@ -283,7 +283,7 @@ class _Portable(Call):
         self.pack = portable.Pack(x.dtype, tokens, d_ff, tile, words, vectors, x.device)
         self.packed = (tokens, tiles, words), word_dtype(x.dtype)
         sizes = x.dtype, tokens, d_model, d_ff, tile, words
-        self.counted = (tokens >= _LEAST, hot // tile, words)
+        self.counted = (tokens >= LEAST_TWELL, hot // tile, words)
         if gate is None:
             aligned = portable._aligned(down_t, down_bias)
             self.rows = portable.TokenRows("down", 2, *sizes, aligned, x.device)
