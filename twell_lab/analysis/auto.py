@@ -3,6 +3,8 @@ sparsify(plan="auto")."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -33,7 +35,7 @@ class Watch:
     def __init__(self, shared: Shared, name: str) -> None:
         self.shared, self.name = shared, name
         self.tokens = self.forwards = 0
-        self.counter = None
+        self.counter: Any = None
 
     @torch.no_grad()
     def see(self, layer: SparseFFN, x: Tensor) -> LayerPlan | None:

@@ -87,7 +87,7 @@ def _repeat(tiny: Tensor, times: int) -> None:
         tiny = torch.mm(tiny, tiny)
 
 
-def _sparse_call(shape: tuple, nnz: int, dtype: torch.dtype, device: torch.device):
+def _sparse_call(shape: tuple[int, int, int], nnz: int, dtype: torch.dtype, device: torch.device):
     """One call of the twell path on a drawn layer, every neuron firing equally often."""
     layer, inputs = measure.workload(*shape, nnz, "uniform", dtype, device)
     weights = (layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight)
