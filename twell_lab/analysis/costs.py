@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..layers.choice import Choice
 from ..layers.paths import PATHS
-from ..layers.paths.cost import Call, Firing, Rates
+from ..layers.paths.cost import Firing, Rates, Work
 from ..layers.paths.dense import fused
 from ..ops import dispatch, inference, measure
 
@@ -25,7 +25,7 @@ def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize:
     """Microseconds of one call with `tokens` tokens, by what they go to: gemm, rows, memory, launches, lost, and
     total. InputError for a choice that the layer does not take."""
     choice.check(firing.d_ff)
-    seconds = PATHS[choice.path].cost(Call(firing, rates, tokens, itemsize), choice.hot)
+    seconds = PATHS[choice.path].cost(Work(firing, rates, tokens, itemsize), choice.hot)
     parts = {name: 1e6 * each for name, each in seconds.items()}
     return {**parts, "total": sum(parts.values())}
 
@@ -33,7 +33,7 @@ def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize:
 def compiling_saves(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> float:
     """Microseconds by which torch.compile should shorten the dense path: relu and multiply in one pass over their
     values."""
-    if not firing.gated or fused(Call(firing, rates, tokens, itemsize)):
+    if not firing.gated or fused(Work(firing, rates, tokens, itemsize)):
         return 0.0
     return 1e6 * (2 * tokens * firing.d_ff * itemsize / rates.bandwidth + rates.launch)
 

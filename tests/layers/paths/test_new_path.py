@@ -39,7 +39,7 @@ class Halves(Path):
             parts.append(by_torch(x, weights._replace(gate=gate, up=up[rows], down=weights.down[:, rows])))
         return parts[0] + parts[1]
 
-    def cost(self, call, hot=0):
+    def cost(self, work, hot=0):
         return {"gemm": 1e-9, "rows": 0.0, "memory": 0.0, "launches": 0.0, "lost": 0.0}
 
 

@@ -96,7 +96,7 @@ class Firing:
 
 
 @dataclass(frozen=True)
-class Call:
+class Work:
     """One call of a layer with so many tokens, values of `itemsize` bytes, and what parts of it take, in seconds."""
 
     firing: Firing

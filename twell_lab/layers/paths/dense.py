@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from ...ops import checks, dispatch
 from ..weights import Weights
-from .cost import Call
+from .cost import Work
 from .path import Path
 
 
@@ -37,13 +37,13 @@ class Dense(Path):
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
         return weights
 
-    def cost(self, call: Call, hot: int = 0) -> dict[str, float]:
-        gemm, values = dense_parts(call)
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        gemm, values = dense_parts(work)
         return {
             "gemm": gemm,
             "rows": 0.0,
             "memory": values,
-            "launches": (2 if fused(call) else 5 if call.firing.gated else 3) * call.rates.launch,
+            "launches": (2 if fused(work) else 5 if work.firing.gated else 3) * work.rates.launch,
             "lost": 0.0,
         }
 
@@ -61,12 +61,12 @@ def by_torch(x: Tensor, weights: Weights) -> Tensor:
     return linear(hidden, down, down_bias)
 
 
-def fused(call: Call) -> bool:
+def fused(work: Work) -> bool:
     """Whether the GEMM of up multiplies where its values are."""
-    return call.fuses(dispatch.LEAST_DENSE)
+    return work.fuses(dispatch.LEAST_DENSE)
 
 
-def dense_parts(call: Call) -> tuple[float, float]:
+def dense_parts(work: Work) -> tuple[float, float]:
     """Seconds of the GEMMs, and of relu and multiply over the values between them."""
-    values = 0 if fused(call) else (5 if call.firing.gated else 2) * call.tokens * call.firing.d_ff * call.itemsize
-    return call.gemm(call.firing.d_ff, call.firing.d_model, call.gemms), values / call.rates.bandwidth
+    values = 0 if fused(work) else (5 if work.firing.gated else 2) * work.tokens * work.firing.d_ff * work.itemsize
+    return work.gemm(work.firing.d_ff, work.firing.d_model, work.gemms), values / work.rates.bandwidth

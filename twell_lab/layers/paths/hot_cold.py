@@ -12,7 +12,7 @@ from ...core.errors import InputError
 from ...ops import decode, dispatch
 from ...ops.copies import COLUMNS, ROWS, ROWS_OF_TRANSPOSE
 from ..weights import Weights
-from .cost import Call
+from .cost import Work
 from .path import Copy, Path, hold
 from .twell import packed_cost
 
@@ -63,13 +63,13 @@ class HotCold(Path):
     def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights) -> bool:
         return order is not None and order.device == weights.up.device and super()._fits(order, places, weights)
 
-    def cost(self, call: Call, hot: int = 0) -> dict[str, float]:
-        d_model, tokens = call.firing.d_model, call.tokens
-        fused, few = call.fuses(dispatch.LEAST_HOT), tokens <= decode.MOST_TOKENS
-        gemm = call.gemm(call.firing.d_ff - hot, d_model) + call.gemm(hot, d_model, call.gemms)
-        moved = 2 * tokens * hot * call.itemsize + 2 * tokens * d_model * 4
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        d_model, tokens = work.firing.d_model, work.tokens
+        fused, few = work.fuses(dispatch.LEAST_HOT), tokens <= decode.MOST_TOKENS
+        gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
+        moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
         launches = (2 if fused or few else 3) + (2 if fused else 5)
-        return packed_cost(call, hot, fused, gemm, moved, launches)
+        return packed_cost(work, hot, fused, gemm, moved, launches)
 
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...ops import copies, inference
 from ..weights import NAMES, Weights
-from .cost import Call
+from .cost import Work
 
 
 class Copy(NamedTuple):
@@ -109,6 +109,6 @@ class Path:
         how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words}
         return inference.infer(x, *weights[:6], down_t=weights.down_t, stats=stats, **how)
 
-    def cost(self, call: Call, hot: int = 0) -> dict[str, float]:
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
         raise NotImplementedError
