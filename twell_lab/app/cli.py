@@ -373,11 +373,11 @@ def _plan(options) -> Answer:
     from ..analysis.planner import plan
     from ..analysis.profile import profile
     from ..models.tiny import LanguageModel
-    from ..ops.measure import _device
+    from ..ops.measure import present_device
 
     if options.out is not None:
         check_target(options.out)
-    device = _device(options.device)
+    device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
     part, windows = _windows(options, 2 * options.windows, model.config)
@@ -456,7 +456,7 @@ def _compile(options) -> Answer:
     import torch
 
     from ..cuda import cubins
-    from ..ops.prebuild import prebuild
+    from ..cuda.prebuild import prebuild
 
     if unknown := sorted(set(options.arch) - set(cubins.ARCHITECTURES)):
         raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(cubins.ARCHITECTURES)}")

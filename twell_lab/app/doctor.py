@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..core import folders, machine
 from ..core.errors import StackError
-from ..cuda import cubins
+from ..cuda import cubins, registry
 
 STATES = ("ok", "missing", "limited")
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
@@ -103,8 +103,8 @@ def _gpu(facts: dict) -> tuple:
         f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB, driver {gpu['driver']}"
         for gpu in facts["gpus"]
     )
-    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < cubins.OLDEST]:
-        oldest = "sm_{}{}".format(*cubins.OLDEST)
+    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < registry.OLDEST]:
+        oldest = "sm_{}{}".format(*registry.OLDEST)
         return "limited", f"{named}; the kernels need {oldest} or newer, which {too_old[0]['name']} is not"
     if facts["usable"]:
         return "ok", named

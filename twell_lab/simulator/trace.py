@@ -155,9 +155,12 @@ class State(Mapping):
 class Trace(Sequence):
     """The steps of one block: trace[3], len(trace), or `.steps`.
 
-    arrays: name -> what it is (name, space, dtype, shape, before). block_shape: threads in x, y and z.
-    barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
-    truncated: whether steps past the recorder's limit are missing.
+    Attributes:
+        steps: in the order in which they were made.
+        arrays: name -> what it is (name, space, dtype, shape, before).
+        block_shape: threads in x, y and z.
+        barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
+        truncated: whether steps past the recorder's limit are missing.
     """
 
     def __init__(self, steps: list[Step], arrays: dict, block_shape: tuple, changes: list, truncated: bool) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.core import folders
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.records import record as records
 from twell_lab.training import objective, sweep
 
 FOLDER = folders.data_dir() / "checkpoints"
