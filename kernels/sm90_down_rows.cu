@@ -73,8 +73,11 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
     const int* index = lost + 1 + first;
     const u32 base = start_pipeline();
     Tiles tiles = tiles_for(rows, (d_model + BN - 1) / BN);
-    // Few tiles leave most of the GPU idle: then several clusters share a tile, and each has only that one.
-    const int k_all = (d_ff + BK - 1) / BK, splits = max(1, min(min(SPLITS, tiles.step / tiles.total), k_all / 8));
+    // Few tiles leave most of the GPU idle: then several clusters share a tile, and each has only that one. Not where
+    // there is another chunk: which rows are in which is a matter of time, and all are to be summed in one order.
+    const bool alone = first == 0 && lost[0] <= slots;
+    const int k_all = (d_ff + BK - 1) / BK, shares = min(min(SPLITS, tiles.step / tiles.total), k_all / 8);
+    const int splits = alone ? max(1, shares) : 1;
     const int split = tiles.first % splits, k_first = k_all * split / splits, k_count = k_all * (split + 1) / splits - k_first;
     tiles.first /= splits;
     const int group = threadIdx.x / 128;

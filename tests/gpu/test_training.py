@@ -88,9 +88,7 @@ def assert_right(found, made, dy, dl1):
 def ran(monkeypatch):
     """The names of the kernels that were launched."""
     names, real = [], launcher._launch
-    monkeypatch.setattr(
-        launcher, "_launch", lambda file, name, *more, **also: (names.append(name), real(file, name, *more, **also))[1]
-    )
+    monkeypatch.setattr(launcher, "_launch", lambda kernel, *more: (names.append(kernel.name), real(kernel, *more))[1])
     return names
 
 

@@ -152,12 +152,12 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
     mutant."""
     ours, sizes = launcher._launch, program.defines
 
-    def in_its_place(file, kernel, defines, grid, block, device, arguments, shared=0):
-        if kernel in program.kernels:
-            launch(program, kernel, grid, 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), arguments)
+    def in_its_place(kernel, device, grid, arguments):
+        if kernel.name in program.kernels:
+            launch(program, kernel.name, grid, 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), arguments)
         else:
             with simulator.watching("faults"):  # it reads what a mutant wrote
-                ours(file, kernel, defines, grid, block, device, arguments, shared)
+                ours(kernel, device, grid, arguments)
 
     launcher._launch = in_its_place
     try:

@@ -37,11 +37,8 @@ def _encode():
 
 
 @lru_cache(maxsize=4096)
-def tensor_map(
-    address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128
-) -> ctypes.Array:
-    """The map of the matrix at `address`, as a ctypes array that twell_lab.ops.portable passes by value. Do not write
-    to it.
+def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128) -> bytes:
+    """The map of the matrix at `address`: 128 bytes that a launch passes by value.
 
     dims: elements along each dimension, innermost first (1 to 5). strides: bytes from one element to the next along
     each dimension but the innermost, whose elements lie side by side; they need not rise. box: elements of one copy
@@ -71,9 +68,7 @@ def tensor_map(
             f"{strides}, "
             f"box {box}, swizzle {swizzle}"
         )
-    made = (ctypes.c_uint64 * MAP_WORDS)()
-    ctypes.memmove(made, ctypes.addressof(room) + start, 8 * MAP_WORDS)
-    return made
+    return ctypes.string_at(ctypes.addressof(room) + start, 8 * MAP_WORDS)
 
 
 def _check(address, dtype, dims, strides, box, swizzle) -> None:
@@ -100,9 +95,16 @@ def _check(address, dtype, dims, strides, box, swizzle) -> None:
         )
 
 
-def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> ctypes.Array:
+def matrix_numbers(n: int, d: int, row: int, dtype: torch.dtype, rows: int, columns: int = 64) -> tuple:
+    """What tensor_map takes after the address, for a matrix [n, d] in boxes of `rows` x `columns` values.
+
+    row: values from one row to the next; each row lies in one piece."""
+    return dtype, (d, n), (row * dtype.itemsize,), (columns, rows)
+
+
+def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> bytes:
     """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns`
     values."""
     n, d = matrix.shape
     row = matrix.stride(0) if n > 1 else d  # torch leaves the stride of a single row as it happens to be
-    return tensor_map(matrix.data_ptr(), matrix.dtype, (d, n), (row * matrix.element_size(),), (columns, rows))
+    return tensor_map(matrix.data_ptr(), *matrix_numbers(n, d, row, matrix.dtype, rows, columns))

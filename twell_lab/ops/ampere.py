@@ -5,7 +5,6 @@ GPU."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -106,6 +105,12 @@ def gate_pack(
 
     Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0
     for the kernels that follow. version: as setup_for takes it. Raises InputError unless takes(x, gate)."""
+    check(x, gate)
+    return _run(x, gate, gate_bias, lost, setup_for(_device(x.device.index)[0], version))
+
+
+def check(x: Tensor, gate: Tensor) -> None:
+    """Raise InputError unless takes(x, gate)."""
     if not takes(x, gate):
         raise InputError(
             f"the mma.sync gate kernel takes contiguous bfloat16 (compute capability 8.0 and newer) or float16 (7.5), "
@@ -114,7 +119,6 @@ def gate_pack(
             f"gate "
             f"{list(gate.shape)}"
         )
-    return _run(x, gate, gate_bias, lost, setup_for(_device(x.device.index)[0], version))
 
 
 def _run(x: Tensor, gate: Tensor, bias: Tensor | None, lost: Tensor | None, setup: Setup) -> tuple[Tensor, Tensor]:
@@ -126,18 +130,27 @@ def _run(x: Tensor, gate: Tensor, bias: Tensor | None, lost: Tensor | None, setu
         if lost is not None:
             lost[:1].zero_()
         return packed, pool
-    blocks = _tiles(tokens, d_ff)
-    if setup.version > 3:  # each block takes one tile after the other
-        blocks = min(blocks, _device(x.device.index)[1])
-    sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
-    launcher._launch(
-        "sm80_gate_pack.cu",
-        f"gate_pack_v{setup.version}",
-        setup.defines(x.dtype),
-        (blocks, 1),
-        (THREADS, 1),
-        x.device,
-        (x, gate, None if bias is None else bias.contiguous(), packed, pool, lost, *sizes),
-        setup.shared,
-    )
+    bias = None if bias is None else bias.contiguous()
+    GatePack(tokens, d_model, gate, bias, setup).launch(x, packed, pool, lost)
     return packed, pool
+
+
+class GatePack:
+    """The launch for one gate [d_ff, d_model] and so many tokens, as hopper_pack.GatePack is.
+
+    row: values from one row of x to the next, d_model here: x is contiguous."""
+
+    def __init__(self, tokens: int, row: int, gate: Tensor, bias: Tensor | None, setup: Setup | None = None):
+        (d_ff, d_model), self.device = gate.shape, gate.device
+        setup = setup or setup_for(_device(self.device.index)[0])
+        blocks = _tiles(tokens, d_ff)
+        if setup.version > 3:  # each block takes one tile after the other
+            blocks = min(blocks, _device(self.device.index)[1])
+        name, defines = f"gate_pack_v{setup.version}", setup.defines(gate.dtype)
+        self.kernel = launcher.kernel("sm80_gate_pack.cu", name, defines, "PPPPPPiii", THREADS, setup.shared)
+        self.grid, self.sizes = (blocks, 1), (tokens, d_model, d_ff)
+        self.gate, self.bias = launcher.address(gate), launcher.address(bias)
+
+    def launch(self, x, packed, pool, lost) -> None:
+        """All addresses, tensors or None."""
+        self.kernel.launch(self.device, self.grid, (x, self.gate, self.bias, packed, pool, lost, *self.sizes))

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..cuda.launcher import address
+from ..formats.twell import word_dtype
 from . import decode, hopper_dense, hopper_pack, portable
+from .prepared import Kept, place, places
 
 _NO_TAIL = (None, None, None)
 _PIECE = (
@@ -26,26 +29,127 @@ _LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels
 LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
 
 
+calls = Kept()  # the calls that were prepared, by `key_of` them
+
+
+def key_of(x, weights, stats, path, hot, tile, words):
+    """What decides how a call runs: everything but where x, stats and what is made lie. None: it is not kept.
+
+    x: [..., d_model]; weights: gate, up, down, down_t, gate_bias, up_bias, down_bias, or None for some."""
+    if not x.is_contiguous():
+        return None
+    shape = x.shape
+    counted = None if stats is None else (stats.shape, stats.dtype, stats.device)
+    rows = shape[:-1].numel(), shape[-1], x.data_ptr() & 15, x.dtype, x.device
+    return path, hot, tile, words, rows, counted, *map(place, weights)
+
+
 def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words) -> Tensor:
     """One layer without gradients on the named path. x: [tokens, d_model]; gate is None for a plain layer."""
-    if path == "dense":
-        return dense(x, gate, up, down, gate_bias, up_bias, down_bias)
     weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    key = key_of(x, weights, stats, path, hot, tile, words)
+    call = None if key is None else calls.get(key)
+    if call is None:
+        call = _prepare(x, weights, path, hot, tile, words)
+        if key is not None:
+            calls.put(key, call)
+    return call.run(x, weights, stats)
+
+
+class Call:
+    """A call of `infer` that was looked at once: which kernels, their grids, and where the weights lie.
+
+    flat: whether x has to have two dimensions; else any contiguous x of as many rows will do. checked: set by who
+    knows that its arguments passed every check."""
+
+    flat, checked = True, False
+
+    def run(self, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+def _prepare(x, weights, path, hot, tile, words) -> Call:
+    gate, up, down, down_t, *biases = weights
+    if path == "dense":
+        return _Dense(x, gate, up, biases)
     if not hot and decode.takes(x, up) and (tile, words) == (256, 32):
-        return decode.decode(x, gate, up, down_t, gate_bias, up_bias, down_bias, stats)
+        return _Decode(x, weights) if decode.fit(gate, down_t, *biases) else _DecodeCopying()
     if not _hopper(x, gate, up, down, hot, tile, words):
-        return _portable(x, *weights, stats, hot, tile, words)
-    if x.shape[0] <= _PIECE:
-        return sm90(x, *weights, stats, hot)
-    y = torch.empty_like(x)
-    for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
-        sm90(piece, *weights, stats, hot, out)
-    return y
+        return _Portable(x, weights, hot, tile, words)
+    lies = all(t is None or t.is_contiguous() for t in (x, gate, up, down_t)) and hopper_dense.biases_fit(*biases)
+    if lies and len(x) <= _PIECE:
+        return Hopper(x, weights, hot)
+    return _HopperPieces(hot)
+
+
+class _Decode(Call):
+    flat = False
+
+    def __init__(self, x, weights):
+        gate, up, _, down_t, *biases = weights
+        self.made = decode.Decode(len(x), gate, up, down_t, *biases)
+
+    def run(self, x, weights, stats):
+        return self.made.run(x, stats)
+
+
+class _DecodeCopying(Call):
+    """Few tokens, and weights that the kernels cannot read where they lie."""
+
+    def run(self, x, weights, stats):
+        gate, up, _, down_t, *biases = weights
+        return decode.decode(x, gate, up, down_t, *biases, stats)
+
+
+class _HopperPieces(Call):
+    """More tokens than one pass takes, or weights that lie otherwise than they do for the kernels."""
+
+    def __init__(self, hot):
+        self.hot = hot
+
+    def run(self, x, weights, stats):
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
+            sm90(piece, *weights, stats, self.hot, out)
+        return y
+
+
+class _Dense(Call):
+    """Every neuron: on Hopper relu(gate) * up in one GEMM, so that neither is written; elsewhere torch's operations."""
+
+    def __init__(self, x, gate, up, biases):
+        self.hidden = _Hidden(x, gate, up, *biases[:2])
+
+    def run(self, x, weights, stats):
+        gate, up, down, _, gate_bias, up_bias, down_bias = weights
+        return linear(self.hidden.run(x, gate, up, gate_bias, up_bias), down, down_bias)
 
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
-    """Every neuron: on Hopper relu(gate) * up in one GEMM, so that neither is written; elsewhere torch's operations."""
-    return linear(_hidden(x, gate, up, gate_bias, up_bias), down, down_bias)
+    """Every neuron of a layer, x [tokens, d_model]."""
+    weights = (gate, up, down, None, gate_bias, up_bias, down_bias)
+    return _Dense(x, gate, up, (gate_bias, up_bias, down_bias)).run(x, weights, None)
+
+
+class _Hidden:
+    """relu(x gate^T) * (x up^T), or relu(x up^T), of these weights for so many tokens."""
+
+    def __init__(self, x, gate, up, gate_bias, up_bias):
+        biases = gate_bias, up_bias
+        fused = x.shape[0] >= LEAST_DENSE and hopper_dense.takes(x, *(w for w in (gate, up) if w is not None))
+        self.made, self.copying = None, fused and not hopper_dense.biases_fit(*biases)
+        if fused and not self.copying:
+            hopper_dense.check(x, gate, up, gate_bias=gate_bias, up_bias=up_bias)
+            self.made = hopper_dense.GateUp(gate, up, *biases)
+            self.maps = self.made.maps_of(x.shape[0], hopper_dense.row_of(x))
+
+    def run(self, x, gate, up, gate_bias, up_bias) -> Tensor:
+        if self.made is not None:
+            return self.made.run(x, self.maps)
+        if self.copying:
+            return hopper_dense.gate_up(x, gate, up, gate_bias, up_bias)
+        first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
+        return first if gate is None else first.mul_(linear(x, up, up_bias))
 
 
 def fuses(weight: Tensor) -> bool:
@@ -53,13 +157,6 @@ def fuses(weight: Tensor) -> bool:
     tokens."""
     sizes = weight.dim() == 2 and all(n and n % hopper_pack.VECTOR == 0 for n in weight.shape)
     return sizes and hopper_pack.fits(weight)
-
-
-def _hidden(x, gate, up, gate_bias, up_bias) -> Tensor:
-    if x.shape[0] >= LEAST_DENSE and hopper_dense.takes(x, *(w for w in (gate, up) if w is not None)):
-        return hopper_dense.gate_up(x, gate, up, gate_bias, up_bias)
-    first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
-    return first if gate is None else first.mul_(linear(x, up, up_bias))
 
 
 def _hopper(x, gate, up, down, hot, tile, words) -> bool:
@@ -93,28 +190,125 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y
 
     packs: hopper_pack, or ampere to time its GEMM in the same place.
     """
-    tokens = x.shape[0]
-    start = None
-    if hot:
-        warm, cold = _split(hot, gate, up, down, down_t, gate_bias, up_bias)
-        start = _start(_hidden(x, warm[0], warm[1], warm[4], warm[5]), warm[2])
-        gate, up, down, down_t, gate_bias, up_bias = cold
-    lost = torch.empty(1 + tokens, dtype=torch.int32, device=x.device)
-    lost_x = torch.empty_like(x)
-    first, first_bias = (up, up_bias) if gate is None else (gate, gate_bias)
-    packed, pool = packs.gate_pack(x, first, first_bias, lost)
-    if gate is None:
-        y = portable.down_pooled(x, packed, pool, down_t, down_bias, start, lost, lost_x, stats, y=y)
-    else:
-        y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, y=y)
-    hopper_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down, down_bias, start, y)
-    return y
+    x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
+    gate_bias, up_bias, down_bias = map(hopper_dense.fitting, (gate_bias, up_bias, down_bias))
+    weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    if not len(x):
+        return torch.empty_like(x) if y is None else y
+    key = (None if packs is hopper_pack else "sm80", *key_of(x, weights, stats, "sm90", hot, 256, 32))
+    call = calls.get(key)
+    if call is None:
+        calls.put(key, call := Hopper(x, weights, hot, packs))
+    return call.run(x, weights, stats, y)
 
 
-def _portable(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, tile, words) -> Tensor:
+class Hopper(Call):
+    """One pass of the packed path on Hopper: the gate GEMM that packs, the readers, and the rows that the pool lost.
+
+    What lies between its kernels is one piece of memory: h of the lost rows is written where the packed words were,
+    which nobody reads by then. Everything is contiguous, but for `down`."""
+
+    def __init__(self, x, weights, hot, packs=hopper_pack):
+        tokens, d_model = x.shape
+        self.hot, self.flat, self.device = hot, bool(hot), x.device
+        self.warm = None
+        if hot:
+            (gate, up, _, _, gate_bias, up_bias), _ = _split(hot, *weights[:6])
+            self.warm = _Hidden(x, gate, up, gate_bias, up_bias)
+            _, (gate, up, down, down_t, gate_bias, up_bias) = _split(hot, *weights[:6])
+        else:
+            gate, up, down, down_t, gate_bias, up_bias = weights[:6]
+        down_bias, first = weights[6], up if gate is None else gate
+        biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+        packs.check(x, first)
+        hopper_dense.check(x, gate, up, down, **biases)
+        portable.check_rows(x, (x, up, down_t, down_bias))
+        d_ff, value = up.shape[0], x.dtype.itemsize
+        self.packed = packs.GatePack(tokens, d_model, first, up_bias if gate is None else gate_bias)
+        sizes, kinds = (x.dtype, tokens, d_model, d_ff, self.device), (up, down_t, up_bias, down_bias)
+        if gate is None:
+            self.readers, kinds = portable.DownPooled(*sizes), (down_t, down_bias)
+        else:
+            self.readers = portable.GatedPooled(*sizes)
+        self.gated, self.weights = gate is not None, tuple(map(address, kinds))
+        made = hopper_dense.GateUp(gate, up, gate_bias, up_bias)
+        self.finish = hopper_dense.FinishLost(tokens, d_model, made, down, down_bias)
+        words, pool = (4 * n for n in portable.packed_sizes(tokens, d_ff))
+        between = self.readers.room if self.gated else (0, 0)
+        h, parts = self.finish.room
+        kept, end = places(0, 4 * (1 + tokens), tokens * d_model * value, parts)
+        first_use, first_end = places(end, words, pool, *between)
+        self.places, self.bytes = (*kept, *first_use, end), max(first_end, end + h)
+
+    def run(self, x, weights, stats, y=None):
+        start = None
+        if self.hot:
+            gate, up, down, _, gate_bias, up_bias, _ = weights
+            warm = down[:, : self.hot]
+            if self.warm.made is None:
+                gate, up, gate_bias, up_bias = (
+                    t if t is None else t[: self.hot] for t in (gate, up, gate_bias, up_bias)
+                )
+            start = _start(self.warm.run(x, gate, up, gate_bias, up_bias), warm)
+        memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+        y = torch.empty_like(x) if y is None else y
+        base = memory.data_ptr()
+        lost, lost_x, parts, packed, pool, hidden, beside, h = [base + at for at in self.places]
+        at, out, begun = x.data_ptr(), y.data_ptr(), address(start)
+        self.packed.launch(at, packed, pool, lost)
+        if self.gated:
+            between = (begun, lost, lost_x, stats, hidden, beside)
+            self.readers.launch(out, at, packed, pool, *self.weights, *between)
+        else:
+            self.readers.launch(out, at, packed, pool, *self.weights, begun, lost, lost_x, stats)
+        self.finish.launch(lost, lost_x, begun, out, h, parts)
+        return y
+
+
+class _Portable(Call):
     """Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself
     may overflow float16 where the whole does not, or cancel against the hot one and leave its rounding."""
-    return twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats, hot)
+
+    def __init__(self, x, weights, hot, tile, words):
+        self.how = tile, words, hot
+        gate, up, _, down_t, gate_bias, up_bias, down_bias = weights
+        d_ff, d_model = up.shape
+        lies = all(t is None or t.is_contiguous() for t in (x, up, down_t, up_bias, down_bias))
+        self.pack = None
+        if not lies or not len(x):
+            return
+        tokens, tiles = len(x), -(-d_ff // tile)
+        portable.check_tiles(tokens, d_ff, tile, words)
+        vectors = portable.in_vectors(x.dtype, d_ff, tile)
+        self.pack = portable.Pack(x.dtype, tokens, d_ff, tile, words, vectors, x.device)
+        self.packed = (tokens, tiles, words), word_dtype(x.dtype)
+        sizes = x.dtype, tokens, d_model, d_ff, tile, words
+        self.counted = (tokens >= _LEAST, hot // tile, words)
+        if gate is None:
+            aligned = portable._aligned(down_t, down_bias)
+            self.rows = portable.TokenRows("down", 2, *sizes, aligned, x.device)
+        else:
+            aligned = portable._aligned(x, up, down_t, down_bias)
+            self.rows = portable.TokenRows("gated", 3, *sizes, aligned, x.device)
+
+    def run(self, x, weights, stats):
+        gate, up, _, down_t, gate_bias, up_bias, down_bias = weights
+        if self.pack is None:
+            tile, words, hot = self.how
+            return twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats, hot)
+        g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
+        shape, dtype = self.packed
+        packed = torch.empty(shape, dtype=dtype, device=x.device)
+        self.pack.launch(g, packed)
+        enough, first, words = self.counted
+        if stats is not None and enough:
+            _count(packed[:, first:], stats, words)
+        y = torch.empty_like(x)
+        if gate is None:
+            self.rows.launch(packed, g, *_NO_TAIL, down_t, down_bias, y)
+        else:
+            self.rows.launch(x, packed, g, *_NO_TAIL, up, down_t, up_bias, down_bias, y)
+        return y
 
 
 def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats=None, hot=0) -> Tensor:

@@ -6,14 +6,12 @@ so."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import tma
-from ..cuda.launcher import _DEFINE, _launch
+from ..cuda.launcher import _DEFINE, address, kernel
 from .hopper_pack import BM, BN, RING_BYTES, THREADS, VECTOR, fits, multiprocessors
 
 CHUNK = 8192  # lost rows whose h has room at a time
@@ -33,21 +31,22 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
     return fits(x, *weights) and all(w.shape[0] % VECTOR == 0 and w.shape[1] % VECTOR == 0 and len(w) for w in weights)
 
 
-def _map(matrix: Tensor) -> ctypes.Array:
-    return tma.matrix_map(matrix, BM)
-
-
 def _grid(rows: int, columns: int, columns_a_tile: int, device: torch.device) -> tuple[int, int]:
     """As many clusters as there are tiles, or as run at a time: a block takes a multiprocessor."""
     tiles = -(-rows // (BM * _CLUSTER)) * -(-columns // columns_a_tile)
     return min(multiprocessors(device) // _CLUSTER, tiles) * _CLUSTER, 1
 
 
-def _bias(bias: Tensor | None) -> Tensor | None:
+def fitting(bias: Tensor | None) -> Tensor | None:
     """The kernels read a bias in pairs of values."""
     if bias is None:
         return None
     return bias.contiguous() if bias.data_ptr() % 4 == 0 else bias.clone(memory_format=torch.contiguous_format)
+
+
+def biases_fit(*biases: Tensor | None) -> bool:
+    """Whether `fitting` leaves them as they are."""
+    return all(b is None or (b.is_contiguous() and b.data_ptr() % 4 == 0) for b in biases)
 
 
 def builds(dtypes=(torch.bfloat16, torch.float16)) -> list[tuple[str, tuple]]:
@@ -57,7 +56,8 @@ def builds(dtypes=(torch.bfloat16, torch.float16)) -> list[tuple[str, tuple]]:
     return halves + [("sm90_down_rows.cu", c) for c in common]
 
 
-def _check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None) -> None:
+def check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None, **biases: Tensor | None) -> None:
+    """Raise InputError for what gate_up, and finish_lost where there is a down, do not take."""
     given = {name: t for name, t in (("x", x), ("gate", gate), ("up", up), ("down", down)) if t is not None}
     d_ff, d_model = up.shape if up.dim() == 2 else (0, 0)
     if (
@@ -75,6 +75,7 @@ def _check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = Non
             "capability 9.0 are accepted, where d_model and d_ff are multiples of 8 and rows lie in one piece on 16 "
             "bytes"
         )
+    _check_biases(up, **biases)
 
 
 def _check_biases(up: Tensor, **biases: Tensor | None) -> None:
@@ -95,34 +96,58 @@ def gate_up(
     x: [rows, d_model]; gate and up: [d_ff, d_model], or slices of rows of such. The gate is rounded before the ReLU as
     torch's linear rounds it; products and sums are float32; h is rounded once. Raises InputError for what `takes`
     refuses."""
-    _check(x, gate, up)
-    _check_biases(up, gate_bias=gate_bias, up_bias=up_bias)
-    rows, d_ff = x.shape[0], up.shape[0]
-    h = torch.empty(rows, d_ff, dtype=x.dtype, device=x.device)
-    if rows:
-        _gate_up(x, gate, up, gate_bias, up_bias, h, None)(0, rows)
-    return h
+    check(x, gate, up, gate_bias=gate_bias, up_bias=up_bias)
+    if not len(x):
+        return x.new_empty(0, up.shape[0])
+    gate_bias, up_bias = fitting(gate_bias), fitting(up_bias)
+    made = GateUp(gate, up, gate_bias, up_bias)
+    return made.run(x, made.maps_of(len(x), row_of(x)))
 
 
-def _gate_up(x, gate, up, gate_bias, up_bias, h, lost, counters=None, counted=0):
-    """A function of (first, rows) that fills the first rows of h [., d_ff] from rows first, first + 1, ... of x.
+def row_of(x: Tensor) -> int:
+    """Values from one row of x to the next."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
-    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
-    there are rows, `counted` words of `counters` are set to 0."""
-    gated = gate is not None
-    (d_ff, d_model), device = up.shape, up.device
-    of_up = _map(up)
-    maps = _map(x), _map(gate) if gated else of_up, of_up, tma.matrix_map(h, _OUT_ROWS)
-    tensors = _bias(gate_bias) if gated else None, _bias(up_bias), lost
-    sizes = ctypes.c_int(d_model), ctypes.c_int(d_ff), counters, ctypes.c_int(counted)
-    defines = (_DEFINE[x.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
 
-    def launch(first: int, rows: int) -> None:
-        arguments = *maps, *tensors, ctypes.c_int(first), ctypes.c_int(rows), *sizes
-        grid = _grid(rows, d_ff, BN // 2 if gated else BN, device)
-        _launch("sm90_gate_up.cu", "gate_up", defines, grid, (THREADS, 1), device, arguments, _SHARED)
+class GateUp:
+    """The launches of gate_up for one layer's weights, with everything but x, h and how many rows.
 
-    return launch
+    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. Biases are contiguous and
+    start on 4 bytes."""
+
+    def __init__(self, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None):
+        (self.d_ff, self.d_model), self.dtype, self.device = up.shape, up.dtype, up.device
+        gated, of_up = gate is not None, tma.matrix_map(up, BM)
+        self.maps = tma.matrix_map(gate, BM) if gated else of_up, of_up
+        self.biases = address(gate_bias) if gated else 0, address(up_bias)
+        self.columns = BN // 2 if gated else BN  # of a tile
+        defines = (_DEFINE[self.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
+        self.kernel = kernel("sm90_gate_up.cu", "gate_up", defines, "MMMMPPPiiiiPi", THREADS, _SHARED)
+
+    def maps_of(self, rows: int, row: int):
+        """(address of x, address of h) -> their maps, for x [rows, d_model] with `row` values from one row to the next,
+        and as many rows of h [., d_ff]."""
+        x = tma.matrix_numbers(rows, self.d_model, row, self.dtype, BM)
+        h = tma.matrix_numbers(rows, self.d_ff, self.d_ff, self.dtype, _OUT_ROWS)
+        return lambda at, h_at: (tma.tensor_map(at, *x), tma.tensor_map(h_at, *h))
+
+    def run(self, x: Tensor, maps) -> Tensor:
+        """h [..., d_ff] of x [..., d_model]; maps: `maps_of` x."""
+        h = torch.empty(*x.shape[:-1], self.d_ff, dtype=self.dtype, device=self.device)
+        self.launch(maps(x.data_ptr(), h.data_ptr()), 0, x.shape[:-1].numel())
+        return h
+
+    def launch(
+        self, x_and_h: tuple[bytes, bytes], first: int, rows: int, lost=None, counters: int = 0, counted=0
+    ) -> None:
+        """Fill the first rows of h from rows first, first + 1, ... of x.
+
+        With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
+        there are rows, `counted` words at the address `counters` are set to 0."""
+        x, h = x_and_h
+        grid = _grid(rows, self.d_ff, self.columns, self.device)
+        sizes = first, rows, self.d_model, self.d_ff, counters, counted
+        self.kernel.launch(self.device, grid, (x, *self.maps, h, *self.biases, lost, *sizes))
 
 
 def finish_lost(
@@ -144,8 +169,7 @@ def finish_lost(
     order; down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens,
     d_model], contiguous. The launches depend on `tokens` alone: two for each CHUNK tokens, which end at once where
     nothing is lost. Raises InputError for what `takes` refuses, and for other shapes, types and layouts than these."""
-    _check(lost_x, gate, up, down)
-    _check_biases(up, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    check(lost_x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     tokens, d_model = lost_x.shape
     _check_plain("lost", lost, torch.int32, (1 + tokens,), y.device)
     _check_plain("y", y, lost_x.dtype, (tokens, d_model), lost_x.device)
@@ -153,23 +177,42 @@ def finish_lost(
         _check_plain("start", start, torch.float32, (tokens, d_model), y.device)
     if tokens == 0:
         return
-    d_ff, device = up.shape[0], y.device
-    h = torch.empty(min(tokens, CHUNK), d_ff, dtype=y.dtype, device=device)
-    clusters = multiprocessors(device) // _CLUSTER
-    parts = torch.empty(
-        clusters * _WARPS * (_PART_BYTES + 4), dtype=torch.uint8, device=device
-    )  # the counters come last
-    counters = ctypes.c_void_p(parts.data_ptr() + clusters * _WARPS * _PART_BYTES)
-    fill = _gate_up(lost_x, gate, up, gate_bias, up_bias, h, lost, counters, clusters * _WARPS)
-    given = _map(h), _map(down), _bias(down_bias), start, y, lost
-    sizes = ctypes.c_int(d_ff), ctypes.c_int(d_model), counters, parts
-    defines = (_DEFINE[y.dtype], True), ("CLUSTER", _CLUSTER)
-    for first in range(0, tokens, CHUNK):
-        slots = min(CHUNK, tokens - first)
-        fill(first, slots)
-        arguments = *given, ctypes.c_int(first), ctypes.c_int(slots), *sizes
-        grid = clusters * _CLUSTER, 1  # all of them: few tiles are shared
-        _launch("sm90_down_rows.cu", "down_rows", defines, grid, (THREADS, 1), device, arguments, _SHARED)
+    down_bias, gate_bias, up_bias = fitting(down_bias), fitting(gate_bias), fitting(up_bias)
+    made = FinishLost(tokens, row_of(lost_x), GateUp(gate, up, gate_bias, up_bias), down, down_bias)
+    h, parts = (torch.empty(room, dtype=torch.uint8, device=y.device) for room in made.room)
+    made.launch(lost, lost_x.data_ptr(), start, y, h.data_ptr(), parts.data_ptr())
+
+
+class FinishLost:
+    """The launches of finish_lost for one layer's weights and so many tokens.
+
+    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. row: values from one row of
+    lost_x to the next. room: bytes that a call needs for h, and for the tiles that clusters share."""
+
+    def __init__(self, tokens: int, row: int, gate_up: GateUp, down: Tensor, down_bias: Tensor | None):
+        d_ff, d_model, self.device = gate_up.d_ff, gate_up.d_model, down.device
+        self.gate_up, self.tokens, slots = gate_up, tokens, min(tokens, CHUNK)
+        self.x = tma.matrix_numbers(tokens, d_model, row, down.dtype, BM)
+        self.h_written = tma.matrix_numbers(slots, d_ff, d_ff, down.dtype, _OUT_ROWS)
+        self.h_read = tma.matrix_numbers(slots, d_ff, d_ff, down.dtype, BM)
+        self.down, self.down_bias = tma.matrix_map(down, BM), address(down_bias)
+        clusters = multiprocessors(self.device) // _CLUSTER
+        self.grid = clusters * _CLUSTER, 1  # all of them: few tiles are shared
+        self.counted, self.counters = clusters * _WARPS, clusters * _WARPS * _PART_BYTES  # the counters come last
+        self.room = slots * d_ff * down.dtype.itemsize, clusters * _WARPS * (_PART_BYTES + 4)
+        self.sizes = d_ff, d_model
+        defines = (_DEFINE[down.dtype], True), ("CLUSTER", _CLUSTER)
+        self.kernel = kernel("sm90_down_rows.cu", "down_rows", defines, "MMPPPPiiiiPP", THREADS, _SHARED)
+
+    def launch(self, lost, lost_x: int, start, y, h: int, parts: int) -> None:
+        """lost_x, h, parts: addresses; lost, start, y: addresses, tensors or None."""
+        x_and_h = tma.tensor_map(lost_x, *self.x), tma.tensor_map(h, *self.h_written)
+        maps, counters = (tma.tensor_map(h, *self.h_read), self.down), parts + self.counters
+        for first in range(0, self.tokens, CHUNK):
+            slots = min(CHUNK, self.tokens - first)
+            self.gate_up.launch(x_and_h, first, slots, lost, counters, self.counted)
+            rest = first, slots, *self.sizes, counters, parts
+            self.kernel.launch(self.device, self.grid, (*maps, self.down_bias, start, y, lost, *rest))
 
 
 def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:

@@ -5,7 +5,6 @@ GPU."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 
 import torch
@@ -72,7 +71,7 @@ def gate_pack(
 
     Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0
     for the kernels that follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate)."""
-    _check(x, gate)
+    check(x, gate)
     if version not in (None, *PACK_VERSIONS):
         raise InputError(f"version is {version}; {PACK_VERSIONS[0]} to {PACK_VERSIONS[-1]} are accepted")
     (tokens, _), tiles = x.shape, -(-gate.shape[0] // TILE)
@@ -89,14 +88,15 @@ def gate_pack(
 def dense_gate(x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, store: bool = True) -> Tensor:
     """The same main loop without the packing: the gate [tokens, d_ff], for checks; store=False: for timing,
     unwritten."""
-    _check(x, gate)
+    check(x, gate)
     out = torch.empty(x.shape[0], gate.shape[0], dtype=x.dtype, device=x.device)
     if x.shape[0]:
         _gate(x, gate, gate_bias, out if store else None, None, None, 0)
     return out
 
 
-def _check(x: Tensor, gate: Tensor) -> None:
+def check(x: Tensor, gate: Tensor) -> None:
+    """Raise InputError unless takes(x, gate)."""
     if not takes(x, gate):
         raise InputError(
             f"the Hopper gate kernel takes bfloat16 or float16 on a GPU of compute capability 9.0, d_model and d_ff "
@@ -107,24 +107,33 @@ def _check(x: Tensor, gate: Tensor) -> None:
 
 
 def _gate(x, gate, bias, out, pool, lost, version) -> None:
-    (tokens, d_model), d_ff = x.shape, gate.shape[0]
-    cluster = 1 if version == 1 else CLUSTER
-    defines = ((launcher._DEFINE[x.dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
-    maps = tma.matrix_map(x, BM), *_gate_maps(gate.data_ptr(), gate.dtype, d_ff, d_model, gate.stride(0), cluster)
-    tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
-    grid = min(multiprocessors(x.device) // cluster, tiles) * cluster
-    sizes = (ctypes.c_int(tokens), ctypes.c_int(d_model), ctypes.c_int(d_ff))
-    arguments = (*maps, out, bias, pool, lost, *sizes)
-    launcher._launch(
-        "sm90_gate_pack.cu",
-        f"gate_pack_v{version}",
-        defines,
-        (grid, 1),
-        (THREADS, 1),
-        x.device,
-        arguments,
-        _PACK_SHARED,
-    )
+    row = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    made = GatePack(x.shape[0], row, gate, bias, version)
+    made.launch(x.data_ptr(), out, pool, lost)
+
+
+class GatePack:
+    """The launch for one gate [d_ff, d_model] and so many tokens; only addresses of x and of what is written change.
+
+    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. row: values from one row of
+    x to the next."""
+
+    def __init__(self, tokens: int, row: int, gate: Tensor, bias: Tensor | None, version: int = PACK_VERSIONS[-1]):
+        (d_ff, d_model), dtype, self.device = gate.shape, gate.dtype, gate.device
+        cluster = 1 if version == 1 else CLUSTER
+        defines = ((launcher._DEFINE[dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
+        name = f"gate_pack_v{version}"
+        self.kernel = launcher.kernel("sm90_gate_pack.cu", name, defines, "MMMPPPPiii", THREADS, _PACK_SHARED)
+        self.x = tma.matrix_numbers(tokens, d_model, row, dtype, BM)
+        self.maps = _gate_maps(gate.data_ptr(), dtype, d_ff, d_model, gate.stride(0), cluster)
+        tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
+        self.grid = min(multiprocessors(self.device) // cluster, tiles) * cluster, 1
+        self.bias, self.sizes = launcher.address(bias), (tokens, d_model, d_ff)
+
+    def launch(self, x: int, packed, pool, lost) -> None:
+        """x: an address. packed, pool, lost: addresses, tensors or None."""
+        x_map = tma.tensor_map(x, *self.x)
+        self.kernel.launch(self.device, self.grid, (x_map, *self.maps, packed, self.bias, pool, lost, *self.sizes))
 
 
 @lru_cache(maxsize=1024)

@@ -7,14 +7,14 @@ grids and arguments, in twell_lab.simulator. The only state is the cache of load
 
 from __future__ import annotations
 
-import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda.launcher import _DEFINE, _aligned, _launch, _multiprocessors
-from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ..cuda.launcher import _DEFINE, Kernel, _aligned, _multiprocessors, kernel
+from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, check_geometry, word_dtype
 
 _CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
 _MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
@@ -34,37 +34,54 @@ _SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources
 
 def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
     """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are left as they were."""
-    from ..formats.twell import check_geometry, word_dtype
-
     if gate.dim() != 2 or gate.dtype not in _DEFINE:
         raise InputError(
             f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted"
         )
-    check_geometry(tile, words)
     gate = gate.contiguous()
-    rows, columns = gate.shape
-    vector = 16 // gate.element_size()
-    tiles = -(-columns // tile)
-    if rows * tiles >= 2**31:
-        raise InputError(f"gate has {rows} x {tiles} tiles; fewer than 2^31 tiles are accepted at once")
+    (rows, columns), tiles = gate.shape, check_tiles(*gate.shape, tile, words)
     packed = torch.empty(rows, tiles, words, dtype=word_dtype(gate.dtype), device=gate.device)
     if rows == 0:
         return packed
-    vectors = columns % vector == 0 and tile % vector == 0 and _aligned(gate)
-    if version is None:
-        version = 4 if vectors else 2
-    elif version not in _PACK_BLOCKS or (version > 2 and not vectors):
-        raise InputError(
-            f"version is {version}; 1 and 2 are accepted, and 3 and 4 where d_ff and tile are multiples of {vector} "
-            f"and the "
-            f"gate lies on a 16-byte boundary (d_ff is {columns}, tile {tile})"
-        )
-    block, tiles_a_block = _PACK_BLOCKS[version]
-    defines = ((_DEFINE[gate.dtype], True),)
-    grid = -(-rows * tiles // tiles_a_block)
-    sizes = (ctypes.c_longlong(rows), *map(ctypes.c_int, (columns, tile, words)))
-    _launch("smxx_pack.cu", f"pack_v{version}", defines, (grid, 1), (block, 1), gate.device, (gate, packed, *sizes))
+    vectors = in_vectors(gate.dtype, columns, tile) and _aligned(gate)
+    Pack(gate.dtype, rows, columns, tile, words, vectors, gate.device, version).launch(gate, packed)
     return packed
+
+
+def check_tiles(rows: int, columns: int, tile: int, words: int) -> int:
+    """How many tiles a row has. Raises InputError where pack does not take so many."""
+    check_geometry(tile, words)
+    tiles = -(-columns // tile)
+    if rows * tiles >= 2**31:
+        raise InputError(f"gate has {rows} x {tiles} tiles; fewer than 2^31 tiles are accepted at once")
+    return tiles
+
+
+def in_vectors(dtype: torch.dtype, columns: int, tile: int) -> bool:
+    """Whether rows and tiles of a gate are made of 16-byte pieces."""
+    return columns * dtype.itemsize % 16 == 0 and tile * dtype.itemsize % 16 == 0
+
+
+class Pack:
+    """The launch of pack for a gate of this shape. vectors: whether it can be read 16 bytes at a time."""
+
+    def __init__(self, dtype, rows, columns, tile, words, vectors, device, version: int | None = None):
+        vector = 16 // dtype.itemsize
+        if version is None:
+            version = 4 if vectors else 2
+        elif version not in _PACK_BLOCKS or (version > 2 and not vectors):
+            raise InputError(
+                f"version is {version}; 1 and 2 are accepted, and 3 and 4 where d_ff and tile are multiples of "
+                f"{vector} and the gate lies on a 16-byte boundary (d_ff is {columns}, tile {tile})"
+            )
+        threads, tiles_a_block = _PACK_BLOCKS[version]
+        self.device, self.grid = device, (-(-rows * -(-columns // tile) // tiles_a_block), 1)
+        self.sizes = rows, columns, tile, words
+        self.kernel = kernel("smxx_pack.cu", f"pack_v{version}", ((_DEFINE[dtype], True),), "PPqiii", threads)
+
+    def launch(self, gate, packed) -> None:
+        """Both tensors, contiguous, or, on a GPU, addresses."""
+        self.kernel.launch(self.device, self.grid, (gate, packed, *self.sizes))
 
 
 def specialisation(dtype: torch.dtype, d_model: int, teams: int = 1) -> tuple | None:
@@ -99,31 +116,43 @@ def gated(x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, vers
 
 
 def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version) -> Tensor:
-    """Launch a kernel that makes one row of y from one packed row.
-
-    many: the version for many tokens; the one after it is for few. vectors: what is read 16 bytes at a time.
-    """
-    rows, d_model = y.shape
-    if rows == 0:
-        return y
-    tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
-    if version not in (None, *range(1, many + 2)):
-        raise InputError(f"version is {version}; 1 to {many + 1} are accepted")
-    if version is None:
-        version = many + _few(y)
-    defines = specialisation(y.dtype, d_model, _TEAMS if version == many + 1 else 1) if _aligned(*vectors) else None
-    if defines is None:
-        version = 1
-    elif version == many + 1 and "TEAMS" not in dict(defines):
-        version = many  # so wide a row that one team fills the block
-    if version == 1:
-        defines, block, grid = _any_width(y.dtype), (128, 1), (rows, -(-d_model // _SLAB))
-    else:
-        sizes = dict(defines)
-        block, grid = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1), (rows, 1)
-    sizes = map(ctypes.c_int, (d_model, columns, tile, words))
-    _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, grid, block, y.device, (*tensors, y, *sizes))
+    """Launch a kernel that makes one row of y from one packed row, as TokenRows has it."""
+    if len(y):
+        tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
+        sizes = y.shape[1], columns, tile, words
+        TokenRows(name, many, y.dtype, len(y), *sizes, _aligned(*vectors), y.device, version).launch(*tensors, y)
     return y
+
+
+class TokenRows:
+    """The launch of gated or down for so many rows.
+
+    many: the version for many tokens; the one after it is for few. aligned: whether what is read 16 bytes at a time
+    starts at a multiple of them."""
+
+    def __init__(
+        self, name, many, dtype, rows, d_model, columns, tile, words, aligned, device, version: int | None = None
+    ):
+        if version not in (None, *range(1, many + 2)):
+            raise InputError(f"version is {version}; 1 to {many + 1} are accepted")
+        if version is None:
+            version = many + _few(rows, device)
+        defines = specialisation(dtype, d_model, _TEAMS if version == many + 1 else 1) if aligned else None
+        if defines is None:
+            version = 1
+        elif version == many + 1 and "TEAMS" not in dict(defines):
+            version = many  # so wide a row that one team fills the block
+        if version == 1:
+            defines, block, self.grid = _any_width(dtype), 128, (rows, -(-d_model // _SLAB))
+        else:
+            sizes = dict(defines)
+            block, self.grid = 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), (rows, 1)
+        self.device, self.sizes = device, (d_model, columns, tile, words)
+        self.kernel = kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, _TOKEN_KINDS[name], block)
+
+    def launch(self, *tensors) -> None:
+        """The kernel's pointers, y the last of them: tensors, contiguous, None or, on a GPU, addresses."""
+        self.kernel.launch(self.device, self.grid, (*tensors, *self.sizes))
 
 
 def gated_pooled(
@@ -152,26 +181,75 @@ def gated_pooled(
     vectors = (x, up, down_t, down_bias, start, lost_x, y)
     _check_pooled(x, packed, pool, up.shape[0], vectors, lost, lost_x, version, (5, 6, 7))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
-    if version is None:
-        version = 6 if _few(y) else 7 if not _few(y, _MANY_TOKENS) else 5
-    weights = (up, down_t, up_bias, down_bias)
-    if version < 7:
-        _pooled("gated", version, 5, y, (x, packed, pool, *weights, start, y, lost, lost_x, stats), up.shape[0])
-        return y
-    hidden, beside = (
-        torch.empty(t[:n].shape, dtype=torch.float32, device=x.device)
-        for t, n in ((packed, _TWO_PASS_ROWS), (pool, _TWO_PASS_ROWS // POOL_ROWS))
+    version = gated_version(len(y), y.device) if version is None else version
+    x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x = (
+        t if t is None else t.contiguous()
+        for t in (x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x)
     )
-    for first in range(0, len(y), _TWO_PASS_ROWS):
-        part = [
-            t if t is None or len(y) <= _TWO_PASS_ROWS else t[first : first + _TWO_PASS_ROWS]
-            for t in (y, x, packed, start)
-        ]
+    weights = (up, down_t, up_bias, down_bias)
+    most = len(y) if version < 7 else _TWO_PASS_ROWS
+    hidden, beside = (
+        (None, None)
+        if version < 7
+        else (
+            torch.empty(t[:n].shape, dtype=torch.float32, device=x.device)
+            for t, n in ((packed, most), (pool, most // POOL_ROWS))
+        )
+    )
+    for first in range(0, len(y), max(most, 1)):
+        rows = slice(first, first + most)
+        made = GatedPooled(x.dtype, *x[rows].shape, up.shape[0], x.device, version)
+        part = y[rows], x[rows], packed[rows], None if start is None else start[rows]
         group = pool[first // POOL_ROWS :]
-        _pooled("up", 1, 1, part[0], (*part[1:3], group, up, up_bias, hidden, beside, lost, lost_x), up.shape[0], first)
-        rest = (part[2], group, hidden, beside, down_t, down_bias, part[3], part[0], stats)
-        _pooled("down", 6, 6, part[0], rest, up.shape[0])
+        made.launch(*part[:3], group, *weights, part[3], lost, lost_x, stats, hidden, beside, first)
     return y
+
+
+class GatedPooled:
+    """The launches of gated_pooled for so many tokens, in one pass or two.
+
+    version: as gated_pooled takes it. room: bytes of the hidden values between two passes, and of those of the pool."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, d_model: int, d_ff: int, device, version: int | None = None):
+        self.rows, self.d_ff, self.device, self.room = rows, d_ff, device, (0, 0)
+        version = gated_version(rows, device) if version is None else version
+        if version < 7:
+            self.kernels = (pooled_kernel("gated", version, 5, dtype, d_model),)
+            return
+        self.kernels = pooled_kernel("up", 1, 1, dtype, d_model), pooled_kernel("down", 6, 6, dtype, d_model)
+        self.room = tuple(4 * words for words in packed_sizes(rows, d_ff))
+
+    def launch(
+        self, y, x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, stats, hidden, beside, first=0
+    ) -> None:
+        """All tensors, None or, on a GPU, addresses; contiguous. first: the number of the first of these rows."""
+        grid = self.rows, 1
+        if len(self.kernels) == 1:
+            weights = (up, down_t, up_bias, down_bias, start)
+            made = (x, packed, pool, *weights, y, lost, lost_x, stats, self.d_ff)
+            return self.kernels[0].launch(self.device, grid, made)
+        of_up = (x, packed, pool, up, up_bias, hidden, beside, lost, lost_x, self.d_ff, first)
+        self.kernels[0].launch(self.device, grid, of_up)
+        rest = (packed, pool, hidden, beside, down_t, down_bias, start, y, stats, self.d_ff)
+        self.kernels[1].launch(self.device, grid, rest)
+
+
+def gated_version(rows: int, device: torch.device) -> int:
+    """The version of gated_pooled that is fastest for so many tokens."""
+    return 6 if _few(rows, device) else 7 if not _few(rows, device, _MANY_TOKENS) else 5
+
+
+class DownPooled:
+    """The launch of down_pooled for so many tokens."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, d_model: int, d_ff: int, device, version: int | None = None):
+        self.rows, self.d_ff, self.device = rows, d_ff, device
+        self.kernel = pooled_kernel("down", version or 4 + _few(rows, device), 4, dtype, d_model)
+
+    def launch(self, y, x, packed, pool, down_t, bias, start, lost, lost_x, stats) -> None:
+        """All tensors, None or, on a GPU, addresses; contiguous."""
+        made = (x, packed, pool, down_t, bias, start, y, lost, lost_x, stats, self.d_ff)
+        self.kernel.launch(self.device, (self.rows, 1), made)
 
 
 def down_pooled(
@@ -184,8 +262,10 @@ def down_pooled(
     few tokens. y: where to write, if not into a new tensor."""
     _check_pooled(x, packed, pool, down_t.shape[0], (x, down_t, bias, start, lost_x, y), lost, lost_x, version, (4, 5))
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
-    arguments = (x, packed, pool, down_t, bias, start, y, lost, lost_x, stats)
-    _pooled("down", version or 4 + _few(y), 4, y, arguments, down_t.shape[0])
+    if len(y):
+        tensors = (t if t is None else t.contiguous() for t in (x, packed, pool, down_t, bias, start, lost, lost_x))
+        made = DownPooled(y.dtype, *y.shape, down_t.shape[0], y.device, version)
+        made.launch(y, *tensors, stats)
     return y
 
 
@@ -194,12 +274,27 @@ def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
     return dtype.itemsize == 2 and specialisation(dtype, d_model) is not None
 
 
-def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, versions) -> None:
-    tokens, tiles = x.shape[0], -(-columns // TILE)
+def packed_sizes(tokens: int, d_ff: int) -> tuple[int, int]:
+    """Words of a packed matrix and of its pool."""
+    tiles = -(-d_ff // TILE)
+    return tokens * tiles * WORDS, -(-tokens // POOL_ROWS) * tiles * POOL_WORDS
+
+
+def check_rows(x: Tensor, vectors: tuple[Tensor | None, ...]) -> None:
+    """Raise InputError for rows that the kernels with a pool do not take, and for what does not lie on 16 bytes."""
     if not pooled_takes(x.dtype, x.shape[1]):
         raise InputError(
             f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384"
         )
+    if not _aligned(*vectors):
+        raise InputError(
+            "the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them"
+        )
+
+
+def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, versions) -> None:
+    tokens, tiles = x.shape[0], -(-columns // TILE)
+    check_rows(x, ())
     if packed.shape != (tokens, tiles, WORDS) or pool.shape != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
         raise InputError(
             f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {columns} columns "
@@ -212,30 +307,30 @@ def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, vers
         )
     if version not in (None, *versions):
         raise InputError(f"version is {version}; {', '.join(map(str, versions))} take a pool")
-    if not _aligned(*vectors):
-        raise InputError(
-            "the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them"
-        )
+    check_rows(x, vectors)
 
 
-def _pooled(name, version, one, y, tensors, columns, *more) -> None:
-    """Launch a kernel with a pool, a block a token. one: its version of one team a token; the next has several."""
-    if not len(y):
-        return
-    defines = specialisation(y.dtype, y.shape[1], _TEAMS if version > one else 1)
+_TOKEN_KINDS = {"gated": "P" * 11 + "iiii", "down": "P" * 8 + "iiii"}
+_POOLED_KINDS = {"gated": "P" * 12 + "i", "up": "P" * 9 + "ii", "down": "P" * 10 + "i"}
+
+
+@lru_cache(maxsize=1024)
+def pooled_kernel(name: str, version: int, one: int, dtype: torch.dtype, d_model: int) -> Kernel:
+    """A kernel with a pool, a block a token. one: its version of one team a token; the next has several."""
+    defines = specialisation(dtype, d_model, _TEAMS if version > one else 1)
     sizes = dict(defines)
     if "TEAMS" not in sizes:
         version = one  # also where one team of so wide a row fills the block
-    block = (32 * sizes["WARPS"] * sizes.get("TEAMS", 1), 1)
-    defines += (("POOL", True), ("HIDDEN", True)) if (name, version) == ("down", 6) else (("POOL", True),)
-    arguments = [t if t is None else t.contiguous() for t in tensors]
-    arguments += map(ctypes.c_int, (columns, *more))
-    _launch(f"smxx_{name}.cu", f"{name}_v{version}", defines, (len(y), 1), block, y.device, arguments)
+    hidden = (name, version) == ("down", 6)
+    defines += (("POOL", True), ("HIDDEN", True)) if hidden else (("POOL", True),)
+    kinds = _POOLED_KINDS[name][1 if hidden else 0 :]
+    block = 32 * sizes["WARPS"] * sizes.get("TEAMS", 1)
+    return kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, kinds, block)
 
 
-def _few(y: Tensor, most: int = _FEW_TOKENS) -> bool:
+def _few(rows: int, device: torch.device, most: int = _FEW_TOKENS) -> bool:
     """Whether there are at most so many tokens a multiprocessor; a CPU has none."""
-    return y.is_cuda and len(y) <= most * _multiprocessors(y.device.index)
+    return device.type == "cuda" and rows <= most * _multiprocessors(device.index)
 
 
 def _any_width(dtype: torch.dtype) -> tuple:

@@ -6,7 +6,6 @@ nothing waits for the GPU; CPU tensors run the same kernels in twell_lab.simulat
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -77,45 +76,18 @@ def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: i
     counts, totals = ints(chunks, d_ff), ints(d_ff)
     found = Columns(ints(len(s.words), 4), ints(d_ff + 1), ints(d_ff), ints(pieces, 2), ints(d_ff), ints(_PLAN_INTS))
     defines = ((launcher._DEFINE[dtype], True),)
-    run = lambda name, grid, threads, *arguments: launcher._launch(  # noqa: E731
-        "smxx_columns.cu",
-        f"columns_{name}_v2",
-        defines,
-        grid,
-        (threads, 1),
-        device,
-        [ctypes.c_int(a) if isinstance(a, int) else a for a in arguments],
-    )
-    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), _THREADS, s.spans, s.words, counts, tokens, d_ff, rows)
-    run("scan", (-(-d_ff // 32), 1), 1024, counts, totals, chunks, d_ff)
-    run(
-        "plan",
-        (1, 1),
-        1024,
-        totals,
-        found.starts,
-        found.order,
-        found.pieces,
-        found.first_piece,
-        found.plan,
-        d_ff,
-        _UNITS_A_PIECE * pieces,
-    )
-    run(
-        "fill",
-        (chunks, -(-d_ff // _FILL_SLAB)),
-        _THREADS,
-        s.spans,
-        s.words,
-        s.ups,
-        dh,
-        counts,
-        found.starts,
-        found.records,
-        tokens,
-        d_ff,
-        rows,
-    )
+
+    def run(name, grid, threads, tensors, *numbers):
+        kinds = "P" * len(tensors) + "i" * len(numbers)
+        made = launcher.kernel("smxx_columns.cu", f"columns_{name}_v2", defines, kinds, threads)
+        made.launch(device, grid, (*tensors, *numbers))
+
+    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), _THREADS, (s.spans, s.words, counts), tokens, d_ff, rows)
+    run("scan", (-(-d_ff // 32), 1), 1024, (counts, totals), chunks, d_ff)
+    lists = (totals, found.starts, found.order, found.pieces, found.first_piece, found.plan)
+    run("plan", (1, 1), 1024, lists, d_ff, _UNITS_A_PIECE * pieces)
+    entries = (s.spans, s.words, s.ups, dh, counts, found.starts, found.records)
+    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), _THREADS, entries, tokens, d_ff, rows)
     return found
 
 
@@ -142,16 +114,12 @@ def weight_gradients(
     pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PARTIAL_BYTES // (4 * sums * d_model)))
     columns = by_column(s, dh, d_ff, x.dtype, pieces)
     defines = ((launcher._DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
-    size = ctypes.c_int(d_model)
-    run = lambda name, grid, threads, *arguments: launcher._launch(  # noqa: E731
-        "smxx_weight_gradients.cu",
-        f"weight_gradients_{name}",
-        defines,
-        grid,
-        (threads, 1),
-        x.device,
-        (*arguments, *outputs, size),
-    )
+
+    def run(name, grid, threads, *tensors):
+        kinds = "P" * (len(tensors) + len(outputs)) + "i"
+        made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines, kinds, threads)
+        made.launch(x.device, grid, (*tensors, *outputs, d_model))
+
     if version == 1:
         run("v1", (d_ff, -(-d_model // 128)), 128, x, dy, columns.starts, columns.records)
         return outputs

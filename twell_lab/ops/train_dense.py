@@ -7,13 +7,11 @@ float32; CUDA tensors run on torch's current stream, CPU tensors in twell_lab.si
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda.launcher import _DEFINE, _aligned, _launch
+from ..cuda.launcher import _DEFINE, _aligned, kernel
 
 FILE = "smxx_train_dense.cu"
 _ROWS_A_BLOCK = 8
@@ -88,6 +86,6 @@ def _rows(name: str, version: int | None, g: Tensor, arguments: tuple, vectors: 
             f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})"
         )
     version = version or 1 + wide
-    sizes = (ctypes.c_longlong(rows), ctypes.c_int(d_ff))
-    grid, block = (-(-rows // _ROWS_A_BLOCK), 1), (32 * _ROWS_A_BLOCK, 1)
-    _launch(FILE, f"{name}_v{version}", ((_DEFINE[g.dtype], True),), grid, block, g.device, (*arguments, *sizes))
+    kinds = "P" * len(arguments) + "qi"
+    made = kernel(FILE, f"{name}_v{version}", ((_DEFINE[g.dtype], True),), kinds, 32 * _ROWS_A_BLOCK)
+    made.launch(g.device, (-(-rows // _ROWS_A_BLOCK), 1), (*arguments, rows, d_ff))

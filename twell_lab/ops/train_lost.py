@@ -8,13 +8,11 @@ same GPU."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda.launcher import _DEFINE, _aligned, _launch, _multiprocessors
+from ..cuda.launcher import _DEFINE, _aligned, _multiprocessors, kernel
 from .portable import pooled_takes
 
 FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
@@ -114,9 +112,9 @@ def lost_backward(
     )  # where entries find no room, sums of one block at least must
     entries = torch.empty(max(planes * groups * room * _NEURONS, least), **here)
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx)
-    _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries, ctypes.c_int(room)))
+    _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries), room=room)
     gradients = (dgate, dup, ddown_t, dgate_bias, dup_bias)
-    _run("lost_weights_v2", others, x, up, (*layer, *gradients, sums, entries, ctypes.c_int(room)), blocks)
+    _run("lost_weights_v2", others, x, up, (*layer, *gradients, sums, entries), blocks, room=room)
 
 
 def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
@@ -133,10 +131,11 @@ def _blocks(x: Tensor) -> int:
     return max(1, min(_grid(x), _MOST_SUMS // (4 * _ROWS * x.shape[1])))
 
 
-def _run(name: str, blocks: int, x: Tensor, up: Tensor, arguments: tuple, *more: int) -> None:
-    sizes = map(ctypes.c_int, (x.shape[1], up.shape[0], *more))
-    file = WEIGHTS_FILE if "weights" in name else FILE
-    _launch(file, name, ((_DEFINE[x.dtype], True),), (blocks, 1), (_THREADS, 1), x.device, (*arguments, *sizes))
+def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
+    numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
+    file, kinds = WEIGHTS_FILE if "weights" in name else FILE, "P" * len(tensors) + "i" * len(numbers)
+    made = kernel(file, name, ((_DEFINE[x.dtype], True),), kinds, _THREADS)
+    made.launch(x.device, (grid, 1), (*tensors, *numbers))
 
 
 def _check(lost, x, gate, up, down_t, gate_bias, up_bias, by_row) -> None:

@@ -8,7 +8,6 @@ up to 65,536."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -107,17 +106,17 @@ def survivors(
     x, packed, pool = x.contiguous(), packed.contiguous(), pool.contiguous()
     blocks = -(-tokens // _PACKED_ROWS)
     counts, totals = new(tokens), new(blocks, 2)
-    rows, columns, room = ctypes.c_int(tokens), ctypes.c_int(d_ff), ctypes.c_int(capacity)
     defines = portable.specialisation(x.dtype, d_model)
 
-    def run(name, blocks, threads, *arguments):
-        launcher._launch(SURVIVORS, name, defines, (blocks, 1), (threads, 1), x.device, arguments)
+    def run(name, blocks, threads, tensors, *numbers):
+        made = launcher.kernel(SURVIVORS, name, defines, "P" * len(tensors) + "i" * len(numbers), threads)
+        made.launch(x.device, (blocks, 1), (*tensors, *numbers))
 
-    run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, x, packed, pool, counts, totals, rows, columns)
-    run("survivor_places_v2", 1, _PLACE_THREADS, counts, totals, lost, rows, room)
+    run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, (x, packed, pool, counts, totals), tokens, d_ff)
+    run("survivor_places_v2", 1, _PLACE_THREADS, (counts, totals, lost), tokens, capacity)
     alone = l1 if up is None else None  # of a gated layer, l1 comes with u
-    placed = (packed, pool, counts, totals, spans, kept, lost, words, alone, rows, columns, room)
-    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, *placed)
+    placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
+    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, placed, tokens, d_ff, capacity)
     if up is not None:
         _dots(x, made, up.contiguous(), "up_values_v1", (None if up_bias is None else up_bias.contiguous(), ups, l1))
     return made
@@ -188,14 +187,15 @@ def _slabs(d_model: int, group: int) -> int:
     return -(-d_model // (group * _VECTOR))
 
 
-def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, arguments: tuple) -> None:
+def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, tensors: tuple, *numbers: int) -> None:
     """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
     defines = _slab_defines(rows.dtype, rows.shape[1], shape)
     grid = (-(-len(rows) // (_SLAB_WARPS * (32 // shape[0] if slabs else 1))), max(slabs, 1))
-    launcher._launch(SLABS, name, defines, grid, (32 * _SLAB_WARPS, 1), rows.device, arguments)
+    made = launcher.kernel(SLABS, name, defines, "P" * len(tensors) + "i" * len(numbers), 32 * _SLAB_WARPS)
+    made.launch(rows.device, grid, (*tensors, *numbers))
 
 
-def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
+def _rows(name: str, version: int, rows: Tensor, tensors: tuple) -> None:
     """Launch version 1 or 2 of a kernel that makes something of, or for, each of these rows."""
     if version not in (1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")
@@ -203,12 +203,10 @@ def _rows(name: str, version: int, rows: Tensor, arguments: tuple) -> None:
         return
     if version == 2:
         shape = _SHAPES[name]
-        return _run_slabs(
-            f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), (*arguments, ctypes.c_int(len(rows)))
-        )
+        return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), tensors, len(rows))
     defines = portable.specialisation(rows.dtype, rows.shape[1])
-    block = (32 * dict(defines)["WARPS"], 1)
-    launcher._launch(ROWS, f"{name}_v1", defines, (len(rows), 1), block, rows.device, arguments)
+    made = launcher.kernel(ROWS, f"{name}_v1", defines, "P" * len(tensors), 32 * dict(defines)["WARPS"])
+    made.launch(rows.device, (len(rows), 1), tensors)
 
 
 def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
@@ -219,13 +217,12 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) 
     shape = _SHAPES["dots"]
     slabs = _slabs(rows.shape[1], shape[0])
     pieces = torch.empty(min(slabs, _MOST_SLABS), s.capacity, dtype=torch.float32, device=rows.device)
-    sizes = ctypes.c_int(len(rows)), ctypes.c_int(s.capacity)
+    sizes = len(rows), s.capacity
     for first in range(0, slabs, _MOST_SLABS):
         some = min(_MOST_SLABS, slabs - first)
-        part = (rows, s.spans, s.words, matrix, pieces, *sizes, ctypes.c_int(first))
-        _run_slabs("pieces_v1", shape, rows, some, part)
-        order = map(ctypes.c_int, (some, first > 0, first + some == slabs))
-        _run_slabs(finish, shape, rows, 0, (s.spans, s.words, pieces, *more, *sizes, *order))
+        _run_slabs("pieces_v1", shape, rows, some, (rows, s.spans, s.words, matrix, pieces), *sizes, first)
+        order = some, int(first > 0), int(first + some == slabs)
+        _run_slabs(finish, shape, rows, 0, (s.spans, s.words, pieces, *more), *sizes, *order)
 
 
 def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:

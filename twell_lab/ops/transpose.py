@@ -3,8 +3,6 @@ twell_lab.ops.portable."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,8 @@ def transposed(m: Tensor) -> Tensor:
     out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
     if m.numel():
         grid = (-(-columns // SIDE), -(-rows // SIDE))
-        sizes = (ctypes.c_int(rows), ctypes.c_int(columns))
-        launcher._launch(FILE, "transpose_v1", builds(m.dtype)[0][1], grid, (THREADS, 1), m.device, (m, out, *sizes))
+        made = launcher.kernel(FILE, "transpose_v1", builds(m.dtype)[0][1], "PPii", THREADS)
+        made.launch(m.device, grid, (m, out, rows, columns))
     return out
 
 

@@ -47,9 +47,9 @@ def test_the_builds_are_what_is_launched(monkeypatch):
         pytest.skip("needs a C++ compiler")
     launched, launch_one = set(), launcher._launch
 
-    def note(file, name, defines, *rest, **more):
-        launched.add((file, defines))
-        return launch_one(file, name, defines, *rest, **more)
+    def note(kernel, *rest):
+        launched.add((kernel.file, kernel.defines))
+        return launch_one(kernel, *rest)
 
     monkeypatch.setattr(launcher, "_launch", note)
     case = RowCase.draw(gate_of(2, 8, torch.bfloat16, 0.5), 1024)

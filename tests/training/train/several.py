@@ -50,7 +50,7 @@ def run(options, status, names):
 def main(device, asked):
     compiled.QUIET, compiled.WORTH = 12, 1  # so that runs as short as these are compiled layer by layer, and as a whole
     names, real = set(), launcher._launch
-    launcher._launch = lambda file, name, *more, **also: (names.add(name), real(file, name, *more, **also))[1]
+    launcher._launch = lambda kernel, *more: (names.add(kernel.name), real(kernel, *more))[1]
     with joined(device) as world:
         for options, status in asked:
             run(options, status, names)

@@ -1,0 +1,96 @@
+"""A driver that runs nothing and remembers each launch: what it was given, read back from memory as the driver reads it."""
+
+import ctypes
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from twell_lab.cuda import launcher
+
+CONFIG = [*((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared"))]
+CONFIG += [("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+SIZES = {"P": 8, "H": 16, "i": 4, "q": 8, "M": 128}
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, as cuda.h declares it."""
+
+    _fields_ = CONFIG
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as the driver saw it. arguments: (address, bytes) of each."""
+
+    name: str
+    defines: tuple
+    grid: tuple
+    block: tuple
+    shared: int
+    stream: int
+    early: bool
+    arguments: list
+
+    def values(self) -> list:
+        """Whole numbers for pointers and integers, pairs for structures of two pointers, bytes for tensor maps."""
+        found = []
+        for _, data in self.arguments:
+            words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+            found.append(data if len(data) == 128 else tuple(words) if len(data) == 16 else words[0])
+        return found
+
+
+class Driver:
+    """What `launcher._driver()` gives, with cuLaunchKernelEx as a C function."""
+
+    def __init__(self):
+        self.launches: list[Launch] = []
+        self.status: list[int] = []  # what the next launches answer; 0 when it is empty
+        self.kernels: list[launcher.Kernel] = []
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        self.cuLaunchKernelEx = launch(self._launch)
+        self.version = 13_000
+
+    def load(self, made: launcher.Kernel, device: torch.device) -> int:
+        self.kernels.append(made)
+        return len(self.kernels)  # the handle
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 1
+        return 0
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = self.version
+        return 0
+
+    def _launch(self, config, function, addresses, extra):
+        assert not extra
+        made, read = self.kernels[function - 1], Config.from_address(config)
+        places = (ctypes.c_void_p * len(made.kinds)).from_address(addresses)
+        arguments = [(at, ctypes.string_at(at, SIZES[kind])) for at, kind in zip(places, made.kinds)]
+        grid, block = (read.gx, read.gy, read.gz), (read.bx, read.by, read.bz)
+        early = bool(read.count) and ctypes.c_uint.from_address(read.attributes).value == 6
+        seen = Launch(made.name, made.defines, grid, block, read.shared, read.stream or 0, early, arguments)
+        self.launches.append(seen)
+        return self.status.pop(0) if self.status else 0
+
+
+@contextmanager
+def driving(monkeypatch, capability=(9, 0), stream=77):
+    """Inside it, launches on any CUDA device go to the Driver that this gives."""
+    made = Driver()
+    monkeypatch.setattr(launcher, "_driver", lambda: made)
+    monkeypatch.setattr(launcher, "_load", made.load)
+    monkeypatch.setattr(launcher, "_loaded", {})
+    monkeypatch.setattr(launcher, "_own", launcher._Own())
+    monkeypatch.setattr(launcher, "_current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "_current_stream", lambda index: stream)
+    monkeypatch.setattr(launcher, "_multiprocessors", lambda index: 132)
+    facts = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: facts)
+    launcher._may_start_early.cache_clear()
+    yield made
+    launcher._may_start_early.cache_clear()

@@ -1,0 +1,294 @@
+"""Prepared calls without a GPU: what is launched, with which arguments, and when a call is looked at anew.
+
+Pretended tensors lie where CPU tensors lie; a driver that runs nothing remembers the launches."""
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+
+from tests.ops.prepared.pretended import pretend, pretending
+from twell_lab import simulator
+from twell_lab.core.errors import InputError
+from twell_lab.core.folders import kernels_dir
+from twell_lab.ops import ampere, dispatch, hopper_dense, hopper_pack, inference, portable
+from twell_lab.ops.prepared import Kept, places
+
+D_MODEL, D_FF = 128, 1024
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    with pretending(monkeypatch) as made, torch.no_grad():
+        yield made
+
+
+class Layer:
+    def __init__(self, gated=True, biases=True, dtype=torch.bfloat16, d_ff=D_FF):
+        new = lambda *shape: pretend(torch.randn(*shape).to(dtype))  # noqa: E731
+        self.gate = new(d_ff, D_MODEL) if gated else None
+        self.up, self.down = new(d_ff, D_MODEL), new(D_MODEL, d_ff)
+        self.down_t = self.down.t().contiguous()
+        self.gate_bias = new(d_ff) if gated and biases else None
+        self.up_bias, self.down_bias = (new(d_ff), new(D_MODEL)) if biases else (None, None)
+        self.stats = pretend(torch.zeros(4, dtype=torch.int64))
+
+    def call(self, x, path="twell", hot=0):
+        biases = (self.gate_bias, self.up_bias, self.down_bias)
+        how = {"down_t": self.down_t, "stats": self.stats, "path": path, "hot": hot}
+        return inference.infer(x, self.gate, self.up, self.down, *biases, **how)
+
+
+def x_of(*tokens, dtype=torch.bfloat16):
+    return pretend(torch.randn(*tokens, D_MODEL).to(dtype))
+
+
+def launches_of(driver, call):
+    driver.launches.clear()
+    kept = call()
+    return list(driver.launches), kept
+
+
+def lasting(launches, tensors):
+    """The launches, with 'elsewhere' for each address that is none of these tensors'."""
+    known = {t.data_ptr() for t in tensors if t is not None}
+
+    def told(value, size):
+        if isinstance(value, tuple):
+            return tuple(told(each, 8) for each in value)
+        if isinstance(value, bytes):
+            address, rest = int.from_bytes(value[:8], "little"), value[8:]
+            return ("map", address if address in known else "elsewhere", rest)
+        return "elsewhere" if size == 8 and value > 1 << 20 and value not in known else value
+
+    return [
+        (each.name, each.grid, each.shared, [told(v, len(b)) for v, (_, b) in zip(each.values(), each.arguments)])
+        for each in launches
+    ]
+
+
+WAYS = [("twell", 0, 1), ("twell", 0, 40), ("twell", 0, 200), ("twell", 0, 2500), ("twell", 0, 9000)]
+WAYS += [("hot_cold", 256, 100), ("hot_cold", 256, 700), ("hot_cold", 512, 5000), ("dense", 0, 10), ("dense", 0, 300)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("path, hot, tokens", WAYS)
+def test_a_call_that_was_seen_before_launches_the_same(driver, path, hot, tokens, gated):
+    layer, x = Layer(gated), x_of(tokens)
+    weights = [layer.gate, layer.up, layer.down_t, layer.gate_bias, layer.up_bias, layer.down_bias]
+    first, y = launches_of(driver, lambda: layer.call(x, path, hot))
+    again, z = launches_of(driver, lambda: layer.call(x, path, hot))
+    assert y.shape == z.shape == x.shape
+    assert lasting(first, [x, *weights]) == lasting(again, [x, *weights])
+    assert path == "dense" or first
+    other = x_of(tokens)
+    moved, _ = launches_of(driver, lambda: layer.call(other, path, hot))
+    assert lasting(moved, [other, *weights]) == [
+        (name, grid, shared, [swapped(v, x, other) for v in values])
+        for name, grid, shared, values in lasting(first, [x, *weights])
+    ]
+    deep = other.view(1, tokens, 1, D_MODEL)
+    assert layer.call(deep, path, hot).shape == deep.shape
+    assert len([call for call in dispatch.calls._kept.values() if call.checked]) == 1
+
+
+def swapped(value, x, other):
+    if isinstance(value, tuple) and value[0] == "map":
+        return ("map", swapped(value[1], x, other), value[2])
+    return other.data_ptr() if value == x.data_ptr() else value
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [2048, 4100, 4300, 8200])
+def test_one_piece_of_memory_serves_as_pieces_of_their_own_do(driver, gated, tokens):
+    """The prepared call beside its three parts, each with tensors of its own."""
+    layer, x = Layer(gated), x_of(tokens)
+    driver.allocated.clear()
+    prepared, _ = launches_of(driver, lambda: layer.call(x))
+    ((begin, size),) = [each for each in driver.allocated if each[1] > x.nbytes]
+
+    def parts():
+        lost, lost_x = torch.empty(1 + tokens, dtype=torch.int32, device=x.device), torch.empty_like(x)
+        first, bias = (layer.gate, layer.gate_bias) if gated else (layer.up, layer.up_bias)
+        packed, pool = hopper_pack.gate_pack(x, first, bias, lost)
+        rest = (None, lost, lost_x, layer.stats)
+        if gated:
+            weights = (layer.up, layer.down_t, layer.up_bias, layer.down_bias)
+            y = portable.gated_pooled(x, packed, pool, *weights, *rest)
+        else:
+            y = portable.down_pooled(x, packed, pool, layer.down_t, layer.down_bias, *rest)
+        biases = (layer.gate_bias, layer.up_bias, layer.down, layer.down_bias)
+        hopper_dense.finish_lost(lost, lost_x, layer.gate, layer.up, *biases, None, y)
+        return [lost, lost_x, packed, pool]
+
+    driver.allocated.clear()
+    apart, _ = launches_of(driver, parts)
+    own = dict(driver.allocated)
+    kept = [x, layer.gate, layer.up, layer.down, layer.down_t, layer.gate_bias, layer.up_bias, layer.down_bias]
+    assert lasting(prepared, kept) == lasting(apart, kept)
+    places = {}  # where a tensor of its own lies: where its place in the one piece of memory is
+    for one, other in zip(prepared, apart):
+        for here, there in zip(one.values(), other.values()):
+            here, there = (int.from_bytes(v[:8], "little") if isinstance(v, bytes) else v for v in (here, there))
+            if there in own:
+                assert places.setdefault(there, here) == here
+    inside = {at: (here, here + own[at]) for at, here in places.items() if begin <= here < begin + size}
+    assert len(inside) >= (5 if not gated or tokens < 4224 else 7) and all(
+        e <= begin + size for _, e in inside.values()
+    )
+    spans = sorted(inside.values())
+    overlaps = [(a, b) for i, a in enumerate(spans) for b in spans[i + 1 :] if b[0] < a[1]]
+    h = {int.from_bytes(each.values()[3][:8], "little") for each in prepared if each.name == "gate_up"}
+    assert all(a[0] in h or b[0] in h for a, b in overlaps)  # h alone lies where others lay, when nobody reads them
+    lasts = {places[at] for at in places if own[at] == 4 * (1 + tokens) or own[at] == x.nbytes}
+    assert not any(b[0] in lasts or a[0] in lasts for a, b in overlaps)
+
+
+def changed(layer):
+    """Names, and what is done to a weight of the layer."""
+    yield "replaced", lambda: setattr(layer, "up", pretend(layer.up.clone()))
+    yield "moved", lambda: setattr(layer.up, "data", layer.up.data.clone())
+    yield "bias gone", lambda: setattr(layer, "up_bias", None)
+    yield "transposed again", lambda: setattr(layer, "down_t", pretend(layer.down_t.clone()))
+
+
+@pytest.mark.parametrize("tokens", [3, 100, 2500])
+def test_a_weight_that_lies_elsewhere_is_found_there(driver, tokens):
+    layer, x, before = Layer(), x_of(tokens), []
+    for name, change in changed(layer):
+        layer.call(x)
+        before += [layer.up.data, layer.down_t]  # alive, so that the new one cannot lie there
+        known = len(dispatch.calls)
+        change()
+        seen, _ = launches_of(driver, lambda: layer.call(x))
+        now = {0 if t is None else t.data_ptr() for t in (layer.up, layer.up_bias, layer.down_t)}
+        given = {v for each in seen for v in each.values() if isinstance(v, int)}
+        assert now <= given | {0}, name
+        assert len(dispatch.calls) == known + 1, name
+
+
+def test_what_a_weight_holds_is_read_anew_without_looking_again(driver):
+    layer, x = Layer(), x_of(300)
+    first, _ = launches_of(driver, lambda: layer.call(x))
+    layer.up.mul_(2)
+    again, _ = launches_of(driver, lambda: layer.call(x))
+    kept = [x, layer.up, layer.down_t, layer.up_bias, layer.down_bias]
+    assert len(dispatch.calls) == 1 and lasting(first, kept) == lasting(again, kept)
+
+
+def test_memory_used_again_for_another_shape_or_type_is_looked_at_anew(driver):
+    layer, x = Layer(biases=False), x_of(40)
+    layer.call(x)
+    for name in ("gate", "up", "down_t"):
+        setattr(layer, name, getattr(layer, name)[: D_FF // 2])
+    layer.down = pretend(layer.down[:, : D_FF // 2].clone())
+    seen, _ = launches_of(driver, lambda: layer.call(x))
+    assert seen[0].values()[-1] == D_FF // 2 and len(dispatch.calls) == 2
+    for name in ("gate", "up", "down", "down_t"):
+        setattr(layer, name, getattr(layer, name).view(torch.float16))
+    seen, _ = launches_of(driver, lambda: layer.call(x.view(torch.float16)))
+    assert ("VALUE_FP16", True) in seen[0].defines and len(dispatch.calls) == 3
+
+
+@pytest.mark.parametrize("path, hot, tokens", WAYS)
+def test_no_weight_is_held_alive(driver, path, hot, tokens):
+    layer, x = Layer(), x_of(tokens)
+    for _ in range(3):
+        layer.call(x, path, hot)
+    weights = [weakref.ref(t) for t in (layer.gate, layer.up, layer.down, layer.down_t, layer.up_bias, x)]
+    del layer, x
+    gc.collect()
+    assert [each() for each in weights] == [None] * 6 and len(dispatch.calls) == 1
+
+
+def test_a_call_that_was_seen_before_is_still_refused_where_it_must_be(driver):
+    layer, x = Layer(), x_of(30)
+    for _ in range(2):
+        layer.call(x)
+    with torch.enable_grad():
+        layer.up.requires_grad_()
+        with pytest.raises(InputError, match="no gradient"):
+            layer.call(x)
+    layer.up.requires_grad_(False)
+    for wrong in (
+        pretend(torch.zeros(4)),
+        pretend(torch.zeros(3, dtype=torch.int64)),
+        torch.zeros(4, dtype=torch.int64),
+    ):
+        layer.stats, kept = wrong, layer.stats
+        with pytest.raises(InputError, match="stats is"):
+            layer.call(x)
+        layer.stats = kept
+    with pytest.raises(InputError, match="rows of 64 values"):
+        layer.call(pretend(torch.zeros(30, 64, dtype=torch.bfloat16)))
+    with pytest.raises(InputError, match="one dtype"):
+        layer.call(x.half())
+    with pytest.raises(InputError, match="path is"):
+        layer.call(x, "sparse")
+    with pytest.raises(InputError, match=r"hot is \[\]"):
+        layer.call(x, "hot_cold", [])
+
+
+def test_an_x_off_its_boundary_is_another_call(driver):
+    layer = Layer()
+    layer.call(x_of(30))
+    shifted = pretend(torch.zeros(30 * D_MODEL + 1, dtype=torch.bfloat16))[1:].view(30, D_MODEL)
+    seen, _ = launches_of(driver, lambda: layer.call(shifted))
+    assert [each.name for each in seen] == ["pack_v4", "gated_v1"] and len(dispatch.calls) == 2
+
+
+def test_so_many_calls_are_kept_and_no_more(driver, monkeypatch):
+    monkeypatch.setattr(dispatch, "calls", Kept(3))
+    layer = Layer()
+    for tokens in [*range(1, 9), 1, 8, 2]:
+        seen, _ = launches_of(driver, lambda tokens=tokens: layer.call(x_of(tokens)))
+        assert seen[0].values()[-2:] == [tokens, D_FF] and seen[1].grid[1] == tokens
+        assert len(dispatch.calls) <= 3
+
+
+def test_the_one_that_was_not_used_for_longest_goes():
+    kept = Kept(2)
+    kept.put("a", 1)
+    kept.put("b", 2)
+    assert kept.get("a") == 1
+    kept.put("c", 3)
+    assert (kept.get("a"), kept.get("b"), kept.get("c"), len(kept)) == (1, None, 3, 2)
+
+
+def test_places_follow_each_other_on_boundaries():
+    assert places(512, 1, 256, 257, 0, 4) == ([512, 768, 1024, 1536, 1536], 1792)
+
+
+# ---- the kinds of arguments are those of the sources ----
+
+
+def declared(kernel) -> str:
+    """The kinds of a kernel's parameters, read from its source."""
+    if kernel.file.startswith("smxx_"):
+        parameters = simulator.compile(kernel.file, dict(kernel.defines)).kernels[kernel.name].parameters
+        return "".join("P" if p.pointer else {"int": "i", "long long": "q"}[p.type] for p in parameters)
+    text = (kernels_dir() / kernel.file).read_text().replace("\\\n", " ")
+    name = {"sm90_gate_pack.cu": "HOPPER_GEMM NAME", "sm80_gate_pack.cu": "define PARAMETERS"}.get(kernel.file)
+    after = text[re.search(rf"{name or rf'^{kernel.name}'}\s*(\(|(?=const))", text, re.M).end() :]
+    found = ""
+    for parameter in (
+        re.split(r"[\n)]\s*[\n{]|\)", after)[0].split(",") if name else after[: after.index(")")].split(",")
+    ):
+        known = {"*": "P", "TensorMap": "M", "Hidden": "H"}
+        found += next((kind for word, kind in known.items() if word in parameter), "i")
+    return found
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+def test_kinds_of_arguments_are_those_of_the_sources(driver):
+    for gated in (True, False):
+        layer = Layer(gated)
+        for path, hot, tokens in WAYS:
+            layer.call(x_of(tokens), path, hot)
+    ampere.gate_pack(x_of(300), layer.up)
+    seen = {(kernel.file, kernel.name): kernel for kernel in driver.kernels}
+    assert len(seen) == 13
+    for kernel in seen.values():
+        assert kernel.kinds == declared(kernel), kernel.name
