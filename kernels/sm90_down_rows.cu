@@ -13,6 +13,7 @@
 #ifndef SPLITS
 #define SPLITS 4  // clusters that share a tile, at most
 #endif
+#define PART_BYTES (32 * 128 * 4)  // what a consumer warp adds to a tile that clusters share: 128 sums a lane
 
 // 128 columns from `first` of the two rows that this lane has sums of, plus bias and what the row starts from (each may
 // be null). half: which of the tile's two.
@@ -38,7 +39,7 @@ __device__ __forceinline__ void finish(u32 (&pairs)[16][2], const float (&d)[128
 // columns; counter: of item, from 0.
 __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__ parts, int* counter, int item, int split, int splits) {
     const int lane = threadIdx.x % 32;
-    float4* to = parts + ((long long)item * splits + split) * 1024 + lane;
+    float4* to = parts + ((long long)item * splits + split) * (PART_BYTES / 16) + lane;
 #pragma unroll
     for (int i = 0; i < 32; ++i) to[32 * i] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     __threadfence();
@@ -51,7 +52,7 @@ __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__
     for (int i = 0; i < 128; ++i) d[i] = 0;
 #pragma unroll 1
     for (int s = 0; s < splits; ++s) {
-        const float4* from = parts + ((long long)item * splits + s) * 1024 + lane;
+        const float4* from = parts + ((long long)item * splits + s) * (PART_BYTES / 16) + lane;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             const float4 v = __ldcg(from + 32 * i);

@@ -25,6 +25,7 @@
 #define STAGING EPILOGUE
 #define SCRATCH (STAGING + BM * POOLED_WORDS * 4)
 #define BIAS_AT (SCRATCH + CONSUMERS * 128 * 64)
+#define SHARED_BYTES (BIAS_AT + CONSUMERS * 2 * BN * 2)  // that a launch asks for
 
 // Where the sums of a tile are. A warp has 16 of the tile's 128 rows; four lanes, a quad, share a row, q = lane % 4. In
 // each cell: the lane that holds these two places of a row. Eight places, number j, are in d[4 j] to d[4 j + 3] of each

@@ -13,9 +13,10 @@
 #ifndef OUT_COLUMNS
 #define OUT_COLUMNS 128
 #endif
-#define OUT_BOX 2048  // bytes
+#define OUT_ROWS 16               // of a warp
+#define OUT_BOX (OUT_ROWS * 128)  // bytes
 #define OUT ((EPILOGUE + 1023) / 1024 * 1024)  // the swizzle needs it
-#define OUT_END (OUT + CONSUMERS * 4 * 2 * OUT_BOX)
+#define OUT_END (OUT + CONSUMERS * 4 * 2 * OUT_BOX)  // bytes of shared memory that a launch asks for
 
 // The boxes of consumer warp `warp` (0 to 7).
 __device__ __forceinline__ u32 out_boxes(u32 base, int warp) { return base + OUT + warp * 2 * OUT_BOX; }

@@ -1,5 +1,5 @@
 // The TwELL format in C++: value types, words, tile geometry. The one C++ home of these facts; the Python
-// home is twell_lab/formats.py.
+// home is twell_lab/formats/twell.py.
 //
 // Compile with exactly one of -DVALUE_BF16, -DVALUE_FP16, -DVALUE_FP32.
 //
@@ -68,25 +68,16 @@ typedef float sum_t;
 #endif
 
 #ifndef POOLED_TILE
-#ifndef POOLED_TILE
 #define POOLED_TILE 256
 #endif
-#endif
-#ifndef POOLED_WORDS
 #ifndef POOLED_WORDS
 #define POOLED_WORDS 32
 #endif
-#endif
-#ifndef POOL_ROWS
 #ifndef POOL_ROWS
 #define POOL_ROWS 16
 #endif
-#endif
-#ifndef POOL_WORDS
 #ifndef POOL_WORDS
 #define POOL_WORDS 64
-#endif
-#define SLOTS (POOLED_WORDS - 1)  // values that the words of one tile hold
 #endif
 #define SLOTS (POOLED_WORDS - 1)  // values that the words of one tile hold
 

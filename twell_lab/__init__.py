@@ -28,6 +28,7 @@ _FACE = {  # name: the module that defines it; a name without one is a folder of
     "relufy": "models.relufy",
     "train": "training.loop",
     "TrainConfig": "training.config",
+    "kernel": "cuda.raw",
     "TwellError": "core.errors",
     "InputError": "core.errors",
     "DeviceError": "core.errors",

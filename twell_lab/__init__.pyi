@@ -12,6 +12,7 @@ from .core.errors import DeviceError as DeviceError
 from .core.errors import InputError as InputError
 from .core.errors import StackError as StackError
 from .core.errors import TwellError as TwellError
+from .cuda.raw import kernel as kernel
 from .layers.anatomy import feed_forwards as feed_forwards
 from .layers.choice import Choice as Choice
 from .layers.choice import LayerPlan as LayerPlan

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from tests.simulator.pooled_cases import Pooled, adversarial
 from twell_lab import ops
+from twell_lab.cuda import launcher, macros, registry
 from twell_lab.formats import TwELL
 from twell_lab.formats.pool import packed_and_pool, pool_used
 from twell_lab.ops import (
@@ -199,3 +201,22 @@ def test_train_versions(gated):
     for a, b in zip(*results):
         assert a is None or torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * float(b.float().abs().max()))
     assert torch.equal(transpose.transposed(down_t), down_t.t())
+
+
+@pytest.mark.parametrize("name, version", [("gated", 5), ("gated", 6), ("gated", 7), ("down", 4), ("down", 5)])
+def test_pooled(name, version):
+    """One pass, teams, two passes: whatever the number of tokens would choose."""
+    Pooled.draw(adversarial(34, 600, torch.bfloat16), 264, biases=True, start=True).to("cuda").check(name, version)
+
+
+def test_every_kernel_that_this_gpu_runs_was_launched(request):
+    """What is declared in the registry and not touched by the tests above would run unchecked by the sanitizers."""
+    here = {item.name for item in request.session.items if item.path == request.path}
+    if missing := [
+        name for name in globals() if name.startswith("test_") and not any(i.startswith(name) for i in here)
+    ]:
+        pytest.skip(f"only beside all other tests of this file: {missing[0]} was left out")
+    capability = torch.cuda.get_device_capability()
+    takes_bf16 = capability >= macros.TENSOR_CORES_OF_BF16
+    expected = {kernel.name for kernel in registry.KERNELS.values() if kernel.runs_on(capability)}
+    assert expected <= launcher.loaded_kernels() | (set() if takes_bf16 else {"sm80_gate_pack"})

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.simulator import mutants
-from tests.simulator import test_training_barriers as training
+from tests.simulator.mutant_battery import DEFINES
 from tests.simulator.mutants import Mutant
 from twell_lab import simulator
-from twell_lab.core import folders
 from twell_lab.simulator import source, toolchain
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 ROOT = Path(__file__).parents[2]
-FILES = ["smxx_pack.cu", "smxx_down.cu", "smxx_gated.cu", "smxx_up.cu"]  # headers: in the first of these that notices
+FILES = list(DEFINES)  # headers: in the first of these that notices
 PROCESSES = 2
 
 VECTORS = "rows, tiles and chunks are whole vectors: no column lies between"
@@ -181,9 +180,6 @@ def test_every_deleted_barrier_is_caught_by_the_simulator(fates):
     # Only what the portable kernels include: the simulator runs no PTX, so headers of one architecture are not its own.
     texts = {name: text for file in FILES for name, text in toolchain.sources(file).items()}
     code = "".join(map(source.code_only, texts.values()))
-    assert {p.name for p in folders.kernels_dir().glob("smxx_*.cu*")} <= set(texts) | set(
-        training.FILES
-    ) | training.WITHOUT
     assert len(barriers) == code.count("__syncthreads") >= 6
     assert set(barriers.values()) <= {"SharedRace", "UninitialisedRead", "MismatchedBarrier"}, barriers
 

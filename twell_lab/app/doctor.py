@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..core import folders, machine
 from ..core.errors import StackError
-from ..cuda import cubins
+from ..cuda import cubins, registry
 
 STATES = ("ok", "missing", "limited")
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
@@ -103,8 +103,8 @@ def _gpu(facts: dict) -> tuple:
         f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB, driver {gpu['driver']}"
         for gpu in facts["gpus"]
     )
-    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < cubins.OLDEST]:
-        oldest = "sm_{}{}".format(*cubins.OLDEST)
+    if too_old := [gpu for gpu in facts["gpus"] if _capability(gpu) < registry.OLDEST]:
+        oldest = "sm_{}{}".format(*registry.OLDEST)
         return "limited", f"{named}; the kernels need {oldest} or newer, which {too_old[0]['name']} is not"
     if facts["usable"]:
         return "ok", named
@@ -122,15 +122,20 @@ def _why_unusable(facts: dict) -> str:
         return "torch is not installed"
     if build is None:
         return f"torch {facts['torch']} is a build without CUDA"
-    if driver and machine.major(driver) < machine.major(build):
+    if driver and _is_older(driver, build):
         return f"its driver runs CUDA up to {driver}, and torch is built for CUDA {build}"
     return f"torch, built for CUDA {build}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+
+
+def _is_older(driver: str, build: str) -> bool:
+    """Whether the CUDA that a driver runs is of an earlier major version than the one torch was built for."""
+    return int(driver.split(".")[0]) < int(build.split(".")[0])
 
 
 def _stack_command(facts: dict) -> str | None:
     """What installs a stack that this machine's driver runs, where the installed one cannot use the GPU."""
     build, driver = facts["torch_cuda"], facts["cuda_driver"]
-    if build and not (driver and machine.major(driver) < machine.major(build)):
+    if build and not (driver and _is_older(driver, build)):
         return None
     command = install_command("cu12")
     if command.startswith("make"):

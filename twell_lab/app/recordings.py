@@ -23,7 +23,8 @@ import torch
 from ..bench import forward
 from ..core import folders
 from ..core.errors import DeviceError, InputError, StackError, TwellError
-from ..records import evidence, provenance
+from ..cuda import registry
+from ..records import evidence
 from ..records.record import Record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -107,7 +108,7 @@ print(time.perf_counter() - start)
 def _startup() -> dict:
     """Seconds from importing twell_lab to the first result, torch and the GPU being up and the cubins cached; and those
     that it takes to compile every kernel of this GPU for bfloat16 at d_model 2048."""
-    from ..ops import prebuild
+    from ..cuda import prebuild
 
     found = {}
     for tokens in (1, 4096):
@@ -163,7 +164,7 @@ def gpu_tests() -> Record:
         for name in SANITIZERS if tool else ():
             # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
             checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            command = [tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
+            command = [str(tool), "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
             jobs.append(
                 side_by_side.submit(
                     _suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command
@@ -186,7 +187,7 @@ def gpu_tests() -> Record:
         suites[-1]["compiled_by"] = [f"NVRTC {version}" for version in compilers]
     totals = {key: sum(s[key] for s in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
-    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=provenance.LAUNCHED_BY)
+    return Record.new("gpu-tests", "what tests/gpu said on this GPU", suites, notes, kernels=registry.KERNELS)
 
 
 def _gpu_tests_folder() -> Path:
@@ -214,7 +215,7 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: Sequence[st
         seconds = time.perf_counter() - start
         if done.returncode != 0 or not report.exists():
             raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
-        found = ElementTree.parse(report).getroot().find("testsuite").attrib
+        found = next(ElementTree.parse(report).iter("testsuite")).attrib
     total, skipped = int(found["tests"]), int(found["skipped"])
     failed = int(found["failures"]) + int(found["errors"])
     return {
@@ -240,7 +241,7 @@ def two_gpus() -> Record:
         raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
     rows = [*suites, *runs.rows()]
     purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
-    return Record.new("two-gpus", purpose, rows, kernels=provenance.LAUNCHED_BY)
+    return Record.new("two-gpus", purpose, rows, kernels=registry.KERNELS)
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:

@@ -21,7 +21,7 @@ from .errors import RecordError
 try:
     import fcntl
 except ImportError:  # Windows has no such locks, and keeps what a killed process left
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 LARGEST = 2**30  # bytes of a JSON file: one given by mistake would fill the memory
 DEEPEST = 100  # lists and objects within each other: what takes a value apart step by step has to end
@@ -215,7 +215,7 @@ def check_folder(folder: str | os.PathLike) -> None:
     """Make the folder if need be, and a file in it for a moment. RecordError naming it where that fails."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=Path(folder)):
             pass
     except (OSError, ValueError) as error:
         raise RecordError(

@@ -45,6 +45,21 @@ def records_dir() -> Path:
     return data_dir() / "records"
 
 
+def notebooks_dir() -> Path:
+    """The folder of the course's notebooks; an installed package has them without outputs."""
+    return _beside_or_inside("notebooks")
+
+
+def is_installed() -> bool:
+    """Whether the package was installed, with its data inside, which nobody writes into; False in a checkout."""
+    return data_dir().is_relative_to(_PACKAGE)
+
+
+def new_records_dir() -> Path:
+    """Where new records go unless told: a checkout's data/records; the working folder of an installed package."""
+    return Path.cwd() if is_installed() else records_dir()
+
+
 def cache_dir() -> Path | None:
     """A folder for compiled kernels that nobody else can write in, or None where no candidate can be written.
 
@@ -98,9 +113,14 @@ def private_folder() -> Path | None:
         folder = Path(tempfile.mkdtemp(prefix=temporary_prefix("twell-lab")))
     except OSError:
         return None
-    owner = os.getpid()  # a forked process ends without removing it
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    atexit.register(_remove, folder, os.getpid())
     return None if refusal(folder) else folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Removes a folder at the end of the process that made it: a forked one leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache

@@ -21,7 +21,7 @@ from .files import parse_json
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 NAME = ".twell-lab.lock"
 

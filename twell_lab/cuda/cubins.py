@@ -20,8 +20,8 @@ from pathlib import Path
 from ..core import folders
 from ..core.errors import CompileError, DeviceError, InputError, StackError
 from ..core.machine import let_cupy_start
+from . import registry, sources
 
-OLDEST = (7, 5)  # the portable kernels start at Turing
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 NEEDS_NVRTC = (
     "compiling CUDA kernels needs CuPy 14 and NVRTC; on a GPU machine `pip install 'twell-lab[cu12]'` "
@@ -72,12 +72,13 @@ def architecture(capability: tuple[int, int], file: str) -> str:
     A GPU newer than the compiler gets the newest target of its own major version, whose cubins it runs.
     Raises DeviceError for a GPU older than sm_75 or one that this compiler knows no target for.
     """
-    if capability < OLDEST:
+    if capability < registry.OLDEST:
         raise DeviceError(
             f"this GPU is sm_{capability[0]}{capability[1]}; the kernels run on sm_75 (Turing, 2018) and newer"
         )
-    if capability == (9, 0) and file.startswith("sm90_"):
-        return "sm_90a"
+    kernel = registry.KERNELS.get(Path(file).stem)
+    if kernel is not None and kernel.alone and kernel.runs_on(capability):
+        return kernel.target("sm_{}{}".format(*capability))
     number = capability[0] * 10 + capability[1]
     if prebuilt := _prebuilt():
         known = {int(m[1]) for f in prebuilt.glob("*.cubin") if (m := re.search(r"-sm_(\d+)-", f.name))}
@@ -103,19 +104,6 @@ def _prebuilt() -> Path | None:
     return Path(named)
 
 
-def _source_with_headers(file: str, seen: dict[str, str] | None = None) -> dict[str, str]:
-    """The file and, recursively, every header of kernels/ that it includes: name -> text."""
-    seen = {} if seen is None else seen
-    if file not in seen:
-        path = folders.kernels_dir() / file
-        if not path.is_file():
-            raise CompileError(f"no kernel source {file} in {folders.kernels_dir()}")
-        seen[file] = path.read_text(encoding="utf-8")
-        for header in re.findall(r'^\s*#\s*include\s+"([^"]+)"', seen[file], re.M):
-            _source_with_headers(header, seen)
-    return seen
-
-
 def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
     values = [f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items())]
     # Without --fmad=false the compiler may join a product and a sum as it likes; the kernels say fma where they mean
@@ -126,7 +114,7 @@ def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
 
 def _stem(file: str, arch: str, defines: Mapping[str, object]) -> str:
     digest = hashlib.sha256()
-    for part in (*_flags(arch, defines), *(t for kv in sorted(_source_with_headers(file).items()) for t in kv)):
+    for part in (*_flags(arch, defines), *(t for kv in sorted(sources.with_headers(file).items()) for t in kv)):
         digest.update(part.encode() + b"\0")
     return f"{Path(file).stem}-{arch}-{digest.hexdigest()[:20]}"
 
@@ -157,7 +145,7 @@ def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_i
 
 def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
-    program = nvrtc.createProgram(_source_with_headers(file)[file], file, (), ())
+    program = nvrtc.createProgram(sources.with_headers(file)[file], file, (), ())
     includes = (f"-I{folders.kernels_dir()}", f"-I{_cuda_include()}")
     try:
         nvrtc.compileProgram(program, (*_flags(arch, defines), *includes))

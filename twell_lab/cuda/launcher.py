@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..core import machine
 from ..core.errors import DeviceError, InputError, StackError
-from . import cubins
+from . import cubins, macros
 
-_DEFINE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
+_DEFINE = macros.VALUE
 _NO_CONTEXT = (
     201  # CUDA_ERROR_INVALID_CONTEXT: a thread, such as autograd's, in which torch has not had to ask for anything yet
 )

@@ -6,70 +6,22 @@ GPU."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher
+from ..cuda import launcher, registry, sources
+from ..cuda.macros import TENSOR_CORES_OF_BF16 as _AMPERE
+from ..cuda.macros import Setup, setup_for
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 VECTOR = 8  # values in 16 bytes
-ROWS, COLUMNS, THREADS = 128, TILE, 256  # a block's tile and its threads, as in sm80_gate_pack.cu
-_VALUES, _MASKS = (
-    ROWS * COLUMNS,
-    ROWS * COLUMNS // 16,
-)  # bytes of half a tile laid out for packing: values, a bit for each
 _WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
 _DTYPES = (torch.bfloat16, torch.float16)
-_AMPERE = (8, 0)
-# KiB of shared memory that one block may have; for a GPU that is not named here, what the smallest since Ampere has.
-_SHARED = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-_LEAST_SHARED = 99
-
-
-class Setup(NamedTuple):
-    """Macros of one specialisation; turing: without what came after sm_75."""
-
-    version: int
-    k_step: int  # of d_model, a stage of the pipeline
-    stages: int
-    turing: bool = False
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory a block asks for."""
-        pipeline = self.stages * (ROWS + COLUMNS) * self.k_step * 2
-        halves = 1 if self.turing and self.version > 2 else 2  # at a time
-        packing = halves * (_VALUES + (_MASKS if self.version > 2 else 0))
-        return pipeline + packing if self.version > 3 else max(pipeline, packing)
-
-    def defines(self, dtype: torch.dtype) -> tuple:
-        sizes = (("VERSION", self.version), ("BK", self.k_step), ("STAGES", self.stages))
-        return ((launcher._DEFINE[dtype], True), *sizes, *((("TURING", True),) if self.turing else ()))
-
-
-@lru_cache
-def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
-    """The specialisation for a GPU: version 1 to 4 as sm80_gate_pack.cu lists them, None for the newest that fits it.
-
-    Raises InputError for a version that the GPU has too little shared memory for.
-    """
-    limit = _SHARED.get(capability, _LEAST_SHARED) * 1024
-    if capability < _AMPERE:
-        made = {1: Setup(1, 32, 1, True), 2: Setup(2, 32, 2, True), 3: Setup(3, 32, 2, True)}
-    else:
-        # A barrier for every 64 of d_model rather than 32 is worth 5% on an H100, a pipeline that runs on while a tile
-        # is packed 1%: where there is not enough memory for both, v3 with the longer steps.
-        steps = (64, 3) if Setup(3, 64, 3).shared <= limit else (32, 4)
-        made = {1: Setup(1, 32, 1), **{number: Setup(number, *steps) for number in (2, 3, 4)}}
-        made = {number: setup for number, setup in made.items() if setup.shared <= limit}
-    if version not in (None, *made):
-        raise InputError(
-            f"version is {version}; {min(made)} to {max(made)} are accepted on a GPU of compute capability {capability}"
-        )
-    return made[version or max(made)]
+_FILE = "sm80_gate_pack.cu"
+# A block's tile and its threads:
+ROWS, COLUMNS, THREADS = (sources.number(_FILE, name) for name in ("BM", "BN", "THREADS"))
 
 
 @lru_cache
@@ -88,7 +40,7 @@ def takes(x: Tensor, gate: Tensor) -> bool:
     if x.shape[1] % VECTOR or gate.shape[0] % VECTOR or not (x.is_contiguous() and gate.is_contiguous()):
         return False
     capability, _ = _device(x.device.index)
-    supported = capability >= (_AMPERE if x.dtype == torch.bfloat16 else (7, 5))
+    supported = capability >= (_AMPERE if x.dtype == torch.bfloat16 else registry.OLDEST)
     small = x.shape[1] <= _WIDEST and _tiles(x.shape[0], gate.shape[0]) < 2**30
     return supported and small and launcher._aligned(x, gate)
 

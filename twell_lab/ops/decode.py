@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher
+from ..cuda import launcher, sources
+from ..cuda.macros import decode as specialisation
+from ..cuda.macros import decode_shape as shape_for
+from ..cuda.macros import decode_tokens as rounded_up
 
 MOST_TOKENS = 64
 VERSIONS = (1, 2)
 FILE = "sm80_decode.cu"
-_TILE, _SLAB, _DOWN_THREADS = 16, 256, 512  # as in the source
-_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source, by tokens rounded up:
-_SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
-_SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # where a block has 99 or 163 KiB of shared memory, not 227
+_TILE, _SLAB, _DOWN_THREADS = (sources.number(FILE, name) for name in ("BAND", "SLAB", "DOWN_THREADS"))
 
 
 def takes(x: Tensor, up: Tensor) -> bool:
@@ -42,50 +42,6 @@ def takes(x: Tensor, up: Tensor) -> bool:
 @cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
-
-
-def rounded_up(tokens: int) -> int:
-    """The number of tokens a kernel is compiled for."""
-    return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-
-
-def shape_for(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
-    """What `_NAMES` are for `rows` tokens, as `rounded_up` gives them.
-
-    From 17 tokens on a multiprocessor holds one block, and what it reads of the weights and of x is what takes the
-    time: of three tiles a block and two, whichever leaves the busiest one less to read."""
-    shape = _SHAPES[rows]
-    if capability[0] not in (9, 10):
-        return _SMALLER.get(rows, shape)
-    if rows <= 16:
-        return shape
-
-    def busiest(tiles: int) -> int:
-        return -(-d_ff // (_TILE * tiles * multiprocessors)) * (_TILE * tiles + rows)
-
-    return (min((shape[0], shape[0] - 1), key=busiest), *shape[1:])
-
-
-def specialisation(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...]) -> tuple[tuple, int]:
-    """(macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from `shape_for`."""
-    tiles, warps, stages, piece, _ = shape
-    stage = (_TILE * tiles + rows) * piece * 2
-    parts = warps * 8 * -(-rows // 8) * (_TILE * tiles + 4) * 4
-    shared = max(warps * stages * stage, parts)
-    if shared > launcher._SHARED_BY_DEFAULT - 16 * 1024:
-        shared = max(
-            shared, launcher._SHARED_BY_DEFAULT + 16
-        )  # with its static part it passes what needs no permission: so ask
-    value = ("VALUE_BF16" if dtype == torch.bfloat16 else "VALUE_FP16", True)
-    return (value, ("D_MODEL", d_model), ("TOKENS", rows), *zip(_NAMES, shape)), shared
-
-
-def builds(dtype: torch.dtype, d_models) -> list[tuple[str, tuple]]:
-    """(file, macros) of everything that `decode` may compile for these widths, on any GPU that it runs on."""
-    wide = [(rows, (tiles, *_SHAPES[rows][1:])) for rows in (32, 64) for tiles in (2, 3)]
-    shapes = [*((rows, _SHAPES[rows]) for rows in (1, 8, 16)), *wide, *_SMALLER.items()]
-    widths = [d for d in d_models if d % 8 == 0]
-    return [(FILE, specialisation(dtype, d, rows, shape)[0]) for d in widths for rows, shape in shapes]
 
 
 class _Layer(NamedTuple):

@@ -6,20 +6,20 @@ so."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import tma
+from ..cuda import sources, tma
 from ..cuda.launcher import _DEFINE, address, kernel
-from .hopper_pack import BM, BN, RING_BYTES, THREADS, VECTOR, fits, multiprocessors
+from .hopper_pack import BM, BN, THREADS, VECTOR, fits, multiprocessors
 
 CHUNK = 8192  # lost rows whose h has room at a time
-_CLUSTER = 2  # CLUSTER in sm90_mainloop.cuh
-_OUT_ROWS = 16  # of one consumer warp
-_WARPS = 8 * _CLUSTER  # consumer warps of a cluster
-_PART_BYTES = 16 * 1024  # what a consumer warp adds to a tile that clusters share (sm90_down_rows.cu)
-_SHARED = -(-RING_BYTES // 1024) * 1024 + BM * 128 * 2  # and 128 columns of every row: OUT_END of sm90_rows_out.cuh
+_number = partial(sources.number, "sm90_down_rows.cu")
+_CLUSTER, _OUT_ROWS, _PART_BYTES, _SHARED = map(_number, ("CLUSTER", "OUT_ROWS", "PART_BYTES", "OUT_END"))
+_WARPS = 4 * _number("CONSUMERS") * _CLUSTER  # consumer warps of a cluster
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
@@ -47,13 +47,6 @@ def fitting(bias: Tensor | None) -> Tensor | None:
 def biases_fit(*biases: Tensor | None) -> bool:
     """Whether `fitting` leaves them as they are."""
     return all(b is None or (b.is_contiguous() and b.data_ptr() % 4 == 0) for b in biases)
-
-
-def builds(dtypes=(torch.bfloat16, torch.float16)) -> list[tuple[str, tuple]]:
-    """(file, macros) of everything that this module compiles for these dtypes, for sm_90a."""
-    common = [((_DEFINE[dtype], True), ("CLUSTER", _CLUSTER)) for dtype in dtypes]
-    halves = [("sm90_gate_up.cu", (*c, ("GATED", gated))) for c in common for gated in (0, 1)]
-    return halves + [("sm90_down_rows.cu", c) for c in common]
 
 
 def check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None, **biases: Tensor | None) -> None:

@@ -5,23 +5,22 @@ GPU."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher, tma
+from ..cuda import launcher, sources, tma
+from ..cuda.macros import PACK_VERSIONS
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
-CLUSTER = 2  # blocks, for all kernels but version 1 of gate_pack
-BM, BN, BK, STAGES, THREADS = 128, 256, 64, 4, 384  # as in sm90_mainloop.cuh
-RING_BYTES = STAGES * (BM + BN) * BK * 2 + 128  # stages and barriers; the epilogue's shared memory comes after
+_number = partial(sources.number, "sm90_gate_pack.cu")
+CLUSTER, BM, BN, BK, THREADS = map(_number, ("CLUSTER", "BM", "BN", "BK", "THREADS"))  # for all but version 1
 VECTOR = 8  # values in 16 bytes: the copy engine moves rows in steps of these
 _MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
 _DTYPES = (torch.bfloat16, torch.float16)
-_PACK_SHARED = RING_BYTES + BM * WORDS * 4 + 2 * 128 * 64 + 2 * 2 * BN * 2  # words, scratch, bias (sm90_gate_pack.cu)
-PACK_VERSIONS = (1, 2, 3)
+_PACK_SHARED = _number("SHARED_BYTES")
 
 
 @lru_cache
@@ -155,13 +154,3 @@ def _gate_maps(address: int, dtype: torch.dtype, d_ff: int, d_model: int, row: i
     last = view(tiles * BN, 1, width // 4) if width else None
     whole = view(0, tiles, BN // 4) if tiles else last
     return whole, last or whole
-
-
-def builds(dtypes=_DTYPES) -> list[tuple[str, tuple]]:
-    """(file, macros) of everything that gate_pack and dense_gate compile for these dtypes, for sm_90a."""
-    return [
-        ("sm90_gate_pack.cu", ((launcher._DEFINE[dtype], True), ("BIAS", bias), ("VERSION", version)))
-        for dtype in dtypes
-        for bias in (0, 1)
-        for version in (0, *PACK_VERSIONS)
-    ]

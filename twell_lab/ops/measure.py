@@ -18,7 +18,7 @@ from ..core import machine
 from ..core.errors import DeviceError, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from . import accuracy
-from .reference import GatedFeedForward
+from .reference import GatedFeedForward, PlainFeedForward
 
 GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
 ROTATED = 3  # input sets a timing rotates through
@@ -68,19 +68,28 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
         3 * d_model * d_ff + tokens * (ROTATED * d_model + d_ff)
     )  # the layer, and what goes through it
     _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
-    rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
+    rates = firing_rates(d_ff, nnz, kind, seed=seed)
+    return drawn(rates, tokens, d_model, dtype, device, shrink=max(nnz, 1.0) ** 0.5, seed=seed)
+
+
+def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: float, gated: bool = True, seed: int = 0):
+    """As `workload`, for firing rates [d_ff] that are at hand. shrink: what the down projection is divided by."""
+    d_ff = rates.numel()
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
-    layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
-    layer = layer.to_empty(device=device)
+    layer = (
+        (GatedFeedForward if gated else PlainFeedForward)(d_model, d_ff).requires_grad_(False).to_empty(device=device)
+    )
     constant = d_model**0.5
-    threshold = -torch.special.ndtri(rates).to(device, torch.float32)
-    gate = normal(d_ff, d_model)
-    gate /= gate[:, 1:].norm(dim=1, keepdim=True)  # exactly standard, or a narrow layer would miss its rates
-    gate[:, 0] = -threshold.clamp(max=12.0) / constant
-    layer.gate_proj.weight.data = gate
-    layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
-    layer.down_proj.weight.data = normal(d_model, d_ff) / max(nnz, 1.0) ** 0.5
+    threshold = -torch.special.ndtri(rates.clamp(1e-30, 1 - 1e-7)).to(device, torch.float32)
+    pattern = normal(d_ff, d_model)
+    if d_model > 1:  # exactly standard, or a narrow layer would miss its rates
+        pattern /= pattern[:, 1:].norm(dim=1, keepdim=True)
+    pattern[:, 0] = -threshold.clamp(max=12.0) / constant
+    (layer.gate_proj if gated else layer.up_proj).weight.data = pattern
+    if gated:
+        layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
+    layer.down_proj.weight.data = normal(d_model, d_ff) / shrink
     inputs = []
     for _ in range(ROTATED):
         x = normal(tokens, d_model)

@@ -13,23 +13,18 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..cuda import sources
 from ..cuda.launcher import _DEFINE, Kernel, _aligned, _multiprocessors, kernel
+from ..cuda.macros import TEAMS as _TEAMS
+from ..cuda.macros import any_width as _any_width
+from ..cuda.macros import specialisation
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, check_geometry, word_dtype
 
-_CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
-_MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
-_TEAMS = 8  # teams that share a token when there are few
 _FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
 _MANY_TOKENS = 32  # tokens a multiprocessor, from which on two passes with one weight matrix each pay
 _PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
-POOLED_FILES = [
-    ("smxx_gated.cu", {"POOL": True}),
-    ("smxx_down.cu", {"POOL": True}),
-    ("smxx_up.cu", {"POOL": True}),
-    ("smxx_down.cu", {"POOL": True, "HIDDEN": True}),
-]
 _TWO_PASS_ROWS = 32768  # rows whose hidden values lie between the two passes at once: a multiple of the pool's groups
-_SLAB = 2048  # columns of y a block of the v1 kernels owns (SLAB in the sources)
+_SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y a block of v1 owns
 
 
 def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
@@ -82,22 +77,6 @@ class Pack:
     def launch(self, gate, packed) -> None:
         """Both tensors, contiguous, or, on a GPU, addresses."""
         self.kernel.launch(self.device, self.grid, (gate, packed, *self.sizes))
-
-
-def specialisation(dtype: torch.dtype, d_model: int, teams: int = 1) -> tuple | None:
-    """The macros of the register kernels for this width, or None where only the v1 kernels take it.
-
-    teams: how many teams of warps share a token, at most; fewer where a block would grow beyond 512 threads.
-    """
-    vector = 16 // dtype.itemsize
-    if d_model % vector:
-        return None
-    warps = -(-d_model // (32 * vector * _CHUNKS_A_LANE))
-    if warps > _MOST_WARPS:
-        return None
-    teams = min(teams, _MOST_WARPS // warps)
-    shared = (("TEAMS", teams),) if teams > 1 else ()
-    return ((_DEFINE[dtype], True), ("D_MODEL", d_model), ("WARPS", warps), *shared)
 
 
 def down(packed, gate, tail, down_t, bias, columns: int, tile: int, version: int | None = None) -> Tensor:
@@ -331,8 +310,3 @@ def pooled_kernel(name: str, version: int, one: int, dtype: torch.dtype, d_model
 def _few(rows: int, device: torch.device, most: int = _FEW_TOKENS) -> bool:
     """Whether there are at most so many tokens a multiprocessor; a CPU has none."""
     return device.type == "cuda" and rows <= most * _multiprocessors(device.index)
-
-
-def _any_width(dtype: torch.dtype) -> tuple:
-    """The v1 kernels take any width at run time; the file's other kernels still need some D_MODEL to compile."""
-    return ((_DEFINE[dtype], True), ("D_MODEL", 256), ("WARPS", 1))

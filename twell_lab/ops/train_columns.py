@@ -7,31 +7,30 @@ nothing waits for the GPU; CPU tensors run the same kernels in twell_lab.simulat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher
+from ..cuda import launcher, sources
 from . import portable
 from .train_rows import Survivors
 
 MOST_COLUMNS = 65536  # a survivor's column has 16 bits
-_MOST_CHUNKS = 256  # MOST_CHUNKS of smxx_columns.cu
+_number = partial(sources.number, "smxx_columns.cu")
+_MOST_CHUNKS = _number("MOST_CHUNKS")
 _COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
 _LEAST_ROWS = 16  # rows of a chunk
-_COUNT_SLAB, _FILL_SLAB, _THREADS = (
-    16384,
-    8192,
-    512,
-)  # COUNT_SLAB, FILL_SLAB, COUNT_THREADS and FILL_THREADS of smxx_columns.cu
-_BLOCK_WARPS, _CLASSES = 8, 9  # BLOCK_WARPS and CLASSES of columns.cuh
-_PLAN_INTS = 22  # sizeof(Plan) / 4
+_COUNT_SLAB, _FILL_SLAB, _THREADS = map(_number, ("COUNT_SLAB", "FILL_SLAB", "COUNT_THREADS"))
+_BLOCK_WARPS, _CLASSES = map(_number, ("BLOCK_WARPS", "CLASSES"))
+_PLAN_INTS = 2 + 2 * (_CLASSES + 1)  # of a Plan of columns.cuh
 _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
 _MOST_PIECES = 512  # partial rows of the longest lists,
 _PARTIAL_BYTES = 13 << 20  # and bytes of them, at most;
 _LEAST_PIECES = 16  # but never fewer
-_WIDTH = 256  # columns of x and dy that a warp sums up at a time: SLAB of smxx_weight_gradients.cu
+# Columns of x and dy that a warp sums up at a time:
+_WIDTH = sources.number("smxx_weight_gradients.cu", "SLAB")
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,6 @@ class Columns:
     pieces: Tensor
     first_piece: Tensor
     plan: Tensor
-
-
-def builds(dtypes) -> list[tuple[str, tuple]]:
-    """(file, macros) of every kernel that this module launches, for these value types."""
-    found = []
-    for dtype in dtypes:
-        value = (launcher._DEFINE[dtype], True)
-        found += [
-            ("smxx_columns.cu", (value,)),
-            ("smxx_weight_gradients.cu", (value,)),
-            ("smxx_weight_gradients.cu", (value, ("GATED", 0))),
-        ]
-    return found
 
 
 def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: int = _MOST_PIECES) -> Columns:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..cuda import sources
 from ..cuda.launcher import _DEFINE, _aligned, kernel
 
 FILE = "smxx_train_dense.cu"
-_ROWS_A_BLOCK = 8
+_ROWS_A_BLOCK = sources.number(FILE, "THREADS") // 32  # a warp a row
 
 
 def dense_hidden(g: Tensor, u: Tensor | None, version: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,11 +54,6 @@ def dense_gradients(
     du = None if u is None else torch.empty_like(g)
     _rows("dense_gradients", version, g, (g, u, dl1, dh, h, du), (g, u, dh, h, du))
     return h, dh, du
-
-
-def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
-    """(file, macros) of what this module may compile for values of this dtype."""
-    return [(FILE, ((_DEFINE[dtype], True),))]
 
 
 def _check(name: str, g: Tensor, *others: Tensor | None) -> torch.Size:

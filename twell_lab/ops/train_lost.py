@@ -8,15 +8,20 @@ same GPU."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..cuda import sources
 from ..cuda.launcher import _DEFINE, _aligned, _multiprocessors, kernel
 from .portable import pooled_takes
 
 FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
-_THREADS, _ROWS, _NEURONS, _OWN, _PIECE = 256, 8, 4, 8, 1024  # as in the sources
+_number = partial(sources.number, WEIGHTS_FILE)
+_THREADS, _ROWS, _NEURONS = map(_number, ("THREADS", "ROWS", "NEURONS"))
+_OWN, _PIECE = map(_number, ("BLOCK_NEURONS", "SLAB"))  # neurons of a block, and columns that it takes at a time
 _BLOCKS_A_MULTIPROCESSOR = 2
 _BLOCKS_ON_CPU = 6  # few enough that small tests meet every way of dealing the rows
 _MOST_SUMS = 32 << 20  # bytes of float32 sums that blocks keep in global memory, forward
@@ -115,11 +120,6 @@ def lost_backward(
     _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries), room=room)
     gradients = (dgate, dup, ddown_t, dgate_bias, dup_bias)
     _run("lost_weights_v2", others, x, up, (*layer, *gradients, sums, entries), blocks, room=room)
-
-
-def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
-    """(file, macros) of what this module may compile for values of this dtype."""
-    return [(file, ((_DEFINE[dtype], True),)) for file in (FILE, WEIGHTS_FILE)]
 
 
 def _grid(x: Tensor) -> int:

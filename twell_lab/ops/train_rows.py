@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher
+from ..cuda import launcher, sources
+from ..cuda.macros import SLAB_SHAPES as _SHAPES
+from ..cuda.macros import slabs as _slab_defines
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from . import portable
 
 MOST_COLUMNS = 65536  # a word has 16 bits for the column
 ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
 _MOST_ENTRIES = 2**31 - 2
-_PLACE_THREADS, _PACKED_ROWS = 1024, 16  # as in smxx_survivors.cu
 _VECTOR = 8  # values in 16 bytes
-_SLAB_WARPS = 4  # of a block of smxx_train_slabs.cu
-# Lanes that share an entry, so that a slab is so many vectors wide; entries under way in a lane.
-_SHAPES = {"weighted_rows": (32, 8), "input_gradient": (16, 2), "dots": (32, 8)}
 _MOST_SLABS = 16  # of which the pieces of dot products are kept at once
 SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
+_PLACE_THREADS, _PACKED_ROWS = (sources.number(SURVIVORS, name) for name in ("PLACE_THREADS", "BLOCK_ROWS"))
+_SLAB_WARPS = sources.number(SLABS, "BLOCK_WARPS")
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,6 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
         raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
 
 
-def _slab_defines(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
-    sizes = (("D_MODEL", d_model), ("ROW_LANES", shape[0]), ("AT_ONCE", shape[1]))
-    return ((launcher._DEFINE[dtype], True), *sizes)
-
-
 def _slabs(d_model: int, group: int) -> int:
     return -(-d_model // (group * _VECTOR))
 
@@ -223,10 +218,3 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) 
         _run_slabs("pieces_v1", shape, rows, some, (rows, s.spans, s.words, matrix, pieces), *sizes, first)
         order = some, int(first > 0), int(first + some == slabs)
         _run_slabs(finish, shape, rows, 0, (s.spans, s.words, pieces, *more), *sizes, *order)
-
-
-def builds(dtype: torch.dtype, d_model: int) -> list[tuple[str, tuple]]:
-    """(file, macros) of everything that rows of this type and width compile."""
-    whole = portable.specialisation(dtype, d_model)
-    shapes = dict.fromkeys(_SHAPES.values())
-    return [(SURVIVORS, whole), (ROWS, whole), *((SLABS, _slab_defines(dtype, d_model, shape)) for shape in shapes)]

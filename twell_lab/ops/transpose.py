@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..cuda import launcher
+from ..cuda import launcher, sources
+from ..cuda.macros import value
 
-FILE, SIDE, THREADS = "smxx_transpose.cu", 64, 256  # as in the kernel
+FILE = "smxx_transpose.cu"
+SIDE, THREADS = (sources.number(FILE, name) for name in ("SIDE", "THREADS"))
 VECTOR = 8
 
 
@@ -28,11 +30,6 @@ def transposed(m: Tensor) -> Tensor:
     out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
     if m.numel():
         grid = (-(-columns // SIDE), -(-rows // SIDE))
-        made = launcher.kernel(FILE, "transpose_v1", builds(m.dtype)[0][1], "PPii", THREADS)
+        made = launcher.kernel(FILE, "transpose_v1", value(m.dtype), "PPii", THREADS)
         made.launch(m.device, grid, (m, out, rows, columns))
     return out
-
-
-def builds(dtype: torch.dtype) -> list[tuple[str, tuple]]:
-    """(file, macros) of what this module compiles for values of this dtype."""
-    return [(FILE, ((launcher._DEFINE[dtype], True),))]

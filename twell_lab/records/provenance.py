@@ -3,7 +3,8 @@
 The hash of a kernel is a SHA-256 over the tokens of its source, headers included, and over the syntax trees of its
 launch functions and of everything of the package that these reach: functions, classes, constants. Comments, docstrings,
 annotations, white space, and the names and places of files are left out, so that a file may move and evidence stays.
-What decides nothing about a launch is not followed (`_NOT_FOLLOWED`): the simulator, errors, and where files lie."""
+What decides nothing about a launch is not followed (`_NOT_FOLLOWED`): the simulator, errors, where files lie, how
+numbers are read from a source (whose tokens are hashed), and the table of all kernels."""
 
 from __future__ import annotations
 
@@ -19,39 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core import folders
-from ..core.errors import RecordError
+from ..core.errors import CompileError, RecordError
+from ..cuda import sources
+from ..cuda.registry import KERNELS
 
-# Each kernel's source, and the functions that launch it: module and name.
-LAUNCHED_BY = {
-    "smxx_pack": ("ops.portable.pack",),
-    "smxx_down": ("ops.portable.down", "ops.portable.down_pooled", "ops.portable.gated_pooled"),
-    "smxx_up": ("ops.portable.gated_pooled",),
-    "smxx_gated": ("ops.portable.gated", "ops.portable.gated_pooled"),
-    "sm80_gate_pack": ("ops.ampere.gate_pack",),
-    "sm80_decode": ("ops.decode.decode",),
-    "sm90_gate_pack": ("ops.hopper_pack.gate_pack", "ops.hopper_pack.dense_gate"),
-    "sm90_gate_up": ("ops.hopper_dense.gate_up", "ops.hopper_dense.finish_lost"),
-    "sm90_down_rows": ("ops.hopper_dense.finish_lost",),
-    "smxx_survivors": ("ops.train_rows.survivors",),
-    "smxx_train_rows": (
-        "ops.train_rows.weighted_rows",
-        "ops.train_rows.hidden_gradient",
-        "ops.train_rows.input_gradient",
-    ),
-    "smxx_train_slabs": (
-        "ops.train_rows.survivors",
-        "ops.train_rows.weighted_rows",
-        "ops.train_rows.hidden_gradient",
-        "ops.train_rows.input_gradient",
-    ),
-    "smxx_train_lost": ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward"),
-    "smxx_lost_weights": ("ops.train_lost.lost_backward",),
-    "smxx_train_dense": ("ops.train_dense.dense_hidden", "ops.train_dense.dense_gradients"),
-    "smxx_columns": ("ops.train_columns.by_column", "ops.train_columns.weight_gradients"),
-    "smxx_weight_gradients": ("ops.train_columns.weight_gradients",),
-    "smxx_transpose": ("ops.transpose.transposed",),
-}
-_NOT_FOLLOWED = {"core", "simulator"}
+_NOT_FOLLOWED = {"core", "simulator", "sources", "KERNELS"}
 
 
 class Sources(NamedTuple):
@@ -82,12 +55,12 @@ def _present() -> dict[str, str]:
     return _hashes(Sources.of())
 
 
-def _hashes(sources: Sources) -> dict[str, str]:
-    undeclared = {path.stem for path in sources.kernels.glob("*.cu")} - set(LAUNCHED_BY)
+def _hashes(tree: Sources) -> dict[str, str]:
+    undeclared = {path.stem for path in tree.kernels.glob("*.cu")} - set(KERNELS)
     if undeclared:
-        raise RecordError(f"{min(undeclared)}.cu is in kernels/, and no launch function is declared for it")
-    package = _Package(sources.package)
-    return {name: _hash(sources.kernels, name, package, functions) for name, functions in LAUNCHED_BY.items()}
+        raise RecordError(f"{min(undeclared)}.cu is in kernels/, and twell_lab/cuda/registry.py does not declare it")
+    package = _Package(tree.package)
+    return {name: _hash(tree.kernels, name, package, kernel.launched_by) for name, kernel in KERNELS.items()}
 
 
 def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...]) -> str:
@@ -102,63 +75,23 @@ def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...
 # ---- CUDA sources ----
 
 
-_TOKEN = re.compile(
-    r"""
-    (?P<space>   [^\S\n]+ | /\*.*?\*/ | //[^\n]* )
-  | (?P<newline> \n )
-  | (?P<raw>     (?:u8|[uUL])?R"(?P<fence>[^()\\\s]{0,16})\(.*?\)(?P=fence)" )
-  | (?P<string>  (?:u8|[uUL])?"(?:[^"\\\n]|\\.)*" | (?:u8|[uUL])?'(?:[^'\\\n]|\\.)+' )
-  | (?P<word>    \.?\d(?:[eEpP][+-]|'[0-9a-zA-Z]|[\w.])* | [^\W\d]\w* )
-  | (?P<mark>    <<=|>>=|\.\.\.|->\*|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|::|\#\#|[^\s\w"'] )
-""",
-    re.VERBOSE | re.DOTALL,
-)
-
-
 def _source(kernels: Path, name: str, seen: set[str]) -> Iterator[str]:
     """The tokens of a source with those of its headers in the place of their #include, each header once."""
     seen.add(name)
     try:
-        tokens = cuda_tokens((kernels / name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecordError) as error:
+        tokens = sources.tokens((kernels / name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, CompileError) as error:
         raise RecordError(f"kernels/{name} cannot be hashed: {error}") from None
     at = 0
     while at < len(tokens):
         header = (
-            tokens[at + 2].strip('"') if tokens[at : at + 2] == ["#", "include"] and tokens[at + 2][0] == '"' else None
+            tokens[at + 2].strip('"') if tokens[at : at + 2] == ("#", "include") and tokens[at + 2][0] == '"' else None
         )
         if header is None:
             yield tokens[at]
         elif header not in seen:
             yield from _source(kernels, header, seen)
         at += 1 if header is None else 4  # #, include, the name, the end of the line
-
-
-def cuda_tokens(text: str) -> list[str]:
-    """The tokens of a CUDA C++ source. Ends of preprocessor lines count, all other white space does not."""
-    text = text.replace("\\\n", "")
-    tokens, at, directive, line_start, spaced = [], 0, False, True, False
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            line = text.count("\n", 0, at) + 1
-            raise RecordError(f"line {line} has an unfinished string or character: {text[at : at + 40]!r}")
-        at, kind, token = match.end(), match.lastgroup, match[0]
-        if kind == "newline":
-            if directive:
-                tokens.append("\n")
-            directive, line_start, spaced = False, True, True
-        elif kind == "space":
-            spaced = True
-        else:
-            if line_start and token == "#":
-                directive = True
-            # `#define F(x)` takes an argument, `#define F (x)` does not: there white space is code.
-            if token == "(" and directive and not spaced and tokens[-2:-1] == ["define"]:
-                token = "(argument"
-            tokens.append(token)
-            line_start = spaced = False
-    return [*tokens, "\n"] if directive else tokens
 
 
 # ---- Python: what launch functions reach ----
@@ -288,7 +221,7 @@ class _Writer:
         for is_text, group in groupby(node.values, lambda part: isinstance(part, ast.Constant)):
             parts = list(group)
             if is_text:
-                parts = [ast.Constant("".join(part.value for part in parts))]
+                parts = [ast.Constant("".join(part.value for part in parts if isinstance(part, ast.Constant)))]
             yield from (self.text(part, local) for part in parts)
 
     def _field(self, name: str, value, node: ast.AST, local: frozenset[str]) -> str:

@@ -149,7 +149,8 @@ class Record:
         """Write `name-date.json` into a folder, whole or not at all; an older record is never overwritten.
 
         Args:
-            folder: by default the project's records; made if need be.
+            folder: by default the records of this checkout, or, where the package is installed, the working folder;
+                made if need be.
 
         Returns:
             The path of the file.
@@ -157,7 +158,7 @@ class Record:
         Raises:
             RecordError: for a folder that cannot be written.
         """
-        folder = folders.records_dir() if folder is None else Path(folder)
+        folder = folders.new_records_dir() if folder is None else Path(folder)
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
         target, again = folder / f"{stem}.json", 2
         while target.exists():

@@ -427,7 +427,7 @@ def _own_digest(about: dict) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _read_cached(folder: Path, name: str) -> tuple | None:
+def _read_cached(folder: Path, name: str) -> tuple[dict, tuple, tuple] | None:
     """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
     try:
         about = json.loads(kept.text(folder / f"{name}.json"))

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.errors import InputError
 from ..plots.data import decode
+from .symbols import Line
 
 KINDS = {0: "read", 1: "write", 2: "atomic", 4: "warp", 5: "barrier", 6: "watch"}
 SPACES = {0: None, 1: "global", 2: "shared"}
@@ -38,7 +39,7 @@ class Step:
     index: int
     warp: int
     kind: str
-    line: object
+    line: Line | None
     path: tuple
     array: str | None
     arrays: tuple

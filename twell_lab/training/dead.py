@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -186,10 +187,11 @@ def _move(parameter: Tensor, rows: Tensor, strength: float, towards: Tensor) -> 
         keep[rows] = 1 - strength
         add = torch.zeros_like(keep)
         add[rows] = (strength * towards).to(add)
-        mesh = parameter.device_mesh
+        sharded = cast(DTensor, parameter)
+        mesh = sharded.device_mesh
         for whole, change in ((keep, parameter.mul_), (add, parameter.add_)):
             replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            change(replicated.redistribute(placements=parameter.placements))
+            change(replicated.redistribute(placements=sharded.placements))
         return
     rows, towards = rows.to(parameter.device), towards.to(parameter.device)
     parameter[rows] = ((1 - strength) * parameter[rows].float() + strength * towards).to(parameter.dtype)

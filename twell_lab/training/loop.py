@@ -7,7 +7,7 @@ over neurons as well, so the same pressure takes a coefficient d_ff times larger
 
 Nothing in a step waits for a GPU: numbers are read where a row of the history is made, and only there.
 
-    torchrun --nproc-per-node 2 -m twell_lab.train --steps 1000 --out build/model
+    torchrun --nproc-per-node 2 -m twell_lab train --steps 1000 --out build/model
 
 trains on two GPUs what `twell-lab train` with the same options trains on one (see twell_lab.training.parallel).
 """
@@ -18,7 +18,6 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -41,14 +40,6 @@ from .parallel import World
 from .run import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
 from .text.load import load_any
 from .text.source import BYTES, check_apart, check_enough, spread_windows
-
-if (
-    __name__ == "__main__"
-):  # what `twell-lab train` does, without a core module that imports the command line; it knows what to do
-    import runpy  # where the imports below are interrupted, which take seconds
-
-    sys.argv.insert(1, "train")
-    runpy.run_module("twell_lab", run_name="__main__")
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps
 SAVE_SHARE = 10  # times as long as the last one took, if that is more

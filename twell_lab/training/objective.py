@@ -150,7 +150,8 @@ class Objective(nn.Module):
         self.of_scores = torch.compile(F.cross_entropy)
 
     def _forget(self) -> None:
-        for each in (*self.hidden, *self.told):
+        lists: list[list] = [*self.hidden, *self.told]
+        for each in lists:
             each.clear()
 
     def remove(self) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -188,7 +189,8 @@ def put(into: Tensor, value: Tensor) -> None:
     value = value.to(into.device)
     with torch.no_grad():
         if hasattr(into, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor
+            from torch.distributed.tensor import DTensor, distribute_tensor
 
-            value = distribute_tensor(value.to(into.dtype), into.device_mesh, into.placements)
+            sharded = cast(DTensor, into)
+            value = distribute_tensor(value.to(into.dtype), sharded.device_mesh, sharded.placements)
         into.copy_(value)

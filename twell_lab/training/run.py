@@ -225,7 +225,7 @@ class Guard:
         self.first = torch.zeros(3, dtype=torch.float64, device=run.world.device)  # step, loss, norm of the gradient
         self.before: dict[int, Tensor] = {}  # state of the order before each step since the last check
         if not self.waits:
-            run.optimizer.found_inf = self.broken
+            run.optimizer.found_inf = self.broken  # type: ignore[attr-defined]  # fused AdamW reads it
 
     @property
     def order_state(self) -> Tensor:

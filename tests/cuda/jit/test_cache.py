@@ -15,8 +15,7 @@ import torch
 
 from twell_lab.core import folders, machine
 from twell_lab.core.errors import CompileError, DeviceError, InputError, StackError
-from twell_lab.cuda import cubins, launcher
-from twell_lab.ops import decode, hopper_dense, hopper_pack, portable, prebuild
+from twell_lab.cuda import cubins, macros, prebuild, registry
 
 SOURCE = '#include "outer.cuh"\n#include <cuda_fp16.h>\nextern "C" __global__ void k() {}\n'
 
@@ -321,21 +320,12 @@ def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
     before = len(runs)
     for dtype in (torch.bfloat16, torch.float32):
-        for defines in (
-            portable.specialisation(dtype, 2048),
-            portable.specialisation(dtype, 2048, portable._TEAMS),
-            portable._any_width(dtype),
-        ):
-            for file in ("smxx_down.cu", "smxx_gated.cu"):
-                assert cubins.compile(file, "sm_90", dict(defines)).name in names
-        for file, more in portable.POOLED_FILES if dtype.itemsize == 2 else ():
-            assert cubins.compile(file, "sm_90", dict(portable.specialisation(dtype, 2048)) | more).name in names
-        assert cubins.compile("smxx_pack.cu", "sm_90", {launcher._DEFINE[dtype]: True}).name in names
-    hopper = [*hopper_pack.builds([torch.bfloat16]), *hopper_dense.builds([torch.bfloat16])]
-    for file, defines in hopper:
-        assert cubins.compile(file, "sm_90a", dict(defines)).name in names
-    for file, defines in decode.builds(torch.bfloat16, [2048]):
-        assert cubins.compile(file, "sm_90", dict(defines)).name in names
+        for teams in (1, macros.TEAMS):
+            defines = dict(macros.specialisation(dtype, 2048, teams))
+            assert cubins.compile("smxx_gated.cu", "sm_90", defines).name in names
+        assert cubins.compile("smxx_pack.cu", "sm_90", dict(macros.value(dtype))).name in names
+    for kernel, defines in registry.builds((9, 0), [torch.bfloat16, torch.float32], [2048]):
+        assert cubins.compile(kernel.file, cubins.architecture((9, 0), kernel.file), dict(defines)).name in names
     assert len(runs) == before
 
 
@@ -513,28 +503,3 @@ def test_resources_are_read_from_the_log():
         "gated_v1": {"registers": 48, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 8208},
     }
     assert cubins.resources("") == {}
-
-
-# ---- which specialisation ----
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("d_model", [8, 64, 768, 1536, 2048, 4096, 5120, 8192, 16384])
-@pytest.mark.parametrize("teams", [1, 2, 8])
-def test_specialisations_cover_the_row_and_fit_a_block(dtype, d_model, teams):
-    defines = portable.specialisation(dtype, d_model, teams)
-    a_warp = 32 * 16 // dtype.itemsize * portable._CHUNKS_A_LANE  # values of a row that one warp can hold
-    if defines is None:
-        assert d_model > portable._MOST_WARPS * a_warp
-        return
-    sizes = dict(defines)
-    assert sizes["D_MODEL"] == d_model and sizes[launcher._DEFINE[dtype]] is True
-    assert (sizes["WARPS"] - 1) * a_warp < d_model <= sizes["WARPS"] * a_warp
-    assert sizes["WARPS"] * sizes.get("TEAMS", 1) <= portable._MOST_WARPS and sizes.get("TEAMS", 1) <= teams
-
-
-@pytest.mark.parametrize(
-    "dtype, d_model", [(torch.bfloat16, 2047), (torch.bfloat16, 4), (torch.float32, 6), (torch.bfloat16, 1 << 20)]
-)
-def test_widths_that_only_the_plain_kernels_take(dtype, d_model):
-    assert portable.specialisation(dtype, d_model) is None

@@ -5,8 +5,7 @@ import torch
 
 from tests.ops.train_dense.cases import autograd, check_gradients, check_hidden, draw
 from twell_lab import simulator
-from twell_lab.core.errors import InputError, StackError
-from twell_lab.cuda import cubins
+from twell_lab.core.errors import InputError
 from twell_lab.ops import train_dense
 
 needs_simulator = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
@@ -74,16 +73,3 @@ def test_what_is_refused():
     ]:
         with pytest.raises(InputError, match=says):
             call()
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
-def test_compiles_without_spills(arch):
-    try:
-        cubins.compiler()
-    except StackError as error:
-        pytest.skip(str(error))
-    for dtype in DTYPES:
-        ((file, defines),) = train_dense.builds(dtype)
-        used = cubins.resources(cubins.compile(file, arch, dict(defines)).log)
-        assert len(used) == 4
-        assert all(kernel["spill_bytes"] == kernel["stack_bytes"] == 0 for kernel in used.values()), used

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from twell_lab.core.errors import InputError, StackError
-from twell_lab.cuda import cubins
+from twell_lab.core.errors import InputError
 from twell_lab.ops import transpose
 
 
@@ -27,14 +26,3 @@ def test_slices_and_odd_addresses():
 def test_what_is_not_taken_is_named(m):
     with pytest.raises(InputError, match="the matrix is"):
         transpose.transposed(m)
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
-def test_compiles_without_spilling(arch):
-    try:
-        cubins.compiler()
-    except StackError as error:
-        pytest.skip(f"kernels cannot be compiled here: {error}")
-    for file, defines in transpose.builds(torch.float16):
-        for name, used in cubins.resources(cubins.compile(file, arch, dict(defines)).log).items():
-            assert not used.get("spill_stores", 0), name

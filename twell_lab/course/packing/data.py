@@ -20,7 +20,7 @@ SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)
 # ---- the formats, side by side ----
 
 
-def forms(x: Tensor, limit: int = 128) -> dict[str, object]:
+def forms(x: Tensor, limit: int = 128) -> dict[str, COO | CSR | ELL | Hybrid | TwELL]:
     """The same matrix [rows, columns] in every format of the library.
 
     limit: entries of a light row of Hybrid.

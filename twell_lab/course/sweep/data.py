@@ -8,7 +8,7 @@ from torch import nn
 from ... import records
 from ...analysis.profile import activations
 from ...core import folders
-from ...core.errors import InputError, RecordError
+from ...core.errors import InputError, RecordError, StackError
 from ...formats.twell import fires
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import LanguageModel
@@ -187,18 +187,32 @@ def extremes(row: dict, each: int = 8) -> list[tuple[str, float]]:
     return [(byte_name(seen["value"][i]), mean[i]) for i in picked]
 
 
-# ---- the two models that are shipped ----
+# ---- the models of data/checkpoints ----
+
+CHECKPOINTS = ("l1-free", "small", "sparse")
+
+
+def checkpoints() -> list[str]:
+    """Which of CHECKPOINTS are here: all in a checkout, "small" alone where the package was installed."""
+    folder = folders.data_dir() / "checkpoints"
+    return [name for name in CHECKPOINTS if (folder / name / "model.safetensors").is_file()]
 
 
 def checkpoint(name: str) -> LanguageModel:
-    """A model of data/checkpoints, "sparse" or "l1-free", on the CPU (their README.md says what they are)."""
-    folder = folders.data_dir() / "checkpoints"
-    if not (folder / name / "model.safetensors").is_file():
-        raise InputError(
-            f"name is {name!r}; accepted: "
-            f"{', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}"
+    """A trained model on the CPU; data/checkpoints/README.md says what each of CHECKPOINTS is.
+
+    Raises:
+        InputError: name is none of them.
+        StackError: it is one that the installed package leaves out for its size.
+    """
+    if name not in CHECKPOINTS:
+        raise InputError(f"name is {name!r}; accepted: {', '.join(CHECKPOINTS)}")
+    if name not in checkpoints():
+        raise StackError(
+            f"the model {name!r} is not in an installed package, which would be twice as large with it; "
+            f"it lies in data/checkpoints of the project's repository, and {', '.join(checkpoints())!r} is here"
         )
-    return LanguageModel.load(folder / name).eval()
+    return LanguageModel.load(folders.data_dir() / "checkpoints" / name).eval()
 
 
 def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:

@@ -148,7 +148,7 @@ class Text(Readable):
     source: dict | None = None
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]  # a field of the others, here read off the data
         """Length in bytes."""
         return self.data.numel()
 

@@ -1,0 +1,141 @@
+"""Every kernel is declared, and what is declared is what is launched."""
+
+import ctypes
+
+import pytest
+import torch
+
+from tests.simulator.launches import LAUNCHES
+from twell_lab import simulator
+from twell_lab.core import folders
+from twell_lab.core.errors import InputError
+from twell_lab.cuda import cubins, macros, registry, sources
+from twell_lab.ops import portable
+from twell_lab.simulator import program
+
+SIMULATED = [name for name, kernel in registry.KERNELS.items() if kernel.simulated]
+
+
+def test_every_source_is_declared_under_its_name():
+    assert set(registry.KERNELS) == {path.stem for path in folders.kernels_dir().glob("*.cu")}
+    assert all(kernel.name == name for name, kernel in registry.KERNELS.items())
+
+
+@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_each_says_what_bounds_it_and_where_it_runs(kernel):
+    assert 5 < len(kernel.bound) < 120 and "\n" not in kernel.bound
+    assert kernel.name.startswith("sm90_") == kernel.alone
+    assert kernel.runs_on(kernel.oldest) and not kernel.runs_on((7, 0))
+    assert kernel.runs_on((12, 0)) == (not kernel.alone)
+    assert kernel.target("sm_90") == ("sm_90a" if kernel.alone else "sm_90")
+
+
+@pytest.mark.parametrize("arch", cubins.ARCHITECTURES)
+def test_a_build_is_there_for_every_kernel_of_a_gpu(arch):
+    capability = divmod(int(arch.removeprefix("sm_")), 10)
+    found = registry.builds(capability, list(macros.VALUE), [64, 2048])
+    assert len(set(found)) == len(found)
+    assert {kernel.name for kernel, _ in found} == {
+        name for name, kernel in registry.KERNELS.items() if kernel.runs_on(capability)
+    }
+    assert all(kernel.entries(defines) for kernel, defines in found)
+
+
+def test_a_launch_of_every_kernel_that_the_simulator_takes():
+    assert list(LAUNCHES) == SIMULATED
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", SIMULATED)
+def test_what_is_launched_is_declared(name, monkeypatch):
+    """With macros that `twell-lab compile` knows, blocks that the source allows, and arguments of the right kinds."""
+    launched, launch = [], program.launch
+
+    def note(file, entry, defines, grid, block, arguments):
+        launched.append((file, entry, defines, block, list(arguments)))
+        return launch(file, entry, defines, grid, block, launched[-1][-1])
+
+    monkeypatch.setattr(program, "launch", note)
+    LAUNCHES[name](monkeypatch)
+    assert f"{name}.cu" in {file for file, *_ in launched}
+    for file, entry, defines, block, arguments in launched:
+        widths = [dict(defines).get("D_MODEL", 2048)]
+        assert (registry.find(file), defines) in registry.builds((9, 0), list(macros.VALUE), widths)
+        signature = registry.signature(file, entry, defines)
+        assert block[0] * block[1] <= signature.threads
+        registry.check_arguments(signature, arguments)
+
+
+def test_blocks_of_pack_are_as_large_as_its_source_allows():
+    bounds = {entry: each.threads for entry, each in sources.entries("smxx_pack.cu").items()}
+    assert {f"pack_v{version}": block for version, (block, _) in portable._PACK_BLOCKS.items()} == bounds
+
+
+# ---- entries and arguments
+
+
+def test_an_unknown_kernel_or_entry_is_named():
+    with pytest.raises(InputError, match="no kernel 'smxx_pak'; declared are smxx_pack, "):
+        registry.signature("smxx_pak", "pack_v1")
+    with pytest.raises(InputError, match="smxx_pack.cu has no entry 'pack_v9'; it has pack_v1, pack_v2"):
+        registry.signature("smxx_pack.cu", "pack_v9")
+    with pytest.raises(InputError, match="has no entry 'down_v6'"):
+        registry.signature("smxx_down", "down_v6", macros.specialisation(torch.bfloat16, 64))
+    assert registry.signature("smxx_down", "down_v6").name == "down_v6"
+
+
+GATE = torch.zeros(2, 16, dtype=torch.float16)
+PACKED = torch.zeros(2, 1, 4, dtype=torch.int32)
+NUMBERS = (ctypes.c_longlong(2), ctypes.c_int(16), 16, 4)
+HALF = macros.value(torch.float16)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (GATE, PACKED, *NUMBERS),
+        (None, None, *NUMBERS),
+        (GATE.data_ptr(), ctypes.c_void_p(PACKED.data_ptr()), *NUMBERS),
+        (GATE.view(torch.int16), PACKED, 2**40, 1, 1, True),
+        (GATE, torch.zeros(64, dtype=torch.uint8), *NUMBERS),
+    ],
+)
+def test_arguments_that_are_taken(arguments):
+    registry.check_arguments(registry.signature("smxx_pack", "pack_v2", HALF), arguments)
+
+
+@pytest.mark.parametrize(
+    "at, given, told",
+    [
+        (0, GATE.float(), r"gate of pack_v2 is a tensor of torch.float32; a tensor for __half\*, None or an address"),
+        (0, GATE.bfloat16(), "gate of pack_v2 is a tensor of torch.bfloat16"),
+        (0, 1.5, "gate of pack_v2 is float 1.5"),
+        (1, PACKED.long(), r"packed of pack_v2 is a tensor of torch.int64; a tensor for unsigned\*"),
+        (2, GATE, r"rows of pack_v2 is a tensor of torch.float16; a whole number of 64 bits \(long long\)"),
+        (2, ctypes.c_int(2), "rows of pack_v2 is c_int"),
+        (3, 2**31, r"columns of pack_v2 is int 2147483648; a whole number of 32 bits \(int\)"),
+        (3, 1.0, "columns of pack_v2 is float"),
+        (4, None, "tile of pack_v2 is NoneType None"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(at, given, told):
+    arguments = [GATE, PACKED, *NUMBERS]
+    arguments[at] = given
+    with pytest.raises(InputError, match=told):
+        registry.check_arguments(registry.signature("smxx_pack", "pack_v2", HALF), arguments)
+
+
+def test_one_argument_too_few_is_named():
+    with pytest.raises(InputError, match=r"pack_v2 takes 6 arguments \(gate, packed, rows, columns, tile, words\); 5"):
+        registry.check_arguments(registry.signature("smxx_pack", "pack_v2"), (GATE, PACKED, *NUMBERS[1:]))
+
+
+def test_a_structure_goes_by_its_bytes():
+    signature = registry.signature("sm90_gate_up", "gate_up")
+    maps = [each for each in signature.parameters if each.type == "TensorMap"]
+    assert len(maps) == 4 and signature.parameters[:4] == tuple(maps)
+    others = [None if each.pointer else 1 for each in signature.parameters[4:]]
+    for made in (bytes(128), (ctypes.c_uint64 * 16)()):
+        registry.check_arguments(signature, [*[made] * 4, *others])
+    with pytest.raises(InputError, match="is NoneType None; the bytes of one TensorMap is accepted"):
+        registry.check_arguments(signature, [*[bytes(128)] * 3, None, *others])

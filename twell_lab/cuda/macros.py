@@ -1,0 +1,260 @@
+"""Which macros each kernel is compiled with: for a type of values, a width of rows, and a GPU.
+
+A set of macros is a tuple of (name, value) pairs; True is a macro without a value. The functions at the end list, for
+`registry`, every set that launches may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..core.errors import InputError
+from . import sources
+
+VALUE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
+TENSOR_CORES_OF_BF16 = (8, 0)  # the first GPUs with them; those of float16 came with 7.0
+
+
+def value(dtype: torch.dtype) -> tuple:
+    """The macros of a kernel that has its type of values alone."""
+    return ((VALUE[dtype], True),)
+
+
+# ---- whole rows in registers: smxx_down, smxx_gated, smxx_up, smxx_survivors, smxx_train_rows
+
+TEAMS = 8  # teams that share a token when there are few
+_CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
+_MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
+
+
+def specialisation(dtype: torch.dtype, d_model: int, teams: int = 1) -> tuple | None:
+    """The macros of the register kernels for this width, or None where only the v1 kernels take it.
+
+    teams: how many teams of warps share a token, at most; fewer where a block would grow beyond 512 threads.
+    """
+    vector = 16 // dtype.itemsize
+    if d_model % vector:
+        return None
+    warps = -(-d_model // (32 * vector * _CHUNKS_A_LANE))
+    if warps > _MOST_WARPS:
+        return None
+    teams = min(teams, _MOST_WARPS // warps)
+    shared = (("TEAMS", teams),) if teams > 1 else ()
+    return ((VALUE[dtype], True), ("D_MODEL", d_model), ("WARPS", warps), *shared)
+
+
+def any_width(dtype: torch.dtype) -> tuple:
+    """The v1 kernels take any width at run time; the file's other kernels still need some D_MODEL to compile."""
+    return ((VALUE[dtype], True), ("D_MODEL", 256), ("WARPS", 1))
+
+
+# ---- slabs of rows: smxx_train_slabs
+
+# Lanes that share an entry, so that a slab is so many vectors wide; entries under way in a lane.
+SLAB_SHAPES = {"weighted_rows": (32, 8), "input_gradient": (16, 2), "dots": (32, 8)}
+
+
+def slabs(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
+    sizes = (("D_MODEL", d_model), ("ROW_LANES", shape[0]), ("AT_ONCE", shape[1]))
+    return ((VALUE[dtype], True), *sizes)
+
+
+# ---- sm80_gate_pack
+
+_GATE_PACK = "sm80_gate_pack.cu"
+# KiB of shared memory that one block may have; for a GPU that is not named here, what the smallest since Ampere has.
+_SHARED = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED = 99
+
+
+class Setup(NamedTuple):
+    """Macros of one specialisation; turing: without what came after sm_75."""
+
+    version: int
+    k_step: int  # of d_model, a stage of the pipeline
+    stages: int
+    turing: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory a block asks for."""
+        return _shared_bytes(self)
+
+    def defines(self, dtype: torch.dtype) -> tuple:
+        sizes = (("VERSION", self.version), ("BK", self.k_step), ("STAGES", self.stages))
+        return (*value(dtype), *sizes, *((("TURING", True),) if self.turing else ()))
+
+
+@lru_cache
+def _shared_bytes(setup: Setup) -> int:
+    number = lambda name: sources.number(_GATE_PACK, name, setup.defines(torch.float16))  # noqa: E731
+    pipeline = setup.stages * number("STAGE_BYTES")
+    packing = (1 if number("TAKE_TURNS") else 2) * number("HALF_BYTES")  # halves of a tile at a time
+    return pipeline + packing if number("APART") else max(pipeline, packing)
+
+
+@lru_cache
+def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
+    """The specialisation for a GPU: version 1 to 4 as sm80_gate_pack.cu lists them, None for the newest that fits it.
+
+    Raises InputError for a version that the GPU has too little shared memory for.
+    """
+    limit = _SHARED.get(capability, _LEAST_SHARED) * 1024
+    if capability < TENSOR_CORES_OF_BF16:
+        made = {1: Setup(1, 32, 1, True), 2: Setup(2, 32, 2, True), 3: Setup(3, 32, 2, True)}
+    else:
+        # A barrier for every 64 of d_model rather than 32 is worth 5% on an H100, a pipeline that runs on while a tile
+        # is packed 1%: where there is not enough memory for both, v3 with the longer steps.
+        steps = (64, 3) if Setup(3, 64, 3).shared <= limit else (32, 4)
+        made = {1: Setup(1, 32, 1), **{number: Setup(number, *steps) for number in (2, 3, 4)}}
+        made = {number: setup for number, setup in made.items() if setup.shared <= limit}
+    if version not in (None, *made):
+        raise InputError(
+            f"version is {version}; {min(made)} to {max(made)} are accepted on a GPU of compute capability {capability}"
+        )
+    return made[version or max(made)]
+
+
+# ---- sm80_decode
+
+_DECODE = "sm80_decode.cu"
+_DECODE_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source, by tokens rounded up:
+_SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
+_SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # where a block has 99 or 163 KiB of shared memory, not 227
+_SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
+
+
+def decode_tokens(tokens: int) -> int:
+    """The number of tokens a decode kernel is compiled for."""
+    return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+
+
+def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
+    """BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them.
+
+    From 17 tokens on a multiprocessor holds one block, and what it reads of the weights and of x is what takes the
+    time: of three bands a block and two, whichever leaves the busiest one less to read."""
+    shape = _SHAPES[rows]
+    if capability[0] not in (9, 10):
+        return _SMALLER.get(rows, shape)
+    if rows <= 16:
+        return shape
+    band = sources.number(_DECODE, "BAND")
+
+    def busiest(bands: int) -> int:
+        return -(-d_ff // (band * bands * multiprocessors)) * (band * bands + rows)
+
+    return (min((shape[0], shape[0] - 1), key=busiest), *shape[1:])
+
+
+@lru_cache(maxsize=1024)
+def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...]) -> tuple[tuple, int]:
+    """(macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from `decode_shape`."""
+    macros = (*value(dtype), ("D_MODEL", d_model), ("TOKENS", rows), *zip(_DECODE_NAMES, shape))
+    number = lambda name: sources.number(_DECODE, name, macros)  # noqa: E731
+    parts = number("BLOCK_WARPS") * number("PADDED_TOKENS") * number("PART_STRIDE") * 4
+    shared = max(number("BLOCK_WARPS") * number("STAGES") * number("STAGE_BYTES"), parts)
+    if shared > _SHARED_BY_DEFAULT - 16 * 1024:
+        # with its static part it passes what needs no permission: so ask
+        shared = max(shared, _SHARED_BY_DEFAULT + 16)
+    return macros, shared
+
+
+# ---- sm90_gate_pack
+
+PACK_VERSIONS = (1, 2, 3)
+
+
+# ---- every set of macros that launches may ask for, given (dtype, widths of rows, a GPU's compute capability)
+
+Widths = Sequence[int]
+Capability = tuple[int, int]
+
+
+def each(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """One set for each type of values."""
+    return [value(dtype)]
+
+
+def sixteen_bits(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """One set for each type of 16-bit values."""
+    return [value(dtype)] if dtype.itemsize == 2 else []
+
+
+def gated_or_plain(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, a gated layer (as the source has it) and a plain one."""
+    return [macros for each in sixteen_bits(dtype) for macros in (each, (*each, ("GATED", 0)))]
+
+
+def _rows(dtype: torch.dtype, widths: Widths, teams: Sequence[int] = (1, TEAMS)) -> list[tuple]:
+    found = {specialisation(dtype, width, team) for width in widths for team in teams}
+    return sorted(found - {None}, key=str)
+
+
+def _with_pool(dtype: torch.dtype, widths: Widths, teams: Sequence[int] = (1, TEAMS)) -> list[tuple]:
+    return [(*macros, ("POOL", True)) for macros in _rows(dtype, widths, teams)] if dtype.itemsize == 2 else []
+
+
+def gated(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """Each width, for many tokens and for few, with a pool and without one; and any width."""
+    return [*_rows(dtype, widths), any_width(dtype), *_with_pool(dtype, widths)]
+
+
+def down(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """As `gated`; and the second of two passes, for many tokens alone."""
+    return [*gated(dtype, widths), *((*macros, ("HIDDEN", True)) for macros in up(dtype, widths))]
+
+
+def up(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """The first of two passes: each width, with a pool."""
+    return [macros for macros in _with_pool(dtype, widths, (1,)) if "TEAMS" not in dict(macros)]
+
+
+def whole_rows(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, each width."""
+    return _rows(dtype, widths, (1,)) if dtype.itemsize == 2 else []
+
+
+def row_slabs(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, each width and shape of a slab."""
+    taken = [dict(macros)["D_MODEL"] for macros in whole_rows(dtype, widths)]
+    return [slabs(dtype, width, shape) for width in taken for shape in dict.fromkeys(SLAB_SHAPES.values())]
+
+
+def tensor_cores(dtype: torch.dtype, widths: Widths, capability: Capability) -> list[tuple]:
+    """The newest setup for this GPU, for values that its tensor cores take."""
+    takes = dtype == torch.float16 or (dtype == torch.bfloat16 and capability >= TENSOR_CORES_OF_BF16)
+    return [setup_for(capability).defines(dtype)] if takes else []
+
+
+def decode_every(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
+    """Each width and number of tokens, in every shape that some GPU takes them in."""
+    if dtype.itemsize != 2:
+        return []
+    wide = [(rows, (bands, *_SHAPES[rows][1:])) for rows in (32, 64) for bands in (2, 3)]
+    shapes = [*((rows, _SHAPES[rows]) for rows in (1, 8, 16)), *wide, *_SMALLER.items()]
+    return [decode(dtype, width, rows, shape)[0] for width in widths if width % 8 == 0 for rows, shape in shapes]
+
+
+def hopper_pack(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """Each version, with a bias and without one; version 0 does not pack."""
+    return [
+        (*each, ("BIAS", bias), ("VERSION", version))
+        for each in sixteen_bits(dtype)
+        for bias in (0, 1)
+        for version in (0, *PACK_VERSIONS)
+    ]
+
+
+def clusters(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """For 16-bit values, blocks in the clusters that the source names."""
+    size = ("CLUSTER", sources.number("sm90_mainloop.cuh", "CLUSTER"))
+    return [(*each, size) for each in sixteen_bits(dtype)]
+
+
+def clusters_gated_or_plain(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
+    """As `clusters`, for a gated and for a plain layer."""
+    return [(*macros, ("GATED", gated)) for macros in clusters(dtype) for gated in (0, 1)]

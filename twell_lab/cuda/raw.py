@@ -1,0 +1,83 @@
+"""Any kernel of kernels/ as CuPy's RawKernel, for those who launch kernels themselves."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..core import folders, machine
+from ..core.errors import DeviceError, InputError, StackError
+from . import cubins, registry
+from .registry import Kernel
+
+if TYPE_CHECKING:
+    import cupy
+
+
+def kernel(name: str, **macros: object) -> cupy.RawKernel:
+    """The kernel of kernels/ that is called `name`, compiled for the current GPU as the library compiles it.
+
+    Launch it as CuPy does: `tl.kernel("pack_v1")((blocks,), (threads,), arguments)`, with CuPy arrays and NumPy numbers
+    in the order of the source; `.max_dynamic_shared_size_bytes` has to be set for one that asks for more than 48 KiB.
+    Nothing is checked at a launch; `twell_lab.simulator` runs the portable ones under watch.
+
+    Args:
+        name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
+            "sm80_gate_pack.gate_pack_v3".
+        macros: what it is compiled with, True for a macro without a value: VALUE_FP16=True, D_MODEL=4096. What is left
+            out is as the library has it for bfloat16 and rows of 2048.
+
+    Raises:
+        InputError: for a name that no source has, or that several have.
+        StackError: without CuPy, or with one that does not match torch.
+        DeviceError: without a GPU, or on one that does not run this kernel.
+        CompileError: where the macros do not fit the source.
+    """
+    found, entry, defines = choose(name, macros)
+    machine.check_stack()
+    machine.let_cupy_start()
+    try:
+        import cupy
+    except ImportError as error:
+        raise StackError(f"a RawKernel needs CuPy; {cubins.NEEDS_NVRTC}") from error
+    if not torch.cuda.is_available():
+        raise DeviceError(f"{name} needs a GPU that torch can use; on a CPU twell_lab.simulator runs portable kernels")
+    capability = torch.cuda.get_device_capability()
+    if not found.runs_on(capability):
+        only = "alone" if found.alone else "and newer"
+        raise DeviceError(
+            f"{name} runs on compute capability {found.oldest[0]}.{found.oldest[1]} {only}; this GPU has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    cubin = cubins.compile(found.file, cubins.architecture(capability, found.file), defines)
+    folder = _folder()
+    if folder is None:
+        raise StackError("CuPy reads a kernel from a file, and no temporary folder can be written")
+    path = folder / f"{cubin.name}.cubin"
+    path.write_bytes(cubin.image)
+    with cupy.cuda.Device(torch.cuda.current_device()):
+        return cupy.RawModule(path=str(path)).get_function(entry)
+
+
+@cache
+def _folder() -> Path | None:
+    return folders.private_folder()
+
+
+def choose(name: str, macros: dict[str, object]) -> tuple[Kernel, str, dict[str, object]]:
+    """(source, entry, all macros) that `kernel` takes for a name and the macros given.
+
+    Raises InputError for a name that no source has, or that several have."""
+    file, _, entry = name.rpartition(".")
+    builds = [each for each in registry.usual_builds(macros) if file in ("", each[0].name)]
+    having = [(kernel, defines) for kernel, defines in builds if entry in kernel.entries(defines)]
+    if not having:
+        with_macros = f" with {', '.join(f'{k}={v}' for k, v in macros.items())}" if macros else ""
+        known = {each: None for kernel, defines in registry.usual_builds() for each in kernel.entries(defines)}
+        raise InputError(f"no kernel is called {name!r:.80}{with_macros}; there are {', '.join(known)}")
+    if len(sources := dict.fromkeys(kernel.name for kernel, _ in having)) > 1:
+        raise InputError(f"{name} is in several sources; {' or '.join(f'{s}.{entry}' for s in sources)} is accepted")
+    return having[0][0], entry, {**dict(having[0][1]), **macros}

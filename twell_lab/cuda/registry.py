@@ -1,0 +1,215 @@
+"""Every kernel, declared once: which GPUs it runs on, what it is compiled with, and who launches it.
+
+What a source says itself is read from it and not written again: its entries with their arguments and the size of their
+blocks, the numbers that its launch needs (`sources.number`), and what bounds it. From both together come the cubins
+that `twell-lab compile` makes, the compile tests, the hashes of `records.provenance`, the kernels that the tests of the
+simulator and of the sanitizer must reach, and the check of arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import folders
+from ..core.errors import InputError
+from . import macros, sources
+from .sources import Entry
+
+Builds = Callable[[torch.dtype, Sequence[int], tuple[int, int]], list[tuple]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One `.cu` file of kernels/.
+
+    name: the file's, without its ending. launched_by: module.function of each function of twell_lab that launches it.
+    builds: (type of values, widths of rows, a GPU's compute capability) -> every set of macros that these launches may
+    ask for there. oldest: compute capability of the oldest GPU that runs it. alone: it runs on no other, because its
+    instructions are that architecture's own (a target such as sm_90a)."""
+
+    name: str
+    launched_by: tuple[str, ...]
+    builds: Builds
+    oldest: tuple[int, int] = (7, 5)
+    alone: bool = False
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.cu"
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the simulator takes it: no CPU runs raw PTX, which stands in ptx_ headers alone."""
+        return not any(name.startswith("ptx_") for name in sources.with_headers(self.file))
+
+    @property
+    def bound(self) -> str:
+        """What bounds it, in a line: as the head of the source has it."""
+        text = (folders.kernels_dir() / self.file).read_text(encoding="utf-8").replace("\n// ", " ")
+        found = re.search(r"What bounds it: (.+?)[.;]\s", text)
+        return found[1] if found else ""
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability runs it, for some type of values."""
+        return capability == self.oldest if self.alone else capability >= self.oldest
+
+    def target(self, arch: str) -> str:
+        """What it is compiled for on a GPU whose architecture is `arch`, for example "sm_90": that, or "sm_90a"."""
+        return f"{arch}a" if self.alone else arch
+
+    def entries(self, defines: sources.Macros) -> dict[str, Entry]:
+        """What can be launched of it when it is compiled with these macros, by name."""
+        return sources.entries(self.file, defines)
+
+
+_TRAINED_ROWS = ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient")
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("smxx_pack", ("ops.portable.pack",), macros.each),
+        Kernel(
+            "smxx_down", ("ops.portable.down", "ops.portable.down_pooled", "ops.portable.gated_pooled"), macros.down
+        ),
+        Kernel("smxx_up", ("ops.portable.gated_pooled",), macros.up),
+        Kernel("smxx_gated", ("ops.portable.gated", "ops.portable.gated_pooled"), macros.gated),
+        Kernel("sm80_gate_pack", ("ops.ampere.gate_pack",), macros.tensor_cores),
+        Kernel("sm80_decode", ("ops.decode.decode",), macros.decode_every, (8, 0)),
+        Kernel(
+            "sm90_gate_pack",
+            ("ops.hopper_pack.gate_pack", "ops.hopper_pack.dense_gate"),
+            macros.hopper_pack,
+            (9, 0),
+            alone=True,
+        ),
+        Kernel(
+            "sm90_gate_up",
+            ("ops.hopper_dense.gate_up", "ops.hopper_dense.finish_lost"),
+            macros.clusters_gated_or_plain,
+            (9, 0),
+            alone=True,
+        ),
+        Kernel("sm90_down_rows", ("ops.hopper_dense.finish_lost",), macros.clusters, (9, 0), alone=True),
+        Kernel("smxx_survivors", ("ops.train_rows.survivors",), macros.whole_rows),
+        Kernel("smxx_train_rows", _TRAINED_ROWS, macros.whole_rows),
+        Kernel("smxx_train_slabs", ("ops.train_rows.survivors", *_TRAINED_ROWS), macros.row_slabs),
+        Kernel("smxx_train_lost", ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward"), macros.sixteen_bits),
+        Kernel("smxx_lost_weights", ("ops.train_lost.lost_backward",), macros.sixteen_bits),
+        Kernel("smxx_train_dense", ("ops.train_dense.dense_hidden", "ops.train_dense.dense_gradients"), macros.each),
+        Kernel(
+            "smxx_columns", ("ops.train_columns.by_column", "ops.train_columns.weight_gradients"), macros.sixteen_bits
+        ),
+        Kernel("smxx_weight_gradients", ("ops.train_columns.weight_gradients",), macros.gated_or_plain),
+        Kernel("smxx_transpose", ("ops.transpose.transposed",), macros.sixteen_bits),
+    )
+}
+OLDEST = min(kernel.oldest for kernel in KERNELS.values())  # GPU that runs any
+
+
+def find(name: str) -> Kernel:
+    """The kernel of this name, or of this file. Raises InputError for one that is not declared."""
+    kernel = KERNELS.get(name.removesuffix(".cu"))
+    if kernel is None:
+        raise InputError(f"there is no kernel {name!r:.80}; declared are {', '.join(KERNELS)}")
+    return kernel
+
+
+def builds(
+    capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
+) -> list[tuple[Kernel, tuple]]:
+    """(kernel, macros) of everything that a GPU of this capability may be asked for, for these values and widths of
+    rows; each once."""
+    found = (
+        (kernel, defines)
+        for kernel in KERNELS.values()
+        if kernel.runs_on(capability)
+        for dtype in dtypes
+        for defines in kernel.builds(dtype, widths, capability)
+    )
+    return list(dict.fromkeys(found))
+
+
+# ---- entries and their arguments
+
+
+def usual_builds(given: Mapping[str, object] = {}) -> list[tuple[Kernel, tuple]]:
+    """(kernel, macros) of every kernel, for bfloat16 rows of 2048 if `given` does not say otherwise by the macros that
+    name them, on the GPUs that have every kernel and every version; only such as agree with `given`."""
+    dtypes = [dtype for dtype, name in macros.VALUE.items() if name in given] or [torch.bfloat16]
+    widths = [given.get("D_MODEL", 2048)]
+    found = [build for capability in ((9, 0), (7, 5)) for build in builds(capability, dtypes, widths)]
+    setups = [macros.setup_for((9, 0), version).defines(dtypes[0]) for version in (1, 2, 3)]
+    found += [(KERNELS["sm80_gate_pack"], defines) for defines in setups if dtypes[0].itemsize == 2]
+    agrees = lambda defines: all(dict(defines).get(k, v) == v for k, v in given.items())  # noqa: E731
+    return [(kernel, defines) for kernel, defines in dict.fromkeys(found) if agrees(defines)]
+
+
+def signature(name: str, entry: str, defines: sources.Macros = ()) -> Entry:
+    """The arguments of an entry of a kernel, in order, compiled with these macros; without any, with the first build
+    that has it.
+
+    name: the kernel's, or its file's. Raises InputError for a kernel or an entry that is not there."""
+    kernel = find(name)
+    tried = [tuple(defines)] if defines else [each for found, each in usual_builds() if found is kernel]
+    known: dict[str, Entry] = {}
+    for each in tried:
+        known = {**kernel.entries(each), **known}
+    if entry not in known:
+        raise InputError(f"{kernel.file} has no entry {entry!r:.80}; it has {', '.join(known)}")
+    return known[entry]
+
+
+_WHOLE = {"int": ctypes.c_int, "unsigned": ctypes.c_uint, "long long": ctypes.c_longlong}
+_BITS = {ctypes.c_int: 32, ctypes.c_uint: 32, ctypes.c_longlong: 64}
+
+
+def check_arguments(signature: Entry, arguments: Sequence) -> None:
+    """Raise InputError unless these are what the entry takes: as many, and each of its kind.
+
+    A pointer takes a tensor whose values are what it points to (of uint8, memory to be cut up, any pointer), None, or
+    an address (int or c_void_p); a number a whole one that its bits hold, or a ctypes number of its own type; a
+    structure its bytes."""
+    name, parameters = signature.name, signature.parameters
+    if len(arguments) != len(parameters):
+        names = ", ".join(parameter.name for parameter in parameters)
+        raise InputError(f"{name} takes {len(parameters)} arguments ({names}); {len(arguments)} were given")
+    for parameter, given in zip(parameters, arguments):
+        taken = _pointer_takes if parameter.pointer else _number_takes
+        if accepted := taken(parameter.type, given):
+            raise InputError(f"{parameter.name} of {name} is {_told(given)}; {accepted} is accepted")
+
+
+def _pointer_takes(pointee: str, given) -> str:
+    """What would be accepted, "" for what is."""
+    if given is None or type(given) is int or isinstance(given, ctypes.c_void_p):
+        return ""
+    if isinstance(given, Tensor) and given.dtype == torch.uint8:
+        return ""
+    if isinstance(given, Tensor):
+        from ..simulator.arguments import fits
+
+        if fits(pointee, str(given.dtype).removeprefix("torch.")):
+            return ""
+    return f"a tensor for {pointee}*, None or an address"
+
+
+def _number_takes(kind: str, given) -> str:
+    """What would be accepted, "" for what is."""
+    own = _WHOLE.get(kind)
+    if own is None:
+        by_value = isinstance(given, (bytes, ctypes.Array, ctypes.Structure))
+        return "" if by_value else f"the bytes of one {kind}"
+    if isinstance(given, own):
+        return ""
+    bits = _BITS[own]
+    low = 0 if kind == "unsigned" else -(2 ** (bits - 1))
+    inside = isinstance(given, int) and low <= given < low + 2**bits
+    return "" if inside else f"a whole number of {bits} bits ({kind})"
+
+
+def _told(given) -> str:
+    return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else f"{type(given).__name__} {given!r:.60}"
