@@ -23,7 +23,7 @@ TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields"}  # and what a
 # Rooms and private names of other rooms that they still use: to be empty.
 TO_BE_MENDED = {
     "models": {"_borrowed", "_source"},
-    "ops": {"_DEFINE", "_SHARED_BY_DEFAULT", "_aligned", "_kernel", "_launch", "_multiprocessors"},
+    "ops": {"_DEFINE", "_SHARED_BY_DEFAULT", "_aligned", "_multiprocessors"},
 }
 
 

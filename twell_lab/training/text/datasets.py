@@ -33,15 +33,23 @@ def from_hub(
 ) -> Text:
     """The first `most_bytes` bytes of a dataset, its documents in their order, an empty line after each.
 
-    name: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files. subset: a configuration of the
-    dataset ("sample-10BT"). column: the one that holds the documents; empty ones are left out. revision: a branch, tag
-    or commit of the dataset. The last document is cut where the bytes end.
+    The last document is cut where the bytes end. The text's `source` says dataset, subset, split, column, documents,
+    and for the Hub the commit and licence where it gives them; for a folder no more of its path than its name. The
+    SHA-256 is of the bytes that were read.
 
-    The text's `source` says dataset, subset, split, column, documents, and for the Hub the commit and licence where it
-    gives them; for a folder no more of its path than its name. The SHA-256 is of the bytes that were read.
+    Args:
+        name: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files.
+        subset: a configuration of the dataset ("sample-10BT").
+        split: which part of the dataset.
+        column: the one that holds the documents; empty ones are left out.
+        most_bytes: 1 to 1 GiB.
+        revision: a branch, tag or commit of the dataset.
 
-    Raises TextError naming the dataset and what was tried, for one that is not there or not to be reached, lacks the
-    subset, split or column, or holds no text; InputError for a size outside 1 to 1 GiB; StackError without `datasets`.
+    Raises:
+        TextError: naming the dataset and what was tried, for one that is not there or cannot be reached, lacks the
+            subset, split or column, or holds no text.
+        InputError: for a size outside these.
+        StackError: without the `datasets` library.
     """
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes <= LARGEST:
         raise InputError(

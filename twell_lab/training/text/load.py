@@ -19,14 +19,18 @@ def load_any(
 ) -> Text | PreparedText:
     """The text that a command line or a config names, with the tokenizer to read it through.
 
-    spec: None (Python's standard library), a path of a file or folder, or of one that twell_lab.training.text.prepared
-        made, "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see
-        twell_lab.training.text.datasets), or a text.
-    tokenizer: None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
-        of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
+    Args:
+        spec: None (Python's standard library), a path of a file or folder, or of one that
+            twell_lab.training.text.prepared made, "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face
+            dataset, see twell_lab.training.text.datasets), or a text.
+        tokenizer: None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the
+            part of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
 
-    Raises TextError for a text, dataset or tokenizer that can't be read, InputError for a vocabulary that is no size,
-    or another tokenizer than a text was prepared with, StackError for a package that the extra "text" would install.
+    Raises:
+        TextError: for a text, dataset or tokenizer that can't be read.
+        InputError: for a vocabulary that is not a whole number from 256 to 2**20, and for another tokenizer than the
+            one that a text was prepared with.
+        StackError: for a package that the extra "text" would install.
     """
     if isinstance(spec, (Text, PreparedText)):
         text = spec
