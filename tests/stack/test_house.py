@@ -20,11 +20,6 @@ DRAWING_ROOMS = {"app", "course", "plots"}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
 # Names of torch's own that begin with an underscore, and that we cannot do without.
 TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields"}  # and what a NamedTuple offers
-# Rooms and private names of other rooms that they still use: to be empty.
-TO_BE_MENDED = {
-    "models": {"_borrowed", "_source"},
-    "ops": {"_DEFINE", "_SHARED_BY_DEFAULT", "_aligned", "_multiprocessors"},
-}
 
 
 def tracked() -> list[Path]:
@@ -147,7 +142,7 @@ def test_formats_import_torch_alone():
 
 def test_no_room_uses_a_private_name_of_another():
     found = names_across_rooms(ROOT / "twell_lab")
-    assert not {room: left for room in found if (left := found[room] - TO_BE_MENDED.get(room, set()))}
+    assert not found
 
 
 @pytest.mark.parametrize(

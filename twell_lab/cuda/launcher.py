@@ -21,12 +21,11 @@ from ..core import machine
 from ..core.errors import DeviceError, InputError, StackError
 from . import cubins, macros, sources
 
-_DEFINE = macros.VALUE
+DEFINE = macros.VALUE
 _NO_CONTEXT = (
     201  # CUDA_ERROR_INVALID_CONTEXT: a thread, such as autograd's, in which torch has not had to ask for anything yet
 )
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
-_SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 _EARLY_DRIVER = (
     12_030  # CUDA 12.3: from here on graphs can hold launches that may start before the one before has ended
 )
@@ -231,7 +230,7 @@ def _load(made: Kernel, device: torch.device) -> int:
         module.load(cubin.image)
         _modules.append(module)
         function = module.get_function(made.name).ptr
-        if made.shared > _SHARED_BY_DEFAULT:
+        if made.shared > macros.SHARED_BY_DEFAULT:
             driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, made.shared)
         return function
 
@@ -248,10 +247,10 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
+def aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
 @cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

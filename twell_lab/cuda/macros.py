@@ -126,7 +126,7 @@ _DECODE = "sm80_decode.cu"
 _DECODE_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source, by tokens rounded up:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
 _SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # where a block has 99 or 163 KiB of shared memory, not 227
-_SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
+SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 
 
 def decode_tokens(tokens: int) -> int:
@@ -159,9 +159,9 @@ def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...]) 
     number = lambda name: sources.number(_DECODE, name, macros)  # noqa: E731
     parts = number("BLOCK_WARPS") * number("PADDED_TOKENS") * number("PART_STRIDE") * 4
     shared = max(number("BLOCK_WARPS") * number("STAGES") * number("STAGE_BYTES"), parts)
-    if shared > _SHARED_BY_DEFAULT - 16 * 1024:
+    if shared > SHARED_BY_DEFAULT - 16 * 1024:
         # with its static part it passes what needs no permission: so ask
-        shared = max(shared, _SHARED_BY_DEFAULT + 16)
+        shared = max(shared, SHARED_BY_DEFAULT + 16)
     return macros, shared
 
 

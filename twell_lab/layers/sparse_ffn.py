@@ -108,6 +108,16 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def down(self) -> nn.Linear:
         return self._projection(2)
 
+    @property
+    def source(self) -> nn.Module:
+        """The dense module that this one stands for."""
+        return self._source[0]
+
+    @property
+    def registered(self) -> bool:
+        """Whether the projections are this module's own; inside OPT they stay the decoder layer's."""
+        return self._borrowed is None
+
     def feed_forward(self, name: str) -> FeedForward:
         """This layer as `feed_forwards` lists it, found under this name; inside OPT it is named by its layer."""
         place = name if self._borrowed is None else name.rpartition(".")[0]

@@ -76,8 +76,8 @@ def densify(model: nn.Module) -> nn.Module:
         if isinstance(vars(module).get("forward"), HandOn):
             del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
-        (source,) = sparse._source
-        if sparse._borrowed is None:
+        source = sparse.source
+        if sparse.registered:
             hooks.hand_over(sparse, source)
             source.train(sparse.training)
             model = _replace(model, sparse, source)

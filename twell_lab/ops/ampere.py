@@ -42,7 +42,7 @@ def takes(x: Tensor, gate: Tensor) -> bool:
     capability, _ = _device(x.device.index)
     supported = capability >= (_AMPERE if x.dtype == torch.bfloat16 else registry.OLDEST)
     small = x.shape[1] <= _WIDEST and _tiles(x.shape[0], gate.shape[0]) < 2**30
-    return supported and small and launcher._aligned(x, gate)
+    return supported and small and launcher.aligned(x, gate)
 
 
 def _tiles(tokens: int, d_ff: int) -> int:

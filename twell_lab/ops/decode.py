@@ -58,7 +58,7 @@ class _Layer(NamedTuple):
 def _layer(index: int, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, version: int) -> _Layer:
     if version not in VERSIONS:
         raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
-    shape = shape_for(rows, d_ff, _capability(index), launcher._multiprocessors(index))
+    shape = shape_for(rows, d_ff, _capability(index), launcher.multiprocessors(index))
     defines, shared = specialisation(dtype, d_model, rows, shape)
     found = dict(defines)
     neurons, threads = (_TILE * found["BANDS"], 32 * found["BLOCK_WARPS"]) if version > 1 else (_TILE, 32 * _TILE)

@@ -285,10 +285,10 @@ class _Portable(Call):
         sizes = x.dtype, tokens, d_model, d_ff, tile, words
         self.counted = (tokens >= LEAST_TWELL, hot // tile, words)
         if gate is None:
-            aligned = portable._aligned(down_t, down_bias)
+            aligned = portable.aligned(down_t, down_bias)
             self.rows = portable.TokenRows("down", 2, *sizes, aligned, x.device)
         else:
-            aligned = portable._aligned(x, up, down_t, down_bias)
+            aligned = portable.aligned(x, up, down_t, down_bias)
             self.rows = portable.TokenRows("gated", 3, *sizes, aligned, x.device)
 
     def run(self, x, weights, stats):

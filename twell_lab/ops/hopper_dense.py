@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources, tma
-from ..cuda.launcher import _DEFINE, address, kernel
+from ..cuda.launcher import DEFINE, address, kernel
 from .hopper_pack import BM, BN, THREADS, VECTOR, fits, multiprocessors
 
 CHUNK = 8192  # lost rows whose h has room at a time
@@ -114,7 +114,7 @@ class GateUp:
         self.maps = tma.matrix_map(gate, BM) if gated else of_up, of_up
         self.biases = address(gate_bias) if gated else 0, address(up_bias)
         self.columns = BN // 2 if gated else BN  # of a tile
-        defines = (_DEFINE[self.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
+        defines = (DEFINE[self.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
         self.kernel = kernel("sm90_gate_up.cu", "gate_up", defines, "MMMMPPPiiiiPi", THREADS, _SHARED)
 
     def maps_of(self, rows: int, row: int):
@@ -194,7 +194,7 @@ class FinishLost:
         self.counted, self.counters = clusters * _WARPS, clusters * _WARPS * _PART_BYTES  # the counters come last
         self.room = slots * d_ff * down.dtype.itemsize, clusters * _WARPS * (_PART_BYTES + 4)
         self.sizes = d_ff, d_model
-        defines = (_DEFINE[down.dtype], True), ("CLUSTER", _CLUSTER)
+        defines = (DEFINE[down.dtype], True), ("CLUSTER", _CLUSTER)
         self.kernel = kernel("sm90_down_rows.cu", "down_rows", defines, "MMPPPPiiiiPP", THREADS, _SHARED)
 
     def launch(self, lost, lost_x: int, start, y, h: int, parts: int) -> None:

@@ -120,7 +120,7 @@ class GatePack:
     def __init__(self, tokens: int, row: int, gate: Tensor, bias: Tensor | None, version: int = PACK_VERSIONS[-1]):
         (d_ff, d_model), dtype, self.device = gate.shape, gate.dtype, gate.device
         cluster = 1 if version == 1 else CLUSTER
-        defines = ((launcher._DEFINE[dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
+        defines = ((launcher.DEFINE[dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
         name = f"gate_pack_v{version}"
         self.kernel = launcher.kernel("sm90_gate_pack.cu", name, defines, "MMMPPPPiii", THREADS, _PACK_SHARED)
         self.x = tma.matrix_numbers(tokens, d_model, row, dtype, BM)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import _DEFINE, Kernel, _aligned, _multiprocessors, kernel
+from ..cuda.launcher import DEFINE, Kernel, aligned, kernel, multiprocessors
 from ..cuda.macros import TEAMS as _TEAMS
 from ..cuda.macros import any_width as _any_width
 from ..cuda.macros import specialisation
@@ -29,7 +29,7 @@ _SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y a block of v1 ow
 
 def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
     """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are left as they were."""
-    if gate.dim() != 2 or gate.dtype not in _DEFINE:
+    if gate.dim() != 2 or gate.dtype not in DEFINE:
         raise InputError(
             f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted"
         )
@@ -38,7 +38,7 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
     packed = torch.empty(rows, tiles, words, dtype=word_dtype(gate.dtype), device=gate.device)
     if rows == 0:
         return packed
-    vectors = in_vectors(gate.dtype, columns, tile) and _aligned(gate)
+    vectors = in_vectors(gate.dtype, columns, tile) and aligned(gate)
     Pack(gate.dtype, rows, columns, tile, words, vectors, gate.device, version).launch(gate, packed)
     return packed
 
@@ -72,7 +72,7 @@ class Pack:
         threads, tiles_a_block = _PACK_BLOCKS[version]
         self.device, self.grid = device, (-(-rows * -(-columns // tile) // tiles_a_block), 1)
         self.sizes = rows, columns, tile, words
-        self.kernel = kernel("smxx_pack.cu", f"pack_v{version}", ((_DEFINE[dtype], True),), "PPqiii", threads)
+        self.kernel = kernel("smxx_pack.cu", f"pack_v{version}", ((DEFINE[dtype], True),), "PPqiii", threads)
 
     def launch(self, gate, packed) -> None:
         """Both tensors, contiguous, or, on a GPU, addresses."""
@@ -99,7 +99,7 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     if len(y):
         tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
         sizes = y.shape[1], columns, tile, words
-        TokenRows(name, many, y.dtype, len(y), *sizes, _aligned(*vectors), y.device, version).launch(*tensors, y)
+        TokenRows(name, many, y.dtype, len(y), *sizes, aligned(*vectors), y.device, version).launch(*tensors, y)
     return y
 
 
@@ -265,7 +265,7 @@ def check_rows(x: Tensor, vectors: tuple[Tensor | None, ...]) -> None:
         raise InputError(
             f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384"
         )
-    if not _aligned(*vectors):
+    if not aligned(*vectors):
         raise InputError(
             "the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them"
         )
@@ -309,4 +309,4 @@ def pooled_kernel(name: str, version: int, one: int, dtype: torch.dtype, d_model
 
 def _few(rows: int, device: torch.device, most: int = _FEW_TOKENS) -> bool:
     """Whether there are at most so many tokens a multiprocessor; a CPU has none."""
-    return device.type == "cuda" and rows <= most * _multiprocessors(device.index)
+    return device.type == "cuda" and rows <= most * multiprocessors(device.index)

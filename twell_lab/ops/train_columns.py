@@ -78,7 +78,7 @@ def _sort(s: Survivors, dh, d_ff: int, dtype: torch.dtype, pieces: int, counts, 
     """Fill `found`; counts int32 [chunks, d_ff] and totals int32 [d_ff] are workspace."""
     tokens, device = len(s.spans), dh.device
     chunks, rows = _chunks(tokens, d_ff)
-    defines = ((launcher._DEFINE[dtype], True),)
+    defines = ((launcher.DEFINE[dtype], True),)
 
     def run(name, grid, threads, tensors, *numbers):
         kinds = "P" * len(tensors) + "i" * len(numbers)
@@ -121,7 +121,7 @@ def weight_gradients(
     _memory, made = parts(x.device, *ints, (torch.int32, (d_ff,)), *floats)
     columns, (counts, totals, partials, bias_partials) = Columns(*made[:6]), made[6:]
     _sort(s, dh, d_ff, x.dtype, pieces, counts, totals, columns)
-    defines = ((launcher._DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
+    defines = ((launcher.DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
 
     def run(name, grid, threads, *tensors):
         kinds = "P" * (len(tensors) + len(outputs)) + "i"
@@ -162,5 +162,5 @@ def _check(x: Tensor, dy: Tensor, s: Survivors, dh: Tensor, d_ff: int, version: 
         raise InputError(f"d_ff is {d_ff}; 1 to {MOST_COLUMNS} is accepted")
     if version not in (1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")
-    if not launcher._aligned(x, dy):
+    if not launcher.aligned(x, dy):
         raise InputError("x and dy are read 16 bytes at a time; one of them does not start at a multiple of them")

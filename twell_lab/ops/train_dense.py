@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import _DEFINE, _aligned, kernel
+from ..cuda.launcher import DEFINE, aligned, kernel
 
 FILE = "smxx_train_dense.cu"
 _ROWS_A_BLOCK = sources.number(FILE, "THREADS") // 32  # a warp a row
@@ -57,7 +57,7 @@ def dense_gradients(
 
 
 def _check(name: str, g: Tensor, *others: Tensor | None) -> torch.Size:
-    if g.dim() != 2 or g.dtype not in _DEFINE or g.shape[1] >= 2**30:
+    if g.dim() != 2 or g.dtype not in DEFINE or g.shape[1] >= 2**30:
         raise InputError(
             f"g of {name} is {g.dtype} {list(g.shape)}; bfloat16, float16 or float32 [tokens, d_ff] is accepted"
         )
@@ -76,12 +76,12 @@ def _rows(name: str, version: int | None, g: Tensor, arguments: tuple, vectors: 
     rows, d_ff = g.shape
     if not rows:
         return
-    wide = d_ff % (16 // g.element_size()) == 0 and _aligned(*vectors)
+    wide = d_ff % (16 // g.element_size()) == 0 and aligned(*vectors)
     if version not in (None, 1, 2) or (version == 2 and not wide):
         raise InputError(
             f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})"
         )
     version = version or 1 + wide
     kinds = "P" * len(arguments) + "qi"
-    made = kernel(FILE, f"{name}_v{version}", ((_DEFINE[g.dtype], True),), kinds, 32 * _ROWS_A_BLOCK)
+    made = kernel(FILE, f"{name}_v{version}", ((DEFINE[g.dtype], True),), kinds, 32 * _ROWS_A_BLOCK)
     made.launch(g.device, (-(-rows // _ROWS_A_BLOCK), 1), (*arguments, rows, d_ff))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import _DEFINE, _aligned, _multiprocessors, kernel
+from ..cuda.launcher import DEFINE, aligned, kernel, multiprocessors
 from .portable import pooled_takes
 from .prepared import parts
 
@@ -135,7 +135,7 @@ def _check_gradients(
 
 
 def _grid(x: Tensor) -> int:
-    return _BLOCKS_A_MULTIPROCESSOR * _multiprocessors(x.device.index) if x.is_cuda else _BLOCKS_ON_CPU
+    return _BLOCKS_A_MULTIPROCESSOR * multiprocessors(x.device.index) if x.is_cuda else _BLOCKS_ON_CPU
 
 
 def _blocks(x: Tensor) -> int:
@@ -146,7 +146,7 @@ def _blocks(x: Tensor) -> int:
 def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
     numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
     file, kinds = WEIGHTS_FILE if "weights" in name else FILE, "P" * len(tensors) + "i" * len(numbers)
-    made = kernel(file, name, ((_DEFINE[x.dtype], True),), kinds, _THREADS)
+    made = kernel(file, name, ((DEFINE[x.dtype], True),), kinds, _THREADS)
     made.launch(x.device, (grid, 1), (*tensors, *numbers))
 
 
@@ -187,5 +187,5 @@ def _same(what: str, x: Tensor, *wanted: tuple[Tensor | None, tuple]) -> None:
                 f"{x.dtype} "
                 f"{list(shape)} on {x.device} is accepted"
             )
-        if t.shape[-1] == x.shape[1] and not _aligned(t):
+        if t.shape[-1] == x.shape[1] and not aligned(t):
             raise InputError(f"{what}: a tensor does not start at a multiple of 16 bytes")

@@ -192,7 +192,7 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
         raise InputError(
             f"capacity is {capacity} entries; up to {_MOST_ENTRIES} are accepted: take fewer tokens at once"
         )
-    if not launcher._aligned(*vectors):
+    if not launcher.aligned(*vectors):
         raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
 
 

@@ -37,6 +37,6 @@ def _fitting(m: Tensor) -> Tensor:
             f"are accepted"
         )
     m = m.contiguous()
-    if not launcher._aligned(m):
+    if not launcher.aligned(m):
         m = m.clone()
     return m

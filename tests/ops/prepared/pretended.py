@@ -56,8 +56,8 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(torch, "empty", on_gpu)
         monkeypatch.setattr(torch, "empty_like", like_it)
         monkeypatch.setattr(tma, "_encode", lambda: map_of)
-        monkeypatch.setattr(portable, "_multiprocessors", lambda index: 132)
-        monkeypatch.setattr(train_lost, "_multiprocessors", lambda index: 2)
+        monkeypatch.setattr(portable, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(train_lost, "multiprocessors", lambda index: 2)
         monkeypatch.setattr(inference, "Tensor", Pretended)
         monkeypatch.setattr(checks, "Tensor", Pretended)
         monkeypatch.setattr(
