@@ -15,7 +15,7 @@ MEMORY := $(strip $(shell $(BIN)/python -c pass 2>/dev/null && cat $(READY) 2>/d
 STACK ?= $(or $(word 1,$(MEMORY)),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cu12 || echo cpu))
 STACK := $(STACK)
 PYTHON ?= $(or $(word 2,$(MEMORY)),python3)
-PART := $(if $(filter setup test test-long lab,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
+PART := $(if $(filter setup lint test test-long lab,$(MAKECMDGOALS)),whole,$(or $(filter whole,$(word 3,$(MEMORY))),tour))
 WANTED := $(strip $(STACK) $(PYTHON) $(PART) $(CURDIR))
 
 ifeq ($(filter cpu cu12 cu13,$(STACK)),)
@@ -28,12 +28,13 @@ EXTRAS_whole := course,test,$(EXTRA)
 EXTRAS_tour := tour$(if $(filter cpu,$(STACK)),,$(COMMA)$(STACK))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup tour test test-long lab clean
+.PHONY: help setup tour lint test test-long lab clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make tour    set up what it needs, then train, pack, check and time; ends in build/tour/index.html"
 	@echo "make test    set everything up, then run the tests and the notebooks"
+	@echo "make lint    set everything up, then look for what ruff and mypy find: form, slips, types that do not fit"
 	@echo "make test-long  set everything up, then attack it for a quarter of an hour or more: tests/attack with many more cases"
 	@echo "make lab     set everything up, then open the course in JupyterLab"
 	@echo "make setup   only set up, into $(VENV); STACK=cpu, cu12 or cu13 (here: $(STACK)), PYTHON=python3.12"
@@ -76,6 +77,12 @@ $(READY): pyproject.toml constraints/$(STACK).txt
 
 tour: setup
 	@$(BIN)/twell-lab tour $(TOUR_ARGS)
+
+# Neither writes into a file; `ruff format` and `ruff check --fix` do.
+lint: setup
+	@$(BIN)/python -m ruff format --check
+	@$(BIN)/python -m ruff check
+	@$(BIN)/python -m mypy
 
 # Threads that wait in OpenMP spin by default, which on a busy machine keeps the others from working.
 test: export OMP_WAIT_POLICY ?= PASSIVE

@@ -19,13 +19,13 @@ import torch
 
 from tests.attack import kills
 from tests.attack.harness import PLACE, damaged
-from twell_lab import simulator
+from twell_lab import records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
+from twell_lab.core import folders
 from twell_lab.core.errors import TwellError
 from twell_lab.cuda import cubins
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.records import record as records
 from twell_lab.simulator import toolchain
 from twell_lab.training import checkpoint
 from twell_lab.training.text import prepared, source, tokenizer
@@ -173,7 +173,7 @@ def _read_plan(folder: Path):
 
 
 def _make_tour(folder: Path) -> None:
-    newest = sorted(Path(records.paths.records_dir()).glob("tour-*.json"))[-1]
+    newest = sorted(Path(folders.records_dir()).glob("tour-*.json"))[-1]
     shutil.copyfile(newest, folder / "tour.json")
 
 

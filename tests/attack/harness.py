@@ -19,7 +19,7 @@ PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for
 PRELOADED = [
     "torch",
     "twell_lab.app.cli",
-    "twell_lab.train",
+    "twell_lab.training.loop",
     "twell_lab.analysis.planner",
     "twell_lab.training.text.prepared",
     "twell_lab.simulator",

@@ -19,11 +19,11 @@ from random import Random
 import torch
 
 from tests.attack.harness import PLACE, forked, until
+from twell_lab import records
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.profile import FiringProfile
 from twell_lab.core import files
 from twell_lab.core.errors import TwellError
-from twell_lab.records import record as records
 from twell_lab.training import checkpoint
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.text import prepared

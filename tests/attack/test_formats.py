@@ -7,7 +7,8 @@ import torch
 
 from tests.attack import formats_attack
 from tests.attack.harness import attack
-from twell_lab.formats import classic, twell
+from twell_lab import formats
+from twell_lab.formats import twell
 
 
 def test_formats_and_packing(extent, report):
@@ -17,7 +18,7 @@ def test_formats_and_packing(extent, report):
 
 @pytest.mark.parametrize("name", ["COO", "CSR", "ELL", "Hybrid", "TwELL"])
 def test_one_wrong_value_is_seen(name, monkeypatch):
-    cls, real = getattr(classic, name), getattr(classic, name).to_dense
+    cls, real = getattr(formats, name), getattr(formats, name).to_dense
 
     def wrong(self):
         y = real(self)

@@ -31,7 +31,7 @@ def an_unwritten_row(path, y):
 
 
 @pytest.mark.parametrize("change", [a_value_lost, a_row_of_another, an_unwritten_row])
-@pytest.mark.parametrize("wrong", ["operator", "infer, hot/cold", "packed", "module", "trained, twell", "dgate, twell"])
+@pytest.mark.parametrize("wrong", ["operator", "infer, hot_cold", "packed", "module", "trained, twell", "dgate, twell"])
 def test_it_sees_a_path_that_is_wrong(wrong, change):
     with pytest.raises(attack.Broken) as told:
         attack.layers(seed=7, cases=40, change=lambda path, y: change(path, y) if path == wrong and y.dim() == 2 else y)
@@ -42,27 +42,27 @@ def test_it_sees_a_path_that_is_wrong(wrong, change):
 
 def test_it_sees_other_bits_the_second_time(monkeypatch):
     calls = []
-    real = attack.ops.infer
+    real = attack.inference.infer
 
     def unsteady(x, *weights, **how):
         y = real(x, *weights, **how)
         calls.append(1)
         return torch.nextafter(y, torch.full_like(y, torch.inf)) if len(calls) % 2 and y.dtype == torch.float32 else y
 
-    monkeypatch.setattr(attack.ops, "infer", unsteady)
+    monkeypatch.setattr(attack.inference, "infer", unsteady)
     with pytest.raises(attack.Broken, match="infer, twell: the second call gave other bits"):
         attack.layers(seed=1, cases=20)
 
 
 def test_memory_that_nobody_wrote_is_seen(monkeypatch):
-    real = attack.ops.infer
+    real = attack.inference.infer
 
     def careless(x, *weights, **how):
         y = torch.empty_like(real(x, *weights, **how), memory_format=torch.contiguous_format)
         y[:-1] = real(x, *weights, **how)[:-1]
         return y
 
-    monkeypatch.setattr(attack.ops, "infer", careless)
+    monkeypatch.setattr(attack.inference, "infer", careless)
     with pytest.raises(attack.Broken, match="infer, "):
         attack.layers(seed=2, cases=20)
 
@@ -95,10 +95,10 @@ def test_every_trait_and_path_is_drawn():
         "operator",
         "infer, dense",
         "infer, twell",
-        "infer, hot/cold",
+        "infer, hot_cold",
         "packed",
         "module",
-        "module, hot/cold",
+        "module, hot_cold",
         "trained, twell",
         "trained, dense",
         "gradients, twell",

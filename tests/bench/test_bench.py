@@ -11,7 +11,6 @@ from torch import nn
 from twell_lab import bench as bench_module
 from twell_lab.bench import forward as bench
 from twell_lab.core.errors import DeviceError, InputError
-from twell_lab.layers import sparse_ffn
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
@@ -222,9 +221,9 @@ def test_of_many_rows_the_first_and_last_are_looked_at():
     ids=["ffn", "layer"],
 )
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
-    monkeypatch.setattr(sparse_ffn, "SparseFFN", OffBy)
+    monkeypatch.setattr(bench, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
-    monkeypatch.setattr(measure, "time_cpu", lambda *_: pytest.fail("a wrong result was timed"))
+    monkeypatch.setattr(measure, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
     with pytest.raises(measure.WrongResult):
         run()
 
@@ -256,7 +255,7 @@ def clock(monkeypatch):
             self.now += seconds
 
     clock = Clock()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
     return clock
 
 

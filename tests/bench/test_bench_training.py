@@ -20,7 +20,9 @@ def stopped(monkeypatch):
         measure, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)}
     )
     monkeypatch.setattr(measure, "peak_bytes", lambda call: 1)
-    monkeypatch.setattr(training, "_rates", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
+    monkeypatch.setattr(
+        training.inference, "rates_here", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6)
+    )
     monkeypatch.setattr(
         training, "_compiled", lambda path: training.dense_layer if path == "torch" else training.our_layer(path)
     )
@@ -71,7 +73,7 @@ def test_the_exact_gradients_are_autograds():
     x, dy = torch.randn(9, 32, dtype=torch.float64, requires_grad=True), torch.randn(9, 32, dtype=torch.float64)
     y, l1 = training.dense_layer(x, *wide)
     autograd = torch.autograd.grad([y, l1], [x, *wide], [dy, torch.full((), training.L1)])
-    for a, b in zip(training._exact(wide, x.detach(), dy), [y, *autograd]):
+    for a, b in zip(training.exact(wide, x.detach(), dy), [y, *autograd]):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -90,7 +92,7 @@ def test_layers_of_a_model_are_planned_one_by_one(stopped):
     model = sparsify(LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=16)))
     with torch.no_grad():
         model.layers[1].mlp.gate.weight.zero_()
-    limit = training.switching.break_even(training._rates(), 32, 256)
+    limit = training.switching.break_even(training.inference.rates_here(), 32, 256)
     assert 0 < limit < 100  # half of the first layer fires, and nothing of the second
     assert training.plan(model, torch.randint(0, 64, (3, 16))) == "1 of 2 layers sparse"
     assert [found.module.learning for found in feed_forwards(model)] == ["dense", "twell"]

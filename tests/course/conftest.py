@@ -1,7 +1,9 @@
-"""What the tests of several widgets share."""
+"""What the tests of several subjects share."""
 
 import pytest
+import torch
 
+from twell_lab.core import folders
 from twell_lab.course import widgets
 
 
@@ -13,3 +15,25 @@ def draws(request, monkeypatch) -> str:
     else:
         pytest.importorskip("anywidget")
     return request.param
+
+
+@pytest.fixture
+def keep(tmp_path, monkeypatch):
+    """A function that makes these records, saved, the project's only ones."""
+    monkeypatch.setattr(folders, "records_dir", lambda: tmp_path / "records")
+
+    def keep(*made):
+        for old in (tmp_path / "records").glob("*.json"):
+            old.unlink()
+        for each in made:
+            each.save()
+
+    return keep
+
+
+@pytest.fixture
+def my_gpu(monkeypatch) -> str:
+    """The name of a GPU that torch says is here; nothing can run on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
+    return "My GPU"

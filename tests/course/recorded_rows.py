@@ -113,8 +113,8 @@ def everything():
     return rows
 
 
-def record(name, date, rows):
-    """A record of other kernels than the present ones: stale."""
+def record(name, date, rows, kernels=("gone",)):
+    """A record of other kernels than the present ones: stale; with none of them it never is."""
     return Record(
         name=name,
         purpose="a test",
@@ -122,6 +122,6 @@ def record(name, date, rows):
         date=date,
         commit=None,
         dirty=None,
-        kernels={"gone": "0" * 64},
+        kernels=dict.fromkeys(kernels, "0" * 64),
         machine={},
     )

@@ -13,9 +13,9 @@ def test_a_flat_scale_changes_its_colour_at_once():
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_row_that_is_not_there_is_refused_by_name(index):
-    assert drawing.at("abc", 2) == "c"
+    assert drawing.row_at("abc", 2) == "c"
     with pytest.raises(InputError, match=f"index is {index}; there are cuts 0 to 2"):
-        drawing.at("abc", index, "cuts")
+        drawing.row_at("abc", index, "cuts")
 
 
 def test_an_empty_figure_says_so():

@@ -25,18 +25,17 @@ def test_what_counts_as_the_same_measurement(other, alike):
     assert (recorded.same(row(nnz=29.0)) == recorded.same(row(nnz=29.0) | other)) == alike
 
 
-def test_of_the_same_measurement_the_newest_is_read(monkeypatch):
-    kept = [
+def test_of_the_same_measurement_the_newest_is_read(keep):
+    keep(
         record("a", "2026-01-01T00:00:00Z", [row(ms=3.0), row(ms=4.0, nnz=8.0)]),
         record("b", "2026-01-03T00:00:00Z", [row(ms=5.0)]),
         record(
             "a-again",
             "2026-01-02T00:00:00Z",
             [row(ms=1.0), row(ms=2.0, device="Another GPU"), row(ms=6.0, kind="plan")],
+            kernels=(),
         ),
-    ]
-    monkeypatch.setattr(recorded.records, "load_all", lambda: kept)
-    monkeypatch.setattr(recorded.records, "stale", lambda record: record.name == "a")
+    )
     found = recorded.newest("a", "H100", lambda each: each["kind"] == "inference")
     assert [(each["ms"], each["where"]) for each in found] == [
         (1.0, "recorded on NVIDIA H100, 2026-01-02"),
@@ -45,10 +44,7 @@ def test_of_the_same_measurement_the_newest_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [TwellError("too old"), torch.OutOfMemoryError("too old"), RuntimeError("too old")])
-def test_what_a_gpu_refuses_is_said(error, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-
+def test_what_a_gpu_refuses_is_said(error, my_gpu, capsys):
     def refuse():
         raise error
 
@@ -57,14 +53,12 @@ def test_what_a_gpu_refuses_is_said(error, monkeypatch, capsys):
     assert recorded.timed_here(lambda: [row()]) == [row()]
 
 
-def test_a_mistake_in_the_code_is_no_refusal(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_a_mistake_in_the_code_is_no_refusal(my_gpu):
     with pytest.raises(ZeroDivisionError):
         recorded.timed_here(lambda: 1 / 0)
 
 
-def test_times_of_now_have_the_form_of_a_record(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
+def test_times_of_now_have_the_form_of_a_record(my_gpu):
     dense, ours = recorded.rows_of(
         {"dense eager": [4.0, 4.0, 4.0], "planned": [1.0, 2.0, 3.0]}, "inference", 4, 32, 64, 8
     )

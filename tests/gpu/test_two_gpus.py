@@ -191,13 +191,13 @@ def test_a_run_that_diverges_ends_on_both_with_its_last_good_state(runs, paralle
 def test_interrupted_processes_agree_where_to_stop_and_save(base, tmp_path):
     out = tmp_path / "out"
     config = dataclasses.replace(base, steps=100_000, parallel="fsdp", **SPARSE)
-    with torchrun("-m", "twell_lab.train", *options(config), f"--out={out}", start_new_session=True) as stopped:
+    with torchrun("-m", "twell_lab", "train", *options(config), f"--out={out}", start_new_session=True) as stopped:
         assert_saves_once(stopped, out, 100_000)
 
 
 def test_more_processes_than_gpus_are_refused(base):
     gpus = torch.cuda.device_count()
-    with torchrun("-m", "twell_lab.train", *options(base), processes=gpus + 1) as ran:
+    with torchrun("-m", "twell_lab", "train", *options(base), processes=gpus + 1) as ran:
         said = ran.communicate(timeout=120)[1]
     assert (
         ran.returncode

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.app import cli, recordings
 from twell_lab.bench import attack
 from twell_lab.core import folders
 from twell_lab.core.errors import InputError
-from twell_lab.records import record as records
 
 SUITE = """def test_one(request):
     option = request.config.getoption

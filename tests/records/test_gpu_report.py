@@ -4,9 +4,9 @@ failed."""
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.app import recordings
 from twell_lab.core import errors, folders
-from twell_lab.records import record as records
 
 GOOD = "def test_one():\n    pass\n\n\nimport pytest\n\n\n@pytest.mark.skip(reason='here')\ndef test_two():\n    pass\n"
 BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"
@@ -15,7 +15,7 @@ BAD = "def test_wrong():\n    assert 'the value' == 'another'\n"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """tests/gpu of a checkout without a GPU or sanitizers."""
-    monkeypatch.setattr(recordings, "_need_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(recordings.shutil, "which", lambda name: None)
     monkeypatch.setattr(folders, "kernels_dir", lambda: tmp_path / "kernels")
     monkeypatch.delenv("TWELL_LAB_CUBINS", raising=False)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from twell_lab import records
 from twell_lab.core import folders
 from twell_lab.core.errors import RecordError
 from twell_lab.cuda import macros, registry
 from twell_lab.records import provenance
-from twell_lab.records import record as records
 
 CUDA = """#include "shared.cuh"
 #define SQUARE(x) ((x) * (x))

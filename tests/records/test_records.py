@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twell_lab import records
 from twell_lab.core import files, folders
 from twell_lab.core.errors import RecordError
 from twell_lab.records import provenance
-from twell_lab.records import record as records
 
 ROW = {
     "kind": "ffn_forward",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000
@@ -17,6 +18,13 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(wor[k]|roo[t]|tm[p]|opt/(wheel[s]|pyp[i]
 INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-link[s]|download\.pytorch\.or[g]")
 DRAWING_ROOMS = {"app", "course", "plots"}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
+# Names of torch's own that begin with an underscore, and that we cannot do without.
+TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields"}  # and what a NamedTuple offers
+# Rooms and private names of other rooms that they still use: to be empty.
+TO_BE_MENDED = {
+    "models": {"_borrowed", "_source"},
+    "ops": {"_DEFINE", "_SHARED_BY_DEFAULT", "_aligned", "_kernel", "_launch", "_multiprocessors"},
+}
 
 
 def tracked() -> list[Path]:
@@ -66,6 +74,38 @@ def foreign_to_formats(source: str) -> set[str]:
     return {name for name in names if name != "..core.errors" and not re.fullmatch(r"\.\w+", name)}
 
 
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(source: str) -> dict[str, set[str]]:
+    """The private names of a module: those that it makes (functions, classes, variables, attributes), those that it
+    imports from a folder above its own, and those that it reads as an attribute of something."""
+    made, imported, read = set(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (made if isinstance(node.ctx, ast.Store) else read).add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.level > 1:
+            imported |= {alias.name for alias in node.names}
+    return {kind: set(filter(private, found)) for kind, found in dict(made=made, imported=imported, read=read).items()}
+
+
+def names_across_rooms(package: Path) -> dict[str, set[str]]:
+    """Room -> the private names that it imports from other folders, or reads where only another room makes them."""
+    rooms: dict[str, dict[str, set[str]]] = {}
+    for path in package.rglob("*.py"):
+        room = rooms.setdefault(path.relative_to(package).parts[0], {"made": set(), "imported": set(), "read": set()})
+        for kind, names in private_names(path.read_text(encoding="utf-8")).items():
+            room[kind] |= names
+    everywhere = set().union(*(room["made"] for room in rooms.values())) - TORCHS
+    across = {name: each["imported"] | (each["read"] - each["made"]) & everywhere for name, each in rooms.items()}
+    return {name: found for name, found in across.items() if found}
+
+
 def widget_state(notebook: str) -> bool:
     return "widgets" in json.loads(notebook)["metadata"] or "jupyter.widget-state" in notebook
 
@@ -105,6 +145,11 @@ def test_formats_import_torch_alone():
     assert not {path.name: names for path in files if (names := foreign_to_formats(path.read_text(encoding="utf-8")))}
 
 
+def test_no_room_uses_a_private_name_of_another():
+    found = names_across_rooms(ROOT / "twell_lab")
+    assert not {room: left for room in found if (left := found[room] - TO_BE_MENDED.get(room, set()))}
+
+
 @pytest.mark.parametrize(
     "breach",
     [
@@ -129,6 +174,19 @@ def test_breaches_of_the_import_rules_are_found():
     assert not foreign_to_formats(
         "import math, torch.nn\nfrom ..core.errors import InputError\nfrom .twell import TwELL"
     )
+
+
+def test_private_names_across_rooms_are_found(tmp_path):
+    for name, text in {
+        "low/a.py": "def _hidden(): ...\nclass A:\n    def __init__(self):\n        self._kept = 1\n",
+        "low/b.py": "from .a import _hidden\n_hidden._kept\n",
+        "high/c.py": "from ..low.a import _hidden\n",
+        "high/e.py": "from .d import _own\nfrom ..low.a import _twice\n_twice = 1\n",
+        "high/d.py": "def f(a, t):\n    _own = a._kept\n    return t._version, a._unknown, a.__dict__, _own\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert names_across_rooms(tmp_path) == {"high": {"_hidden", "_kept", "_twice"}}
 
 
 def test_widget_state_is_found():

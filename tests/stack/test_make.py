@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
@@ -19,6 +20,7 @@ case "$*" in
   "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/twell-lab ;;
   "-m pip"*) echo "  Downloading torch-9.9-py3-none-any.whl (900.1 MB)"; echo "  Downloading six.whl (9.1 kB)"
              echo "WARNING: a word about an index" >&2; exit ${PIP_STATUS:-0} ;;
+  "-m ruff"*) exit ${RUFF_STATUS:-0} ;;
   "-m pytest"*) echo "3 passed in 0.1s"; exit ${PYTEST_STATUS:-0} ;;
   tour*) echo "the page is build/tour/index.html"; exit ${TOUR_STATUS:-0} ;;
   -V) echo "Python ${SAYS:-3.12.1}" ;;
@@ -165,6 +167,22 @@ def test_tests_end_in_one_clear_line_and_keep_pytests_status(checkout):
     assert "--nbval-lax" in checkout.asked("-m pytest")[0]
     assert checkout.make("test", PYTEST_STATUS="1") != 0
     assert "test: FAILED" in checkout.output and "passed on" not in checkout.output
+
+
+def test_lint_asks_ruff_and_mypy_and_keeps_their_status(checkout):
+    assert checkout.make("lint") == 0
+    assert "-e .[course,test,compile]" in checkout.asked("-m pip")[0]
+    asked = [call for call in checkout.asked("-m ") if "pip" not in call and "venv" not in call]
+    assert asked == ["-m ruff format --check", "-m ruff check", "-m mypy"]
+    assert checkout.make("lint", RUFF_STATUS="1") != 0 and not checkout.asked("-m mypy")
+
+
+def test_before_a_commit_the_same_tools_look(checkout):
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    checkout.make("lint")
+    for hook in hooks:
+        assert hook["language"] == "system" and hook["entry"].startswith(".venv/bin/python -m ")
+        assert checkout.asked(hook["entry"].removeprefix(".venv/bin/python ").removesuffix(" --force-exclude"))
 
 
 def test_notebooks_are_run_where_there_are_any(checkout):

@@ -138,6 +138,10 @@ def test_make_knows_the_stacks_and_extras_that_exist():
 
 
 def test_version_and_command_are_what_pyproject_names():
-    assert twell_lab.__version__ == PROJECT["version"]
+    assert "version" not in PROJECT and "version" in PROJECT["dynamic"]  # it stands in the package alone
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"] == {
+        "path": "twell_lab/__init__.py"
+    }
+    assert Version(twell_lab.__version__).release >= (0, 1, 0)
     module, function = PROJECT["scripts"]["twell-lab"].split(":")
     assert callable(getattr(import_module(module), function))

@@ -1,18 +1,27 @@
-"""The wheel holds the kernels and the data, and works without the checkout."""
+"""The wheel holds kernels, data and notebooks in less than 8 MB, and works without the checkout."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
+import twell_lab
+
 pytest.importorskip("hatchling", reason="the build backend comes with the test extra")
 ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES = 8_000_000
+CHECKOUT_ALONE = ("data/checkpoints/l1-free/", "data/checkpoints/sparse/")
 PROGRAM = """
-import json, twell_lab
+import json, pathlib, twell_lab
 from twell_lab.core import folders as paths
+from twell_lab.course import sweep
+assert sweep.checkpoints() == ["small"] and sweep.checkpoint("small").config.d_ff == 512
+assert paths.is_installed() and paths.new_records_dir() == pathlib.Path.cwd()
 print(json.dumps({"package": twell_lab.__file__, "kernels": str(paths.kernels_dir()), "data": str(paths.data_dir())}))
 """
 
@@ -29,27 +38,79 @@ def wheel(tmp_path_factory) -> Path:
 def test_every_kernel_and_data_file_is_in_the_wheel(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("kernels", "data"):
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+        files = [path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()]
+        files = [name for name in files if not name.startswith(CHECKOUT_ALONE)]
         assert files
-        for path in files:
-            assert f"twell_lab/{path.relative_to(ROOT).as_posix()}" in names
+        for name in files:
+            assert f"twell_lab/{name}" in names
     cuda = [path.name for path in (ROOT / "twell_lab" / "simulator" / "cuda").iterdir()]
     assert cuda and all(f"twell_lab/simulator/cuda/{name}" in names for name in cuda)
     assert "twell_lab/app/page.html.jinja" in names
     assert not any(name.startswith(("tests/", "notebooks/", "kernels/", "data/")) for name in names)
 
 
-def test_the_unpacked_wheel_finds_its_own_files(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
+def test_it_is_small_and_leaves_the_large_models_out(wheel):
+    assert wheel.stat().st_size < MOST_BYTES
+    files = [each for each in zipfile.ZipFile(wheel).infolist()]
+    assert not [
+        each.filename for each in files if each.filename.startswith(tuple(f"twell_lab/{x}" for x in CHECKOUT_ALONE))
+    ]
+    assert [each.filename for each in files if each.filename.endswith(".png")] == [
+        "twell_lab/data/pictures/speedup.png"
+    ]
+    assert max(each.file_size for each in files) < 3_000_000
+
+
+def test_its_notebooks_are_those_of_the_checkout_without_outputs(wheel):
+    unpacked = zipfile.ZipFile(wheel)
+    names = [name for name in unpacked.namelist() if name.startswith("twell_lab/notebooks/")]
+    checkout = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert sorted(Path(name).name for name in names) == [path.name for path in checkout]
+    for path in checkout:
+        ours = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        packed = json.loads(unpacked.read(f"twell_lab/notebooks/{path.name}"))["cells"]
+        assert [cell["source"] for cell in packed] == [cell["source"] for cell in ours]
+        assert not [cell for cell in packed if cell.get("outputs") or cell.get("execution_count")]
+
+
+def test_what_an_index_shows_of_the_readme_links_nowhere_into_a_checkout(wheel):
+    unpacked = zipfile.ZipFile(wheel)
+    (name,) = [name for name in unpacked.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(unpacked.read(name))
+    assert metadata["Version"] == twell_lab.__version__
+    page = metadata.get_payload(decode=True).decode("utf-8")
+    assert page.startswith("# twell-lab") and "make tour" in page
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", page) if not target.startswith("https://")] == []
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def run(unpacked: Path, cwd: Path, *arguments: str) -> str:
+    """What this Python prints with the unpacked wheel for a package, from another folder."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM],
-        cwd=tmp_path,
+        [sys.executable, "-P", *arguments],
+        cwd=cwd,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        env={"PYTHONPATH": str(unpacked), "PATH": "", "HOME": str(cwd)},
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    for name, path in json.loads(done.stdout).items():
-        assert Path(path).is_relative_to(tmp_path), name
+    return done.stdout
+
+
+def test_the_unpacked_wheel_gives_the_course(unpacked, tmp_path):
+    run(unpacked, tmp_path, "-m", "twell_lab", "course", "mine", "--no-open")
+    copies = sorted(path.name for path in (tmp_path / "mine").iterdir())
+    assert copies == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_the_unpacked_wheel_finds_its_own_files(unpacked, tmp_path):
+    for name, path in json.loads(run(unpacked, tmp_path, "-c", PROGRAM)).items():
+        assert Path(path).is_relative_to(unpacked), name
         assert Path(path).exists(), name

@@ -3,8 +3,17 @@ sparsify(plan="auto")."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+from ..layers.anatomy import FeedForward
+from ..layers.choice import LayerPlan
+from ..layers.sparse_ffn import SparseFFN
+from . import costs, planner
+from .profile import Counter
 
 TOKENS, FORWARDS = 4096, 8  # a layer has seen enough after so many tokens, or after so many forwards
 
@@ -26,11 +35,11 @@ class Watch:
     def __init__(self, shared: Shared, name: str) -> None:
         self.shared, self.name = shared, name
         self.tokens = self.forwards = 0
-        self.counter = None
+        self.counter: Any = None
 
     @torch.no_grad()
-    def see(self, layer, x: Tensor):
-        """Count one input of `layer`, a SparseFFN. Returns the LayerPlan once there is one, and None before."""
+    def see(self, layer: SparseFFN, x: Tensor) -> LayerPlan | None:
+        """Count one input of the layer. Returns the LayerPlan once there is one, and None before."""
         rows = x.reshape(-1, x.shape[-1])
         weight = layer.up.weight
         if (
@@ -42,21 +51,16 @@ class Watch:
             return None  # nothing to count, or nothing that this layer takes: its forward says so
         if self.tokens >= TOKENS or self.forwards >= FORWARDS:
             return self._decide(layer, rows)
-        from ..layers.anatomy import FeedForward
-        from .profile import _Counter
-
         if self.counter is None:
             found = FeedForward(self.name, layer, layer.gate, layer.up, layer.down)
-            self.counter = _Counter(found, layer.tile, layer.words)
-        pattern = layer.up if layer.gate is None else layer.gate
-        self.counter.add(rows, torch.nn.functional.linear(rows, pattern.weight, pattern.bias))
+            self.counter = Counter(found, layer.tile, layer.words)
+        pattern = self.counter.layer.pattern
+        self.counter.add(rows, linear(rows, pattern.weight, pattern.bias))
         self.tokens += rows.shape[0]
         self.forwards += 1
         return None
 
-    def _decide(self, layer, rows: Tensor):
-        from . import costs, planner
-
+    def _decide(self, layer: SparseFFN, rows: Tensor) -> LayerPlan:
         weight = layer.up.weight
         kind = (str(weight.device), weight.dtype)
         if kind not in self.shared.rates:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InputError, RecordError
-from ..core.files import WHOLE, read_json, write_atomically
-from ..layers.choice import Candidate, LayerPlan
+from ..core.files import write_atomically
+from ..layers.choice import DENSE, Candidate, LayerPlan
 from ..records import record as records
+from . import saved
 
 FORMAT = "twell-lab plan"
 VERSION = 1
@@ -37,7 +38,7 @@ class Plan:
     @property
     def dense_layers(self) -> list[str]:
         """The layers that stay dense whatever the number of tokens."""
-        return [each.name for each in self.layers if {c.path for c in each.choices.values()} == {"dense"}]
+        return [each.name for each in self.layers if {*each.choices.values()} == {DENSE}]
 
     def layer(self, name: str) -> LayerPlan:
         """The plan of the layer called so; InputError names the ones there are."""
@@ -56,10 +57,9 @@ class Plan:
             for tokens, choice in each.choices.items():
                 weighed = [c for c in each.candidates if c.tokens == tokens]
                 chosen = next(c for c in weighed if c.chosen)
-                dense = next((c for c in weighed if c.path == "dense"), chosen)
+                dense = next((c for c in weighed if c.choice == DENSE), chosen)
                 timed = None not in (chosen.measured_us, dense.measured_us)
-                pair = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
-                dense_us, us = pair
+                dense_us, us = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
                 rows.append(
                     {
                         "layer": each.name or "layer",
@@ -112,17 +112,10 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
         """The plan that `save` wrote. RecordError names the file and the field missing or wrong."""
-        where = f"plan {str(path)!r}"
-        content = read_json(path, "plan")
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise RecordError(f"{where} is no plan: its field 'format' is not {FORMAT!r}")
-        if type(content.get("version")) is not int or content["version"] != VERSION:
-            raise RecordError(f"{where} has version {content.get('version')!r:.80}; this release reads {VERSION}")
-        content = {name: value for name, value in content.items() if name not in ("format", "version")}
         kinds = {"device": str, "dtype": str, "rates": dict, "inputs": (str, type(None)), "layers": list}
-        fields = _fields(content, kinds, where)
-        layers = [_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(fields.pop("layers"))]
-        return cls(layers=layers, **fields)
+        content, where = saved.load(path, "plan", FORMAT, VERSION, kinds)
+        layers = [_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(content.pop("layers"))]
+        return cls(layers=layers, **content)
 
 
 def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
@@ -163,37 +156,15 @@ _CANDIDATE = {
 }
 
 
-def _fields(content, kinds: dict, where: str) -> dict:
-    """The content, if it has exactly these fields, each of its kind, and no number below zero or beyond what tensors
-    hold."""
-    if not isinstance(content, dict):
-        raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
-    for name, kind in kinds.items():
-        value = content.get(name)
-        wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        if wrong or (isinstance(value, (int, float)) and not 0 <= value < WHOLE):
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise RecordError(f"{where}: {name!r} is {value!r:.80}; accepted: {names}")
-    if unknown := sorted(set(content) - set(kinds)):
-        raise RecordError(f"{where}: unknown field {unknown[0]!r}; accepted: {', '.join(kinds)}")
-    return content
-
-
 def _layer_from(content, where: str) -> LayerPlan:
-    fields = _fields(content, _LAYER, where)
-    counts = fields["neuron_counts"]
-    if not all(type(value) is int and 0 <= value <= fields["profiled"] for value in counts):
-        raise RecordError(
-            f"{where}: 'neuron_counts' is not a list of whole numbers from 0 to 'profiled', {fields['profiled']}"
-        )
-    if sum(counts) >= WHOLE:
-        raise RecordError(f"{where}: 'neuron_counts' sums to {sum(counts)}; accepted: less than 2**63")
-    for name in ("d_model", "d_ff"):
-        if not fields[name]:
-            raise RecordError(f"{where}: {name!r} is 0; accepted: a whole number from 1 up")
-    candidates = [_fields(each, _CANDIDATE, f"{where}, candidate {i}") for i, each in enumerate(fields["candidates"])]
+    content = saved.fields(content, _LAYER, where)
+    saved.widths(content, where)
+    length = len(content["neuron_counts"])  # which LayerPlan looks at
+    counts = saved.counts(content, "neuron_counts", length, content["profiled"], where, "'profiled', ")
+    weighed = content["candidates"]
+    weighed = [saved.fields(each, _CANDIDATE, f"{where}, candidate {i}") for i, each in enumerate(weighed)]
     try:
-        found = tuple(Candidate(**each) for each in candidates)
-        return LayerPlan(**{**fields, "neuron_counts": tuple(counts), "candidates": found})
+        found = tuple(Candidate(**each) for each in weighed)
+        return LayerPlan(**{**content, "neuron_counts": tuple(counts), "candidates": found})
     except InputError as error:
         raise RecordError(f"{where}: {error}") from None

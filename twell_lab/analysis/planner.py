@@ -21,10 +21,11 @@ from ..core.errors import InputError
 from ..core.files import WHOLE
 from ..formats.twell import VALUE_DTYPES
 from ..layers.anatomy import FeedForward, Only, feed_forwards
-from ..layers.choice import STEP, Candidate, Choice, LayerPlan
+from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
+from ..layers.paths import PATHS
+from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure as clocks
-from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import costs
 from .costs import Firing, Rates, measure_rates
 from .plan import Plan, check_fits
@@ -37,24 +38,11 @@ MARGIN = 0.97  # a sparse path that was timed is taken up to this share of the d
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
 _CUTS = 3  # times a class is cut in two at most
 _TIMED = 3  # sparse candidates of one class that are timed
-_CPU_LONGEST = (
-    5e5  # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
-)
+# microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
+_CPU_LONGEST = 5e5
 _HOPELESS = 1.5  # those predicted to take this many times the dense path are not
-_HOT = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-)  # hot sizes that are weighed, in steps of 256; and the best predicted one
+# Hot sizes that are weighed, in steps of 256; and the best predicted one.
+_HOT = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
 
 
@@ -88,7 +76,7 @@ def plan(
     tokens = _classes(tokens)
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
-    device = clocks._device(device if device is not None or weight is None else weight.device)
+    device = clocks.present_device(device if device is not None or weight is None else weight.device)
     if found and measure and device.type != weight.device.type:
         raise InputError(
             f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is accepted"
@@ -152,10 +140,10 @@ class _Weigher:
         """
         found = found or self.weigh(most, timed)
         (chosen,) = [each for each in found if each.chosen]
-        if least is None or least >= most or chosen.path == "dense":
+        if least is None or least >= most or chosen.choice == DENSE:
             return found
-        times = self.times([Choice("dense"), chosen.choice], least, timed)
-        if times[chosen.choice] * MARGIN <= times[Choice("dense")]:
+        times = self.times([DENSE, chosen.choice], least, timed)
+        if times[chosen.choice] * MARGIN <= times[DENSE]:
             return found
         if not cuts:
             return [_passed_over(each, least, most - 1) for each in found] + found
@@ -170,7 +158,7 @@ class _Weigher:
         if measured:
             self.off = _off(predicted, measured)
         saved = costs.compiling_saves(self.firing, self.rates, tokens, self.itemsize)
-        return _judge(tokens, predicted, measured, self.off, min(saved, predicted[Choice("dense")] / 4))
+        return _judge(tokens, predicted, measured, self.off, min(saved, predicted[DENSE] / 4))
 
     def times(self, choices: list[Choice], tokens: int, timed: bool) -> dict[Choice, float]:
         measured = self.measured(choices, tokens) if timed else {}
@@ -181,17 +169,16 @@ class _Weigher:
 
     def measured(self, choices: list[Choice], tokens: int) -> dict[Choice, float]:
         """Measured microseconds; empty where a CPU would take too long over it."""
-        if not self.found.up.weight.is_cuda and self.predicted(Choice("dense"), tokens) > _CPU_LONGEST:
+        if not self.found.up.weight.is_cuda and self.predicted(DENSE, tokens) > _CPU_LONGEST:
             return {}
         return _measure(self.layer, self.found, self.x, choices, tokens)
 
 
 def _worth_timing(predicted: dict[Choice, float]) -> list[Choice]:
     """The dense path, the best few others, and twell, whose memory is no more than the transposed down projection."""
-    dense, twell = Choice("dense"), Choice("twell")
-    ranked = sorted((c for c in predicted if c != dense), key=predicted.get)
-    picked = dict.fromkeys([*ranked[:_TIMED], twell])
-    return [dense, *(c for c in picked if predicted[c] <= _HOPELESS * predicted[dense])]
+    ranked = sorted((c for c in predicted if c != DENSE), key=predicted.get)
+    picked = dict.fromkeys([*ranked[:_TIMED], Choice()])
+    return [DENSE, *(c for c in picked if predicted[c] <= _HOPELESS * predicted[DENSE])]
 
 
 def _corrected(predicted: dict[Choice, float], off: dict[str, float]) -> dict[Choice, float]:
@@ -205,7 +192,7 @@ def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
     count."""
     if candidate.chosen:
         return replace(candidate, tokens=most, chosen=False, why=f"slower than dense at {least} tokens")
-    if candidate.path == "dense":
+    if candidate.choice == DENSE:
         return replace(
             candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on"
         )
@@ -241,12 +228,14 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
 
 
 def _weighed(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:
-    """dense, twell, and hot_cold at sizes spread over d_ff, the one predicted to be best among them."""
-    sizes = range(STEP, firing.d_ff, STEP)
-    cost = lambda hot: costs.predict(Choice("hot_cold", hot), firing, rates, tokens, itemsize)["total"]  # noqa: E731
-    best = {min(sizes, key=cost)} if sizes else set()
-    hot = sorted(best | {STEP * n for n in _HOT if STEP * n < firing.d_ff})
-    return [Choice("dense"), Choice("twell"), *(Choice("hot_cold", size) for size in hot)]
+    """Every path, one that splits at hot sizes spread over d_ff and at the one predicted to be best."""
+    found = []
+    for path in PATHS.values():
+        choices = [Choice(path.name, hot) for hot in path.sizes(firing.d_ff)]
+        cost = lambda choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]  # noqa: E731
+        best = min(choices, key=cost, default=None)
+        found += [choice for choice in choices if choice == best or choice.hot // STEP in _HOT]
+    return found
 
 
 def _judge(
@@ -265,16 +254,16 @@ def _judge(
     if not measured:
         times, margin = _corrected(predicted, off or {}), MARGIN_PREDICTED
         how = "predicted, as far off as it was where timed" if off else "predicted"
-    dense = times[Choice("dense")]
+    dense = times[DENSE]
     fastest = min(times, key=times.get)
-    chosen = fastest if times[fastest] <= margin * (dense - saved) else Choice("dense")
+    chosen = fastest if times[fastest] <= margin * (dense - saved) else DENSE
     compiled = " would be compiled" if times[fastest] <= margin * dense else ""
     short = f"less than {100 * (1 - margin):.0f}% faster than dense{compiled}"
 
     def why(choice: Choice) -> str:
         if choice == chosen:
             if choice == fastest:
-                return f"fastest, {how}" + ("" if choice.path == "dense" else f": {dense / times[choice]:.2f}x dense")
+                return f"fastest, {how}" + ("" if choice == DENSE else f": {dense / times[choice]:.2f}x dense")
             return f"{fastest} is {short}, {how}"
         if choice not in times:
             return f"not timed: predicted {predicted[choice] / min(predicted.values()):.2f}x the best prediction"
@@ -297,7 +286,7 @@ def _measure(
     if x is None:
         module, inputs = _stand_in(layer, tokens, weight.dtype, weight.device)
     else:
-        module, inputs = _bare(found), _inputs(x.to(weight.device, weight.dtype), tokens)
+        module, inputs = _Parts(found), _inputs(x.to(weight.device, weight.dtype), tokens)
     calls = {}
     for choice in choices:
         sparse = SparseFFN(
@@ -311,15 +300,11 @@ def _measure(
 class _Parts(nn.Module):
     """A feed-forward layer's projections, whatever they were called, as a module that SparseFFN takes."""
 
-    def __init__(self, gate, up, down) -> None:
+    def __init__(self, found: FeedForward) -> None:
         super().__init__()
-        if gate is not None:
-            self.gate_proj = gate
-        self.up_proj, self.down_proj, self.act_fn = up, down, nn.ReLU()
-
-
-def _bare(found: FeedForward) -> nn.Module:
-    return _Parts(found.gate, found.up, found.down)
+        if found.gate is not None:
+            self.gate_proj = found.gate
+        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, nn.ReLU()
 
 
 def _inputs(x: Tensor, tokens: int, sets: int = 3) -> list[Tensor]:
@@ -342,29 +327,7 @@ def _captured(model: nn.Module, batches: list, name: str, tokens: int) -> Tensor
 def _stand_in(
     layer: LayerProfile, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, list[Tensor]]:
-    """A drawn layer of the profile's shape, and inputs at which each neuron fires as often as in the profile.
-
-    As in clocks.workload: the inputs' first component is constant, and the pattern projection's weight for it sets
-    each neuron's threshold.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
-    module = (GatedFeedForward if layer.gated else PlainFeedForward)(layer.d_model, layer.d_ff).requires_grad_(False)
-    module = module.to_empty(device=device)
-    constant = layer.d_model**0.5
-    frequency = (layer.neuron_counts.double() / layer.tokens).clamp(1e-30, 1 - 1e-7)
-    threshold = -torch.special.ndtri(frequency).clamp(-12, 12).to(device, torch.float32)
-    pattern = normal(layer.d_ff, layer.d_model)
-    if layer.d_model > 1:
-        pattern /= pattern[:, 1:].norm(dim=1, keepdim=True)
-    pattern[:, 0] = -threshold / constant
-    (module.gate_proj if layer.gated else module.up_proj).weight.data = pattern
-    if layer.gated:
-        module.up_proj.weight.data = normal(layer.d_ff, layer.d_model) / layer.d_model**0.5
-    module.down_proj.weight.data = normal(layer.d_model, layer.d_ff) / layer.d_ff**0.5
-    inputs = []
-    for _ in range(3):
-        x = normal(tokens, layer.d_model)
-        x[:, 0] = constant
-        inputs.append(x.to(dtype))
-    return module.to(dtype), inputs
+    """A drawn layer of the profile's shape, and inputs at which each neuron fires as often as in the profile."""
+    frequency = layer.neuron_counts.double() / layer.tokens
+    shape = (tokens, layer.d_model, dtype, device)
+    return clocks.drawn(frequency, *shape, gated=layer.gated, shrink=layer.d_ff**0.5)

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.errors import InputError, RecordError
-from ..core.files import WHOLE, read_json, write_atomically
+from ..core.files import WHOLE, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
 from ..layers.sparse_ffn import SparseFFN
 from ..records import record as records
+from . import saved
 
 FORMAT = "twell-lab firing profile"
 VERSION = 1
@@ -140,16 +141,10 @@ class FiringProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """The profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        where = f"profile {str(path)!r}"
-        content = read_json(path, "profile")
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise RecordError(f"{where} is no firing profile: its field 'format' is not {FORMAT!r}")
-        if type(content.get("version")) is not int or content["version"] != VERSION:
-            raise RecordError(f"{where} has version {content.get('version')!r:.80}; this release reads {VERSION}")
-        layers = content.get("layers")
-        if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
-            raise RecordError(f"{where}: field 'layers' is not a list of layers")
-        return cls([_layer_from(fields, f"{where}, layer {number}") for number, fields in enumerate(layers)])
+        content, where = saved.load(path, "profile", FORMAT, VERSION, {"layers": list})
+        if not content["layers"]:
+            raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
+        return cls([_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(content["layers"])])
 
 
 def profile(
@@ -172,11 +167,11 @@ def profile(
     check_geometry(tile, words)
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
-    counters = [_Counter(layer, tile, words) for layer in found]
+    counters = [Counter(layer, tile, words) for layer in found]
     ran = False
     with _evaluating(model), ExitStack() as hooks:
         for layer, counter in zip(found, counters):
-            hooks.enter_context(_watching(layer, counter.add))
+            hooks.enter_context(on_gate(layer, counter.add))
         for batch in _each(batches):
             batch = _moved(batch, model)
             for counter in counters:
@@ -218,14 +213,14 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
         rows = slice(None) if mask is None else _flat_mask(mask, x)
         seen.append((x[rows], gate[rows]))
 
-    with _evaluating(model), _watching(chosen, keep):
+    with _evaluating(model), on_gate(chosen, keep):
         _call(model, batch)
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
 
 
-class _Counter:
+class Counter:
     """Adds up the firing of one layer, on the device where it fires; nothing here waits for that device."""
 
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
@@ -271,7 +266,7 @@ class _Counter:
 
 
 @contextmanager
-def _watching(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Within this context, `see(x, gate pre-activation)` is called whenever `layer` runs."""
     if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
 
@@ -348,35 +343,24 @@ def _flat_mask(mask: Tensor, rows: Tensor) -> Tensor:
     return mask.flatten().to(rows.device)
 
 
-def _layer_from(fields: dict, where: str) -> LayerProfile:
+_NUMBERS = ("d_model", "d_ff", "tokens", "tile", "words", "overflowing")
+_COUNTS = ("nnz_histogram", "neuron_counts", "tile_histogram")
+_LAYER = {"name": str, "gated": bool, **dict.fromkeys(_NUMBERS, int), **dict.fromkeys(_COUNTS, list)}
+
+
+def _layer_from(content, where: str) -> LayerProfile:
     """A LayerProfile from its JSON form, each field checked."""
-    numbers = {
-        name: _whole(fields, name, where) for name in ("d_model", "d_ff", "tokens", "tile", "words", "overflowing")
-    }
-    for name, kind in (("name", str), ("gated", bool)):
-        if not isinstance(fields.get(name), kind):
-            raise RecordError(f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a {kind.__name__}")
-    for name in ("d_model", "d_ff"):
-        if not numbers[name]:
-            raise RecordError(f"{where}: {name!r} is 0; accepted: a whole number from 1 up")
+    content = saved.fields(content, _LAYER, where)
+    saved.widths(content, where)
     try:
-        check_geometry(numbers["tile"], numbers["words"])
+        check_geometry(content["tile"], content["words"])
     except InputError as error:
         raise RecordError(f"{where}: {error}") from None
-    lengths = {
-        "nnz_histogram": numbers["d_ff"] + 1,
-        "neuron_counts": numbers["d_ff"],
-        "tile_histogram": numbers["tile"] + 1,
-    }
-    counts = {}
-    for name, length in lengths.items():
-        values = fields.get(name)
-        if not isinstance(values, list) or len(values) != length or not all(map(_is_whole, values)):
-            raise RecordError(f"{where}: {name!r} is not a list of {length} whole numbers from 0 to 2**63 - 1")
-        counts[name] = values
-    _check_counts(**numbers, **counts, where=where)
-    counts = {name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in counts.items()}
-    return LayerProfile(name=fields["name"], gated=fields["gated"], **numbers, **counts)
+    for name, length in zip(_COUNTS, (content["d_ff"] + 1, content["d_ff"], content["tile"] + 1)):
+        saved.counts(content, name, length, WHOLE - 1, where)
+    _check_counts(**content, where=where)
+    tensors = {name: torch.tensor(content[name], dtype=torch.int64, device="cpu") for name in _COUNTS}
+    return LayerProfile(**{**content, **tensors})
 
 
 def _check_counts(d_ff, tokens, tile, overflowing, nnz_histogram, neuron_counts, tile_histogram, where, **_) -> None:
@@ -394,21 +378,7 @@ def _check_counts(d_ff, tokens, tile, overflowing, nnz_histogram, neuron_counts,
                 f"{where}: {name!r} counts {found} where 'tokens' and 'neuron_counts' make {wanted}; accepted: a "
                 f"whole profile"
             )
-    if fired >= WHOLE:
-        raise RecordError(f"{where}: 'neuron_counts' sums to {fired}; accepted: less than 2**63")
     if max([overflowing, *neuron_counts]) > tokens:
         raise RecordError(
             f"{where}: 'overflowing' or one of 'neuron_counts' is above 'tokens', {tokens}; accepted: a whole profile"
         )
-
-
-def _whole(fields: dict, name: str, where: str) -> int:
-    if not _is_whole(fields.get(name)):
-        raise RecordError(
-            f"{where}: {name!r} is {fields.get(name)!r:.80}; accepted: a whole number from 0 to 2**63 - 1"
-        )
-    return fields[name]
-
-
-def _is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < WHOLE

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..layers.anatomy import feed_forwards
-from ..layers.learner import LayerTerm
+from ..layers.learner import DENSE, SPARSE, LayerTerm
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import differentiable, train_rows
 from . import costs
@@ -64,8 +64,8 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
             raise InputError(f"below is {limit!r} for layer {term.name!r}; a number from 0 up is accepted")
         if layer is None:
             continue
-        cost, now = _cost(term, layer), "dense" if layer.learning == "dense" else "twell"
-        path = "twell" if cost < limit * (1 - MARGIN) else "dense" if not cost <= limit * (1 + MARGIN) else now
+        cost, now = _cost(term, layer), layer.learning or SPARSE
+        path = SPARSE if cost < limit * (1 - MARGIN) else DENSE if not cost <= limit * (1 + MARGIN) else now
         if layer.learning != path:
             layer.learn(path)
             if path != now:
@@ -98,7 +98,7 @@ class Switch:
         terms = list(terms)
         changes = switch(self.model, terms, below=self.below)
         for term in terms:
-            if changes.get(term.name) == "dense" and term.lost is not None and float(term.lost):
+            if changes.get(term.name) == DENSE and term.lost is not None and float(term.lost):
                 names = (layer.name for layer in feed_forwards(self.model))
                 self.below = dict(self.below) if isinstance(self.below, dict) else dict.fromkeys(names, self.below)
                 self.below[term.name] = min(self.below[term.name], float(term.nnz))

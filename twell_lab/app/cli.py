@@ -20,7 +20,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..core.errors import InputError, RecordError, TwellError
 from ..core.files import check_folder, check_target, strict_json
-from . import terminal, train_command
+from . import course_command, terminal, train_command
 from .options import TourOptions, add_fields, given, path, positive, seconds, source, whole
 from .terminal import Answer
 
@@ -236,9 +236,18 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             help=f"{', '.join(_DTYPES)} [bfloat16 on a GPU, else float32]",
         )
 
+    course_command.add_options(
+        command("course", course_command.run, "Copy the course's notebooks into a folder and open JupyterLab there.")
+    )
+
     record = command("record", _record, "Make one of the recordings that the course's figures come from.")
     record.add_argument("name", nargs="?", metavar="NAME", help="without a name, the names are listed")
-    record.add_argument("--out", metavar="DIR", type=path, help="where the record goes [data/records]")
+    record.add_argument(
+        "--out",
+        metavar="DIR",
+        type=path,
+        help="where the record goes [data/records of a checkout, else the working folder]",
+    )
     record.add_argument("--seed", type=whole, metavar="N", help="of attack alone: other cases")
     record.add_argument("--seconds", type=seconds, metavar="S", help="of attack alone, on a GPU: how long")
     record.add_argument("--cases", type=positive, metavar="N", help="of attack alone: how many")
@@ -256,9 +265,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N", help="model widths [2048]")
 
-    kept = command("records", _records, "List every recorded measurement.")
-    kept.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
-    kept.add_argument(
+    listed = command("records", _records, "List every recorded measurement.")
+    listed.add_argument("--folder", metavar="DIR", type=path, help="another folder than data/records")
+    listed.add_argument(
         "--verify",
         action="store_true",
         help="instead, check that these kernels were tested on a GPU or are named as untested",
@@ -286,8 +295,8 @@ def _tour(options) -> Answer:
     if options.render is not None:
         from .page import render_file
 
-        page = render_file(options.render, options.out or TourOptions.out)
-        return Answer(strict_json({"page": str(page)}), f"tour: the page is {page}")
+        drawn = render_file(options.render, options.out or TourOptions.out)
+        return Answer(strict_json({"page": str(drawn)}), f"tour: the page is {drawn}")
     from . import tour as tour_module
 
     record, saved, page = tour_module.run(TourOptions(**given(options, TourOptions)))
@@ -364,11 +373,11 @@ def _plan(options) -> Answer:
     from ..analysis.planner import plan
     from ..analysis.profile import profile
     from ..models.tiny import LanguageModel
-    from ..ops.measure import _device
+    from ..ops.measure import present_device
 
     if options.out is not None:
         check_target(options.out)
-    device = _device(options.device)
+    device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
     part, windows = _windows(options, 2 * options.windows, model.config)
@@ -435,9 +444,10 @@ def _record(options) -> Answer:
     told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
     if told and options.name != "attack":
         raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
-    check_folder(options.out or folders.records_dir())
+    where = options.out or folders.new_records_dir()
+    check_folder(where)
     record = recordings.RECORDINGS[options.name](**told)
-    saved = f"record: saved {record.save(options.out)}"
+    saved = f"record: saved {record.save(where)}"
     rows = records.flat_rows([record])
     return Answer(record.to_json(), f"{records.table(rows, _ROW_COLUMNS)}\n{saved}" if rows else saved)
 

@@ -122,15 +122,20 @@ def _why_unusable(facts: dict) -> str:
         return "torch is not installed"
     if build is None:
         return f"torch {facts['torch']} is a build without CUDA"
-    if driver and machine.major(driver) < machine.major(build):
+    if driver and _is_older(driver, build):
         return f"its driver runs CUDA up to {driver}, and torch is built for CUDA {build}"
     return f"torch, built for CUDA {build}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+
+
+def _is_older(driver: str, build: str) -> bool:
+    """Whether the CUDA that a driver runs is of an earlier major version than the one torch was built for."""
+    return int(driver.split(".")[0]) < int(build.split(".")[0])
 
 
 def _stack_command(facts: dict) -> str | None:
     """What installs a stack that this machine's driver runs, where the installed one cannot use the GPU."""
     build, driver = facts["torch_cuda"], facts["cuda_driver"]
-    if build and not (driver and machine.major(driver) < machine.major(build)):
+    if build and not (driver and _is_older(driver, build)):
         return None
     command = install_command("cu12")
     if command.startswith("make"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -76,7 +76,8 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
     Its help is the field's text in the docstring of `config` and the default; its group, the section that text is
     in; its type is the annotation's. A field called text takes a path.
     """
-    kinds, groups, texts, group = get_type_hints(config), {}, {}, parser
+    kinds, groups, texts = get_type_hints(config), {}, {}
+    group: ArgumentParser | _ArgumentGroup = parser
     for found in _ENTRY.finditer(inspect.getdoc(config) or ""):  # none under -OO
         if found["title"]:
             group = parser.add_argument_group(found["title"][0].lower() + found["title"][1:])

@@ -231,7 +231,9 @@ def see_bytes(packing: dict) -> str:
     total = {kind: sum(layer["bytes"][kind] for layer in packing["layers"]) for kind in plots.FORMATS}
     shares = ", ".join(f"{kind} {share(total[kind] / total['dense'])}" for kind in plots.FORMATS[1:])
     tail, rows = (sum(layer[key] for layer in packing["layers"]) for key in ("tail", "tokens"))
-    text = f"Of the dense bytes, these layers take: {shares}; {min(total, key=total.get)} is smallest here."
+    text = (
+        f"Of the dense bytes, these layers take: {shares}; {min(total, key=lambda kind: total[kind])} is smallest here."
+    )
     if total["ELL"] > total["dense"]:
         text += " ELL widens every row to the fullest one, which costs more here than storing the zeros."
     return (

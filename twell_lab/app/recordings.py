@@ -164,7 +164,7 @@ def gpu_tests() -> Record:
         for name in SANITIZERS if tool else ():
             # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
             checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            command = [tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
+            command = [str(tool), "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
             jobs.append(
                 side_by_side.submit(
                     _suite, f"reduced set under {name}", [str(folder / "test_reduced.py")], checked, command
@@ -215,7 +215,7 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: Sequence[st
         seconds = time.perf_counter() - start
         if done.returncode != 0 or not report.exists():
             raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
-        found = ElementTree.parse(report).getroot().find("testsuite").attrib
+        found = next(ElementTree.parse(report).iter("testsuite")).attrib
     total, skipped = int(found["tests"]), int(found["skipped"])
     failed = int(found["failures"]) + int(found["errors"])
     return {

@@ -34,7 +34,8 @@ class Stream:
     """
 
     def __init__(self, stream, forgiving: bool = False) -> None:
-        self.stream, self.forgiving, self.failed = stream, forgiving, None
+        self.stream, self.forgiving = stream, forgiving
+        self.failed: OSError | None = None
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)

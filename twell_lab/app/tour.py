@@ -196,7 +196,8 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     Returns ({tokens, dtype, layers: [...]}, one tile as plain data). Packed in bfloat16, as an LLM would be;
     the check is also made in the model's own dtype.
     """
-    layers, shown = [], None
+    layers: list[dict] = []
+    nearest, shown = None, {}
     for found in feed_forwards(sparse.model):
         _, gate = activations(sparse.model, windows, found.name)
         check_packing(found.name, gate, operators.pack(gate))
@@ -228,10 +229,10 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
         # A tile worth looking at: about a third of its slots filled, the first such one of all layers.
         distance = (counts - slots // 3).abs().flatten()
         best = int(distance.argmin())
-        if shown is None or int(distance[best]) < shown[0]:
+        if nearest is None or int(distance[best]) < nearest:
             row, tile = divmod(best, counts.shape[1])
-            shown = int(distance[best]), {"layer": found.name, **tile_of(packed, row, tile)}
-    return {"tokens": layers[0]["tokens"], "dtype": "bfloat16", "layers": layers}, shown[1]
+            nearest, shown = int(distance[best]), {"layer": found.name, **tile_of(packed, row, tile)}
+    return {"tokens": layers[0]["tokens"], "dtype": "bfloat16", "layers": layers}, shown
 
 
 def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
@@ -268,14 +269,14 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> l
 def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
     """Rows of a layer of LLM size with 99.5% zeros (and, on a GPU, with mean nnz 8)."""
     device = next(sparse.model.parameters()).device.type
-    size = {"d_model": 128, "d_ff": 512} if options.quick else {"d_model": 2048, "d_ff": 5632}
+    d_model, d_ff = (128, 512) if options.quick else (2048, 5632)
     if device == "cuda":
         cases = [(tokens, torch.bfloat16, nnz) for nnz in (8, 29) for tokens in (1, 8, 64, 1024, 16384)]
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
     rows = []
     for tokens, dtype, nnz in _bar(cases, "a layer of LLM size", options):
-        rows += forward.ffn(tokens, nnz=nnz, dtype=dtype, device=device, seconds=_seconds(options), **size).rows
+        rows += forward.ffn(tokens, d_model, d_ff, nnz, dtype=dtype, device=device, seconds=_seconds(options)).rows
     return rows
 
 
@@ -294,7 +295,8 @@ class _Steps:
     """Says on stderr which of the five steps begins, and keeps how long each took."""
 
     def __init__(self, shown: bool) -> None:
-        self.shown, self.started = shown, []
+        self.shown = shown
+        self.started: list[float] = []
 
     def __call__(self, number: int, what: str) -> None:
         self.started.append(time.perf_counter())

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ..core.errors import InputError
 from .options import add_fields, given, path
@@ -25,7 +26,7 @@ minutes it is saved anyway:
 
 On a GPU, --dtype bfloat16 --compile is several times faster. On two of them:
 
-  torchrun --nproc-per-node 2 -m twell_lab.train --text my-texts \\
+  torchrun --nproc-per-node 2 -m twell_lab train --text my-texts \\
     --out build/mine
 
 A text of more than a gigabyte is read and encoded once, and training then maps
@@ -110,10 +111,10 @@ def run(options: argparse.Namespace) -> Answer | None:
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
     """Within this context warnings of this package look like its errors, without the line of source."""
-    usual, here = warnings.formatwarning, os.path.dirname(__file__)
+    usual, here = warnings.formatwarning, str(Path(__file__).resolve().parents[1])
 
     def in_one_line(message, category, filename, lineno, line=None) -> str:
-        if os.path.dirname(filename) != here:
+        if not Path(filename).is_relative_to(here):
             return usual(message, category, filename, lineno, line)
         return f"\ntwell-lab: warning: {message}\n"  # the line before it may be a progress bar's
 

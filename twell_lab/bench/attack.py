@@ -23,9 +23,13 @@ from torch.nn.functional import linear
 
 from ..core.errors import TwellError
 from ..formats.twell import TILE, WORDS
-from ..layers.choice import Choice
+from ..layers.choice import Choice, one_of_each
+from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import Weights
 from ..ops import accuracy, checks, differentiable, inference, operators
+from ..ops.reference import GatedFeedForward, PlainFeedForward
+from .rows import exact_gradients
 
 MOST_FAILURES = 10  # after so many there is nothing more to learn from going on
 _SLEEP = 300_000  # cycles by which an input is late on a side stream: a fifth of a millisecond
@@ -90,6 +94,10 @@ class Layer:
     @property
     def x(self) -> Tensor:
         return self.tensors[0]
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(*self.tensors[1:])
 
     @property
     def d_ff(self) -> int:
@@ -224,52 +232,40 @@ def dense(*tensors: Tensor | None) -> Tensor:
 
 
 def _operator(layer: Layer, x: Tensor) -> Tensor:
-    _, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-    how = {"tile": layer.tile, "words": layer.words}
-    if gate is None:
-        return operators.plain_ffn(x, up, down, up_bias, down_bias, **how)
-    return operators.gated_ffn(x, gate, up, down, gate_bias, up_bias, down_bias, **how)
+    w, how = layer.weights, {"tile": layer.tile, "words": layer.words}
+    if w.gate is None:
+        return operators.plain_ffn(x, w.up, w.down, w.up_bias, w.down_bias, **how)
+    return operators.gated_ffn(x, *layer.tensors[1:], **how)
 
 
-def _infer(path: str, hot: int = 0) -> Callable[[Layer, Tensor], Tensor]:
+def _infer(choice: Choice) -> Callable[[Layer, Tensor], Tensor]:
+    path, hot = choice.path, choice.hot
     how = lambda layer: {} if hot else {"tile": layer.tile, "words": layer.words}  # noqa: E731
     return lambda layer, x: inference.infer(x, *layer.tensors[1:], path=path, hot=hot, **how(layer))
 
 
 def _packed(layer: Layer, x: Tensor) -> Tensor:
-    _, gate, up, down, _, up_bias, down_bias = layer.tensors
-    packed = operators.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
-    return (
-        operators.packed_down(packed, down, down_bias)
-        if gate is None
-        else operators.packed_gated(x, packed, up, down, up_bias, down_bias)
-    )
+    w, packed = layer.weights, operators.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
+    if w.gate is None:
+        return operators.packed_down(packed, w.down, w.down_bias)
+    return operators.packed_gated(x, packed, w.up, w.down, w.up_bias, w.down_bias)
 
 
-class _Module(nn.Module):
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        _, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-        for name, weight, bias in (
-            ("gate_proj", gate, gate_bias),
-            ("up_proj", up, up_bias),
-            ("down_proj", down, down_bias),
-        ):
-            if weight is not None:
-                with torch.device("meta"):
-                    linear_ = nn.Linear(*reversed(weight.shape), bias=bias is not None)
-                linear_.weight = nn.Parameter(weight, requires_grad=False)
-                linear_.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-                setattr(self, name, linear_)
-        self.act_fn = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.act_fn((self.gate_proj if hasattr(self, "gate_proj") else self.up_proj)(x))
-        return self.down_proj(first * self.up_proj(x) if hasattr(self, "gate_proj") else first)
+def _module(layer: Layer) -> nn.Module:
+    """A dense layer of these very tensors."""
+    w = layer.weights
+    with torch.device("meta"):
+        module = (PlainFeedForward if w.gate is None else GatedFeedForward)(1, 1)
+    for name, weight, bias in zip(("gate_proj", "up_proj", "down_proj"), w[:3], w[3:6]):
+        if weight is not None:
+            projection = getattr(module, name)
+            projection.weight = nn.Parameter(weight, requires_grad=False)
+            projection.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return module
 
 
 def _swapped(choice: Choice | None) -> Callable[[Layer, Tensor], Tensor]:
-    return lambda layer, x: SparseFFN(_Module(layer), plan=choice, tile=layer.tile, words=layer.words, _check=False)(x)
+    return lambda layer, x: SparseFFN(_module(layer), plan=choice, tile=layer.tile, words=layer.words, _check=False)(x)
 
 
 def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
@@ -278,19 +274,11 @@ def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
 
 def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     """Every way of computing this layer here: name -> function of the layer and its x."""
-    hot = 256 * max(1, (layer.d_ff // 256) // 2)
-    found = {
-        "operator": _operator,
-        "infer, dense": _infer("dense"),
-        "infer, twell": _infer("twell"),
-        "packed": _packed,
-        "module": _swapped(None),
-        "trained, twell": _trained("twell"),
-        "trained, dense": _trained("dense"),
-    }
-    if hot < layer.d_ff:
-        found["infer, hot/cold"] = _infer("hot_cold", hot)
-        found["module, hot/cold"] = _swapped(Choice("hot_cold", hot=hot))
+    choices = one_of_each(layer.d_ff, STEP * max(1, (layer.d_ff // STEP) // 2))
+    found = {"operator": _operator, "packed": _packed, "module": _swapped(None)}
+    found |= {f"infer, {choice.path}": _infer(choice) for choice in choices}
+    found |= {f"module, {choice.path}": _swapped(choice) for choice in choices}
+    found |= {f"trained, {path}": _trained(path) for path in differentiable.PATHS}
     return found | (_gpu_paths(layer) if layer.x.is_cuda else {})
 
 
@@ -445,7 +433,7 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
     dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
     dl1 = torch.rand(len(x), generator=g, device=x.device)
     dy[doubt], dl1[doubt] = 0.0, 0.0
-    right, reached = _exact_step(layer.tensors, exact.keep, dy, dl1), _step(_dense_step, layer.tensors, dy, dl1)
+    right, reached = exact_gradients(layer.tensors, exact.keep, dy, dl1)[1:], _step(_dense_step, layer.tensors, dy, dl1)
     noise, wrong = _noise(layer.tensors, exact.keep, dy, dl1), []
     for path in differentiable.PATHS:
         with _poison(x, r.random() < 0.5):
@@ -479,22 +467,6 @@ def _step(function, tensors, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
     y, l1, *_ = function(*leaves)
     given = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
     return [None if t is None else next(given) for t in leaves]
-
-
-def _exact_step(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """The gradients in float64, with the neurons that fire given."""
-    x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
-        None if t is None else t.double() for t in (*tensors, dy, dl1)
-    )
-    g = torch.where(keep, linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
-    u = None if gate is None else linear(x, up, up_bias)
-    h = g if u is None else g * u
-    dh = dy @ down + dl1[:, None] * h.sign()
-    dg = torch.where(keep, dh if u is None else dh * u, 0.0)
-    if u is None:
-        return [dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
-    du = dh * g
-    return [dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]
 
 
 def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:

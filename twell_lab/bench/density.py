@@ -15,6 +15,7 @@ from ..core.errors import InputError
 from ..formats.classic import ELL
 from ..ops import measure
 from ..records.record import Record
+from .rows import row
 
 Samples = dict[str, list[float]]
 
@@ -99,20 +100,8 @@ def against_density(
             calls["CSR + conversion"] = lambda a=a: a.to_sparse_csr() @ b
         times = clock(calls, device, seconds)
         dense = measure.quartiles(times["dense"])[0]
-        for path, samples in times.items():
-            middle, spread = measure.quartiles(samples)
-            table.append(
-                {
-                    "density": per_row / columns,
-                    "nnz": per_row,
-                    "path": path,
-                    "ms": middle,
-                    "spread": spread,
-                    "dense_ms": dense,
-                    "x_dense": dense / middle,
-                    "samples": samples,
-                }
-            )
+        shared = {"density": per_row / columns, "nnz": per_row}
+        table += [row(shared, path, samples, dense) for path, samples in times.items()]
     return table
 
 
@@ -129,30 +118,10 @@ def density_record() -> Record:
         "d_ff": columns,
     }
     table = against_density(columns, width, rows, DENSITIES, device, dtype, seconds=3.0)
-    measured = [
-        {
-            "kind": DENSITY,
-            **where,
-            "workload": "scattered",
-            **row,
-            "samples": [round(value, 6) for value in row["samples"]],
-        }
-        for row in table
-    ]
+    measured = [{"kind": DENSITY, **where, "workload": "scattered", **each} for each in table]
     b = scattered(columns, width, width, dtype=dtype, device=device)
     full, empty = (scattered(rows, columns, count, dtype=dtype, device=device) for count in (columns, 0))
     times = clock({"random": lambda: full @ b, "zeros": lambda: empty @ b}, device, 3.0)
     for workload, samples in times.items():
-        middle, spread = measure.quartiles(samples)
-        measured.append(
-            {
-                "kind": "matmul_data",
-                **where,
-                "workload": workload,
-                "path": "dense",
-                "ms": middle,
-                "spread": spread,
-                "samples": [round(value, 6) for value in samples],
-            }
-        )
+        measured.append(row({"kind": "matmul_data", **where, "workload": workload}, "dense", samples))
     return Record.new("density", "sparse formats against a dense product across densities, through torch", measured)

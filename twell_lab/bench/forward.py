@@ -9,28 +9,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core.errors import InputError
-from ..formats import twell
 from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import ampere, dispatch
+from ..layers.weights import Weights
+from ..ops import ampere, dispatch, measure
 from ..ops import portable as launch
-from ..ops.measure import (
-    _GRAPH_TOKENS,
-    _ROTATED,
-    As,
-    WrongResult,
-    _device,
-    check,
-    graphed,
-    peak_bytes,
-    quartiles,
-    time_cpu,
-    time_cuda,
-    workload,
-)
+from ..ops.measure import ROTATED, WrongResult, workload
 from ..plots.data import OTHER_KERNELS
 from ..records.record import Record
+from .rows import COMPILED, DENSE, check, describe, over, row, table
 
 
 def _check_seconds(seconds: float) -> None:
@@ -61,7 +49,7 @@ def ffn(
     on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync"). seconds: how
     long to measure on a CPU. Returns a Record with a row for each path."""
     _check_seconds(seconds)
-    device = _device(device)
+    device = measure.present_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
     return _compare(dense, inputs, f"independent, {workload_kind}", compiled=compiled, others=others, seconds=seconds)
@@ -87,81 +75,47 @@ def _compare(
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
     sparse = SparseFFN(found.module, _check=False)  # what the two compute is checked on these inputs now, in float64
-    worst = max(check(dense, sparse, each) for each in inputs)
-    pattern = found.pattern
-    fired = [twell.fires(linear(each, pattern.weight, pattern.bias)).sum(1).double().mean() for each in inputs]
-    shared = {
-        "kind": "ffn_forward",
-        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "CPU",
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "tokens": x.shape[0],
-        "d_model": x.shape[1],
-        "d_ff": pattern.weight.shape[0],
-        "nnz": round(float(sum(fired) / len(fired)), 2),
-        "workload": label,
-        "error_over_allowed": round(worst, 4),
-    }
-
-    def over_inputs(f):
-        return lambda turn: f(inputs[turn % len(inputs)])
-
-    calls = {"dense eager": over_inputs(dense), "twell": over_inputs(sparse)}
+    worst = check(dense, sparse, inputs, every_row=False)
+    shared = describe("ffn_forward", inputs, found.pattern.weight, label, found.pattern.bias)
+    shared["error_over_allowed"] = round(worst, 4)
+    calls = {DENSE: over(dense, inputs), "twell": over(sparse, inputs)}
     if others and x.is_cuda:
-        calls |= {name: over_inputs(call) for name, call in _other_kernels(dense, sparse, inputs).items()}
+        calls |= {name: over(call, inputs) for name, call in _other_kernels(dense, sparse, inputs).items()}
     if compiled:
         torch._dynamo.reset()
-        calls["dense compiled"] = over_inputs(torch.compile(dense))
+        calls[COMPILED] = over(torch.compile(dense), inputs)
+    memory = {}
     if not x.is_cuda:
-        samples = time_cpu(calls, seconds / 2)
-        samples |= {f"{name} (cold)": each for name, each in time_cpu(calls, seconds / 2, cold=True).items()}
+        samples = measure.time_cpu(calls, seconds / 2)
+        samples |= {f"{name} (cold)": each for name, each in measure.time_cpu(calls, seconds / 2, cold=True).items()}
     else:
         with torch.cuda.device(x.device):
-            samples = time_cuda({**calls, **_parts(sparse, inputs)})
-            if x.shape[0] <= _GRAPH_TOKENS:
-                replays = {f"{name} (graph)": graphed(call) for name, call in calls.items() if "compiled" not in name}
-                samples |= time_cuda(replays)
-            memory = {name: peak_bytes(call) for name, call in calls.items()}
-    rows = []
-    for path, values in samples.items():
-        how = path.partition(" (")[2]
-        base = f"dense eager ({how}" if how else "dense eager"
-        median, spread = quartiles(values)
-        dense_ms = quartiles(samples[base])[0]
-        row = {
-            **shared,
-            "path": path,
-            "ms": median,
-            "spread": spread,
-            "dense_ms": dense_ms,
-            "x_dense": dense_ms / median,
-        }
-        if path.startswith("part: "):
-            row |= {"dense_ms": None, "x_dense": None}
-        elif x.is_cuda and path in memory:
-            row["peak_bytes"] = memory[path]
-        rows.append({**row, "samples": [round(v, 6) for v in values]})
+            samples = measure.time_cuda({**calls, **_parts(sparse, inputs)})
+            if x.shape[0] <= measure.GRAPH_TOKENS:
+                replays = {f"{name} (graph)": measure.graphed(call) for name, call in calls.items() if name != COMPILED}
+                samples |= measure.time_cuda(replays)
+            memory = {name: {"peak_bytes": measure.peak_bytes(call)} for name, call in calls.items()}
+    rows = [each | memory.get(each["path"], {}) for each in table(shared, samples)]
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
 
 
 def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
     """The layer on kernels that dispatch may pass over on this GPU, each checked: the portable ones behind torch's gate
     GEMM, and, on Hopper, where they can be finished, those whose gate GEMM packs through mma.sync."""
-    gate, up, down = sparse.gate, sparse.up, sparse.down
-    first, weights = up if gate is None else gate, (None if gate is None else gate.weight, up.weight)
-    biases = (None if gate is None else gate.bias, up.bias, down.bias)
+    gate, up, down, *biases, _ = Weights.of(sparse.gate, sparse.up, sparse.down)
+    first = up if gate is None else gate
 
     def portable(x):
-        return dispatch.twell(x, *weights, sparse.down_t, *biases, sparse.tile, sparse.words)
+        return dispatch.twell(x, gate, up, sparse.down_t, *biases, sparse.tile, sparse.words)
 
     def through_mma(x):
-        return dispatch.sm90(x, *weights, down.weight, sparse.down_t, *biases, None, 0, packs=ampere)
+        return dispatch.sm90(x, gate, up, down, sparse.down_t, *biases, None, 0, packs=ampere)
 
     found = {OTHER_KERNELS[0]: portable}
-    x = inputs[0]
-    if (sparse.tile, sparse.words) == (TILE, WORDS) and ampere.takes(x, first.weight) and dispatch.fuses(first.weight):
+    if (sparse.tile, sparse.words) == (TILE, WORDS) and ampere.takes(inputs[0], first) and dispatch.fuses(first):
         found[OTHER_KERNELS[1]] = through_mma
     for call in found.values():
-        check(dense, As(sparse, call), x)
+        check(dense, call, inputs[:1], every_row=False)
     return found
 
 
@@ -198,22 +152,22 @@ def kernel_versions(
     """
     dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cuda", seed=seed)
     sparse = SparseFFN.from_module(dense)
-    check(dense, sparse, inputs[0])
+    check(dense, sparse, inputs[:1], every_row=False)
     gates = [linear(x, sparse.gate.weight) for x in inputs]
     packs = [launch.pack(g, TILE, WORDS) for g in gates]
     none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
 
     def pack(version):
-        return lambda turn: launch.pack(gates[turn % _ROTATED], TILE, WORDS, version)
+        return lambda turn: launch.pack(gates[turn % ROTATED], TILE, WORDS, version)
 
     def down(version):
         return lambda turn: launch.down(
-            packs[turn % _ROTATED], gates[turn % _ROTATED], none, down_t, None, d_ff, TILE, version
+            packs[turn % ROTATED], gates[turn % ROTATED], none, down_t, None, d_ff, TILE, version
         )
 
     def gated(version):
         def call(turn):
-            i = turn % _ROTATED
+            i = turn % ROTATED
             return launch.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
 
         return call
@@ -227,28 +181,5 @@ def kernel_versions(
         for v in range(1, newest):
             if (off := float((make(v)(0).float() - best).norm() / best.norm())) > 0.01:
                 raise WrongResult(f"{name}_v{v} differs from v{newest} by {off:.3g} of its norm: nothing was timed")
-    shared = {
-        "kind": "kernel",
-        "device": torch.cuda.get_device_name(),
-        "dtype": "bfloat16",
-        "tokens": tokens,
-        "d_model": d_model,
-        "d_ff": d_ff,
-        "nnz": nnz,
-        "workload": "independent, lognormal",
-    }
-    rows = []
-    for path, values in time_cuda(calls).items():
-        median, spread = quartiles(values)
-        rows.append(
-            {
-                **shared,
-                "path": path,
-                "ms": median,
-                "spread": spread,
-                "dense_ms": None,
-                "x_dense": None,
-                "samples": [round(v, 6) for v in values],
-            }
-        )
-    return rows
+    shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
+    return [row(shared, path, samples) for path, samples in measure.time_cuda(calls).items()]

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-from ..layers.choice import Choice
+from ..layers.choice import one_of_each
 from ..layers.sparse_ffn import SparseFFN
-from ..ops import measure
-from . import inference
+from ..layers.weights import Weights
+from ..ops import differentiable, measure
+from . import inference, training
+from .rows import DENSE, check, describe, over, row
 
 D_MODEL, D_FF, NNZ = 2048, 5632, 29
 TOKENS = (1, 16, 256, 2048, 16384)
@@ -36,17 +38,12 @@ def rows(tokens: tuple[int, ...] = TOKENS) -> list[dict]:
 
 @torch.no_grad()
 def _forward_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[dict]:
-    ways = {"dense": Choice("dense"), "twell": Choice("twell"), f"hot_cold {HOT}": Choice("hot_cold", HOT)}
-    calls = {"dense eager": layer} | {name: SparseFFN.from_module(layer, plan=choice) for name, choice in ways.items()}
+    choices = one_of_each(D_FF, HOT)
+    calls = {DENSE: layer} | {str(choice): SparseFFN.from_module(layer, plan=choice) for choice in choices}
     for name, call in calls.items():
-        if name != "dense eager":
-            inference.check(layer, call, inputs)
-    return _rows(
-        layer,
-        inputs,
-        "forward",
-        {name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()},
-    )
+        if name != DENSE:
+            check(layer, call, inputs)
+    return _rows(layer, inputs, "forward", {name: over(call, inputs) for name, call in calls.items()})
 
 
 def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[dict]:
@@ -59,44 +56,30 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
         if learning:
             sparse.learn(learning)
         turn %= len(inputs)
-        asked = [inputs[turn], *layer.parameters()]
-        return torch.autograd.grad(call(inputs[turn]), asked, grads[turn])
+        y = call(inputs[turn])
+        return [y, *torch.autograd.grad(y, [inputs[turn], *layer.parameters()], grads[turn])]
 
-    calls = {
-        "dense eager": lambda turn: step(layer, turn),
-        "dense": lambda turn: step(sparse, turn, "dense"),
-        "twell": lambda turn: step(sparse, turn, "twell"),
-    }
-    wanted = calls["dense eager"](0)
-    for name in ("dense", "twell"):
-        for got, want in zip(calls[name](0), wanted, strict=True):
-            off = float((got - want).float().norm() / want.float().norm().clamp(min=1e-30))
-            if not off <= 0.05:
-                raise measure.WrongResult(f"{name}: a gradient is off by {off:.3g} of its norm: nothing was timed")
+    calls = {DENSE: lambda turn: step(layer, turn)}
+    calls |= {path: lambda turn, path=path: step(sparse, turn, path) for path in differentiable.PATHS}
+    dense = calls[DENSE](0)
+    weights = Weights.of(layer.gate_proj, layer.up_proj, layer.down_proj)
+    exact = training.exact(weights, inputs[0].detach(), grads[0], l1=0.0)
+    for path in differentiable.PATHS:
+        training.check(calls[path](0), dense, exact)
     found = _rows(layer, inputs, "forward and backward", calls)
     layer.requires_grad_(False)
     return found
 
 
 def _rows(layer, inputs, what: str, calls: dict[str, Callable[[int], object]]) -> list[dict]:
-    shared = inference._describe(layer, [x.detach() for x in inputs], what) | {"kind": "host"}
+    shared = describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
     samples = _time(calls)
-    medians = {name: [measure.quartiles(values) for values in both] for name, both in samples.items()}
-    dense = medians["dense eager"][0][0]
-    return [
-        {
-            **shared,
-            "path": name,
-            "ms": host[0],
-            "spread": host[1],
-            "wall_ms": wall[0],
-            "wall_spread": wall[1],
-            "dense_ms": dense,
-            "x_dense": dense / host[0],
-            "samples": [round(ms, 5) for ms in samples[name][0]],
-        }
-        for name, (host, wall) in medians.items()
-    ]
+    dense = measure.quartiles(samples[DENSE][0])[0]
+    found = []
+    for path, (host, wall) in samples.items():
+        wall_ms, wall_spread = measure.quartiles(wall)
+        found.append(row(shared, path, host, dense, wall_ms=wall_ms, wall_spread=wall_spread))
+    return found
 
 
 def _time(calls: dict[str, Callable[[int], object]]) -> dict[str, tuple[list[float], list[float]]]:

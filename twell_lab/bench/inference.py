@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,14 @@ from torch.nn.functional import linear
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
-from ..formats import twell
 from ..layers.anatomy import feed_forwards
-from ..layers.choice import Choice, LayerPlan
+from ..layers.choice import LayerPlan, one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
 from ..ops import measure
 from ..ops.reference import GatedFeedForward, PlainFeedForward
+from . import rows
+from .rows import COMPILED, DENSE, check, over
 
 D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
 SHAPES = (
@@ -34,7 +36,6 @@ SHAPES = (
     (4096, 14336, True),
     (5120, 13824, True),
 )
-_GRAPH_TOKENS = 256  # up to here replays of a CUDA graph are timed
 _DENSITY = 29 / 5632  # of the shapes' workload
 
 
@@ -62,19 +63,15 @@ def _compiled_dense(layer: nn.Module):
 
 
 @functools.cache
-def _rates() -> costs.Rates:
+def rates_here() -> costs.Rates:
+    """This GPU's, measured once."""
     return costs.measure_rates("cuda", torch.bfloat16)
 
 
 def plan_for(layer: nn.Module, seen: list[Tensor]) -> Plan:
     """The plan of one layer from the inputs `seen`: profiled on the first, timed on the others."""
     tokens = seen[0].shape[0]
-    return planner.plan(profile(layer, seen[:1]), layer, tokens=(tokens,), batches=seen[1:], rates=_rates())
-
-
-def _forced(layer: nn.Module, plan: LayerPlan, path: str, hot: int = 0) -> SparseFFN:
-    """The layer on one path whatever the number of tokens: what the planner's choice is judged against."""
-    return SparseFFN.from_module(copy.deepcopy(layer), plan=LayerPlan.forced(plan, Choice(path, hot)))
+    return planner.plan(profile(layer, seen[:1]), layer, tokens=(tokens,), batches=seen[1:], rates=rates_here())
 
 
 @torch.no_grad()
@@ -87,25 +84,29 @@ def compare(
     planned = sparsify(copy.deepcopy(layer), plan)
     torch._dynamo.reset()
     calls = {
-        "dense eager": layer,
-        "dense compiled": _compiled_dense(layer),
+        DENSE: layer,
+        COMPILED: _compiled_dense(layer),
         "planned": planned,
         "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False),
     }
-    if forced:
-        hot = chosen.hot or _usual_hot(layer)
-        ways = {"forced dense": ("dense",), "forced twell": ("twell",), f"forced hot_cold {hot}": ("hot_cold", hot)}
-        calls |= {name: _forced(layer, plan.layers[0], *way) for name, way in ways.items()}
-    worst = {name: check(layer, call, inputs) for name, call in calls.items() if name != "dense eager"}
+    if forced:  # each path whatever the number of tokens: what the planner's choice is judged against
+        for choice in one_of_each(layer.up_proj.weight.shape[0], chosen.hot or _usual_hot(layer)):
+            only = LayerPlan.forced(plan.layers[0], choice)
+            calls[f"forced {choice}"] = SparseFFN.from_module(copy.deepcopy(layer), plan=only)
+    facts = {
+        name: {"error_over_allowed": round(check(layer, call, inputs), 4)}
+        for name, call in calls.items()
+        if name != DENSE
+    }
+    for name in ("planned", "planned compiled"):
+        facts[name]["choice"] = str(chosen)
     shared = _describe(layer, inputs, label)
-    turns = {name: _over(call, inputs) for name, call in calls.items()}
+    turns = {name: over(call, inputs) for name, call in calls.items()}
     samples = measure.time_cuda(turns)
-    if inputs[0].shape[0] <= _GRAPH_TOKENS:
+    if inputs[0].shape[0] <= measure.GRAPH_TOKENS:
         replayed = {f"{name} (graph)": measure.graphed(call) for name, call in turns.items() if "compiled" not in name}
         samples |= measure.time_cuda(replayed)
-    notes = {"planned": {"choice": str(chosen)}, "planned compiled": {"choice": str(chosen)}}
-    rows = _rows(shared, samples, {name: {"error_over_allowed": round(r, 4)} for name, r in worst.items()}, notes)
-    return [*rows, *_candidate_rows(shared, plan)]
+    return [*rows.table(shared, samples, facts), *_candidate_rows(shared, plan)]
 
 
 def _usual_hot(layer: nn.Module) -> int:
@@ -114,12 +115,12 @@ def _usual_hot(layer: nn.Module) -> int:
 
 def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
     """What the planner predicted and measured for each candidate: rows of kind "plan"."""
-    rows = []
+    found = []
     for entry in plan.layers[0].table():
         if entry["measured_us"] is None:
             continue
         path = f"plan: {entry['path']} {entry['hot']}" if entry["hot"] else f"plan: {entry['path']}"
-        rows.append(
+        found.append(
             {
                 **shared,
                 "kind": "plan",
@@ -131,59 +132,12 @@ def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
                 "x_dense": None,
             }
         )
-    return rows
-
-
-def _over(call, inputs):
-    return lambda turn: call(inputs[turn % len(inputs)])
+    return found
 
 
 def _describe(layer: nn.Module, inputs: list[Tensor], label: str) -> dict:
     pattern = getattr(layer, "gate_proj", layer.up_proj)
-    fired = [twell.fires(linear(each, pattern.weight)).sum(1).double().mean() for each in inputs]
-    x = inputs[0]
-    return {
-        "kind": "inference",
-        "device": torch.cuda.get_device_name(),
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "tokens": x.shape[0],
-        "d_model": x.shape[1],
-        "d_ff": pattern.weight.shape[0],
-        "gated": hasattr(layer, "gate_proj"),
-        "nnz": round(float(sum(fired) / len(fired)), 2),
-        "workload": label,
-    }
-
-
-def _rows(shared: dict, samples: dict, *extra: dict) -> list[dict]:
-    medians = {path: measure.quartiles(values) for path, values in samples.items()}
-    rows = []
-    for path, values in samples.items():
-        name, how, _ = path.partition(" (graph")  # a replay is set beside a replay
-        dense = medians["dense eager" + path[len(name) :]][0]
-        median, spread = medians[path]
-        row = {**shared, "path": path, "ms": median, "spread": spread, "dense_ms": dense, "x_dense": dense / median}
-        if not how:
-            row["x_compiled"] = medians["dense compiled"][0] / median
-        for each in extra:
-            row |= each.get(name, {})
-        rows.append({**row, "samples": [round(v, 6) for v in values]})
-    return rows
-
-
-def check(layer: nn.Module, call, inputs: list[Tensor]) -> float:
-    """The worst ratio of error to what is allowed, over the inputs; bench.WrongResult if it is above 1.
-
-    Also compares every row of the first input with the dense layer's.
-    """
-    judge = measure.As(feed_forwards(layer)[0], call)
-    worst = max(measure.check(layer, judge, each) for each in inputs)
-    y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
-    there = dense.isfinite().all(1)
-    off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
-    if not off <= 0.05:
-        raise measure.WrongResult(f"a row differs from the dense layer's by {off:.3g} of its norm: nothing was timed")
-    return worst
+    return rows.describe("inference", inputs, pattern.weight, label) | {"gated": hasattr(layer, "gate_proj")}
 
 
 # ---- the tables ----
@@ -206,15 +160,15 @@ def drawn(
 
 
 def table(tokens: int, nnzs, kind: str, *, forced: bool = True) -> list[dict]:
-    rows = []
+    found = []
     for nnz in nnzs:
-        rows += compare(*drawn(tokens, D_MODEL, D_FF, nnz, kind), f"independent, {kind}", forced=forced)
-    return rows
+        found += compare(*drawn(tokens, D_MODEL, D_FF, nnz, kind), f"independent, {kind}", forced=forced)
+    return found
 
 
 def overflow_rows() -> list[dict]:
     """nnz 60, then with 20% of the rows holding a tile of 40 positives, then with every row beyond the pool."""
-    rows = []
+    found = []
     for label, share, many in (
         ("no overflow", 0.0, 0),
         ("20% of rows with a tile of 40", 0.2, 40),
@@ -222,8 +176,8 @@ def overflow_rows() -> list[dict]:
     ):
         layer, inputs, seen = drawn(TOKENS, D_MODEL, D_FF, 60)
         overflow(layer, [*inputs, *seen], share, many)
-        rows += compare(layer, inputs, seen, f"overflow: {label}")
-    return rows
+        found += compare(layer, inputs, seen, f"overflow: {label}")
+    return found
 
 
 def overflow(layer: GatedFeedForward, inputs: list[Tensor], share: float, many: int, tile: int = 3) -> None:
@@ -236,13 +190,13 @@ def overflow(layer: GatedFeedForward, inputs: list[Tensor], share: float, many: 
 
 
 def decode_rows() -> list[dict]:
-    rows = []
+    found = []
     for nnz in (8, 29, 120):
         for tokens in (1, 4, 16, 64) if nnz == 29 else (1, 16):
-            rows += compare(*drawn(tokens, D_MODEL, D_FF, nnz), "independent, lognormal", forced=nnz == 29)
+            found += compare(*drawn(tokens, D_MODEL, D_FF, nnz), "independent, lognormal", forced=nnz == 29)
     for tokens in (1, 4, 16, 64):
-        rows += stack_rows(tokens)
-    return rows
+        found += stack_rows(tokens)
+    return found
 
 
 @torch.no_grad()
@@ -262,17 +216,17 @@ def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
     shared = _describe(stack[0][0], stack[0][1], "independent, lognormal")
     suffix = f" (graph of {layers} layers)"
     samples = measure.time_cuda({name + suffix: measure.graphed(through(calls)) for name, calls in ways.items()})
-    return _rows(shared, {name: [ms / layers for ms in values] for name, values in samples.items()})
+    return rows.table(shared, {name: [ms / layers for ms in values] for name, values in samples.items()})
 
 
 def shape_rows() -> list[dict]:
-    rows = []
+    found = []
     for d_model, d_ff, gated in SHAPES:
         for tokens in (1, 64, 2048, TOKENS):
             made = drawn(tokens, d_model, d_ff, max(4.0, _DENSITY * d_ff), gated=gated)
-            rows += compare(*made, "independent, lognormal", forced=False)
+            found += compare(*made, "independent, lognormal", forced=False)
             torch.cuda.empty_cache()
-    return rows
+    return found
 
 
 # ---- the gate GEMM alone, and layers that were trained ----
@@ -285,7 +239,7 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
     from ..formats.twell import TILE, WORDS
     from ..ops import ampere, hopper_pack, portable
 
-    rows = []
+    found = []
     for nnz in nnzs:
         layer, inputs, _ = drawn(tokens, D_MODEL, D_FF, nnz)
         gate = layer.gate_proj.weight
@@ -302,23 +256,11 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
         for name, call in calls.items():
             if name != "gate GEMM (torch)":
                 _same_counts(name, call(inputs[0]), want)
-        samples = measure.time_cuda({name: _over(call, inputs) for name, call in calls.items()})
+        samples = measure.time_cuda({name: over(call, inputs) for name, call in calls.items()})
         shared = _describe(layer, inputs, "independent, lognormal") | {"kind": "gate"}
-        for path, values in samples.items():
-            median, spread = measure.quartiles(values)
-            rows.append(
-                {
-                    **shared,
-                    "path": path,
-                    "ms": median,
-                    "spread": spread,
-                    "dense_ms": None,
-                    "x_dense": None,
-                    "tflops": round(2e-9 * tokens * D_MODEL * D_FF / median, 1),
-                    "samples": [round(v, 6) for v in values],
-                }
-            )
-    return rows
+        for each in (rows.row(shared, path, values) for path, values in samples.items()):
+            found.append(each | {"tflops": round(2e-9 * tokens * D_MODEL * D_FF / each["ms"], 1)})
+    return found
 
 
 def _same_counts(name: str, got, want: Tensor) -> None:
@@ -332,11 +274,19 @@ def _same_counts(name: str, got, want: Tensor) -> None:
 
 
 def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
-    """Four layers of d_model 2048 trained here with each L1; every layer timed on its own inputs, planned on others."""
+    """Layers that were trained here with each L1; every one timed on its own inputs, planned on others."""
+    found = []
+    for layer, seen, label, facts in trained_layers(l1s, steps):
+        found += [{**each, **facts} for each in compare(layer, seen[:3], seen[3:], label)]
+    return found
+
+
+def trained_layers(l1s, steps: int) -> Iterator[tuple[nn.Module, list[Tensor], str, dict]]:
+    """The layers of four-layer models of d_model 2048, trained here with each L1: (the layer in bf16, five inputs of
+    TOKENS tokens of held-out text, what it is called, facts of its training)."""
     from ..training.config import TrainConfig
     from ..training.loop import train
 
-    rows = []
     for l1 in l1s:
         config = TrainConfig(
             l1=l1,
@@ -353,25 +303,18 @@ def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
             eval_every=steps,
             eval_windows=64,
         )
-        with torch.autocast(
-            "cuda", torch.bfloat16, cache_enabled=False
-        ):  # its cache would keep the first step's weights
+        # Autocast's cache would keep the first step's weights.
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             result = train(config, progress=False)
         model = result.model.to(torch.bfloat16).requires_grad_(False)
-        inputs = _layer_inputs(model, config)
         facts = {
             "l1": l1,
             "steps": steps,
             "validation_bits_per_byte": round(result.validation_bits_per_byte, 4),
             "nnz_curve": [[row["step"], round(row["nnz"], 1)] for row in result.history],
         }
-        for i, seen in enumerate(inputs):
-            layer = feed_forwards(model)[i].module
-            rows += [
-                {**row, "layer": i, **facts}
-                for row in compare(layer, seen[:3], seen[3:], f"trained, L1 {l1:g}, layer {i}")
-            ]
-    return rows
+        for i, seen in enumerate(_layer_inputs(model, config)):
+            yield feed_forwards(model)[i].module, seen, f"trained, L1 {l1:g}, layer {i}", {"layer": i, **facts}
 
 
 @torch.no_grad()

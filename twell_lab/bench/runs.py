@@ -80,12 +80,11 @@ def rows(config: dict = HALF, hows: tuple[How, ...] = HOWS, device: str = "cuda"
                 f"hows has {how.path!r} without the dense run beside it; accepted: with "
                 f"{How(how.processes, how.parallel, 'off')}"
             )
-    made = [_row(config, how, _history(config, how, device), device) for how in hows]
-    dense = {(how.processes, how.parallel): row["ms"] for how, row in zip(hows, made) if how.kernels == "off"}
-    for how, row in zip(hows, made):
-        row["dense_ms"] = dense[how.processes, how.parallel]
-        row["x_dense"] = row["dense_ms"] / row["ms"]
-    return made
+    made = {how: _row(config, how, _history(config, how, device), device) for how in hows}
+    for how, each in made.items():
+        each["dense_ms"] = made[How(how.processes, how.parallel, "off")]["ms"]
+        each["x_dense"] = each["dense_ms"] / each["ms"]
+    return [*made.values()]
 
 
 def _history(config: dict, how: How, device: str) -> list[dict]:

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..analysis import costs, switching
+from ..analysis import switching
+from ..layers import learner
 from ..layers.anatomy import feed_forwards
+from ..layers.weights import Weights
 from ..models.swap import sparsify
 from ..ops import differentiable, measure
 from . import inference
+from .rows import COMPILED, DENSE, describe, exact_gradients
+from .rows import table as table_of
 
 D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
 NAMES = ("y", "dx", "dgate", "dup", "ddown")
-Weights = tuple[Tensor | None, Tensor, Tensor]
 
 
 # ---- one step of one layer ----
@@ -66,14 +69,14 @@ def step_of(layer, weights: Weights, inputs: list[Tensor], grads: list[Tensor]):
 
 
 @torch.no_grad()
-def check(ours: list[Tensor], dense: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-    """For y and each gradient, the norm of our error against `exact` over twice that of torch's dense layer.
+def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[str, float]:
+    """For y and each gradient, the norm of our error against `right` over twice that of torch's dense layer.
 
     Raises bench.WrongResult for a ratio above 1.
     """
-    names = NAMES if len(exact) == len(NAMES) else [name for name in NAMES if name != "dgate"]
+    names = NAMES if len(right) == len(NAMES) else [name for name in NAMES if name != "dgate"]
     ratios = {}
-    for name, a, b, e in zip(names, ours, dense, exact):
+    for name, a, b, e in zip(names, ours, dense, right):
         allowed = 2 * (b.double() - e).norm() + 1e-12 * e.norm()
         ratios[name] = round(float((a.double() - e).norm() / allowed), 4)
         if not ratios[name] <= 1.0:
@@ -82,108 +85,56 @@ def check(ours: list[Tensor], dense: list[Tensor], exact: list[Tensor]) -> dict[
 
 
 @torch.no_grad()
-def _exact(weights: Weights, x: Tensor, dy: Tensor) -> list[Tensor]:
+def exact(weights: Weights, x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
     """y, dx and the gradients in float64, from the gate as torch rounds it: that decides which neurons fire, and
     differs between orders of summing only where a value is all but zero."""
-    gate, up, down = weights
-    g = linear(x, up if gate is None else gate).double()
-    x, dy, gate, up, down = (None if t is None else t.double() for t in (x, dy, gate, up, down))
-    keep = g > 0
-    g = torch.where(keep, g, 0.0)
-    u = None if gate is None else linear(x, up)
-    h = g if u is None else g * u
-    dh = dy @ down + L1 / len(x) * h.sign()
-    dg = torch.where(keep, dh if u is None else dh * u, 0.0)
-    if u is None:
-        return [linear(h, down), dg @ up, dg.t() @ x, dy.t() @ h]
-    du = dh * g
-    return [linear(h, down), dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h]
-
-
-@functools.cache
-def _rates() -> costs.Rates:
-    return costs.measure_rates("cuda", torch.bfloat16)
+    gate, up, down = weights[:3]
+    keep = linear(x, up if gate is None else gate) > 0
+    dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
+    y, *gradients = exact_gradients((x, gate, up, down, None, None, None), keep, dy, dl1)
+    return [each for each in (y, *gradients[:4]) if each is not None]
 
 
 def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
     """The path that switching chooses for a layer of this density: what "planned" means in these rows."""
-    return "twell" if nnz < switching.break_even(_rates(), d_model, d_ff, gated) else "dense"
+    return learner.SPARSE if nnz < switching.break_even(inference.rates_here(), d_model, d_ff, gated) else learner.DENSE
 
 
 def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | None = None) -> list[dict]:
     """Rows of a training step on every path. inputs: several [tokens, d_model]."""
-    weights = tuple(None if w is None else w.detach().requires_grad_() for w in weights)
+    weights = [None if w is None else w.detach().requires_grad_() for w in weights[:3]]
     inputs = [x.detach().requires_grad_() for x in inputs]
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
-    shared = _describe(weights, inputs, label) | (facts or {})
-    path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], weights[0] is not None)
+    first = weights[1] if weights[0] is None else weights[0]
+    shared = describe("training", inputs, first, label) | {"gated": weights[0] is not None, **(facts or {})}
+    path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], shared["gated"])
     layers = {
-        "dense eager": dense_layer,
-        "dense compiled": _compiled("torch"),
-        "forced dense": our_layer("dense"),
-        "forced twell": our_layer("twell"),
+        DENSE: dense_layer,
+        COMPILED: _compiled("torch"),
+        **{f"forced {each}": our_layer(each) for each in differentiable.PATHS},
         "planned": our_layer(path),
         "planned compiled": _compiled(path),
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
-    base, exact = calls["dense eager"](0), _exact(weights, inputs[0].detach(), grads[0])
+    base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
     notes = {}
     for name, call in calls.items():
         first = call(0)  # compiled, loaded
-        notes[name] = {} if name == "dense eager" else {"error_over_allowed": max(check(first, base, exact).values())}
+        notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(first, base, right).values())}
         del first
         notes[name]["peak_bytes"] = measure.peak_bytes(call)
-    del base, exact
+    del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
-    return _rows(shared, measure.time_cuda(calls, rounds=20), notes)
-
-
-def _describe(weights: Weights, inputs: list[Tensor], label: str) -> dict:
-    first = weights[1] if weights[0] is None else weights[0]
-    x = inputs[0]
-    with torch.no_grad():
-        fired = [(linear(each, first) > 0).sum(1).double().mean() for each in inputs]
-    device = torch.cuda.get_device_name() if x.is_cuda else "cpu"
-    return {
-        "kind": "training",
-        "device": device,
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "tokens": len(x),
-        "d_model": first.shape[1],
-        "d_ff": first.shape[0],
-        "gated": weights[0] is not None,
-        "nnz": round(float(sum(fired) / len(fired)), 2),
-        "workload": label,
-    }
-
-
-def _rows(shared: dict, samples: dict[str, list[float]], notes: dict[str, dict]) -> list[dict]:
-    medians = {path: measure.quartiles(values) for path, values in samples.items()}
-    dense, compiled = medians["dense eager"][0], medians["dense compiled"][0]
-    return [
-        {
-            **shared,
-            "path": path,
-            "ms": medians[path][0],
-            "spread": medians[path][1],
-            "dense_ms": dense,
-            "x_dense": dense / medians[path][0],
-            "x_compiled": compiled / medians[path][0],
-            **notes.get(path, {}),
-            "samples": [round(v, 5) for v in values],
-        }
-        for path, values in samples.items()
-    ]
+    return table_of(shared, measure.time_cuda(calls, rounds=20), notes)
 
 
 # ---- the tables ----
 
 
 def _weights(layer: nn.Module) -> Weights:
-    gate = getattr(layer, "gate_proj", None)
-    return None if gate is None else gate.weight, layer.up_proj.weight, layer.down_proj.weight
+    return Weights.of(getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
 
 
 def table(kind: str, nnzs=(8, 29, 60, 120)) -> list[dict]:
@@ -215,34 +166,10 @@ def overflow_rows() -> list[dict]:
 
 
 def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
-    """Layers of a 4-layer model of d_model 2048 trained here, each on its own inputs."""
-    from ..training.config import TrainConfig
-    from ..training.loop import train
-
+    """Layers that were trained here, each on its own inputs."""
     rows = []
-    for l1 in l1s:
-        config = TrainConfig(
-            l1=l1,
-            steps=steps,
-            batch=16,
-            context=512,
-            d_model=D_MODEL,
-            layers=4,
-            heads=16,
-            d_ff=D_FF,
-            lr=5e-4,
-            warmup=100,
-            log_every=50,
-            eval_every=steps,
-            eval_windows=64,
-        )
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            model = train(config, progress=False).model.to(torch.bfloat16)
-        for i, seen in enumerate(inference._layer_inputs(model, config)):
-            layer = feed_forwards(model)[i].module
-            rows += compare(
-                _weights(layer), seen[:3], f"trained, L1 {l1:g}, layer {i}", {"l1": l1, "layer": i, "steps": steps}
-            )
+    for layer, seen, label, facts in inference.trained_layers(l1s, steps):
+        rows += compare(_weights(layer), seen[:3], label, {name: facts[name] for name in ("l1", "layer", "steps")})
     return rows
 
 
@@ -318,7 +245,7 @@ def model_rows(
         "parameters": sum(p.numel() for p in dense.parameters()),
         "workload": f"whole step, {name or f'{layers} layers'}",
     }
-    return _rows(shared, measure.time_cuda(steps, rounds=10), peaks)
+    return table_of(shared, measure.time_cuda(steps, rounds=10), peaks)
 
 
 def plan(model: nn.Module, tokens: Tensor) -> str:
@@ -330,8 +257,9 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
         model(tokens)
     found = [layer.module for layer in feed_forwards(model)]
     d_ff, d_model = found[0].up.weight.shape
-    switching.switch(model, terms, below=switching.break_even(_rates(), d_model, d_ff, found[0].gate is not None))
-    return f"{sum(layer.learning != 'dense' for layer in found)} of {len(found)} layers sparse"
+    limit = switching.break_even(inference.rates_here(), d_model, d_ff, found[0].gate is not None)
+    switching.switch(model, terms, below=limit)
+    return f"{sum(layer.learning != learner.DENSE for layer in found)} of {len(found)} layers sparse"
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:

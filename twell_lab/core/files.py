@@ -21,7 +21,7 @@ from .errors import RecordError
 try:
     import fcntl
 except ImportError:  # Windows has no such locks, and keeps what a killed process left
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 LARGEST = 2**30  # bytes of a JSON file: one given by mistake would fill the memory
 DEEPEST = 100  # lists and objects within each other: what takes a value apart step by step has to end
@@ -29,8 +29,15 @@ WHOLE = 2**63  # whole numbers below this one are what tensors hold
 
 
 def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
-    """The bytes of a regular file. OSError for whatever cannot be read, also a pipe, a device, and a name that is
-    none."""
+    """The bytes of a regular file.
+
+    Args:
+        path: of the file.
+        largest: the most bytes that it may have.
+
+    Raises:
+        OSError: for whatever cannot be read: also a pipe, a device, a larger file, and a name that no file can have.
+    """
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and a device need not end
@@ -46,8 +53,15 @@ def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
 
 
 def read_json(path: str | os.PathLike, what: str):
-    """What a JSON file holds, by `parse_json`. RecordError, naming `what` it was to be and the path, where it cannot be
-    read or parsed."""
+    """What a JSON file holds.
+
+    Args:
+        path: of the file, of at most LARGEST bytes.
+        what: what the file is ("record", "plan"), for the message of an error.
+
+    Raises:
+        RecordError: where it cannot be read, or is no JSON as `parse_json` takes it.
+    """
     where = f"{what} {os.fspath(path)!r}"
     try:
         content = read(path, LARGEST)
@@ -60,8 +74,13 @@ def read_json(path: str | os.PathLike, what: str):
 
 
 def parse_json(content: bytes):
-    """What JSON text holds. ValueError for what is no JSON that every reader would understand alike: NaN, infinite and
-    endless numbers, names that come twice, no UTF-8, or lists and objects more than DEEPEST deep."""
+    """What JSON text holds.
+
+    Raises:
+        ValueError: for what not every reader would understand alike: NaN, infinite numbers and those
+            that float64 does not hold, names that come twice in an object, other encodings than UTF-8, and more than
+            DEEPEST lists and objects within each other.
+    """
     try:
         value = json.loads(content.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
     except RecursionError as error:
@@ -112,12 +131,19 @@ def _finite(value):
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_folder: bool = True) -> None:
-    """Write a file whole or not at all: a temporary file beside it, then a rename. Text is written as UTF-8. Its folder
-    is made if need be, unless told otherwise.
+    """Write a file whole or not at all: a temporary file beside it, then a rename.
 
-    What a process that was killed left of an earlier write of the same file goes first; one that another process is
-    writing right now stays. A link is followed. Raises RecordError naming the folder where that cannot be written
-    (read-only, full), and for a path that is a folder, a device or a pipe: a rename would put a file in its place.
+    First it removes what a process that was killed left of an earlier write of the same file; a temporary file that
+    another process is writing right now stays. A link is followed.
+
+    Args:
+        path: of the file.
+        content: bytes, or text, which is written as UTF-8.
+        make_folder: make its folder if need be.
+
+    Raises:
+        RecordError: naming the folder, where that cannot be written (read-only, full), and for a path that is a
+            folder, a device or a pipe: a rename would put a file in its place.
     """
     path = Path(path)
     if isinstance(content, str):  # half characters, as in names that are no UTF-8, would be refused
@@ -147,14 +173,14 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
 
 
 def _why_no_file(target: Path) -> str | None:
-    """What is in the place of a file that is to be written, resolved, if that is something else."""
+    """What stands where a file is to be written, if that is something else; None if a file can be written there."""
     if not target.exists():
         return "a link in a circle" if target.is_symlink() else None
     return None if target.is_file() else "a folder" if target.is_dir() else "a device or a pipe"
 
 
 def _temporary(target: Path) -> IO[bytes]:
-    """A new file beside the target, open and locked: who finds one without a lock may remove it."""
+    """A new file beside the target, open and locked: one without a lock is a left-over, and may be removed."""
     while True:
         file = open(target.with_name(f".{target.name}.{secrets.token_hex(6)}"), "xb")
         _lock(file)
@@ -175,7 +201,7 @@ def _sweep(target: Path) -> None:
 
 
 def _lock(file: IO[bytes], wait: bool = True) -> bool:
-    """Hold the file until it is closed, also by the end of this process; False if another one does, or nobody can."""
+    """Lock the file until it is closed or this process ends; False if another one has it, or none can be locked."""
     if fcntl is None:
         return False
     try:
@@ -189,7 +215,7 @@ def check_folder(folder: str | os.PathLike) -> None:
     """Make the folder if need be, and a file in it for a moment. RecordError naming it where that fails."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=Path(folder)):
             pass
     except (OSError, ValueError) as error:
         raise RecordError(

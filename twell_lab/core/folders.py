@@ -45,13 +45,28 @@ def records_dir() -> Path:
     return data_dir() / "records"
 
 
+def notebooks_dir() -> Path:
+    """The folder of the course's notebooks; an installed package has them without outputs."""
+    return _beside_or_inside("notebooks")
+
+
+def is_installed() -> bool:
+    """Whether the package was installed, with its data inside, which nobody writes into; False in a checkout."""
+    return data_dir().is_relative_to(_PACKAGE)
+
+
+def new_records_dir() -> Path:
+    """Where new records go unless told: a checkout's data/records; the working folder of an installed package."""
+    return Path.cwd() if is_installed() else records_dir()
+
+
 def cache_dir() -> Path | None:
     """A folder for compiled kernels that nobody else can write in, or None where no candidate can be written.
 
-    `TWELL_LAB_CACHE` wins; otherwise the user's cache folder, then the system's temporary folder. What is kept there
-    runs as this user, so a folder that `refusal` finds wanting is left alone: `private_folder` takes its place, with a
-    warning. Being writable is tried, not guessed from permission bits: root may write where the bits say no, and a
-    read-only mount refuses where they say yes."""
+    It is the one that `TWELL_LAB_CACHE` names or, without that, the user's cache folder, or one in the system's
+    temporary folder. What is kept there runs with this user's rights, so a folder that `refusal` objects to is not
+    used: `private_folder` takes its place, with a warning. Whether a folder can be written is tried, not read off its
+    permission bits: root may write where they say no, and a read-only mount refuses where they say yes."""
     folder, refused = find_cache()
     if refused:
         folder = folder or private_folder()
@@ -63,7 +78,7 @@ def cache_dir() -> Path | None:
 
 
 def find_cache() -> tuple[Path | None, list[str]]:
-    """(the cache folder, None where there is none; why candidates before it were refused)."""
+    """The cache folder (None where there is none), and why candidates before it were refused."""
     named = os.environ.get("TWELL_LAB_CACHE")
     if named:
         candidates = [lambda: Path(named)]
@@ -91,16 +106,21 @@ def find_cache() -> tuple[Path | None, list[str]]:
 
 @cache
 def private_folder() -> Path | None:
-    """A new folder of this process in the system's temporary folder, removed at its end; None where none is safe."""
+    """A new folder in the system's temporary folder, removed when this process ends; None where none is safe."""
     try:
         system = Path(tempfile.gettempdir())
         sweep(system, "twell-lab")
         folder = Path(tempfile.mkdtemp(prefix=temporary_prefix("twell-lab")))
     except OSError:
         return None
-    owner = os.getpid()  # a forked process ends without removing it
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    atexit.register(_remove, folder, os.getpid())
     return None if refusal(folder) else folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Removes a folder at the end of the process that made it: a forked one leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
@@ -109,7 +129,7 @@ def _warn_once(message: str) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o700) -> None:
-    """Makes the folder and those above it that are missing, with at most these rights whatever the umask grants."""
+    """Make the folder and those above it that are missing, with at most these rights, whatever the umask grants."""
     for missing in reversed([folder, *folder.parents]):
         if not missing.exists():
             missing.mkdir(mode=mode, exist_ok=True)
@@ -199,7 +219,7 @@ def _is_own_group(group: int, user: int) -> bool:
 
 
 def _close(folder: Path) -> None:
-    """Takes a folder of this user's own from all others, whatever umask it was made with."""
+    """Make a folder of this user's own writable by this user alone, whatever umask it was made with."""
     facts = os.lstat(folder)
     if stat.S_ISDIR(facts.st_mode) and facts.st_uid == _user() and facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.chmod(folder, 0o700)
@@ -216,9 +236,9 @@ def temporary_prefix(kind: str = "building") -> str:
 
 
 def sweep(folder: Path, kind: str = "building") -> None:
-    """Removes what processes of this user left in `folder` under such names when they were killed.
+    """Remove what processes of this user left in `folder` under such names when they were killed.
 
-    A process of another computer or container cannot be asked whether it lives: what it left goes after a day.
+    Whether a process of another computer or container lives cannot be seen: what it left is removed after a day.
     """
     name = re.compile(rf"{kind}-([0-9a-f]{{8}})-(\d+)-[a-z0-9_]{{8}}")
     for path in sorted(folder.glob(f"{kind}-*")):
@@ -241,7 +261,8 @@ _UNKNOWN = "0" * 8
 
 @cache
 def _computer() -> str:
-    """Eight digits for what process numbers belong to: this computer since it started, and this container."""
+    """Eight digits that stand for this computer since it started, and this container: where process numbers are one's
+    own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,10 +1,10 @@
 """One process at a time writes into a folder: a file in it is locked, and says by whom.
 
-The system itself lets go of the lock of a process that ends, however it ends, so that one killed leaves no folder
-closed. On another machine nobody can know whether the owner lives, and some network file systems keep locks within a
-machine: what another machine's process left is refused until somebody removes it. Where there are no locks at all
-(Windows, some file systems) the owner's number and start are looked up; two processes that begin in the same instant
-may miss each other there."""
+The system releases the lock of a process that ends, however it ends, so a killed process leaves no folder locked. Some
+network file systems keep locks within one machine, and no machine can see whether a process of another one lives: a
+folder that a process of another machine has locked is refused until somebody removes the file. Where there are no locks
+at all (Windows, some file systems) the owner's process number and start time are looked up; two processes that begin in
+the same instant may miss each other there."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from datetime import datetime
 from pathlib import Path
 
 from .errors import InputError
+from .files import parse_json
 
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 NAME = ".twell-lab.lock"
 
 
 class Lock:
-    """A folder's lock. `take` it, `release` it; both may be called again. what: who has it, in the message of a
-    refusal."""
+    """A folder's lock, to `take` and to `release`; calling either twice does no harm.
+
+    folder: what to lock. what: what its owner does there ("training"), for the message of a refusal.
+    """
 
     def __init__(self, folder: str | os.PathLike, what: str) -> None:
         self.path, self.what = Path(folder) / NAME, what
         self.handle: int | None = None
 
     def take(self) -> None:
-        """Have the folder, which must be there. InputError names the owner where there is one, and says why where the
-        file can't be written."""
+        """Lock the folder, which must be there. InputError names the owner where there is another one, and says why
+        where the file can't be written."""
         try:
             while self.handle is None:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -77,8 +80,7 @@ class Lock:
         remove = "" if locked is False else f"; if it was killed, remove {str(self.path)!r} and try again"
         return (
             f"{str(self.path.parent)!r} is in use by another {self.what}{who}; accepted: another folder, or this one "
-            f"once that has "
-            f"ended{remove}"
+            f"once that has ended{remove}"
         )
 
 
@@ -111,8 +113,8 @@ def _read(handle: int) -> dict:
     """Who wrote the file; {} where nobody did, or it can't be read."""
     os.lseek(handle, 0, os.SEEK_SET)
     content = os.read(handle, 4096)
-    with suppress(ValueError, RecursionError):
-        owner = json.loads(content)
+    with suppress(ValueError):
+        owner = parse_json(content)
         if isinstance(owner, dict) and [type(owner.get(name)) for name in ("pid", "host", "since")] == [int, str, str]:
             return owner
     return {}
@@ -123,7 +125,7 @@ def _elsewhere(owner: dict) -> bool:
 
 
 def _runs(owner: dict) -> bool:
-    """Whether that process of this machine is there yet, and not another one that got its number since."""
+    """Whether that process of this machine still runs, and its number was not given to another one since."""
     if not owner:
         return False
     if os.name == "nt":  # there is no asking without a signal

@@ -23,7 +23,7 @@ from .errors import StackError
 
 
 def let_cupy_start() -> None:
-    """CuPy makes a cache folder of its own when it is imported and fails where it cannot: name it one that can be."""
+    """Let CuPy be imported: it makes a cache folder and fails where it cannot, so there it is given another one."""
     if "CUPY_CACHE_DIR" in os.environ:
         return
     try:
@@ -62,8 +62,8 @@ def describe() -> dict:
 
 
 def memory() -> int | None:
-    """Bytes of memory that this process may use: the machine's, less where its container or `ulimit -v` allows less;
-    None where the system does not say. Not what is free: that changes, and caches are given back."""
+    """Bytes of memory that this process may use: all that the machine has, or what its container or `ulimit -v` allows,
+    if that is less; None where the system does not say. What is free is not asked: it changes."""
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(_address_space)]
     for bound in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         bounds.append(_guarded(lambda file=bound: _number_in(file)))

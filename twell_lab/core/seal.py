@@ -1,7 +1,7 @@
-"""Digests of what is kept on disk: a file whose bits changed since it was written is refused, not read.
+"""Digests of what is kept on disk: a file that changed since it was written is refused, not read.
 
-A JSON file is sealed by a SHA-256 of its own content, and names those of the files beside it. Files from before there
-were seals are read as they are."""
+A JSON file holds the SHA-256 of its own content (its seal), and those of the files beside it. Files without a seal, of
+earlier releases, are read as they are."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import plotly.graph_objects as go
 
+from .. import plots
 from ..core.errors import InputError
-from ..plots import figures as plots
 
 
-def at(rows: Sequence, index: int, what: str = "runs"):
+def row_at(rows: Sequence, index: int, what: str = "runs"):
     """The row at this index, from 0. what: what to call the rows where there is none."""
     if not 0 <= index < len(rows):
         raise InputError(f"index is {index!r}; there are {what} 0 to {len(rows) - 1}")

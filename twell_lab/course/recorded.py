@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from .. import records
 from ..core.errors import TwellError
-from ..ops import measure as clocks
-from ..records import record as records
+from ..ops import measure
 
 LOGNORMAL = "independent, lognormal"
 GRAPH = " (graph)"
@@ -69,7 +69,7 @@ def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
 
 def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: int, d_ff: int, nnz: float) -> list[dict]:
     """Milliseconds of calls on this machine's GPU as rows of a record, a row a path; "dense eager" is one of them."""
-    device, (dense, _) = torch.cuda.get_device_name(), clocks.quartiles(samples["dense eager"])
+    device, (dense, _) = torch.cuda.get_device_name(), measure.quartiles(samples["dense eager"])
     shared = {
         "kind": kind,
         "device": device,
@@ -86,5 +86,5 @@ def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: in
     return [
         {**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms}
         for path, values in samples.items()
-        for ms, spread in [clocks.quartiles(values)]
+        for ms, spread in [measure.quartiles(values)]
     ]

@@ -1,6 +1,7 @@
 """Sparse matrix formats over torch tensors, exact both ways. Imports core alone."""
 
 from .classic import COO, CSR, ELL, Hybrid
+from .matrix import as_tensor
 from .twell import (
     POOL_ROWS,
     POOL_WORDS,
@@ -27,6 +28,7 @@ __all__ = [
     "WORDS",
     "Hybrid",
     "TwELL",
+    "as_tensor",
     "check_geometry",
     "fires",
     "join_words",

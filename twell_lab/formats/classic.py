@@ -1,83 +1,26 @@
-"""COO, CSR, ELL and hybrid ELL as plain data classes over torch tensors, exact both ways."""
+"""COO, CSR, ELL and hybrid ELL as data classes over torch tensors, exact both ways.
+
+Each keeps the values that are not zero, of either sign; zeros of either sign come back as +0."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-
-_BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-
-
-def _names(dtypes) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-
-
-def _check_matrix(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(f"expected a torch.Tensor, got {type(x).__name__}")
-    if x.is_nested or x.is_meta or x.is_quantized:
-        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else "meta"
-        raise InputError(f"got a {kind} tensor; a dense one that holds its values is accepted")
-    if x.dim() != 2 or x.shape[1] == 0:
-        raise InputError(f"expected a matrix [rows, columns] with at least one column, got {list(x.shape)}")
-    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:  # torch compares no float8 with zero
-        raise InputError(f"expected floating-point values of 16 bits or more, got {x.dtype}")
-    if x.layout != torch.strided:
-        raise InputError(f"expected a dense (strided) tensor, got layout {x.layout}")
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _row_pointers(counts: Tensor) -> Tensor:
-    """[rows] counts -> [rows + 1] int64 offsets."""
-    return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
-
-
-def _rows_of(pointers: Tensor) -> Tensor:
-    """The inverse of a CSR row pointer: the row of each stored entry."""
-    rows = torch.arange(pointers.numel() - 1, device=pointers.device)
-    return rows.repeat_interleave(pointers.diff())
-
-
-class _Format:
-    """What all formats share: when two of them are equal."""
-
-    def __eq__(self, other) -> bool:
-        """Whether both are of one kind and geometry and hold the same matrix, bit for bit; where their tensors lie is
-        no part of it."""
-        if type(other) is not type(self):
-            return NotImplemented
-        plain = [
-            [
-                getattr(each, field.name)
-                for field in fields(each)
-                if not isinstance(getattr(each, field.name), (Tensor, _Format))
-            ]
-            for each in (self, other)
-        ]
-        if plain[0] != plain[1] or self._geometry() != other._geometry():
-            return False
-        mine, theirs = (each.to_dense().detach().cpu() for each in (self, other))
-        return mine.dtype == theirs.dtype and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-
-    __hash__ = None  # tensors can be written to
-
-    def _geometry(self) -> tuple:
-        """What its tensors' shapes say beyond the values."""
-        return ()
+from .matrix import Format, as_matrix, row_pointers, rows_of, total_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class COO(_Format):
-    """Coordinates: one (row, column, value) triple for each entry, in row-major order.
+class COO(Format):
+    """Coordinates: one (row, column, value) triple for each entry, row by row, columns ascending.
 
-    row, column: int32 [nnz]; value: [nnz]; shape: (rows, columns).
+    Attributes:
+        row, column: int32 [nnz].
+        value: [nnz], in the matrix's dtype.
+        shape: (rows, columns) of the matrix.
     """
 
     row: Tensor
@@ -87,29 +30,38 @@ class COO(_Format):
 
     @classmethod
     def from_dense(cls, x: Tensor) -> COO:
-        _check_matrix(x)
+        """Of a matrix [rows, columns]: a tensor of 16, 32 or 64-bit floating-point values, or an array that shares its
+        memory (`twell_lab.formats.as_tensor`). Raises InputError for anything else."""
+        x = as_matrix(x)
         row, column = (x != 0).nonzero(as_tuple=True)
         return cls(row.to(torch.int32), column.to(torch.int32), x[row, column], tuple(x.shape))
 
     def to_dense(self) -> Tensor:
+        """The matrix, [rows, columns], every value bit for bit (zeros as +0)."""
         out = self.value.new_zeros(self.shape)
         out[self.row.long(), self.column.long()] = self.value
         return out
 
     @property
     def nnz(self) -> int:
+        """How many entries are stored."""
         return self.value.numel()
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.row, self.column, self.value)
+        """Bytes of all its tensors."""
+        return total_bytes(self.row, self.column, self.value)
 
 
 @dataclass(frozen=True, eq=False)
-class CSR(_Format):
-    """Compressed rows: COO with the row column replaced by one offset a row.
+class CSR(Format):
+    """Compressed sparse rows: COO, but with one offset for each row instead of one row number for each entry.
 
-    pointer: int64 [rows + 1], row i occupies pointer[i]:pointer[i + 1]; column: int32 [nnz]; value: [nnz].
+    Attributes:
+        pointer: int64 [rows + 1]; the entries of row i are pointer[i]:pointer[i + 1] of the next two.
+        column: int32 [nnz], ascending within a row.
+        value: [nnz], in the matrix's dtype.
+        shape: (rows, columns) of the matrix.
     """
 
     pointer: Tensor
@@ -119,27 +71,38 @@ class CSR(_Format):
 
     @classmethod
     def from_dense(cls, x: Tensor) -> CSR:
+        """Of a matrix [rows, columns]: a tensor of 16, 32 or 64-bit floating-point values, or an array that shares its
+        memory (`twell_lab.formats.as_tensor`). Raises InputError for anything else."""
+        x = as_matrix(x)
         coo = COO.from_dense(x)
-        return cls(_row_pointers((x != 0).sum(1)), coo.column, coo.value, coo.shape)
+        return cls(row_pointers((x != 0).sum(1)), coo.column, coo.value, coo.shape)
 
     def to_dense(self) -> Tensor:
-        return COO(_rows_of(self.pointer), self.column, self.value, self.shape).to_dense()
+        """The matrix, [rows, columns], every value bit for bit (zeros as +0)."""
+        return COO(rows_of(self.pointer), self.column, self.value, self.shape).to_dense()
 
     @property
     def nnz(self) -> int:
+        """How many entries are stored."""
         return self.value.numel()
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.pointer, self.column, self.value)
+        """Bytes of all its tensors."""
+        return total_bytes(self.pointer, self.column, self.value)
 
 
 @dataclass(frozen=True, eq=False)
-class ELL(_Format):
+class ELL(Format):
     """ELLPACK: every row gets as many slots as the fullest row needs.
 
-    count: int32 [rows]; column: int32 [rows, slots]; value: [rows, slots]. Slots past a row's count are
-    never read. One heavy row widens all of them: that is the weakness that TwELL and Hybrid answer.
+    One heavy row widens all of them: that is the weakness that TwELL and Hybrid answer.
+
+    Attributes:
+        count: int32 [rows], how many slots each row uses; the slots after them are never read.
+        column: int32 [rows, slots], ascending within a row.
+        value: [rows, slots], in the matrix's dtype.
+        shape: (rows, columns) of the matrix.
     """
 
     count: Tensor
@@ -149,43 +112,57 @@ class ELL(_Format):
 
     @classmethod
     def from_dense(cls, x: Tensor) -> ELL:
+        """Of a matrix [rows, columns]: a tensor of 16, 32 or 64-bit floating-point values, or an array that shares its
+        memory (`twell_lab.formats.as_tensor`). Raises InputError for anything else."""
+        x = as_matrix(x)
         coo = COO.from_dense(x)
         count = (x != 0).sum(1)
         slots = int(count.max()) if count.numel() else 0
         row = coo.row.long()
-        slot = torch.arange(coo.nnz, device=x.device) - _row_pointers(count)[row]
+        slot = torch.arange(coo.nnz, device=x.device) - row_pointers(count)[row]
         column = coo.column.new_zeros(x.shape[0], slots)
         value = x.new_zeros(x.shape[0], slots)
         column[row, slot], value[row, slot] = coo.column, coo.value
         return cls(count.to(torch.int32), column, value, coo.shape)
 
     def to_dense(self) -> Tensor:
+        """The matrix, [rows, columns], every value bit for bit (zeros as +0)."""
         used = torch.arange(self.slots, device=self.count.device) < self.count[:, None]
         row, _ = used.nonzero(as_tuple=True)
         return COO(row, self.column[used], self.value[used], self.shape).to_dense()
 
-    def _geometry(self) -> tuple:
-        return (self.slots,)
+    def geometry(self) -> tuple:
+        return (*super().geometry(), self.slots)
 
     @property
     def slots(self) -> int:
+        """Slots of each row: the entries of the fullest one."""
         return self.column.shape[1]
 
     @property
     def nnz(self) -> int:
+        """How many entries are stored."""
         return int(self.count.sum())
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.count, self.column, self.value)
+        """Bytes of all its tensors."""
+        return total_bytes(self.count, self.column, self.value)
 
 
 @dataclass(frozen=True, eq=False)
-class Hybrid(_Format):
+class Hybrid(Format):
     """ELL for the rows with at most `limit` entries, dense storage for the heavy rest.
 
     The format of the paper's training kernels (there limit = 128), without their bound on how many heavy
-    rows there may be. light, heavy: int64 row numbers; ell: the light rows; dense: [heavy rows, columns].
+    rows there may be.
+
+    Attributes:
+        light, heavy: int64, the row numbers of the two parts.
+        ell: the light rows.
+        dense: [heavy rows, columns], the others as they came.
+        shape: (rows, columns) of the matrix.
+        limit: the most entries that a light row has.
     """
 
     light: Tensor
@@ -197,7 +174,10 @@ class Hybrid(_Format):
 
     @classmethod
     def from_dense(cls, x: Tensor, limit: int = 128) -> Hybrid:
-        _check_matrix(x)
+        """Of a matrix [rows, columns]: a tensor of 16, 32 or 64-bit floating-point values, or an array that shares its
+        memory (`twell_lab.formats.as_tensor`). Raises InputError for anything else, and for a
+        limit that is no whole number from 0 on."""
+        x = as_matrix(x)
         if not isinstance(limit, int) or limit < 0:
             raise InputError(f"limit is {limit!r}; a number of entries a row, 0 or more, is accepted")
         is_heavy = (x != 0).sum(1) > limit
@@ -205,6 +185,7 @@ class Hybrid(_Format):
         return cls(light, heavy, ELL.from_dense(x[light]), x[heavy], tuple(x.shape), limit)
 
     def to_dense(self) -> Tensor:
+        """The matrix, [rows, columns], every value bit for bit (zeros as +0)."""
         out = self.dense.new_zeros(self.shape)
         out[self.light] = self.ell.to_dense()
         # A heavy row is stored as it came; adding +0 makes its negative zeros +0 like everybody's.
@@ -213,8 +194,10 @@ class Hybrid(_Format):
 
     @property
     def nnz(self) -> int:
+        """How many entries are stored."""
         return self.ell.nnz + int((self.dense != 0).sum())
 
     @property
     def nbytes(self) -> int:
-        return self.ell.nbytes + _nbytes(self.light, self.heavy, self.dense)
+        """Bytes of all its tensors."""
+        return self.ell.nbytes + total_bytes(self.light, self.heavy, self.dense)

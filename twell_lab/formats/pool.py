@@ -1,10 +1,10 @@
 """What the packing kernels of the tensor-core GEMMs produce, in a few lines of torch: words, and the pool beside them.
 
-Those kernels keep no dense gate, so what a tile's words cannot hold has to go somewhere else. The pool is a bounded
-piece of memory with a place for everybody and no counter that anyone races for: each POOL_ROWS neighbouring rows share
-POOL_WORDS words for each tile. A (row, tile) with more values than slots keeps its first ones in its words, and the
-rest, columns ascending, in the pool after those of the earlier rows of its group. Where a row's part would end beyond
-the pool, that row is lost: it has to be computed from the dense weights."""
+Those kernels keep no dense gate, so what a tile's words cannot hold has to go somewhere else: into the pool, a bounded
+piece of memory in which every value has its place without threads racing for a counter. Each POOL_ROWS neighbouring
+rows share POOL_WORDS words for each tile. A tile of a row with more values than slots keeps the first in its words, and
+the rest, columns ascending, in the pool after those of the earlier rows of its group. Where a row's part would end
+beyond the pool, that row is lost: it has to be computed from the dense weights."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.errors import InputError
+from .matrix import as_matrix, dtype_names
 from .twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, TwELL, fires, join_words
 
 POOL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """gate [tokens, d_ff], bfloat16 or float16, before the ReLU -> (packed, pool, lost).
+    """What the packing kernels leave of relu(gate).
 
-    packed: int32 [tokens, tiles, 32], as TwELL.packed. pool: int32 [ceil(tokens / 16), tiles, 64]. lost: bool [tokens],
-    the rows of which a tile reaches past the pool. Words that nobody reads are 0 here; a kernel leaves them as they
-    were."""
-    if not isinstance(gate, Tensor) or gate.is_nested or gate.is_meta:
-        raise InputError("gate is no dense torch.Tensor that holds its values; one of bfloat16 or float16 is accepted")
-    if gate.layout != torch.strided or gate.dim() != 2 or gate.dtype not in POOL_DTYPES or not gate.shape[1]:
-        raise InputError(f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16 or float16 are accepted")
+    Args:
+        gate: [tokens, d_ff], bfloat16 or float16, before the ReLU.
+
+    Returns:
+        packed: int32 [tokens, tiles, 32], as TwELL.packed.
+        pool: int32 [ceil(tokens / 16), tiles, 64]. Words of both that nobody reads are 0 here; a kernel leaves them
+            as they were.
+        lost: bool [tokens], the rows of which a tile reaches past the pool.
+
+    Raises:
+        InputError: for a gate that is no such matrix.
+    """
+    gate = as_matrix(gate)
+    if gate.dtype not in POOL_DTYPES:
+        raise InputError(f"gate is {gate.dtype}; {dtype_names(POOL_DTYPES)} are accepted")
     packed = TwELL.from_gate(gate, TILE, WORDS).packed
     tokens, tiles = packed.shape[:2]
     groups = -(-tokens // POOL_ROWS)
@@ -44,7 +53,10 @@ def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool_used(packed: Tensor) -> Tensor:
-    """How many words of each pool segment are in use, int64 [ceil(tokens / 16), tiles]; packed [tokens, tiles, 32]."""
+    """How many of its 64 words of the pool each group of 16 rows uses in each tile.
+
+    packed: int32 [tokens, tiles, 32], as `packed_and_pool` returns it. Returns int64 [ceil(tokens / 16), tiles].
+    """
     if (
         not isinstance(packed, Tensor)
         or packed.is_nested
@@ -52,9 +64,7 @@ def pool_used(packed: Tensor) -> Tensor:
         or packed.dtype != torch.int32
         or packed.shape[2] != WORDS
     ):
-        raise InputError(
-            f"packed is no int32 tensor [tokens, tiles, {WORDS}]; the first of packed_and_pool is accepted"
-        )
+        raise InputError(f"packed is no int32 tensor [tokens, tiles, {WORDS}]; one of packed_and_pool is accepted")
     late = (packed[..., 0].long() - (WORDS - 1)).clamp(min=0)
     late = pad(late, (0, 0, 0, -len(late) % POOL_ROWS))
     return late.view(-1, POOL_ROWS, late.shape[1]).sum(1).clamp(max=POOL_WORDS)

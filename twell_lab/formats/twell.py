@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from .classic import _BITS_DTYPE, _check_matrix, _Format, _names, _nbytes, _row_pointers, _rows_of
+from .matrix import BITS_DTYPE, Format, as_matrix, dtype_names, row_pointers, rows_of, total_bytes
 
 TILE, WORDS = 256, 32
 POOL_ROWS, POOL_WORDS = 16, 64  # each 16 rows share 64 words for each tile, for what its words cannot hold (pool.py)
@@ -18,9 +18,9 @@ _WORD_DTYPE = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.fl
 
 
 def word_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integer dtype of one TwELL word for values of `dtype`: 32 bits for 16-bit values, else 64."""
+    """The integer dtype of one TwELL word: 32 bits for 16-bit values, 64 for float32. InputError for other dtypes."""
     if dtype not in _WORD_DTYPE:
-        raise InputError(f"TwELL holds {_names(VALUE_DTYPES)}, not {dtype}")
+        raise InputError(f"TwELL holds {dtype_names(VALUE_DTYPES)}, not {dtype}")
     return _WORD_DTYPE[dtype]
 
 
@@ -33,16 +33,23 @@ def check_geometry(tile: int, words: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class TwELL(_Format):
+class TwELL(Format):
     """Tile-wise ELLPACK: each row is cut into tiles, each tile packed into a fixed number of words.
 
-    packed: [rows, tiles, words], int32 holding uint32 bits for 16-bit values (int64 holding uint64 bits
-    for float32). Word 0 is the true count of kept values, also when it exceeds words - 1. Each other word
-    is `value bits << 16 | column within the tile` (`<< 32` for float32), columns ascending. Words past the
-    count are never read.
-    What a tile cannot hold lives in the tail, row by row, columns ascending: row i owns
-    tail_pointer[i]:tail_pointer[i + 1] of tail_column (int32, column within the matrix) and tail_value.
-    Words carry no gradient, so neither does the tail: packing detaches.
+    What a tile cannot hold lives beside it in the tail, so that `to_dense` is exact whatever the counts. Words carry
+    no gradient, so neither does the tail: packing detaches.
+
+    Attributes:
+        packed: [rows, tiles, words], int32 holding uint32 bits for 16-bit values (int64 holding uint64 bits for
+            float32). Word 0 is the true count of kept values, also when it exceeds words - 1. Each other word is
+            `value bits << 16 | column within the tile` (`<< 32` for float32), columns ascending. Words past the
+            count are never read.
+        tail_pointer: int64 [rows + 1]; row i has tail_pointer[i]:tail_pointer[i + 1] of the next two.
+        tail_column: int32, columns within the matrix, ascending within a row and tile by tile.
+        tail_value: the values, in the matrix's dtype.
+        shape: (rows, columns) of the matrix; the last tile may be narrower than the others.
+        dtype: of the values: bfloat16, float16 or float32.
+        tile: columns of a tile.
     """
 
     packed: Tensor
@@ -55,32 +62,46 @@ class TwELL(_Format):
 
     @classmethod
     def from_gate(cls, gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
-        """TwELL of relu(gate): keeps `not (g <= 0)`, so positives and NaN. gate: [rows, d_ff]."""
-        _check_matrix(gate)
+        """TwELL of relu(gate): keeps `not (g <= 0)`, so positives and NaN.
+
+        Args:
+            gate: [rows, d_ff], bfloat16, float16 or float32, before the ReLU: a tensor, or an array that shares its
+                memory (`twell_lab.formats.as_tensor`).
+            tile: columns of a tile, 1 to 65,536.
+            words: words of a tile, 2 to tile + 1: the count, and one for each value that it can hold.
+
+        Raises:
+            InputError: for a matrix, a tile or a number of words that is none of these.
+        """
+        gate = as_matrix(gate)
         return _pack(gate, ~(gate <= 0), tile, words)
 
     @classmethod
     def from_dense(cls, x: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
-        """TwELL of a matrix that already is sparse: keeps every value that is not zero, of either sign."""
-        _check_matrix(x)
+        """TwELL of a matrix that already is sparse: keeps every value that is not zero, of either sign.
+
+        x: [rows, columns]; dtypes, tile, words and errors as for `from_gate`.
+        """
+        x = as_matrix(x)
         return _pack(x, x != 0, tile, words)
 
     def to_dense(self) -> Tensor:
-        """[rows, columns], exact on every input."""
+        """The matrix, [rows, columns], every kept value bit for bit, the others +0."""
         words = self.packed[..., 1:]
         used = torch.arange(self.slots, device=words.device) < self.counts[..., None]
         row, tile, _ = used.nonzero(as_tuple=True)
         value, column = split_words(words[used], self.dtype)
         out = value.new_zeros(self.shape)
         out[row, tile * self.tile + column] = value
-        out[_rows_of(self.tail_pointer), self.tail_column.long()] = self.tail_value
+        out[rows_of(self.tail_pointer), self.tail_column.long()] = self.tail_value
         return out
 
-    def _geometry(self) -> tuple:
-        return (self.words,)
+    def geometry(self) -> tuple:
+        return (*super().geometry(), self.words)
 
     @property
     def words(self) -> int:
+        """Words of a tile."""
         return self.packed.shape[2]
 
     @property
@@ -95,6 +116,7 @@ class TwELL(_Format):
 
     @property
     def nnz(self) -> int:
+        """How many values are kept, in words and tail together."""
         return int(self.counts.sum())
 
     @property
@@ -104,26 +126,30 @@ class TwELL(_Format):
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.packed, self.tail_pointer, self.tail_column, self.tail_value)
+        """Bytes of all its tensors."""
+        return total_bytes(self.packed, self.tail_pointer, self.tail_column, self.tail_value)
 
 
 def join_words(value: Tensor, column: Tensor) -> Tensor:
-    """Pack values and their columns within the tile into words (see TwELL)."""
+    """Values and their columns within the tile, of one shape, as words of that shape (their bits: see TwELL)."""
     word = word_dtype(value.dtype)
     shift = 16 if word == torch.int32 else 32
-    bits = value.contiguous().view(_BITS_DTYPE[value.dtype]).to(word)
+    bits = value.contiguous().view(BITS_DTYPE[value.dtype]).to(word)
     return (bits << shift) | column.to(word)
 
 
 def split_words(words: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Words -> (values of `dtype`, int64 columns within the tile), the inverse of join_words."""
     shift = 16 if word_dtype(dtype) == torch.int32 else 32
-    bits = (words >> shift).to(_BITS_DTYPE[dtype]).contiguous()
+    bits = (words >> shift).to(BITS_DTYPE[dtype]).contiguous()
     return bits.view(dtype), (words & ((1 << shift) - 1)).long()
 
 
 def tail_of(x: Tensor, keep: Tensor, slots: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(counts a row, columns, values) of what the tiles of x cannot hold, for [rows, columns] x and keep."""
+    """What the tiles of x cannot hold when `keep` says which values are kept, both [rows, columns].
+
+    Returns (how many in each row, int64 [rows]; their columns within the matrix, int32; their values), row by row.
+    """
     tiles = -(-x.shape[1] // tile)
     padded = torch.nn.functional.pad(keep, (0, tiles * tile - x.shape[1])).view(-1, tiles, tile)
     late = padded & (padded.cumsum(2, dtype=torch.int32) > slots)
@@ -144,7 +170,7 @@ def _pack(x: Tensor, keep: Tensor, tile: int, words: int) -> TwELL:
     packed[..., 0] = padded.sum(2)
     packed[row, part, slot[row, part, column].long()] = join_words(x[row, part * tile + column], column)
     late, tail_column, tail_value = tail_of(x, keep, words - 1, tile)
-    return TwELL(packed, _row_pointers(late), tail_column, tail_value, (rows, width), x.dtype, tile)
+    return TwELL(packed, row_pointers(late), tail_column, tail_value, (rows, width), x.dtype, tile)
 
 
 def fires(gate: Tensor) -> Tensor:

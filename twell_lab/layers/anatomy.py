@@ -167,11 +167,9 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
 def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
 
-    Like ffn.feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
+    Like feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
     if there is neither. only: as there.
     """
-    from .anatomy import FeedForward, _describe, feed_forwards, layout_of, selected
-
     found = []
     for name, module in model.named_modules():
         layer, layout = _describe(name, module), layout_of(module)

@@ -11,34 +11,44 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..records import record as records
-
-PATHS = ("dense", "twell", "hot_cold")
-STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
+from .paths import PATHS
+from .paths.hot_cold import STEP, hot_first
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way through a layer: "dense", "twell", or "hot_cold" with the `hot` most used neurons computed densely."""
+    """A path through a layer, by its name in PATHS; on one that splits, with the `hot` most used neurons dense.
+
+    Raises InputError for an unknown path, and for a number of hot neurons that it does not take."""
 
     path: str = "twell"
     hot: int = 0
 
     def __post_init__(self) -> None:
-        if self.path not in PATHS:
+        if self.path not in [*PATHS]:  # which need not be hashable
             raise InputError(f"path is {self.path!r}; {', '.join(map(repr, PATHS))} are accepted")
         if isinstance(self.hot, bool) or not isinstance(self.hot, int) or self.hot < 0 or self.hot % STEP:
             raise InputError(f"hot is {self.hot!r}; a multiple of {STEP} is accepted")
-        if (self.path == "hot_cold") != (self.hot > 0):
-            accepted = f"a multiple of {STEP} above 0" if self.path == "hot_cold" else "0"
+        if (splits := PATHS[self.path].splits) != (self.hot > 0):
+            accepted = f"a multiple of {STEP} above 0" if splits else "0"
             raise InputError(f"hot is {self.hot} on path {self.path!r}; {accepted} is accepted")
 
     def check(self, d_ff: int) -> None:
         """InputError where a layer of d_ff neurons cannot be cut so."""
-        if self.hot >= d_ff:
+        if not PATHS[self.path].accepts(d_ff, self.hot):
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; a multiple of {STEP} below {d_ff} is accepted")
 
     def __str__(self) -> str:
-        return f"hot_cold {self.hot}" if self.hot else self.path
+        return f"{self.path} {self.hot}" if self.hot else self.path
+
+
+DENSE = Choice("dense")  # what every other choice is compared with
+
+
+def one_of_each(d_ff: int, hot: int) -> list[Choice]:
+    """A choice of every path that takes a layer of d_ff neurons, with so many hot ones where it splits."""
+    sizes = {path: hot if path.splits else 0 for path in PATHS.values()}
+    return [Choice(path.name, size) for path, size in sizes.items() if path.accepts(d_ff, size)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class LayerPlan:
     def packed_nnz(self, choice: Choice) -> float:
         """How many of them the packed part of a choice is expected to keep: none, all, or the cold ones; NaN
         unprofiled."""
-        if choice.path == "dense":
+        if not PATHS[choice.path].packs:
             return 0.0
         rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
         return sum(rest) / self.profiled if self.profiled else math.nan
@@ -144,20 +154,3 @@ class LayerPlan:
         kind = "gated" if self.gated else "plain"
         head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
         return f"{head}\n{records.table(rows, columns)}"
-
-
-def hot_first(counts: Tensor, hot: int) -> Tensor:
-    """An order of the neurons, int64: the `hot` with the highest counts first, by count; then the others, dealt to
-    tiles.
-
-    Dealt like cards, back and forth, so that every tile of 256 gets its share of what still fires often: packed in the
-    order of their counts, the first tile would overflow while the last ones stay empty. Equal counts keep their order.
-    """
-    order = counts.argsort(descending=True, stable=True)
-    rest = order[hot:]
-    place = torch.arange(rest.numel(), device=rest.device)
-    tile, slot, tiles = place // STEP, place % STEP, -(-rest.numel() // STEP)
-    turn = slot * tiles + torch.where(slot % 2 == 1, tiles - 1 - tile, tile)
-    dealt = torch.empty_like(rest)
-    dealt[turn.argsort()] = rest
-    return torch.cat([order[:hot], dealt])

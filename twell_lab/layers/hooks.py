@@ -15,6 +15,7 @@ from .anatomy import (
     IN_BLOCK,
     HandOn,
     Only,
+    StandIn,
     is_linear,
     is_relu,
     layout_of,
@@ -33,48 +34,38 @@ _STATE_HOOKS = (
 )
 
 
-class Guarded(nn.Module):
-    """The part of SparseFFN that sees to it that its projections are what they were swapped as."""
+def check_parts(sparse: nn.Module) -> None:
+    """InputError where something was put on a projection of a SparseFFN, or in a part's place, that it would not call.
 
-    def _unhooked(self) -> None:
-        """InputError where something was put on a projection, or in a part's place, that this layer would not call.
-
-        Called by every forward: a few looks into dictionaries, about a microsecond.
-        """
-        borrowed = self._borrowed
-        modules = self._modules if borrowed is None else self._source[0]._modules
-        for name in self._names:
-            if name is None:
-                continue
-            part = modules[name]
-            if part is None:
-                continue
-            held = part.__dict__
-            if (
-                held["_forward_hooks"]
-                or held["_forward_pre_hooks"]
-                or held["_backward_hooks"]
-                or held["_backward_pre_hooks"]
-            ):
-                self._refuse(name, part)
-            if type(part) is not nn.Linear or "forward" in held:
-                if not is_linear(part):
-                    self._refuse(name, part)
-        if borrowed is None:
-            if self._seat in modules or self._seat in self.__dict__:
-                raise InputError(
-                    f"{self._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first"
-                )
-        elif any(name is not None and modules[name] is not part for name, part in zip(self._names, borrowed)):
+    Asked by every forward: a few looks into dictionaries, about a microsecond.
+    """
+    borrowed = sparse._borrowed
+    modules = sparse._modules if borrowed is None else sparse._source[0]._modules
+    for name in sparse._names:
+        part = None if name is None else modules[name]
+        if part is None:
+            continue
+        held = part.__dict__
+        hooked = (
+            held["_forward_hooks"]
+            or held["_forward_pre_hooks"]
+            or held["_backward_hooks"]
+            or held["_backward_pre_hooks"]
+        )
+        if hooked or (type(part) is not nn.Linear or "forward" in held) and not is_linear(part):
+            reason = on_part(part) or f"is a {type(part).__name__}; accepted: a plain torch.nn.Linear"
             raise InputError(
-                "a projection of this decoder layer was replaced after it was swapped; accepted: twell_lab.densify "
+                f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: twell_lab.densify "
                 "first"
             )
-
-    def _refuse(self, name: str, part: nn.Module) -> None:
-        reason = on_part(part) or f"is a {type(part).__name__}; accepted: a plain torch.nn.Linear"
+    if borrowed is None:
+        if sparse._seat in modules or sparse._seat in sparse.__dict__:
+            raise InputError(
+                f"{sparse._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first"
+            )
+    elif any(name is not None and modules[name] is not part for name, part in zip(sparse._names, borrowed)):
         raise InputError(
-            f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: twell_lab.densify first"
+            "a projection of this decoder layer was replaced after it was swapped; accepted: twell_lab.densify first"
         )
 
 
@@ -156,7 +147,7 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
     """InputError naming every layer with the parts of a ReLU feed-forward layer that has something of others on it."""
     reasons = []
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        layout = None if isinstance(module, Guarded) else named_parts(module)
+        layout = None if isinstance(module, StandIn) else named_parts(module)
         if layout is None or not is_relu(getattr(module, layout[3])) or not selected(only, name, module):
             continue
         reason = obstacle(module)
@@ -170,7 +161,7 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
     raise_all(reasons)
 
 
-def hand_over(sparse: Guarded, dense: nn.Module) -> None:
+def hand_over(sparse: nn.Module, dense: nn.Module) -> None:
     """Set on the dense module what was set on the sparse one since it was made."""
     for kind, table in vars(sparse).items():
         if kind.startswith(("_forward_", "_backward_")) and table:

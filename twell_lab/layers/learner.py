@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..ops import differentiable
+from ..ops import differentiable, operators
+from .paths import Path
+from .weights import Weights
+
+DENSE, SPARSE = differentiable.PATHS
 
 
 class Told(NamedTuple):
@@ -38,17 +41,15 @@ class Learner:
     """The part of SparseFFN that trains. `learning` is what `learn` was told last."""
 
     learning: str | None = None
-    _told: list[Told] | None = (
-        None  # a list of this layer's own: one graph serves all layers where they are compiled one by one
-    )
-    _reports = (
-        False  # once asked, always by the operator that can: a recomputed forward must save what the first one saved
-    )
+    # A list of this layer's own: one graph serves all layers where they are compiled one by one.
+    _told: list[Told] | None = None
+    # Once asked, always by the operator that can: a recomputed forward must save what the first one saved.
+    _reports = False
 
     def learn(self, path: str | None) -> None:
         """Which path to take where gradients are needed: "dense" for all neurons, "twell" for those that fire, None for
         "dense" where the plan says so for inputs of that size, and "twell" otherwise. Parameters and gradients stay the
-        same."""
+        same. Raises InputError for another path."""
         if path not in (None, *differentiable.PATHS):
             raise InputError(f"path is {path!r}; {', '.join(map(repr, differentiable.PATHS))} and None are accepted")
         self.learning = path
@@ -62,24 +63,17 @@ class Learner:
         self._told = told
         self._reports |= told is not None
 
-    def _learn(self, x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None], planned: str) -> Tensor:
-        path = self.learning or ("dense" if planned == "dense" else "twell")
-        y, l1, kept, lost = differentiable.train_layer(x, *weights, *biases, path=path)
+    def _learn(self, x: Tensor, weights: Weights, planned: Path) -> Tensor:
+        """The output for x [..., d_model], with gradients, and what there is to tell of it."""
+        skipping = None if self._reports or weights.up.is_cuda or self.learning == DENSE else self._skipping
+        if skipping is not None:  # a CPU skips the silent neurons forwards
+            w = skipping.ready(self, weights)
+            how = {"down_t": w.down_t, "tile": self.tile, "words": self.words}
+            if w.gate is None:
+                return operators.plain_ffn(x, w.up, w.down, w.up_bias, w.down_bias, **how)
+            return operators.gated_ffn(x, w.gate, w.up, w.down, w.gate_bias, w.up_bias, w.down_bias, **how)
+        y, l1, kept, lost = differentiable.train_layer(x, *weights[:6], path=self.learning or planned.learns)
         if self._told is not None:
             lost = None if lost is None else lost.float() / kept.numel()
             self._told.append(Told(l1.mean(), kept.float().mean(), lost))
         return y
-
-
-def may_watch(x) -> bool | None:
-    """Whether a forward with x can be counted: None where the layer had better never change under its caller.
-
-    A captured CUDA graph keeps the addresses of the buffers that were there; compiled code keeps what it was traced
-    with."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
-        return False  # under autocast: the plan is for the layer's own dtype
-    return x.dim() > 0

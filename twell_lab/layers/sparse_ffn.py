@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
-from ..ops import checks, copies, dispatch, inference, operators
+from ..ops import checks, copies
 from ..ops.inference import STATS
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
 from .choice import Choice, LayerPlan
-from .hooks import Guarded
-from .hot_first import BUFFERS, HotFirst
-from .learner import Learner, may_watch
+from .learner import Learner
+from .paths import PATHS
+from .paths.dense import by_torch
+from .paths.path import hold
+from .weights import Weights
 
 
-class SparseFFN(Guarded, Learner, HotFirst, StandIn):
+class SparseFFN(Learner, nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the state_dict stay
@@ -75,10 +76,13 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
             if name:
                 setattr(self, name, getattr(source, name))
         self.train(source.training)
-        copies.check_finite(self._named(*self._weights_and_biases()))
+        copies.check_finite(self._weights().named())
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
+        self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
+        self.fuses_dense = False  # as the dense path found out last
         self.follow(plan)
-        self._born = frozenset((*vars(self), *self._parameters, *self._modules, "down_t", "stats", *BUFFERS))
+        buffers = {"order", "stats", *(copy.buffer for path in PATHS.values() for copy in path.copies)}
+        self._born = buffers.union(vars(self), self._parameters, self._modules)
 
     @classmethod
     def from_module(
@@ -132,20 +136,22 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
             choice.check(d_ff)
         if all(choice == choices[0][1] for _, choice in choices):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
-        self._watch = None  # an analysis.auto.Watch, where the layer plans itself
+        self._watch = None
         self.plan = plan
         hot = max(choice.hot for _, choice in choices)
         if hot:
-            self._hold_order(
-                plan.order(hot) if isinstance(plan, LayerPlan) else torch.arange(d_ff, device="cpu"), self._sources()
-            )
-        else:
-            self._drop_order()
-        transposes = any(choice.path == "twell" for _, choice in choices)
-        self._hold("down_t", copies.place(copies.TRANSPOSED, self.down.weight) if transposes else None)
+            self.neurons = plan.order(hot).tolist() if isinstance(plan, LayerPlan) else [*range(d_ff)]
+        weights, used = self._weights(), {choice.path for _, choice in choices}
+        for name, path in PATHS.items():
+            path.prepare(self, weights) if name in used else path.release(self)
         self._renew_stats(choices)
-        self._fuses = dispatch.fuses(self.up.weight)
-        self._transposes, self._choices = transposes, choices  # last: another thread may be in a forward
+        # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
+        self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
+        self._choices = choices  # last: another thread may be in a forward
+
+    def watch(self, watch) -> None:
+        """Have the layer plan itself: an analysis.auto.Watch sees each input, until it has a plan to follow."""
+        self._watch = watch
 
     @property
     def extra_bytes(self) -> int:
@@ -165,45 +171,20 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
-        self._unhooked()
+        hooks.check_parts(self)
         if self._watch is not None:
             self._see(x)
-        weights, biases = self._weights_and_biases()
+        weights, choices = self._weights(), self._choices
         if checks.transformed():
-            return _dense(x, weights, biases)
-        choices = self._choices
+            return by_torch(x, weights)
         at = self._class_of(x, choices)
         choice = choices[at][1]
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)):
-            if self._reports or not self._transposes or weights[1].is_cuda or self.learning == "dense":
-                return self._learn(x, weights, biases, choice.path)
-            call, given = (
-                (operators.plain_ffn, 1) if weights[0] is None else (operators.gated_ffn, 0)
-            )  # a CPU skips the silent neurons forwards
-            down_t = self._down_t(weights, biases)
-            return call(x, *weights[given:], *biases[given:], down_t=down_t, tile=self.tile, words=self.words)
-        if choice.path == "dense":
-            if (
-                not torch.compiler.is_compiling()
-            ):  # a forward that is being compiled sees no addresses, and keeps the last answer
-                self._fuses = dispatch.fuses(weights[1])
-            fused = self._fuses and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
-            if not fused and (torch.compiler.is_compiling() or not weights[1].is_cuda):
-                return _dense(x, weights, biases)  # as torch's own operations, which its compiler fuses
-        if choice.path == "hot_cold":
-            held = self._hot_first([*weights, *biases[:2]])
-            biases = [held.pop("gate_bias"), held.pop("up_bias"), biases[2]]
-            weights, down_t = [held["gate"], held["up"], held["down"]], held["down_t"]
-        else:
-            down_t = self._down_t(weights, biases) if choice.path == "twell" else None
-        stats = self._buffers.get("stats")  # once: another thread may have the layer follow another plan meanwhile
-        if stats is not None and stats.device != weights[1].device:
-            stats = self._renew_stats(choices)
+        path = PATHS[choice.path]
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights)):
+            return self._learn(x, weights, path)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
-        counted = choice.path != "dense" and (self.plan is not None or weights[1].is_cuda)
-        stats = stats[at] if counted and stats is not None and stats.shape[0] == len(choices) else None
-        how = {"path": choice.path, "hot": choice.hot, "tile": self.tile, "words": self.words}
-        return inference.infer(x, *weights, *biases, down_t=down_t, stats=stats, **how)
+        counted = path.packs and (self.plan is not None or weights.up.is_cuda)
+        return path.forward(self, x, weights, choice.hot, self._counters(at, choices, weights) if counted else None)
 
     @staticmethod
     def _class_of(x, choices: list) -> int:
@@ -229,11 +210,10 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
         seen = self.stats.tolist() if "stats" in self._buffers else None
         classes = []
         for at, (tokens, choice) in enumerate(self._choices):
-            rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or choice.path == "dense" else seen[at]
+            rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or not PATHS[choice.path].packs else seen[at]
             share = lambda count, of=rows: count / of if of else None  # noqa: E731
-            planned = (
-                self.plan.packed_nnz(choice) if isinstance(self.plan, LayerPlan) and choice.path != "dense" else None
-            )
+            expects = isinstance(self.plan, LayerPlan) and PATHS[choice.path].packs
+            planned = self.plan.packed_nnz(choice) if expects else None
             drift = share(kept) / planned if rows and planned else None
             classes.append(
                 {
@@ -277,62 +257,44 @@ class SparseFFN(Guarded, Learner, HotFirst, StandIn):
         if plan is not None:
             self.follow(plan)
 
-    def _weights_and_biases(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """gate, up and down, each read once: where a weight is parametrized, reading makes a new tensor."""
-        projections = (self.gate, self.up, self.down)
-        return [None if p is None else p.weight for p in projections], [
-            None if p is None else p.bias for p in projections
-        ]
+    def _weights(self) -> Weights:
+        return Weights.of(self.gate, self.up, self.down)
 
-    def _named(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> dict[str, Tensor]:
-        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-        return {name: t for name, t in zip(names, (*weights, *biases)) if t is not None}
-
-    def _sources(self) -> list[Tensor | None]:
-        weights, biases = self._weights_and_biases()
-        return [*weights, *biases[:2]]
-
-    def _down_t(self, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
-        """down transposed, brought up to date; the other weights are looked at with it."""
-        beside = self._named(weights, biases)
-        weight, copy = beside.pop("down"), self._buffers.get("down_t")
-        if not copies.fits(copy, copies.TRANSPOSED, weight):
-            copy = copies.place(copies.TRANSPOSED, weight)
-            self._hold("down_t", copy)
-        copies.refresh({"down": weight}, [copy], [copies.TRANSPOSED], beside=beside, training=self.training)
-        return copy
+    def _counters(self, at: int, choices: list, weights: Weights) -> Tensor | None:
+        """The counters of this class of token counts, see inference.STATS."""
+        stats = self._buffers.get("stats")  # once: another thread may have the layer follow another plan meanwhile
+        if stats is not None and stats.device != weights.up.device:
+            stats = self._renew_stats(choices)
+        return stats[at] if stats is not None and stats.shape[0] == len(choices) else None
 
     def _renew_stats(self, choices: list) -> Tensor | None:
-        """Counters at zero, int64 [classes, 4] (see inference.STATS); none where every path is dense."""
+        """Counters at zero, int64 [classes, 4]; none where no path packs."""
         stats = None
-        if any(choice.path != "dense" for _, choice in choices):
+        if any(PATHS[choice.path].packs for _, choice in choices):
             with torch.inference_mode(False):
                 stats = torch.zeros(len(choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
-        self._hold("stats", stats)
+        hold(self, "stats", stats)
         return stats
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if (
-            "down_t" in self._buffers and self.down_t.is_inference()
-        ):  # moved inside inference mode: nothing outside could write
-            with torch.inference_mode(False):
-                self.down_t = torch.empty_like(self.down_t)
         self.refresh()
-        if "order" in self._buffers:
-            self._renew_order(self._sources(), anew=True)
+        weights = self._weights()
+        for name in {choice.path for _, choice in self._choices}:
+            PATHS[name].moved(self, weights)
         self._renew_stats(self._choices)  # to_empty leaves anything in them
-        self._fuses = dispatch.fuses(self.up.weight)
         return self
 
 
-def _dense(x: Tensor, weights: list[Tensor | None], biases: list[Tensor | None]) -> Tensor:
-    """By torch's operations."""
-    gate, up, down = weights
-    checks.check_tensor("x", x)
-    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, *biases)
-    if gate is None:
-        hidden = torch.relu(linear(x, up, biases[1]))
-    else:
-        hidden = torch.relu(linear(x, gate, biases[0])) * linear(x, up, biases[1])
-    return linear(hidden, down, biases[2])
+def may_watch(x) -> bool | None:
+    """Whether a forward with x can be counted: None where the layer had better never change under its caller.
+
+    A captured CUDA graph keeps the addresses of the buffers that were there; compiled code keeps what it was traced
+    with."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
+        return False  # under autocast: the plan is for the layer's own dtype
+    return x.dim() > 0

@@ -6,8 +6,9 @@ A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProS
    negative outputs of a SiLU carried is gone.
 2. Train on, on text like that of the first training, with a learning rate well below its peak (a tenth to a third) and
    a warm-up. Most of the loss comes back early.
-3. Then, or along with it after a delay, add L1 on the hidden activations, grown linearly from 0 (objective.l1_penalty;
-   TrainConfig's l1_delay and l1_warmup). ReLU alone leaves many more neurons firing than L1 does.
+3. Then, or along with it after a delay, add L1 on the hidden activations, grown linearly from 0
+   (twell_lab.training.objective.l1_penalty; TrainConfig's l1_delay and l1_warmup). ReLU alone leaves many more neurons
+   firing than L1 does.
 4. `twell_lab.profile` says how sparse the layers are, `twell_lab.sparsify` swaps them.
 
 In code, for a Hugging Face model and batches of its token numbers [batch, context]:
@@ -50,21 +51,29 @@ _FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation
 
 
 def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
-    """Replace the activation of each feed-forward layer with a ReLU, in place; returns the names of those changed.
+    """Replace the activation of each feed-forward layer with a ReLU, in place.
 
-    model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: see twell_lab.layers.anatomy for the parts that are known)
-    or of this project. Layers that have a ReLU already stay as they are. Of a model of several parts, the text model
-    alone is changed: not the vision tower of a Gemma3. Configurations are changed with it (`hidden_act` and the like
-    become "relu"), so that what is saved is loaded as the same ReLU model. Other modules keep their activations. only:
-    change the layers for which only(name, module) is true instead, in whichever part. Where no configuration says which
-    layers those are, it stays as it was, with a warning: what is saved then is loaded with the old activations, to be
-    changed once more.
+    Layers that have a ReLU already stay as they are, and so do the activations of other modules. Of a model of several
+    parts the text model alone is changed: not the vision tower of a Gemma3. The configuration is changed with the
+    layers (`hidden_act` and the like become "relu"), so that what is saved is loaded as the same ReLU model.
 
-    Raises InputError, with nothing changed, for a model without feed-forward layers known here; for a layer that, with
-    the activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since its ReLU
-    would not silence neurons; for an activation that a ReLU is no stand-in for (tanh, sigmoid, ...); and without
-    `only`, where the configuration's field also governs modules that keep their activation, as the routed experts of
-    Qwen2-MoE and DeepseekV3."""
+    Args:
+        model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: twell_lab.layers.anatomy has the parts that are known)
+            or of this project.
+        only: change the layers for which only(name, module) is true, in whichever part of the model. Where no
+            configuration says which layers those are, the configuration stays as it was, with a warning: what is saved
+            then is loaded with the old activations, to be changed once more.
+
+    Returns:
+        The names of the layers that were changed.
+
+    Raises:
+        InputError: with nothing changed, for a model without feed-forward layers known here; for a layer that, with
+            the activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since
+            a ReLU would not silence its neurons; for an activation that a ReLU cannot stand in for (tanh, sigmoid,
+            ...); and, without `only`, where the configuration's field also governs modules that keep their activation,
+            as the routed experts of Qwen2-MoE and DeepseekV3.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     layers = [
@@ -167,14 +176,12 @@ def _say_relu(model: nn.Module, changed: set[str]) -> None:
     if missed := sorted(changed - governed):
         raise InputError(
             f"no field of {type(model.config).__name__} makes {missed[0]} a ReLU, so that what is saved would not be "
-            f"loaded "
-            "as this model"
+            "loaded as this model"
         )
     if other:
         raise InputError(
             f"the activation in {type(model.config).__name__} is also that of {', '.join(other[:3])} ({len(other)} in "
-            f"all), "
-            "which would become a ReLU where the model is loaded again"
+            "all), which would become a ReLU where the model is loaded again"
         )
     for at in configs:
         _set_relu(model.config, at)
@@ -210,10 +217,8 @@ def _set_relu(config, at: tuple[str, ...]) -> None:
     for name in at:
         config = getattr(config, name)
     for field in _FIELDS:
-        if isinstance(getattr(config, field, None), str):
-            object.__setattr__(config, field, "relu") if isinstance(config, ModelConfig) else setattr(
-                config, field, "relu"
-            )
+        if isinstance(getattr(config, field, None), str):  # a ModelConfig is frozen
+            (object.__setattr__ if isinstance(config, ModelConfig) else setattr)(config, field, "relu")
 
 
 def _answers(model: nn.Module, config) -> dict[str, object]:

@@ -59,8 +59,8 @@ def sparsify(
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
             source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
-        if plan is not None:
-            sparse._watch = Watch(shared, found.name) if plan == "auto" else None
+        if plan == "auto":
+            sparse.watch(Watch(shared, found.name))
     return model
 
 

@@ -13,7 +13,6 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
@@ -22,11 +21,8 @@ from torch.nn import functional as F
 
 from ..core import machine
 from ..core.errors import InputError, TwellError
-from ..core.files import read, read_json, write_atomically
+from ..core.files import parse_json, read, read_json, write_atomically
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
@@ -35,9 +31,17 @@ _LAYER_BYTES = 16_384  # a layer's modules, beside its weights
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a LanguageModel; `context` bounds the length of an input. InputError names a wrong one.
+    """The sizes of a LanguageModel.
 
-    gated: gated feed-forward layers, or plain ones. activation: "relu", or "relu2", its square (SquaredReLU).
+    Attributes:
+        vocabulary: how many token numbers there are.
+        d_model, layers, heads, d_ff: as in TrainConfig.
+        context: the most tokens of an input.
+        gated: gated feed-forward layers, or plain ones.
+        activation: "relu", or "relu2", its square (SquaredReLU).
+
+    Raises:
+        InputError: naming a size that is no whole number from 1 up, or does not go with another.
     """
 
     vocabulary: int = 256
@@ -74,17 +78,15 @@ def parameters(model: ModelConfig) -> int:
 
 def check_fits(config: ModelConfig) -> None:
     """InputError where such a model would be more than this machine's memory, before anything of it is built."""
-    tables = (
-        4 * config.context * (config.d_model // config.heads // 2)
-    )  # angles, sines, cosines, and what one of them is made of
+    # rotary positions: angles, sines, cosines, and what one of them is made of
+    tables = 4 * config.context * (config.d_model // config.heads // 2)
     weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
     needed, there = weights + _LAYER_BYTES * config.layers, machine.memory()
     if there is not None and needed > there:
         sizes = ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config) if each.type == "int")
         raise InputError(
             f"a model of {sizes} takes {needed / 2**30:,.1f} GiB of memory, and this machine has "
-            f"{there / 2**30:,.1f}; accepted: "
-            "smaller sizes"
+            f"{there / 2**30:,.1f}; accepted: smaller sizes"
         )
 
 
@@ -206,7 +208,7 @@ class LanguageModel(nn.Module):
             said = read_json(folder / "config.json", "model")
             content = read(folder / "model.safetensors")
             weights = safetensors.torch.load(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
             if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
@@ -215,21 +217,19 @@ class LanguageModel(nn.Module):
                 raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
             config = ModelConfig(**said)
             held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
-            with torch.device(
-                "meta"
-            ):  # nothing is built yet, and of layers that are not there only the first, which is missing then
+            # On meta nothing is built yet. Of layers without weights one is enough: it is named as missing.
+            with torch.device("meta"):
                 wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
             check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
             if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
                 raise InputError(
                     f"{wrong[0]} is {weights[wrong[0]].dtype} in the weights in {str(folder)!r}; accepted: "
-                    f"floating-point weights"
+                    "floating-point weights"
                 )
             if noted not in (None, found):
                 raise InputError(
                     f"config.json or model.safetensors in {str(folder)!r} was altered after it was written: the "
-                    f"model's "
-                    f"SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model"
+                    f"model's SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model"
                 )
             model = cls(config)
             model.load_state_dict(weights)

@@ -17,6 +17,7 @@ it has arrived raises."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from weakref import ref
 
@@ -28,9 +29,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..core.errors import InputError
 from . import checks
 
-TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(
-    4
-)  # how a copy is laid out; all but the first take the neurons in `order`
+# How a copy is laid out; all but the first take the neurons in `order`.
+TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(4)
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
@@ -151,7 +151,11 @@ def _count_step(optimizer: Optimizer | None = None, *_) -> None:
         _steps += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+@functools.cache
+def _follow_optimizers() -> None:
+    """Have every optimizer's step counted from now on: asked for by the first copy, so that an import changes nothing
+    of torch's."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 def _made_of(copies: list[Tensor]) -> list[_Made | None]:
@@ -212,6 +216,7 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
         vars(copies[0]).pop("refused", None)
     made = _made_of(copies)
     if not _up_to_date(made, weights, copies, order, changing, anew):
+        _follow_optimizers()
         for copy in copies:
             forget(copy)  # should anything go wrong midway, it is known for half made
         with torch.no_grad():

@@ -24,8 +24,8 @@ _NO_TAIL = (None, None, None)
 _PIECE = (
     32768  # tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost
 )
-_LEAST = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
-_LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
+LEAST_TWELL = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
+LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
 LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
 
 
@@ -163,7 +163,7 @@ def _hopper(x, gate, up, down, hot, tile, words) -> bool:
     first = up if gate is None else gate
     if (
         (tile, words) != (256, 32)
-        or x.shape[0] < (_LEAST_HOT if hot else _LEAST)
+        or x.shape[0] < (LEAST_HOT if hot else LEAST_TWELL)
         or not portable.pooled_takes(x.dtype, x.shape[1])
     ):
         return False
@@ -283,7 +283,7 @@ class _Portable(Call):
         self.pack = portable.Pack(x.dtype, tokens, d_ff, tile, words, vectors, x.device)
         self.packed = (tokens, tiles, words), word_dtype(x.dtype)
         sizes = x.dtype, tokens, d_model, d_ff, tile, words
-        self.counted = (tokens >= _LEAST, hot // tile, words)
+        self.counted = (tokens >= LEAST_TWELL, hot // tile, words)
         if gate is None:
             aligned = portable._aligned(down_t, down_bias)
             self.rows = portable.TokenRows("down", 2, *sizes, aligned, x.device)
@@ -316,7 +316,7 @@ def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats
     leave out."""
     g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
     packed = portable.pack(g, tile, words)
-    if stats is not None and x.shape[0] >= _LEAST:  # below, the extra launches would be felt
+    if stats is not None and x.shape[0] >= LEAST_TWELL:  # below, the extra launches would be felt
         _count(packed[:, hot // tile :], stats, words)
     if gate is None:
         return portable.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], tile)

@@ -18,10 +18,10 @@ from ..core import machine
 from ..core.errors import DeviceError, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from . import accuracy
-from .reference import GatedFeedForward
+from .reference import GatedFeedForward, PlainFeedForward
 
-_GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
-_ROTATED = 3  # input sets a timing rotates through
+GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
+ROTATED = 3  # input sets a timing rotates through
 
 
 class WrongResult(TwellError, ArithmeticError):
@@ -54,7 +54,7 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
 
 
 def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype, device, *, seed: int = 0):
-    """A dense gated layer and `_ROTATED` inputs [tokens, d_model] whose neurons fire at the wanted rates.
+    """A dense gated layer and `ROTATED` inputs [tokens, d_model] whose neurons fire at the wanted rates.
 
     The first component of every input is a constant, and the gate's weights for it set each neuron's threshold:
     the rest of the product is standard normal, so neurons fire independently, at their own rate, through a real GEMM.
@@ -65,24 +65,33 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
     needed = dtype.itemsize * (
-        3 * d_model * d_ff + tokens * (_ROTATED * d_model + d_ff)
+        3 * d_model * d_ff + tokens * (ROTATED * d_model + d_ff)
     )  # the layer, and what goes through it
     _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
-    rates = firing_rates(d_ff, nnz, kind, seed=seed).clamp(min=1e-30)
+    rates = firing_rates(d_ff, nnz, kind, seed=seed)
+    return drawn(rates, tokens, d_model, dtype, device, shrink=max(nnz, 1.0) ** 0.5, seed=seed)
+
+
+def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: float, gated: bool = True, seed: int = 0):
+    """As `workload`, for firing rates [d_ff] that are at hand. shrink: what the down projection is divided by."""
+    d_ff = rates.numel()
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
-    layer = GatedFeedForward(d_model, d_ff).requires_grad_(False)
-    layer = layer.to_empty(device=device)
+    layer = (
+        (GatedFeedForward if gated else PlainFeedForward)(d_model, d_ff).requires_grad_(False).to_empty(device=device)
+    )
     constant = d_model**0.5
-    threshold = -torch.special.ndtri(rates).to(device, torch.float32)
-    gate = normal(d_ff, d_model)
-    gate /= gate[:, 1:].norm(dim=1, keepdim=True)  # exactly standard, or a narrow layer would miss its rates
-    gate[:, 0] = -threshold.clamp(max=12.0) / constant
-    layer.gate_proj.weight.data = gate
-    layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
-    layer.down_proj.weight.data = normal(d_model, d_ff) / max(nnz, 1.0) ** 0.5
+    threshold = -torch.special.ndtri(rates.clamp(1e-30, 1 - 1e-7)).to(device, torch.float32)
+    pattern = normal(d_ff, d_model)
+    if d_model > 1:  # exactly standard, or a narrow layer would miss its rates
+        pattern /= pattern[:, 1:].norm(dim=1, keepdim=True)
+    pattern[:, 0] = -threshold.clamp(max=12.0) / constant
+    (layer.gate_proj if gated else layer.up_proj).weight.data = pattern
+    if gated:
+        layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
+    layer.down_proj.weight.data = normal(d_model, d_ff) / shrink
     inputs = []
-    for _ in range(_ROTATED):
+    for _ in range(ROTATED):
         x = normal(tokens, d_model)
         x[:, 0] = constant
         inputs.append(x.to(dtype))
@@ -180,7 +189,7 @@ def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> di
     """
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
     for call in calls.values():
-        for turn in range(_ROTATED):
+        for turn in range(ROTATED):
             call(turn)
     torch.cuda.synchronize()
     events: dict[str, list] = {name: [] for name in calls}
@@ -199,7 +208,7 @@ def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> di
 def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
     """The call captured into one CUDA graph for each input set, so that a replay costs one launch."""
     graphs = []
-    for turn in range(_ROTATED):
+    for turn in range(ROTATED):
         call(turn)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -219,7 +228,7 @@ def peak_bytes(call: Callable[[int], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _device(name: str | torch.device | None) -> torch.device:
+def present_device(name: str | torch.device | None) -> torch.device:
     """The device called `name`, by default a GPU where there is one; DeviceError where it is not there."""
     there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..core.errors import InputError
-from ..formats import twell
+from ..formats import as_tensor, twell
 from ..formats.twell import TILE, WORDS, TwELL, check_geometry, tail_of, word_dtype
 from . import checks, copies, cpu, differentiable, dispatch, portable, reference
 
@@ -45,12 +45,14 @@ _library.define(
 
 
 def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | None = None) -> TwELL:
-    """TwELL of relu(gate), exact on every input. gate: [rows, d_ff]; keeps positives and NaN.
+    """TwELL of relu(gate), exact on every input. gate: [rows, d_ff]; keeps positives and NaN. An array of CuPy's, or of
+    another library that shares its memory (`formats.as_tensor`), is taken as a tensor is.
 
     On a GPU the tiles are packed by a kernel, and the length of the tail is then read back, once, as
     torch.nonzero would; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
     """
     checks.refuse_transforms("pack")
+    gate = as_tensor("gate", gate)
     checks.check_tensor("gate", gate, dims=2)
     check_geometry(tile, words)
     if gate.shape[1] == 0:

@@ -1,1 +1,56 @@
-"""Plotly figures (figures) from plain data (data). May import formats and core."""
+"""Plotly figures, from rows and numbers alone. May import formats and core.
+
+The names below come from `figures`, which needs plotly and is imported when the first of them is used; `data` beside
+it needs no package."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .figures import (
+        BLUE,
+        COLOURS,
+        FAINT,
+        FORMATS,
+        GREEN,
+        GREY,
+        INK,
+        ORANGE,
+        PURPLE,
+        RED,
+        SKY,
+        firing_by_layer,
+        formats_bytes,
+        neuron_frequency,
+        packed_tile,
+        speedups,
+        styled,
+        training_curves,
+    )
+
+__all__ = [
+    "BLUE",
+    "COLOURS",
+    "FAINT",
+    "FORMATS",
+    "GREEN",
+    "GREY",
+    "INK",
+    "ORANGE",
+    "PURPLE",
+    "RED",
+    "SKY",
+    "firing_by_layer",
+    "formats_bytes",
+    "neuron_frequency",
+    "packed_tile",
+    "speedups",
+    "styled",
+    "training_curves",
+]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".figures", __name__), name)

@@ -1,4 +1,4 @@
-"""What the figures and the page draw, as plain data. Needs neither torch nor plotly."""
+"""What the figures and the page draw, as dicts, lists and numbers. Needs neither torch nor plotly."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Iterable
 
 from ..core.errors import InputError
 
-OTHER_KERNELS = (
-    "portable",
-    "mma.sync",
-)  # paths of rows that say what a layer takes on kernels which were not picked for it
+# Paths of rows that say how long a layer takes on kernels that were not picked for it.
+OTHER_KERNELS = ("portable", "mma.sync")
 
 
 def picked(path: str) -> bool:
-    """Whether a row's path is the layer as it runs (or the dense one), rather than kernels that are there for
-    comparison."""
+    """Whether a row's path is the layer as it runs, or the dense one, and not kernels measured for comparison."""
     return path.partition(" (")[0] not in OTHER_KERNELS
 
 
@@ -62,7 +59,7 @@ def share(value: float) -> str:
 
 
 def tile_of(twell, row: int, tile: int) -> dict:
-    """One tile of one row of a formats.TwELL as plain data, which packed_tile draws and JSON can hold.
+    """One tile of one row of a formats.TwELL as a dict, which packed_tile draws and JSON can hold.
 
     {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
     are used, as whole numbers, the count first), tail (what did not fit, written as such words too)}.

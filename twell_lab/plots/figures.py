@@ -1,7 +1,7 @@
-"""Figures, each a function of plain data: plotly `go.Figure` out, nothing shown, nothing measured here.
+"""Figures, each a function that returns a plotly `go.Figure`: nothing is shown and nothing measured here.
 
 Arguments are what the library returns (a FiringProfile, TrainResults, a TwELL, rows of records) or the same
-as plain dicts and lists, as read back from JSON; so a figure can be drawn on a machine without torch.
+as dicts and lists, as read back from JSON; so a figure can be drawn on a machine without torch.
 Recorded measurements are always named "recorded on <device>, <date>", the reader's own "yours, now".
 """
 
@@ -30,8 +30,11 @@ FORMATS = ("dense", "CSR", "ELL", "TwELL")
 def training_curves(results: Mapping[str, object]) -> go.Figure:
     """Loss and firing during training, one colour a run.
 
-    results: label -> TrainResult, or its summary(). Left: bits per byte, training as a thin line, validation
-    as dots. Right: neurons that fire for a token, as a share of d_ff.
+    Left: bits per byte, training as a thin line, validation as dots. Right: neurons that fire for a token, in percent
+    of d_ff.
+
+    Args:
+        results: label of each run -> its TrainResult, or summary() of that.
     """
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
     for colour, (label, result) in zip(COLOURS, results.items(), strict=False):
@@ -83,8 +86,12 @@ def training_curves(results: Mapping[str, object]) -> go.Figure:
 def firing_by_layer(profile, without=None) -> go.Figure:
     """How many neurons fire in each layer: mean share, and the span that holds the middle 90% of tokens.
 
-    profile: FiringProfile, or its layers as dicts. without: densities (0 to 1) of another model's layers,
-    such as the one trained without L1, drawn beside.
+    Args:
+        profile: a FiringProfile, or its layers as dicts.
+        without: densities (0 to 1) of the layers of the model trained without L1, drawn beside.
+
+    Raises:
+        InputError: for a profile without layers.
     """
     layers = _layers(profile)
     mean = [100 * _get(layer, "density") for layer in layers]
@@ -122,7 +129,12 @@ def firing_by_layer(profile, without=None) -> go.Figure:
 def neuron_frequency(profile, layer: int = 0) -> go.Figure:
     """On which share of tokens each neuron of one layer fires, most used first; the dead ones are counted.
 
-    profile: FiringProfile, or its layers as dicts; layer: which of them, from 0.
+    Args:
+        profile: a FiringProfile, or its layers as dicts.
+        layer: which of them, from 0.
+
+    Raises:
+        InputError: for a layer that is not there.
     """
     layers = _layers(profile)
     if not 0 <= layer < len(layers):
@@ -164,7 +176,12 @@ def neuron_frequency(profile, layer: int = 0) -> go.Figure:
 def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
     """One tile before and after packing: its columns above, its words below (a count, then the values).
 
-    twell: formats.TwELL, or what tile_of made of one (then row and tile are taken from there).
+    Args:
+        twell: a formats.TwELL, or what `data.tile_of` made of one, which then says row and tile.
+        row, tile: which tile, from 0.
+
+    Raises:
+        InputError: for a row or tile that is not there.
     """
     at = twell if isinstance(twell, Mapping) else tile_of(twell, row, tile)
     entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
@@ -242,9 +259,13 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
 def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "yours, now") -> go.Figure:
     """How many times as fast as torch's dense layer (eager, same run), over the number of tokens.
 
-    rows: the reader's measurement rows, named `mine`; recorded: flat rows of records (`records.flat_rows`).
     One line for each device, dtype, path and workload; the eager dense rows are the line at 1 and are not
     drawn. Recorded lines are dotted, grey where the kernels have changed since.
+
+    Args:
+        rows: the reader's measurement rows.
+        recorded: flat rows of records (`records.flat_rows`).
+        mine: what the reader's lines are called.
     """
     figure, ticks = go.Figure(), set()
     for own, part in ((True, rows), (False, recorded or [])):
@@ -289,7 +310,8 @@ def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "
 def formats_bytes(table: list[dict]) -> go.Figure:
     """Bytes that each format takes for one token's activations, layer by layer.
 
-    table: one dict a layer: {"layer": name, "tokens": rows packed, "bytes": {"dense": ..., "CSR": ..., ...}}.
+    Args:
+        table: one dict a layer: {"layer": name, "tokens": rows packed, "bytes": {"dense": ..., "CSR": ..., ...}}.
     """
     names = layer_names([row["layer"] for row in table])
     figure = go.Figure()
@@ -314,6 +336,7 @@ def formats_bytes(table: list[dict]) -> go.Figure:
 
 
 def styled(figure: go.Figure, title: str, height: int = 400) -> go.Figure:
+    """The figure itself, with the look that all figures here have. height: in pixels."""
     figure.update_layout(
         template="plotly_white",
         height=height,

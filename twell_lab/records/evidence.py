@@ -59,7 +59,7 @@ class Case:
 
 
 def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Numbers from -1 to 1, float64, the same on every machine: a 64-bit mixer (splitmix64) of the element's number."""
+    """Numbers from -1 to 1, float64 of this shape, the same on every machine: splitmix64 of each element's number."""
     z = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -146,7 +146,7 @@ def cases() -> list[Case]:
     two_warps["x"][4, 3] = torch.inf  # the whole row follows the dense layer: NaN
     finite = _adversarial(5, 300, torch.bfloat16).nan_to_num(1.0, 2.0, -2.0)
     wide = _weights(torch.float32, 5, 260, 300)
-    plain = {name: wide[name] for name in ("down_t", "down_bias")}
+    second_half = {name: wide[name] for name in ("down_t", "down_bias")}
     return [
         Case("pack, bf16, odd values and full tiles", "pack", (1, 2, 3, 4), {"gate": gate}, _run_pack),
         Case(
@@ -160,7 +160,7 @@ def cases() -> list[Case]:
             "down, fp32, overflow from the tail",
             "down",
             (1, 2, 3),
-            {**plain, **_packed(finite.float(), tail=True)},
+            {**second_half, **_packed(finite.float(), tail=True)},
             _run_down,
         ),
     ]
@@ -312,7 +312,7 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
 
 
 def run_all(found: list[Case]) -> None:
-    """Launch each version of each case once on the GPU, in order: what counters_record watches from outside."""
+    """Launch each version of each case once on the GPU, in order, for the profiler of `counters_record` to count."""
     for case in found:
         here = {name: t.cuda() for name, t in case.inputs.items()}
         for v in case.versions:

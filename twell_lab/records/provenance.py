@@ -221,7 +221,7 @@ class _Writer:
         for is_text, group in groupby(node.values, lambda part: isinstance(part, ast.Constant)):
             parts = list(group)
             if is_text:
-                parts = [ast.Constant("".join(part.value for part in parts))]
+                parts = [ast.Constant("".join(part.value for part in parts if isinstance(part, ast.Constant)))]
             yield from (self.text(part, local) for part in parts)
 
     def _field(self, name: str, value, node: ast.AST, local: frozenset[str]) -> str:

@@ -3,9 +3,10 @@
 A record is one JSON file: where, when and with which software something was measured, the rows that were
 measured, and notes. `data/records` holds the project's own; `Record.save` writes a reader's.
 
-Kernels and their GPU evidence must not drift apart: each record carries, for each kernel that ran, a hash of its
-sources and launch code (twell_lab.records.provenance). `verify()` fails for a kernel whose present hash is in no newest
-GPU test report, unless `UNVERIFIED.json` beside it names the kernel with its hash and says why no GPU run exists yet.
+Kernels and their GPU evidence must not drift apart. So each record carries a hash of each kernel that ran, over its
+sources and launch code (twell_lab.records.provenance). `verify()` fails for a kernel whose present hash is not in the
+newest GPU test report, unless `UNVERIFIED.json` names the kernel with its hash and says why it has not run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..core import folders
+from ..core import folders, machine
 from ..core.errors import RecordError
 from ..core.files import WHOLE, read_json, write_atomically
 from . import provenance
@@ -47,13 +48,26 @@ FLAT_KEYS = (
 
 @dataclass
 class Record:
-    """One measurement run. Times in rows are in milliseconds, memory in bytes, the date is UTC.
+    """One measurement, as it is kept. Times in rows are in milliseconds, memory in bytes.
 
-    A row with a `kind` is a measurement and must also name its `device`, its `path` and its median time `ms`; other
-    rows (test reports, for one) are free in form. `machine` is `machine.describe()`. `commit` is the commit the code
-    came from, None outside a checkout; `dirty` says whether the tree differed from it. `kernels`: the hash of each
-    kernel that ran on a GPU, by name; None in a file of schema 1, which does not say. `kernel_hash`: one hash over all
-    kernel sources and launch code with their file names, as schema 1 had it; None in records made since."""
+    Attributes:
+        name: of the file: lower-case letters, digits, "-", "_" and ".".
+        purpose: what was measured, a sentence.
+        rows: a row with a `kind` is a measurement, and must also name its `device`, its `path` and its median time
+            `ms`; other rows (those of test reports, for one) are free in form.
+        date: UTC, as "2026-11-22T10:53:58Z".
+        commit: the commit that the code came from; None outside a checkout.
+        dirty: whether the code differed from that commit.
+        machine: what `core.machine.describe` says.
+        notes: anything more, JSON-able.
+        kernels: the hash of each kernel that ran on a GPU, by name; None in a file of schema 1, which does not say.
+        kernel_hash: one hash over all kernel sources and launch code with their file names, as schema 1 had it; None
+            in records made since.
+        schema: of the file: 1 or 2.
+
+    Raises:
+        RecordError: for a field that is of another type, naming it.
+    """
 
     name: str
     purpose: str
@@ -80,11 +94,16 @@ class Record:
         *,
         kernels: Iterable[str] | None = None,
     ) -> Record:
-        """A record of what was just measured here: date, commit, kernels and machine are filled in.
+        """A record of what was just measured here: date, commit, hashes and machine are filled in.
 
-        kernels: names of those that ran, where other processes ran them; by default those that this process loaded.
+        Args:
+            name, purpose, rows, notes: see Record.
+            kernels: names of those that ran, where other processes ran them; by default those that this process
+                loaded.
+
+        Raises:
+            RecordError: for rows that are none, and kernels whose sources are not there.
         """
-        from ..core import machine as machine_module
         from ..cuda import launcher
 
         commit, dirty = provenance.source_commit()
@@ -99,7 +118,7 @@ class Record:
             dirty=dirty,
             date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             kernels={each: hashes[each] for each in sorted(ran)},
-            machine=machine_module.describe(),
+            machine=machine.describe(),
         )
 
     def to_json(self) -> str:
@@ -127,11 +146,19 @@ class Record:
             ) from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write `name-date.json` into `folder` (default: the project's records) and return its path.
+        """Write `name-date.json` into a folder, whole or not at all; an older record is never overwritten.
 
-        The file appears whole or not at all, and an older record is never overwritten.
+        Args:
+            folder: by default the records of this checkout, or, where the package is installed, the working folder;
+                made if need be.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            RecordError: for a folder that cannot be written.
         """
-        folder = folders.records_dir() if folder is None else Path(folder)
+        folder = folders.new_records_dir() if folder is None else Path(folder)
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
         target, again = folder / f"{stem}.json", 2
         while target.exists():
@@ -202,7 +229,11 @@ def _is_number(value) -> bool:
 
 
 def load(path: str | Path) -> Record:
-    """Read one record. Raises RecordError naming the file and the field that is wrong."""
+    """Read one record.
+
+    Raises:
+        RecordError: naming the file, and the field that is missing, unknown or of another type.
+    """
     path = Path(path)
     data = _read_object(path)
     known = [f.name for f in fields(Record)]
@@ -220,7 +251,14 @@ def load(path: str | Path) -> Record:
 
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
-    """Every record of a folder (default: the project's own), oldest first. A missing folder holds none."""
+    """Every record of a folder, oldest first.
+
+    Args:
+        folder: by default the project's records; one that is not there holds none.
+
+    Raises:
+        RecordError: as `load`.
+    """
     folder = folders.records_dir() if folder is None else Path(folder)
     if not folder.is_dir():
         return []
@@ -229,10 +267,10 @@ def load_all(folder: str | Path | None = None) -> list[Record]:
 
 
 def flat_rows(records: list[Record]) -> list[dict]:
-    """Every measurement of these records as one flat dict with exactly the keys of FLAT_KEYS.
+    """The measurements of these records, one flat dict each, with exactly the keys of FLAT_KEYS.
 
-    What a row does not say is None. `stale` marks a GPU time taken with kernels other than the present ones;
-    a CPU time runs none of them and is never stale.
+    What a row does not say is None. `stale` marks a GPU time taken with kernels other than the present ones; for a CPU
+    time no kernel ran, so it is never stale.
     """
     flat = []
     for record in records:
@@ -252,13 +290,18 @@ def flat_rows(records: list[Record]) -> list[dict]:
 
 
 def table(rows: list[dict], columns: dict[str, str]) -> str:
-    """Rows as aligned text. columns: key in the row -> heading; floats to four digits, None as a dash."""
+    """Rows as lines of aligned text, numbers to the right: floats with four digits, None as a dash.
+
+    Args:
+        rows: dicts; a key that is missing counts as None.
+        columns: key in a row -> heading of its column, in the order shown.
+    """
 
     def shown(value) -> str:
-        if value is None or isinstance(
-            value, str
-        ):  # a name in a file may hold anything, and a terminal obeys some of it
-            return (value if value.isprintable() else repr(value)[1:-1]) if value else "-"
+        if value is None or value == "":
+            return "-"
+        if isinstance(value, str):  # it comes from a file, and a terminal would obey control characters in it
+            return value if value.isprintable() else repr(value)[1:-1]
         if isinstance(value, float):
             return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
         return f"{value:,}" if type(value) is int else str(value)
@@ -281,10 +324,10 @@ def is_cpu(device: str) -> bool:
 
 
 def stale(record: Record) -> bool:
-    """Whether a kernel that ran for this record has other sources or launch code now, or is gone; True where it does
-    not say which ran.
+    """Whether this record was made with other kernels than the present ones.
 
-    Not if its notes say under "kernels" that they were off: then none of them ran.
+    True where a kernel that ran has other sources or launch code now, or is gone. A record of schema 1 does not say
+    which ran: it counts as stale, unless its notes say under "kernels" that they were off.
     """
     if record.kernels is None:
         return not str(record.notes.get("kernels", "")).startswith("off")
@@ -292,12 +335,22 @@ def stale(record: Record) -> bool:
 
 
 def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:
-    """Check that each kernel as it is was tested on a GPU, or is named as not reported on yet.
+    """Check that each kernel, as it is now, was tested on a GPU or is named as not tested yet.
 
-    The newest record whose notes hold `gpu_tests` must carry each kernel's present hash and report no failure. For
-    those that it does not carry, `UNVERIFIED.json` in the folder must be {"kernels": {name: present hash, ...}, "why":
-    a reason, "date": ...}. Returns one sentence saying what holds; raises RecordError, naming the kernels, where
-    neither does. `tree` is another checkout to look at (tests use copies)."""
+    The newest record whose notes hold `gpu_tests` must report no failure. The present hash of each kernel must be in
+    it, or in `UNVERIFIED.json` in the same folder: {"kernels": {name: present hash, ...}, "why": a reason, "date":
+    ...}.
+
+    Args:
+        folder: of the records; by default the project's, or those of `tree`.
+        tree: the top of another checkout to look at.
+
+    Returns:
+        One sentence that says which of the two holds.
+
+    Raises:
+        RecordError: naming the kernels for which neither holds.
+    """
     if folder is None:
         folder = folders.records_dir() if tree is None else Path(tree) / "data" / "records"
     folder, now = Path(folder), provenance.kernel_hashes(tree)
@@ -328,9 +381,8 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
         listed = ", ".join(f"{name} ({value[:12]})" for name, value in (unnamed or untested).items())
         raise RecordError(
             f"kernels with code that no GPU test report carries: {listed}; {said}, and {lacks}. Run the GPU tests and "
-            f"keep their report in data/records, or name each of them with its hash, and the reason, in "
-            f"data/records/{UNVERIFIED} "
-            "(`twell-lab records --verify --json` prints the hashes)"
+            "keep their report in data/records, or name each of these kernels with its hash, and the reason, in "
+            f"data/records/{UNVERIFIED} (`twell-lab records --verify --json` prints the hashes)"
         )
     return (
         f"{len(untested)} of {len(now)} kernels have no GPU test report of their own yet ({', '.join(untested)}): {why}"

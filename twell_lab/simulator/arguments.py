@@ -129,13 +129,12 @@ def number(kernel: str, parameter, given, size: int):
 
 def _struct(kernel: str, parameter, given, size: int):
     """The bytes of a struct: from a ctypes structure, a NumPy scalar or record, or bytes, of exactly its size."""
-    is_plain = isinstance(given, (bytes, bytearray, ctypes.Structure, ctypes._SimpleCData, np.generic))
-    data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if is_plain else b""
-    if len(data) != size or not is_plain:
+    holds_bytes = isinstance(given, (bytes, bytearray, ctypes.Structure, ctypes._SimpleCData, np.generic))
+    data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if holds_bytes else b""
+    if len(data) != size or not holds_bytes:
         raise InputError(
             f"{parameter.name} of {kernel} is {given!r:.80}; {parameter.type} takes {size} bytes: a ctypes.Structure, "
-            f"a NumPy "
-            "record or bytes of that size"
+            "a NumPy record or bytes of that size"
         )
     return (ctypes.c_char * size).from_buffer_copy(data)
 

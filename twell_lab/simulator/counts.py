@@ -22,11 +22,15 @@ GLOBAL, SHARED = 1, 2  # spaces of a site
 
 @dataclass(frozen=True)
 class Traffic:
-    """Accesses of one sort. A request is one instruction of one warp, however many of its lanes take part.
+    """Accesses of one sort.
 
-    requests; accesses: lanes; bytes: what the lanes asked for. sectors of 32 bytes and lines of 128, each
-    summed over the requests (global memory). wavefronts: passes over the 32 banks, and ideal_wavefronts:
-    how few they could be (shared memory).
+    Attributes:
+        requests: instructions of a warp, however many of its lanes take part.
+        accesses: lanes that took part, over all requests.
+        bytes: what the lanes asked for.
+        sectors, lines: of 32 and of 128 bytes, touched by each request and summed over them; global memory only.
+        wavefronts: passes over the 32 banks; shared memory only.
+        ideal_wavefronts: how few these could be.
     """
 
     requests: int = 0
@@ -59,9 +63,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Tally:
-    """Every sort of count. collectives: warps at a shuffle, vote or ballot; barriers: warps at a block barrier.
+    """Every sort of count.
 
-    divergent_branches: how often the lanes of a warp went different ways.
+    Attributes:
+        global_reads, global_writes, shared_reads, shared_writes, atomics: accesses to memory.
+        collectives: warps at a shuffle, vote or ballot.
+        barriers: warps at a block barrier.
+        divergent_branches: how often the lanes of a warp went different ways.
     """
 
     global_reads: Traffic = Traffic()
@@ -97,7 +105,10 @@ class LineCounts(Tally):
 class Footprint:
     """The different 32-byte sectors of one array that a launch read and wrote.
 
-    block_read_sectors: those that each block read, summed over the blocks. bytes: the array's size.
+    Attributes:
+        read_sectors, written_sectors: each counted once, however often it was used.
+        block_read_sectors: those that each block read, summed over the blocks.
+        bytes: the array's size.
     """
 
     read_sectors: int = 0
@@ -115,7 +126,13 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Counts(Tally):
-    """The counts of one launch. threads: of the whole grid; footprints: array name -> Footprint."""
+    """The counts of one launch: those of Tally, summed over the grid.
+
+    Attributes:
+        threads: of the whole grid.
+        footprints: array name -> Footprint.
+        sites, lines: the counts at each place in the code, and which source line that is.
+    """
 
     threads: int = 0
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
@@ -189,7 +206,7 @@ class Counts(Tally):
         return replace(self, **grown, threads=round(self.threads * factor), footprints=touched)
 
     def to_dict(self) -> dict:
-        """The totals, the footprints and the counts by line as plain data, for a record."""
+        """The totals, the footprints and the counts by line as dicts and numbers, for a record."""
         totals = {name: asdict(sort) for name, sort in self.traffic.items()}
         totals |= {name: getattr(self, name) for name in _NUMBERS}
         return totals | {
@@ -249,8 +266,7 @@ H100 = Gpu(
     3.0e12,
     7.4e12,
     source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 "
-    "TB/s by "
-    "reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run",
+    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run",
 )
 
 
@@ -286,7 +302,7 @@ class Prediction:
 
 
 def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
-    """How long the parts of `gpu` would need for these counts, each alone and at its full rate.
+    """How long the parts of a GPU would need for these counts, in seconds, each alone and at its full rate.
 
     "device memory": every different sector once, read and written. "L2 cache": the different sectors that each
     block reads, as if the L1 cache kept them until the block ends, and the sectors of every write, which it
@@ -312,7 +328,7 @@ def predicted_time(counts: Counts, gpu: Gpu = H100) -> Prediction:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table as plain text: the first column to the left, the others to the right."""
+    """A table as text: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(

@@ -12,9 +12,8 @@ from pathlib import Path
 from ..core import folders
 from ..core.errors import StackError
 
-FULL = re.compile(
-    "No space left on device|Disk quota exceeded|signal 7 .Bus error"
-)  # the last: the linker, of a full disk
+# What says that a disk is full; the last is what the linker ends with there.
+FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")
 
 
 def writable(folder: Path | None) -> Path:

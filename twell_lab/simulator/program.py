@@ -36,8 +36,14 @@ _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 @dataclass(frozen=True)
 class Run:
-    """One launch. seconds: how long it took here, which says nothing about a GPU. counts and trace: None unless asked
-    for."""
+    """What one launch gave.
+
+    Attributes:
+        kernel, grid, block: what was launched.
+        seconds: how long it took here, which says nothing about a GPU.
+        counts: of accesses to memory; None unless watched with "counts".
+        trace: the steps of one block; None unless asked for.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -48,12 +54,20 @@ class Run:
 
 
 def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
-    """The kernels of a file of kernels/ (a name), or of one's own (a path), for launching on the CPU.
+    """The kernels of a file, for launching on the CPU.
 
-    Headers are looked for beside the file, then in kernels/. defines: macros (True: defined without a value). Nothing
-    is compiled yet; `launch` does it, once for fast and once for watched runs, and keeps the result by content.
-    Raises StackError without a C++ compiler, CompileError for a source it refuses, Unsupported for one that uses what
-    only a GPU has.
+    Nothing is compiled yet: `Program.launch` does it, once for fast and once for watched runs, and keeps the result by
+    content.
+
+    Args:
+        file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
+        defines: macros and their values; True for one that is defined without a value.
+
+    Raises:
+        InputError: for a file that is not there.
+        StackError: without a C++ compiler.
+        CompileError: for a source that the compiler refuses.
+        Unsupported: for a source that uses what only a GPU has.
     """
     return Program(file, dict(defines))
 
@@ -84,19 +98,32 @@ class Program:
         seconds: float = 120.0,
         cores: int | None = None,
     ) -> Run:
-        """Run `kernel` for every thread of grid x block; arrays are changed in place, as on a GPU.
+        """Run a kernel for every thread of grid x block; arrays are changed in place, as on a GPU.
 
-        arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
-        watch: None runs optimised code and finds only what cannot go on (threads that wait for each other in vain, a
-        division by zero, no memory left for a thread's own arrays, an address that is no memory, memory given back that
-        malloc did not give, a call that would end the process); an access out of bounds may damage this process, as it
-        may anywhere in C++; "faults" checks every access and raises a Fault, leaving the arrays as they were; "counts"
-        also counts them (Run.counts); "address" is for processes that were started with AddressSanitizer's runtime,
-        which ends them at an access out of bounds. trace: number of a block whose steps are kept (Run.trace), at most
-        `steps` of them; values: expressions to keep beside them, after a source line: {"smxx_pack.cu:69": "count"} (or
-        "file:text of the line"). shared_bytes: size of an `extern __shared__` array. seconds: limit; a kernel that is
-        still running then ends with faults.TooLong, as does a thread that is counted or traced for 16 million steps
-        without meeting others. cores: how many blocks run at a time; all cores by default."""
+        Args:
+            kernel: its name.
+            grid, block: one to three sizes each; a block has at most 1,024 threads.
+            arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
+            watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
+                finds only what cannot go on: threads that wait for each other in vain, a division by zero, no memory
+                left for a thread's own arrays, an address that is no memory, memory given back that malloc did not
+                give, a call that would end the process; an access out of bounds may damage this process, as anywhere
+                in C++. "address" is for processes that were started with AddressSanitizer's runtime, which ends them
+                at an access out of bounds.
+            trace: number of a block whose steps are kept (Run.trace).
+            values: expressions to keep beside the steps, after a source line: {"smxx_pack.cu:69": "count"}, or with
+                the text of the line in the place of its number.
+            shared_bytes: size of an `extern __shared__` array.
+            steps: the most steps that a trace keeps.
+            seconds: the most that the launch may take.
+            cores: how many blocks run at a time; all cores by default.
+
+        Raises:
+            InputError: for arguments that the kernel does not take, and sizes that a GPU does not.
+            faults.Fault: for what the kernel does wrong; if it was watched, the arrays are as they were.
+            faults.TooLong: after `seconds`, and for a thread that is counted or traced for 16 million steps without
+                meeting others.
+        """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if block[0] * block[1] * block[2] > _MOST_THREADS:
             raise InputError(f"block is {block}, {block[0] * block[1] * block[2]} threads; at most 1024 are accepted")
@@ -231,9 +258,8 @@ class _Call:
         self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
         self.copy: np.ndarray | None = None
-        self.groups: list[
-            tuple[int, int, int]
-        ] = []  # address, bytes and the copy's offset of memory that is copied as one
+        # Memory that is copied as one: its address, its bytes, and where it begins in the copy.
+        self.groups: list[tuple[int, int, int]] = []
 
     def _value(self, parameter, given, size: int):
         if parameter.pointer:
@@ -297,13 +323,8 @@ class _Call:
             len(shared),
             max((s.offset + s.size for s in library.built.shared), default=0),
         )
-        launch.holds = (
-            self,
-            values,
-            addresses,
-            buffers,
-            shared,
-        )  # as long as it runs, which may be longer than this call
+        # It may run for longer than this call, and needs these as long.
+        launch.holds = (self, values, addresses, buffers, shared)
         start = time.perf_counter()
         report = _interruptible(library, launch)
         took = time.perf_counter() - start
@@ -394,7 +415,7 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
 
 
-# ---- launches by twell_lab.ops.portable ----
+# ---- launches by twell_lab.ops ----
 
 
 @dataclass
@@ -419,10 +440,17 @@ def watching(
     replace: Mapping[str, str | Path] | None = None,
     cores: int | None = None,
 ) -> Iterator[list[Run]]:
-    """Inside it, `launch.pack`, `down` and `gated` on CPU tensors run as `Program.launch` would with these options.
+    """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched.
 
-    replace: {"smxx_pack.cu": "my_pack.cu"} takes one's own file for one of kernels/. Gives the list that each Run is
-    added to.
+    Args:
+        watch, trace, values, cores: as for `Program.launch`.
+        replace: {"smxx_pack.cu": "my_pack.cu"} takes one's own file in the place of one of kernels/.
+
+    Yields:
+        The list that the Run of each launch is added to.
+
+    Raises:
+        InputError: for another `watch`.
     """
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
@@ -435,7 +463,7 @@ def watching(
 
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments) -> None:
-    """What twell_lab.ops.portable calls for CPU tensors. Outside of `watching`: optimised code, nothing watched."""
+    """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
     session = _session.get() or _Session()
     program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
     run = program.launch(

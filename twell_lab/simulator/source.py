@@ -255,11 +255,11 @@ class Types:
 
     def integer(self, expression: str, depth: int = 0) -> int:
         """The value of integer arithmetic in C++; -1 where it needs more than integers, casts, sizeof and constants."""
-        plain = re.sub(r"\(\s*(?:(?:unsigned|signed|int|long|short|size_t|std::size_t)\s*)+\)", "", expression)
-        plain = re.sub(r"\bsizeof\s*\(([^()]*)\)", lambda m: str(SIZES.get(self.resolve(m[1]), "?")), plain)
-        plain = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", plain).replace("/", "//").replace("'", "")
+        python = re.sub(r"\(\s*(?:(?:unsigned|signed|int|long|short|size_t|std::size_t)\s*)+\)", "", expression)
+        python = re.sub(r"\bsizeof\s*\(([^()]*)\)", lambda m: str(SIZES.get(self.resolve(m[1]), "?")), python)
+        python = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", python).replace("/", "//").replace("'", "")
         try:
-            value = self._value(ast.parse(plain.strip(), mode="eval").body, depth)
+            value = self._value(ast.parse(python.strip(), mode="eval").body, depth)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             return -1
         return value if 0 <= value < 2**40 else -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Stacks:
@@ -41,7 +42,7 @@ class Guard:
     all."""
 
     def __init__(self) -> None:
-        self._library = None
+        self._library: Any = None  # a ctypes.CDLL, whose functions have no annotations
         self._lock = threading.Lock()
 
     @contextmanager

@@ -64,10 +64,10 @@ def find_shared(tool: Tool, library: Path, declared: Iterable[SharedDeclaration]
         f = line.split()  # number, value, size, type, binding, visibility, section, name
         if len(f) == 8 and f[3] == "TLS" and f[6] != "UND" and not re.match(r"_ZGV|_ZT[HW]|sim_", f[7]):
             symbols[f[7]] = (int(f[1], 16), int(f[2], 0))
-    plain = _output([filt], "".join(f"{name}\n" for name in symbols)).splitlines()
+    demangled = _output([filt], "".join(f"{name}\n" for name in symbols)).splitlines()
     found = []
     declared = list(declared)
-    for name, (offset, size) in zip(plain, symbols.values(), strict=True):
+    for name, (offset, size) in zip(demangled, symbols.values(), strict=True):
         function, _, last = _at_last_colons(name)
         last = last.partition("[")[0]  # clang's discriminators and abi tags
         if last.startswith("sim_") or function.startswith("sim_"):

@@ -76,7 +76,7 @@ _NEEDS = (
 
 @dataclass(frozen=True)
 class Compiler:
-    """path: what is run; name: "g++" or "clang++"; version: the first line of what it says of itself."""
+    """A C++ compiler: its path, its name ("g++" or "clang++"), and the first line of what it says of its version."""
 
     path: str
     name: str
@@ -84,9 +84,10 @@ class Compiler:
 
 
 def compiler() -> Compiler:
-    """The one that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works.
+    """The compiler that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works.
 
-    Raises StackError, with what to install, where there is none and on a machine the simulator does not run on.
+    Raises:
+        StackError: where there is none, with what to install; and on a machine that the simulator does not run on.
     """
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         raise StackError(
@@ -119,7 +120,7 @@ def _try(path: str) -> Compiler | None:
 
 
 def available() -> bool:
-    """Whether compiler() finds one."""
+    """Whether there is a compiler for the simulator: whether `compiler()` finds one."""
     try:
         return bool(compiler())
     except StackError:
@@ -147,9 +148,7 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
     # Lines and what was compiled into what, no more: a quarter of the size. DWARF 4, in this order (gcc): of version 5
     # some binutils (2.40) take a unit's first header for the unit itself.
     flags += ["-gdwarf-4", "-g1"]
-    flags.append(
-        "-fstack-clash-protection"
-    )  # a large frame meets the closed end of its stack, and is not put beyond it
+    flags.append("-fstack-clash-protection")  # a large frame then cannot skip the closed end of its stack
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
     # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
@@ -428,7 +427,7 @@ def _own_digest(about: dict) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _read_cached(folder: Path, name: str) -> tuple | None:
+def _read_cached(folder: Path, name: str) -> tuple[dict, tuple, tuple] | None:
     """(kernels, shared, dynamic) of a library that is in the cache and whole, else None."""
     try:
         about = json.loads(kept.text(folder / f"{name}.json"))

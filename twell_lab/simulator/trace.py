@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.errors import InputError
 from ..plots.data import decode
+from .symbols import Line
 
 KINDS = {0: "read", 1: "write", 2: "atomic", 4: "warp", 5: "barrier", 6: "watch"}
 SPACES = {0: None, 1: "global", 2: "shared"}
@@ -38,7 +39,7 @@ class Step:
     index: int
     warp: int
     kind: str
-    line: object
+    line: Line | None
     path: tuple
     array: str | None
     arrays: tuple
@@ -154,9 +155,12 @@ class State(Mapping):
 class Trace(Sequence):
     """The steps of one block: trace[3], len(trace), or `.steps`.
 
-    arrays: name -> what it is (name, space, dtype, shape, before). block_shape: threads in x, y and z.
-    barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
-    truncated: whether steps past the recorder's limit are missing.
+    Attributes:
+        steps: in the order in which they were made.
+        arrays: name -> what it is (name, space, dtype, shape, before).
+        block_shape: threads in x, y and z.
+        barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
+        truncated: whether steps past the recorder's limit are missing.
     """
 
     def __init__(self, steps: list[Step], arrays: dict, block_shape: tuple, changes: list, truncated: bool) -> None:

@@ -1,15 +1,18 @@
 """Checkpoints of a training run: everything that a run needs to go on as if nothing had happened.
 
-    out/checkpoint-000300/state.json             config, step, random states, history; size and SHA-256 of each file,
-    and of itself
+    out/checkpoint-000300/state.json             config, step, random states, history; size and SHA-256 of each file
+                                                 and its own SHA-256
                           model.safetensors      weights; with config.json a model that twell-lab profile reads
                           config.json            and tokenizer.json, where it reads no bytes
                           optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
 
-A checkpoint is written under another name, forced to the disk and then renamed, so a folder of this name is whole. Once
-it is there the ones before it are removed, under another name again. At every moment one whole checkpoint has its name:
-where a step is saved once more, the one before is meanwhile checkpoint-000300.old, which is read too. What a process
-that was killed left half written or half removed, the next `save` removes."""
+A checkpoint is written into a folder of another name (checkpoint-000300.part), forced to the disk and then renamed, so
+that a folder with a checkpoint's name is always whole. Then the older ones are renamed too, and removed. Where a step
+is saved once more, the one before is called checkpoint-000300.old until the new one is there, and is read like any
+other. What a process that was killed left half written or half removed, the next `save` removes.
+
+torch.distributed.checkpoint would write a file a process and a pickled index, which none but torch reads, and no digest
+of them: here every process gathers the tensors, and the first writes two safetensors files."""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core.errors import InputError, RecordError
+from ..core.files import check_folder
 from ..core.seal import seal, sha256, to_disk, unseal
 from ..models.tiny import FORMAT as MODEL_FORMAT
 from ..models.tiny import ModelConfig, fingerprint
@@ -57,12 +61,19 @@ class Interrupted(KeyboardInterrupt):
 class State:
     """One checkpoint in memory. Tensors are whole (not sharded) and on the CPU.
 
-    step: steps made. config: what the run was told, but for its text: `text` says which (its name, sha256 and size, and
-    the path where there is one). seconds: trained so far. order, noise: states of the generators of windows and of
-    fresh gate rows, uint8. optimizer: {"<what>.<parameter>": tensor}. counts: of twell_lab.training.dead.Tracker; empty
-    if not tracked. paths: of kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer,
-    "graphs": compiling.Compiled's
-        if it is compiled}; otherwise empty.
+    Attributes:
+        step: steps made.
+        config: what the run was told, but for its text.
+        model_config: the model's sizes.
+        text: name, sha256 and size of the text, and the path where there is one.
+        seconds: trained so far.
+        history: the rows so far.
+        order, noise: states of the generators of windows and of fresh gate rows, uint8.
+        weights: of the model, by name.
+        optimizer: {"<what>.<parameter>": tensor}.
+        counts: of twell_lab.training.dead.Tracker; empty if not tracked.
+        paths: with kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer,
+            "graphs": of twell_lab.training.compiled.Compiled, if it is compiled}; otherwise empty.
     """
 
     step: int
@@ -129,16 +140,12 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         for name, tensors, about in (("model", state.weights, printed), ("optimizer", extra, None)):
             whole = {key: value.contiguous() for key, value in tensors.items()}
             safetensors.torch.save_file(whole, part / f"{name}.safetensors", metadata=about)
-        (part / "config.json").write_bytes(_json(model_config))
-        if (
-            folder / TOKENIZER
-        ).is_file():  # so that a checkpoint taken elsewhere still reads its text as it was trained
+        (part / "config.json").write_text(json.dumps(model_config, indent=1, allow_nan=False) + "\n")
+        if (folder / TOKENIZER).is_file():  # a checkpoint taken elsewhere is to read its text as it was trained
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
         written = sorted(part.iterdir())
-        sizes, sums = (
-            {path.name: path.stat().st_size for path in written},
-            {path.name: sha256(path) for path in written},
-        )
+        sizes = {path.name: path.stat().st_size for path in written}
+        sums = {path.name: sha256(path) for path in written}
         (part / "state.json").write_bytes(seal({"format": FORMAT, "sizes": sizes, "files": sums, **fields}))
         for path in (*part.iterdir(), part):
             to_disk(path)
@@ -196,7 +203,7 @@ def load(folder: str | os.PathLike) -> State:
                 raise InputError(f"{name} in the checkpoint {str(path)!r} is damaged: {error}") from None
     optimizer = tensors["optimizer.safetensors"]
     counts = {name[7:]: optimizer.pop(name) for name in list(optimizer) if name.startswith("counts.")}
-    plain = {name: fields[name] for name in ("step", "config", "model_config", "text", "seconds", "history")}
+    as_read = {name: fields[name] for name in ("step", "config", "model_config", "text", "seconds", "history")}
     states = {}
     for name in ("order", "noise"):
         try:
@@ -207,7 +214,7 @@ def load(folder: str | os.PathLike) -> State:
                 f"{name} in state.json of the checkpoint {str(path)!r} is no state of a generator: {error}"
             ) from None
     return State(
-        **plain,
+        **as_read,
         **states,
         weights=tensors["model.safetensors"],
         optimizer=optimizer,
@@ -264,9 +271,8 @@ def check_same(
                 f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
                 f"({state.text['name']}) in the checkpoint; accepted: the text the run began with"
             )
-    if (
-        held := state.text.get("training_size", training_size)
-    ) != training_size:  # a text and what was prepared of it are cut apart
+    held = state.text.get("training_size", training_size)
+    if held != training_size:  # a prepared text is cut at another place than the same text read as it is
         raise InputError(
             f"the text's training part has {training_size} bytes, and {held} in the checkpoint; accepted: the text as "
             "the run read it, prepared or not"
@@ -315,15 +321,11 @@ def tidy(folder: str | os.PathLike) -> None:
 
 def writable(folder: str | os.PathLike) -> Path:
     """The folder, made if need be. InputError where no file can be made in it."""
-    folder = Path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".twell-lab.part"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"cannot save in {str(folder)!r}: {error}") from None
-    return folder
+        check_folder(folder)
+    except RecordError as error:
+        raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
+    return Path(folder)
 
 
 def _fields(path: Path) -> dict:
@@ -390,7 +392,7 @@ def _paths(value) -> bool:
 
 
 def _graphs(value) -> bool:
-    """Of compiling.Compiled."""
+    """Of twell_lab.training.compiled.Compiled."""
     return (
         isinstance(value, dict)
         and _whole(value.get("changed_at"))
@@ -432,7 +434,3 @@ _ACCEPTED = {
 
 def _default(name: str):
     return next(each.default for each in dataclasses.fields(TrainConfig) if each.name == name)
-
-
-def _json(value: dict) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

@@ -1,10 +1,10 @@
 """What torch.compile is given while the layers of a model may change their path: see twell_lab.analysis.switching.
 
 One graph of model and loss is the fastest: it fuses what lies between layers, 3 to 5% of a step on an H100 (the
-"training" record has whole models and their layers compiled, the loss in neither). But it is another graph for every
-combination of paths, each compiled for 10 seconds and more, and after eight of them torch goes on without compiling.
-Compiled one by one, all layers on the same path share a graph. So layers are compiled one by one, and the whole once no
-layer has changed for a while and there is enough left to train for it to pay."""
+"training" record has whole models, and models compiled layer by layer, both without the loss). But every combination
+of paths needs another graph, which takes 10 seconds and more to compile, and after eight of them torch goes on without
+compiling. Compiled one by one, all layers on the same path share a graph. So layers are compiled one by one at first,
+and the whole model once no layer has changed its path for a while and enough steps are left for that to pay."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from .objective import Objective
 
 QUIET = 500  # steps without a change, after which none is expected
-WORTH = (
-    5000  # passes left, forwards and backwards: at 70 ms each, 4% of them is what compiling a model of 8 layers takes
-)
-# graphs of the whole at most in a run: with those of earlier runs in this process, torch compiles eight of one function
+# Passes (forwards and backwards) that must be left: 4% of them, at 70 ms each, is what compiling 8 layers takes.
+WORTH = 5000
+# The most graphs of the whole model in a run: torch compiles one function eight times in a process, for all its runs.
 WHOLES = 4
 
 

@@ -22,7 +22,7 @@ class TrainConfig:
     """What to train, on what, and how long. A wrong value raises InputError that names the field.
 
     The fields below are also the options of `twell-lab train`, whose help is read from here. The defaults are the
-    tour's; what they were chosen from stands beside TOUR, at the end of twell_lab.train.
+    tour's; what they were chosen from stands beside TOUR, at the end of twell_lab/training/loop.py.
 
     text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless ?bytes=500e6
         follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a PreparedText);
@@ -39,7 +39,7 @@ class TrainConfig:
             tokenizer's file; unless named, what the text comes with, or bytes.
 
     Sparsity:
-        l1: coefficient of the penalty (see twell_lab.train); 0 trains without.
+        l1: coefficient of the penalty (see twell_lab.training.loop); 0 trains without.
         l1_delay: steps without the penalty.
         l1_warmup: steps over which its coefficient then grows linearly to l1.
         dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
@@ -168,9 +168,8 @@ class TrainConfig:
 
     def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
         value = getattr(self, name)
-        endless = (
-            isinstance(value, int) and abs(value) >= 2**63
-        )  # no counter of torch's goes that far, and some no float holds
+        # torch counts no further, and some of these no float holds
+        endless = isinstance(value, int) and abs(value) >= 2**63
         if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
             raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
 
@@ -193,19 +192,24 @@ class TrainConfig:
 class TrainResult:
     """A trained model and how it got there.
 
-    history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
-        1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
-        layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
-        one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
-        tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely, where they may
-        run), lr, tokens_per_s (since the row before, validations left out), seconds since the start; on a GPU
-        peak_bytes (the most that this process has held there so far); where the model was validated also
-        val_bits_per_byte.
-    validation_bits_per_byte: cross-entropy on held-out text, in bits a byte, at the end.
-    mean_nnz, density, dead: firing on that text (see twell_lab.profile): neurons firing at a token, averaged
-        over layers; the share of neurons firing, by layer; neurons that never fire there, by layer.
-    text: name, sha256 and size of the whole text, and the sizes of its training and validation parts.
-    seconds, tokens: wall time of the loop, validations included; tokens trained on.
+    Attributes:
+        model: on the device it was trained on, in evaluation mode.
+        config: what it was trained with.
+        history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from
+            1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
+            layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
+            one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
+            tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely, where they may
+            run), lr, tokens_per_s (since the row before, validations left out), seconds since the start; on a GPU
+            peak_bytes (the most that this process has held there so far); where the model was validated also
+            val_bits_per_byte.
+        validation_bits_per_byte: cross-entropy on held-out text at the end, in bits a byte.
+        mean_nnz: neurons firing at a token of that text (see twell_lab.profile), averaged over tokens and layers.
+        density: the share of neurons firing there, by layer.
+        dead: neurons that never fire there, by layer.
+        text: name, sha256 and size in bytes of the whole text, and the sizes of its training and validation parts.
+        seconds: wall time of the loop, validations included.
+        tokens: how many it was trained on.
     """
 
     model: LanguageModel

@@ -7,7 +7,7 @@ are dead so. Its remedy (appendix C.3, equation 6) moves the gate row of each de
     Wg[j] <- (1 - lambda) Wg[j] + lambda N(0, sigma^2)        lambda 0.1, sigma 0.02 (its initialisation)
 
 after every training step, which removes almost all of them. What fires is the gate's positive outputs, those of the
-up projection in a plain layer (see twell_lab.profile).
+up projection in a plain layer (see twell_lab.analysis.profile).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..analysis.profile import _watching
+from ..analysis.profile import on_gate
 from ..core.errors import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import FeedForward, firing_layers
@@ -30,7 +31,7 @@ STRENGTH, SIGMA = 0.1, 0.02  # the paper's lambda and sigma
 class Tracker:
     """For each neuron, how many tokens have passed since it last fired, counted in whole calls of `see`.
 
-    layers: the model's feed-forward layers (model.firing_layers), or their widths d_ff.
+    layers: the model's feed-forward layers (layers.anatomy.firing_layers), or their widths d_ff.
     window_tokens: a neuron silent for this many tokens or more is dead. Until that many have been seen none is.
 
     The counts are int64 tensors on the device of what `see` is given; nothing here waits for it. Raises InputError
@@ -95,13 +96,12 @@ class Tracker:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
-    """Within this context forward passes of the model are watched; the function it gives tells what fired in them.
+def collect_fired(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
+    """A context that notes which neurons fire in the forward passes of the model, and gives a function that tells.
 
-    That function returns, for each layer in the order of model.firing_layers, bool [d_ff]: whether a neuron fired
-    at any token since it was last called (all False without a forward pass), and begins anew. For layers swapped by
-    `sparsify` each pass computes the gate once more. Nothing is seen of a compiled model. Raises InputError for a
-    model without layers that fire.
+    For each layer, in the order of layers.anatomy.firing_layers, that function returns bool [d_ff]: whether a neuron
+    fired at any token since the function was last called. For layers swapped by `sparsify` each pass computes the gate
+    once more. In a compiled model nothing is noted. Raises InputError for a model without layers that fire.
     """
     layers = firing_layers(model)
     seen: list[Tensor | None] = [None] * len(layers)
@@ -125,7 +125,7 @@ def watching(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
 
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            hooks.enter_context(_watching(layer, note(number)))
+            hooks.enter_context(on_gate(layer, note(number)))
         yield fired
 
 
@@ -134,7 +134,7 @@ def fired_in(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
     Without gradients, in the mode the model is in. Returns bool [d_ff] for each layer, on the model's device.
     """
-    with watching(model) as fired, torch.no_grad():
+    with collect_fired(model) as fired, torch.no_grad():
         model(tokens)
         return fired()
 
@@ -187,10 +187,11 @@ def _move(parameter: Tensor, rows: Tensor, strength: float, towards: Tensor) -> 
         keep[rows] = 1 - strength
         add = torch.zeros_like(keep)
         add[rows] = (strength * towards).to(add)
-        mesh = parameter.device_mesh
+        sharded = cast(DTensor, parameter)
+        mesh = sharded.device_mesh
         for whole, change in ((keep, parameter.mul_), (add, parameter.add_)):
             replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            change(replicated.redistribute(placements=parameter.placements))
+            change(replicated.redistribute(placements=sharded.placements))
         return
     rows, towards = rows.to(parameter.device), towards.to(parameter.device)
     parameter[rows] = ((1 - strength) * parameter[rows].float() + strength * towards).to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""L1 training: a plain loop that makes the feed-forward layers of a small language model sparse.
+"""L1 training: a loop that makes the feed-forward layers of a small language model sparse.
 
 The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where
 h is what enters the down projection. This is the convention of the published code of "Sparser, Faster,
@@ -7,7 +7,7 @@ over neurons as well, so the same pressure takes a coefficient d_ff times larger
 
 Nothing in a step waits for a GPU: numbers are read where a row of the history is made, and only there.
 
-    torchrun --nproc-per-node 2 -m twell_lab.train --steps 1000 --out build/model
+    torchrun --nproc-per-node 2 -m twell_lab train --steps 1000 --out build/model
 
 trains on two GPUs what `twell-lab train` with the same options trains on one (see twell_lab.training.parallel).
 """
@@ -18,7 +18,6 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis.profile import profile
-from ..core.errors import InputError
+from ..core.errors import InputError, RecordError
+from ..core.files import write_atomically
 from ..core.lock import Lock
 from ..models.tiny import LanguageModel
 from . import checkpoint, parallel
@@ -40,14 +40,6 @@ from .parallel import World
 from .run import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
 from .text.load import load_any
 from .text.source import BYTES, check_apart, check_enough, spread_windows
-
-if (
-    __name__ == "__main__"
-):  # what `twell-lab train` does, without a core module that imports the command line; it knows what to do
-    import runpy  # where the imports below are interrupted, which take seconds
-
-    sys.argv.insert(1, "train")
-    runpy.run_module("twell_lab", run_name="__main__")
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps
 SAVE_SHARE = 10  # times as long as the last one took, if that is more
@@ -63,21 +55,32 @@ def train(
 ) -> TrainResult:
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
-    out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end, every
-        `checkpoint_every` steps (or about every five minutes), where the loss stops being a number and on Ctrl-C,
-        SIGTERM or SIGHUP; each replaces the one before. Under torchrun processes agree to stop at the next row of the
-        history. One training at a time has the folder.
-    resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config must be
-        the one it began with, but for checkpoint.FREE. `out` is then that folder unless given.
-    progress: show a bar on stderr, where that is a terminal.
-    on_step: called with each row of the history as it is made.
+    Warns when no neuron fires any more, when the steps read the text more than four times over, and where a run that
+    is resumed had ended already.
 
-    Raises TextError for a text that can't be read or is too short for the batch, DeviceError for a device that is not
-    there or more processes than GPUs; InputError when the loss stops being a number, for a config that is no
-    TrainConfig, a checkpoint that is truncated, altered or of another model or config, and for an `out` that holds a
-    run or a model, that another process is training into, or that lies in the folder that is the text;
-    checkpoint.Interrupted (a KeyboardInterrupt) once an interrupted run is saved. Warns when no neuron fires any more,
-    and when the steps read the text more than four times over, and where a run that is resumed had ended already."""
+    Args:
+        config: what to train, on what, and how long.
+        out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end,
+            every `checkpoint_every` steps (or about every five minutes), where the loss stops being a number and on
+            Ctrl-C, SIGTERM or SIGHUP; each replaces the one before. Under torchrun, processes agree to stop at the
+            next row of the history. Only one process trains into a folder at a time.
+        resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config
+            must be the one it began with, but for the fields in checkpoint.FREE. `out` is then that folder unless
+            given.
+        progress: show a bar on stderr, where that is a terminal.
+        on_step: called with each row of the history as it is made.
+
+    Returns:
+        The model, the history of its training, and what it does on held-out text.
+
+    Raises:
+        TextError: for a text that cannot be read or is too short for the batch.
+        DeviceError: for a device that is not there, and for more processes than GPUs.
+        InputError: when the loss stops being a number; for a config that is no TrainConfig; for a checkpoint that is
+            truncated, altered or of another model or config; for an `out` that holds a run or a model, that another
+            process is training into, or that lies in the folder that is the text.
+        checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
+    """
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with parallel.joined(config.device) as world, ExitStack() as ending:
@@ -99,9 +102,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text, training.size)
-    goes_on = home is not None and (
-        out is None or os.path.realpath(out) == os.path.realpath(home)
-    )  # in the folder it began in
+    # whether it goes on in the folder it began in
+    goes_on = home is not None and (out is None or os.path.realpath(out) == os.path.realpath(home))
     out = home if goes_on else out
 
     def claim() -> None:
@@ -121,8 +123,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         if world.lead and state.step >= config.steps:
             warnings.warn(
                 f"all {config.steps} steps of the run in {os.fspath(resume)!r} had been made: there is nothing left "
-                f"to train, and "
-                "only its neurons are counted again",
+                "to train, and only its neurons are counted again",
                 stacklevel=3,
             )
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
@@ -143,10 +144,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
 
     if out is not None:
         world.led(begin)
-    saved, warned = (
-        run.step if goes_on else None,
-        not world.lead,
-    )  # saved: the step of this run's last checkpoint in `out`
+    saved = run.step if goes_on else None  # the step of this run's last checkpoint in `out`
+    warned = not world.lead
     start = time.perf_counter() - run.seconds
     lap, lap_step = time.perf_counter(), run.step
     due = lap + SAVE_EVERY
@@ -193,10 +192,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
                     )
                     if validate:
-                        with (
-                            _autocast(config, world.device),
-                            torch.compiler.set_stance("force_eager"),
-                        ):  # compiling it would take longer
+                        # compiling a validation would take longer than running it
+                        with _autocast(config, world.device), torch.compiler.set_stance("force_eager"):
                             row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
                         if not math.isfinite(row["val_bits_per_byte"]):
                             raise Diverged(config, step, row["val_bits_per_byte"], math.nan)
@@ -204,9 +201,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     lap, lap_step = time.perf_counter(), step
                     row["seconds"] = lap - start
                     if world.device.type == "cuda":
-                        row["peak_bytes"] = torch.cuda.max_memory_allocated(
-                            world.device
-                        )  # of this process, since it began
+                        row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)
                     run.history.append(row)
                     metrics.write(row)
                     bar.set_postfix(
@@ -227,7 +222,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     due = time.perf_counter() + max(SAVE_EVERY, SAVE_SHARE * took)
                 if stopping and not last:
                     raise checkpoint.Interrupted(out, step, config.steps)
-        model = run.plain()
+        model = run.trained_model()
         with _autocast(config, world.device):
             firing = profile(model, (windows[:, :-1] for windows in held_out.split(eval_batch(model, held_out))))
         model.eval()
@@ -236,10 +231,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     except Diverged as error:
         if out is None or error.broken:  # then there is no good state to save: an earlier checkpoint may hold one
             raise
-        if (
-            run.step and run.step != saved
-        ):  # not in the place of an older one of this run, which may be the better start
-            save(keep_older=saved is not None)
+        if run.step and run.step != saved:
+            save(keep_older=saved is not None)  # an older checkpoint of this run may be the better start
         where = (
             f"in {os.fspath(out)!r}, and resuming it leads there again: begin anew in another folder"
             if run.step
@@ -339,9 +332,9 @@ def _autocast(config: TrainConfig, device: torch.device):
 
 
 class _Metrics:
-    """metrics.jsonl: a row of the history a line, there as soon as it is made. Until it is opened nothing happens.
+    """metrics.jsonl: one row of the history a line, written as soon as it is made. Before `open`, `write` does nothing.
 
-    Where a row can't be written any more (a full disk) it warns and stops: the checkpoints hold the rows as well.
+    Where a row can't be written any more (a full disk), it warns and stops: the checkpoints hold the rows as well.
     """
 
     def __init__(self) -> None:
@@ -349,12 +342,10 @@ class _Metrics:
 
     def open(self, path: Path, history: list[dict]) -> None:
         """Begin the file with the rows of a resumed run; what was there is replaced as a whole."""
-        part = path.with_name(path.name + ".part")
         try:
-            part.write_text("".join(json.dumps(row) + "\n" for row in history))
-            part.replace(path)
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in history))
             self.file = open(path, "ab", buffering=0)
-        except OSError as error:
+        except (RecordError, OSError) as error:
             raise InputError(f"cannot write {str(path)!r}: {error}") from None
 
     def write(self, row: dict) -> None:

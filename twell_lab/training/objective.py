@@ -104,9 +104,8 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        self.running = (
-            False  # a validation of the model alone must not fill the lists: that is gigabytes of a large model
-        )
+        # Whether `forward` runs: a validation of the model alone must not fill the lists with gigabytes.
+        self.running = False
         layers = firing_layers(model)
         self.sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]  # `sparsify` swaps all or none
         # A list for each layer: see Learner.tell.
@@ -117,9 +116,17 @@ class Objective(nn.Module):
         self.hooks = [catch_hidden(layer, own, lambda: self.running) for layer, own in zip(layers, self.hidden)]
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
-        """int64 windows [batch, context + 1], the coefficient (a scalar; None: no penalty) -> five tensors:
-        loss, with gradient; and without: cross-entropy and l1_term, [2]; l1, nnz and the share of lost tokens
-        (learning.LayerTerm) by layer, float32 [layers], or three empty tensors if not `count`."""
+        """Loss and penalty of some windows.
+
+        Args:
+            windows: int64 [batch, context + 1].
+            l1: the coefficient, a scalar; None for no penalty.
+            count: whether to return the numbers by layer.
+
+        Returns:
+            Five tensors: the loss, with gradient; and without: cross-entropy and what the penalty adds, [2]; l1, nnz
+            and the share of lost tokens (layers.learner.LayerTerm) by layer, float32 [layers] each, or three empty
+            tensors if not `count`."""
         self._forget()
         self.running = True
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
@@ -143,7 +150,8 @@ class Objective(nn.Module):
         self.of_scores = torch.compile(F.cross_entropy)
 
     def _forget(self) -> None:
-        for each in (*self.hidden, *self.told):
+        lists: list[list] = [*self.hidden, *self.told]
+        for each in lists:
             each.clear()
 
     def remove(self) -> None:

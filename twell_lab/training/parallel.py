@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class World:
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
     def led(self, act: Callable[[], object]) -> None:
-        """Have the first process do it, the others wait; an InputError there is raised in each of them."""
+        """Call `act` in the first process while the others wait; an InputError there is raised in all of them."""
         said: list[str | None] = [None]
         if self.lead:
             try:
@@ -85,8 +86,7 @@ def joined(device: str | None) -> Iterator[World]:
         except (ValueError, dist.DistError) as error:
             raise InputError(
                 f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE names cannot be joined: {error}; accepted: "
-                f"what "
-                "torchrun sets"
+                "what torchrun sets"
             ) from None
     try:
         yield World(own, dist.get_rank(), dist.get_world_size())
@@ -101,13 +101,13 @@ def joined(device: str | None) -> Iterator[World]:
 
 
 def _check_environment() -> None:
-    """InputError where one of torchrun's variables is no number: whoever set it did not mean us."""
+    """InputError where one of torchrun's variables is not a whole number: then something else has set it."""
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         value = os.environ.get(name, str(least))
         if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
             raise InputError(
                 f"{name} is {value!r} in the environment; accepted: a whole number from {least} up, as torchrun sets "
-                f"it, or none"
+                "it, or none"
             )
 
 
@@ -189,7 +189,8 @@ def put(into: Tensor, value: Tensor) -> None:
     value = value.to(into.device)
     with torch.no_grad():
         if hasattr(into, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor
+            from torch.distributed.tensor import DTensor, distribute_tensor
 
-            value = distribute_tensor(value.to(into.dtype), into.device_mesh, into.placements)
+            sharded = cast(DTensor, into)
+            value = distribute_tensor(value.to(into.dtype), sharded.device_mesh, sharded.placements)
         into.copy_(value)

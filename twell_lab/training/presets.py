@@ -1,17 +1,17 @@
 """Sizes to train at, by name: from a million weights on a CPU to the shapes of the paper's models.
 
-The paper's (arXiv 2603.23198, appendix B, and the configurations of its published code): d_model 2048, d_ff 5632 gated
-(8192 plain), 32 heads, 8, 18, 28 and 38 layers for 0.5B, 1B, 1.5B and 2B; 512 sequences of 2048 tokens a step, about a
-million tokens; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight decay 0.1, clip 1.0; L1 2e-5, which it
-recommends; about 10, 20, 30 and 40 billion tokens. Here too, except: the learning rate falls to a tenth and not to 0,
-rotary positions turn by the usual base of 10,000 and not 100,000, and head and embedding are two matrices and not one.
-Their vocabulary is that of a tokenizer with 49,152 entries; here it is a BPE of 32,768, trained on the text. So many
-tokens are prepared on disk first (twell_lab.training.text.prepared); a text held in memory has at most 1 GiB, some 0.2
-billion tokens.
+The paper's (arXiv 2603.23198, appendix B, and the configurations of its published code): d_model 2048, d_ff 5632 (8192
+without a gate), 32 heads, 8, 18, 28 and 38 layers for 0.5B, 1B, 1.5B and 2B; 512 sequences of 2048 tokens a step, about
+a million tokens; AdamW, learning rate 1e-3 after 600 steps of warm-up, weight decay 0.1, clip 1.0; L1 2e-5, which it
+recommends; about 10, 20, 30 and 40 billion tokens. Three things differ here: the learning rate falls to a tenth instead
+of 0, rotary positions turn by the usual base of 10,000 instead of 100,000, and head and embedding are two matrices
+instead of one. Their tokenizer has 49,152 entries; here it is a BPE of 32,768, trained on the text. So many tokens are
+prepared on disk first (twell_lab.training.text.prepared); a text held in memory has at most 1 GiB, some 0.2 billion
+tokens.
 
-The smaller ones are this project's. Of these 1M is measured (beside train.TOUR); the L1 of the others is where to
-begin, between those that were tried: at d_model 768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a
-token and 1e-3 left 28. Other texts and lengths of training want their own.
+The smaller configurations are this project's. Of these 1M is measured (beside TOUR in twell_lab/training/loop.py); the
+L1 of the others lies between values that were tried, as a place to begin: at d_model 768 and d_ff 2048, after 1000
+steps, 3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths of training want their own.
 """
 
 from __future__ import annotations

@@ -37,11 +37,10 @@ FRESH = 4
 
 
 class Order:
-    """Which windows each step reads: text.random_windows, without waiting for the device.
+    """Which windows each step reads: those of text.source.random_windows, without waiting for the device.
 
-    Tokens that fit are on the device; more than RESIDENT stay where they are, and windows of them are moved.
-
-    The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
+    Tokens of at most RESIDENT bytes are copied to the device; more stay where they are, and each step's windows are
+    moved. The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
     """
 
     def __init__(self, data: Tensor, config: TrainConfig, device: torch.device) -> None:
@@ -202,8 +201,8 @@ class Run:
                 self.graphs.changed_at = state.step
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
-    def plain(self) -> LanguageModel:
-        """The trained model without anything of the training about it: dense layers, whole weights."""
+    def trained_model(self) -> LanguageModel:
+        """The model as it is handed back: dense layers, whole weights, no hooks."""
         self.objective.remove()
         if not self.sharded and not any(isinstance(module, SparseFFN) for module in self.model.modules()):
             return self.model
@@ -226,7 +225,7 @@ class Guard:
         self.first = torch.zeros(3, dtype=torch.float64, device=run.world.device)  # step, loss, norm of the gradient
         self.before: dict[int, Tensor] = {}  # state of the order before each step since the last check
         if not self.waits:
-            run.optimizer.found_inf = self.broken
+            run.optimizer.found_inf = self.broken  # type: ignore[attr-defined]  # fused AdamW reads it
 
     @property
     def order_state(self) -> Tensor:
@@ -267,8 +266,8 @@ class Guard:
 
 
 class Diverged(InputError):
-    """The loss or its gradient is no finite number, and the run is as the step before left it; or weights are none
-    (broken: their names)."""
+    """The loss or its gradient is not finite, and the run is as the step before left it; or weights are not finite
+    (`broken`: their names)."""
 
     def __init__(
         self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: tuple[str, ...] = ()
@@ -283,14 +282,15 @@ class Diverged(InputError):
 
 
 class Stop:
-    """While a run that can save itself goes on, Ctrl-C, SIGTERM as a cluster's scheduler sends it, or SIGHUP as a
-    terminal that closes, only asks it to stop after its step; `asked` says so. What follows changes nothing: they often
-    come in twos. But another Ctrl-C, once AGAIN seconds have passed, stops at once.
+    """What Ctrl-C, SIGTERM (of a cluster's scheduler) and SIGHUP (of a terminal that closes) do to a run that is saved.
 
-    With several processes (patient) no Ctrl-C does that: the terminal sends it to each of them, and so does torchrun.
-    They must agree, and where one of them has ended they would wait for it for ever, deaf to signals: torchrun, too,
-    sends SIGTERM to the others then. So a process that has not heard from all of them, which the loop says by setting
-    `agreed`, GRACE seconds after it was asked ends without saving."""
+    The first one asks the run to stop after its step, which `asked` says. Those that follow change nothing, since they
+    often come in twos; but another Ctrl-C, once AGAIN seconds have passed, stops at once.
+
+    With several processes (`patient`) no Ctrl-C stops at once: the terminal sends it to each of them, and so does
+    torchrun. They must agree to stop, and where one of them has ended the others would wait for it forever. So a
+    process that does not hear from all of them within GRACE seconds of being asked ends without saving; the loop says
+    that it has heard by setting `agreed`."""
 
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
@@ -300,15 +300,10 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if self.active:
-            wanted = (
-                signal.SIGINT,
-                *(
-                    number
-                    for name in ("SIGTERM", "SIGHUP")
-                    if (number := getattr(signal, name, None)) is not None
-                    and signal.getsignal(number) not in (signal.SIG_IGN, None)
-                ),
-            )  # as nohup has it
+            numbers = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))
+            # nohup has SIGHUP ignored: then it stays so
+            noted = [each for each in numbers if each and signal.getsignal(each) not in (signal.SIG_IGN, None)]
+            wanted = (signal.SIGINT, *noted)
             self.old = {number: signal.signal(number, self._note) for number in wanted}
             if self.patient:
                 self._watch()
@@ -358,8 +353,7 @@ class Stop:
                     os.write(
                         2,
                         f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did "
-                        f"not agree to "
-                        f"within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
+                        f"not agree to within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
                     )
                 os._exit(128 + seen[0])
             os.close(reader)
@@ -374,11 +368,9 @@ def warn_if_silent(row: dict, config: TrainConfig) -> bool:
         return False
     warnings.warn(
         f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch "
-        f"(mean nnz 0, "
-        f"cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, and what "
-        f"does not fire gets no gradient; a smaller "
-        f"l1{', a longer l1_warmup or reinit' if not config.reinit else ' or a longer l1_warmup'} "
-        "may help",
+        f"(mean nnz 0, cross-entropy {row['ce']:.3f}); with l1 {config.l1:g} the penalty has switched them all off, "
+        "and what does not fire gets no gradient; a smaller l1"
+        f"{' or a longer l1_warmup' if config.reinit else ', a longer l1_warmup or reinit'} may help",
         stacklevel=4,
     )
     return True

@@ -35,14 +35,12 @@ PURPOSE = "one model trained with more and more L1, beside its twins without: lo
 
 NOVELS = {
     "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in "
-    "left_out, "
-    "joined in the order of their names (twell_lab.training.text.source.read)",
+    "left_out, joined in the order of their names (twell_lab.training.text.source.read)",
     "name": "95-english-novels",
     "source": "https://github.com/computationalstylistics/100_english_novels",
     "commit": "143e601875d70e195f2cc5ebd8b034609271194d",
     "licence": "public domain in the United States (all published by 1930) and wherever copyright ends 70 years after "
-    "the "
-    "author's death; the repository states no licence of its own",
+    "the author's death; the repository states no licence of its own",
     "left_out": [
         "Forster_Angels_1905.txt",
         "Forster_Howards_1910.txt",
@@ -54,8 +52,7 @@ NOVELS = {
     "size": 75855091,
     "sha256": "b2586cd6b034bf99f5156c8558940516858fc70f0cf4e69b351e63971ac46749",
     "validation": "the last ten novels in that order, by Trollope, Ward, Collins and Woolf; of these authors only "
-    "Trollope "
-    "is among those trained on",
+    "Trollope is among those trained on",
 }
 
 # 57 million parameters; 1200 steps of 32,768 bytes are 39 MB, a little over half of the training text.
@@ -234,9 +231,8 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     """Firing of a trained model on held-out windows int64 [n, context + 1], as JSON-able numbers.
 
     layers: one dict a layer: nnz (mean over tokens), low and high (the middle 90% of tokens), most, dead (neurons
-    silent
-        on all of this text), busy (the smallest share of the neurons that does 80% of the firing), overflow (the share
-        of tokens with a TwELL tile beyond its slots).
+        silent on all of this text), busy (the smallest share of the neurons that does 80% of the firing), overflow
+        (the share of tokens with a TwELL tile beyond its slots).
     positions: where in the window each bin begins, and nnz by layer there (a mean over the bin).
     bytes: byte values seen at least 100 times, how often, and nnz by layer, for the byte that is read.
     counted: tokens.
@@ -249,7 +245,7 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     byte = torch.zeros(len(layers), 256, dtype=torch.int64, device=device)
     reading: list[Tensor] = []
 
-    def watch(number: int):
+    def counter(number: int):
         def see(module: nn.Module, args: tuple, output: Tensor) -> None:
             nnz = fires(output).sum(-1).view(reading[0].shape)
             position[number] += nnz.sum(0)
@@ -266,7 +262,7 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
         if dtype == "bfloat16":
             stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         for number, layer in enumerate(layers):
-            stack.callback(layer.pattern.register_forward_hook(watch(number)).remove)
+            stack.callback(layer.pattern.register_forward_hook(counter(number)).remove)
         profiled = profile(model, batches())
     read = torch.bincount(windows[:, :-1].flatten(), minlength=256).cpu()
     often = (read >= 100).nonzero().flatten()
@@ -332,12 +328,8 @@ def twin(rows: list[dict], seed: int | None = None) -> dict:
 
 def pressed(rows: list[dict]) -> list[dict]:
     """The runs of the sweep itself, from L1 0 up: the twin, then every L1 value without re-initialisation."""
-    return [
-        twin(rows),
-        *sorted(
-            (row for row in rows if row["label"] == f"L1 {row['config']['l1']:g}"), key=lambda row: row["config"]["l1"]
-        ),
-    ]
+    with_l1 = [row for row in rows if row["label"] == f"L1 {row['config']['l1']:g}"]
+    return [twin(rows), *sorted(with_l1, key=lambda row: row["config"]["l1"])]
 
 
 def cost(row: dict, rows: list[dict]) -> float:

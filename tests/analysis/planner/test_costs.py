@@ -12,7 +12,7 @@ from twell_lab.analysis.costs import Firing, Rates, measure_rates, predict
 from twell_lab.analysis.profile import profile
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.layers.choice import Choice
-from twell_lab.ops import measure
+from twell_lab.ops import dispatch, measure
 
 PATHS = [Choice("dense"), Choice("twell"), Choice("hot_cold", 256), Choice("hot_cold", 1024)]
 
@@ -45,7 +45,7 @@ def test_decoding_is_predicted_from_the_bytes_of_the_weights(rates, tokens, dens
 
 
 def test_parts_add_up_and_a_fused_layer_saves_its_values_trips(rates):
-    fused = replace(rates, fused_from=512)
+    fused = replace(rates, fuses=True)
     for choice in PATHS:
         parts = predict(choice, firing(60), rates, 2048, 2)
         assert parts.pop("total") == pytest.approx(sum(parts.values())) and min(parts.values()) >= 0
@@ -53,10 +53,25 @@ def test_parts_add_up_and_a_fused_layer_saves_its_values_trips(rates):
         assert us(choice, firing(60), fused, 64) == us(choice, firing(60), rates, 64)
 
 
+@pytest.mark.parametrize(
+    "choice, least",
+    [
+        (Choice("dense"), dispatch.LEAST_DENSE),
+        (Choice("twell"), dispatch.LEAST_TWELL),
+        (Choice("hot_cold", 256), dispatch.LEAST_HOT),
+    ],
+    ids=str,
+)
+def test_a_path_is_taken_to_fuse_from_as_many_tokens_as_it_does(rates, choice, least):
+    fused, fired = replace(rates, fuses=True), firing(29)
+    memory = lambda rates, tokens: predict(choice, fired, rates, tokens, 2)["memory"]  # noqa: E731
+    assert memory(fused, least - 1) == memory(rates, least - 1) and memory(fused, least) < memory(rates, least)
+
+
 def test_what_compiling_saves(rates):
     assert costs.compiling_saves(firing(29), rates, 16384, 2) == pytest.approx(125, rel=0.1)
     assert costs.compiling_saves(firing(29, gated=False), rates, 16384, 2) == 0
-    assert costs.compiling_saves(firing(29), replace(rates, fused_from=512), 16384, 2) == 0
+    assert costs.compiling_saves(firing(29), replace(rates, fuses=True), 16384, 2) == 0
 
 
 def test_a_plain_layer_costs_less(rates):
@@ -70,16 +85,17 @@ def test_a_plain_layer_costs_less(rates):
     tokens=st.integers(1, 20000),
     hot=st.sampled_from([0, 256, 1024]),
     cache=st.sampled_from([0, 4_000_000, 50_000_000]),
-    fused=st.sampled_from([None, 512]),
+    fuses=st.booleans(),
 )
-def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, fused):
-    rates, choice = rates_for(cache=cache, fused_from=fused), Choice("hot_cold", hot) if hot else Choice()
+def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, fuses):
+    rates, choice = rates_for(cache=cache, fuses=fuses), Choice("hot_cold", hot) if hot else Choice()
     few, many = firing(nnz), firing(nnz)
     many = replace(many, frequency=(many.frequency * more).clamp(max=1.0))
     assert us(choice, many, rates, tokens) >= us(choice, few, rates, tokens) * (1 - 1e-9)
     now, then = (predict(choice, few, rates, n, 2) for n in (tokens, tokens + 1))
     assert all(then[part] >= now[part] * (1 - 1e-9) for part in ("gemm", "rows"))
-    if tokens + 1 != fused:  # from there on values are multiplied where they are, and launches saved
+    # From there on values are multiplied where they are, and launches saved.
+    if not fuses or tokens + 1 not in (dispatch.LEAST_DENSE, dispatch.LEAST_HOT, dispatch.LEAST_TWELL):
         assert then["total"] >= now["total"] * (1 - 1e-9)
     assert us(Choice("dense"), many, rates, tokens) == us(Choice("dense"), few, rates, tokens)
 
@@ -138,7 +154,7 @@ def test_rates_without_sense_are_refused(rates, name, value):
 
 def test_measured_rates():
     rates = measure_rates("cpu")
-    assert (rates.device, rates.dtype, rates.cache, rates.fused_from) == ("CPU", "float32", 0, None)
+    assert (rates.device, rates.dtype, rates.cache, rates.fuses) == ("CPU", "float32", 0, False)
     assert 1e8 < rates.bandwidth < 1e13 and 1e8 < rates.matmul < 1e14 and 0 < rates.launch < 1e-2
     with pytest.raises(DeviceError, match="nonsense"):
         measure_rates("nonsense")

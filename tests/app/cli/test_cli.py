@@ -11,10 +11,11 @@ import pytest
 
 from twell_lab.app import cli
 from twell_lab.bench import forward
+from twell_lab.core import folders
 from twell_lab.records import record as records
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "records"]
+COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "course", "records"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = [
     "--steps",
@@ -298,7 +299,7 @@ def recordings(monkeypatch):
     module = ModuleType("twell_lab.app.recordings")
     module.RECORDINGS = {"example": lambda: records.Record.new("example", "a test's own", [ROW])}
     monkeypatch.setitem(sys.modules, "twell_lab.app.recordings", module)
-    monkeypatch.setattr(sys.modules["twell_lab"], "recordings", module, raising=False)
+    monkeypatch.setattr(sys.modules["twell_lab.app"], "recordings", module, raising=False)
 
 
 def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
@@ -307,6 +308,43 @@ def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
     assert "saved" in ask(capsys, "record", "example", "--out", str(tmp_path))
     assert json.loads(ask(capsys, "record", "example", "--out", str(tmp_path), "--json"))["name"] == "example"
     assert len(records.load_all(tmp_path)) == 2
+
+
+def test_an_installed_package_keeps_new_records_in_the_working_folder(capsys, tmp_path, recordings, monkeypatch):
+    monkeypatch.setattr(folders, "data_dir", lambda: Path(folders.__file__).parents[1] / "data")
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) in ask(capsys, "record", "example")
+    assert [record.name for record in records.load_all(tmp_path)] == ["example"]
+
+
+def test_the_course_is_copied_and_never_overwrites(capsys, tmp_path):
+    folder = tmp_path / "a new" / "folder"
+    said = json.loads(ask(capsys, "course", str(folder), "--no-open", "--json"))
+    names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert said["notebooks"] == names == sorted(path.name for path in folder.iterdir())
+    (folder / names[3]).write_text("mine")
+    for name in names[:3]:
+        (folder / name).unlink()
+    assert cli.main(["course", str(folder), "--no-open"]) == 2
+    assert names[3] in capsys.readouterr().err
+    assert (folder / names[3]).read_text() == "mine" and not (folder / names[0]).exists()
+
+
+def test_the_course_is_opened_in_jupyterlab_whose_status_it_gives_back(capsys, tmp_path, monkeypatch):
+    (tmp_path / "jupyterlab.py").write_text("import sys; print(sys.argv[1:], flush=True); sys.exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(["course", str(tmp_path / "mine")]) == 3
+    assert "opening JupyterLab" in capsys.readouterr().err and (tmp_path / "mine").is_dir()
+
+
+def test_without_jupyterlab_nothing_is_copied_and_it_says_what_installs_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+    assert cli.main(["course", str(tmp_path / "mine")]) == 2
+    shown = capsys.readouterr().err
+    assert (
+        "--no-open" in shown and ("pip install" in shown or "make setup" in shown) and not (tmp_path / "mine").exists()
+    )
 
 
 def test_an_unknown_recording_is_refused_with_the_names(capsys, recordings):

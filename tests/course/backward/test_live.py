@@ -10,9 +10,9 @@ from twell_lab.core.errors import InputError
 from twell_lab.course import training
 from twell_lab.course.backward import live
 from twell_lab.course.work.data import Rates
-from twell_lab.layers import terms as penalty
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.layers.terms import layer_terms
 from twell_lab.training.objective import cross_entropy
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
@@ -56,7 +56,7 @@ def test_the_average_of_some_steps_decides(begun):
     _, model, _, windows = begun
     recent = []
     for _ in range(2):
-        with penalty.layer_terms(model) as terms:
+        with layer_terms(model) as terms:
             cross_entropy(model, next(windows))
         recent.append(terms)
     mean = live.averaged(recent)

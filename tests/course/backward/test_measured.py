@@ -4,12 +4,13 @@ none."""
 import pytest
 import torch
 
-from twell_lab.bench import inference
+from tests.course.recorded_rows import record
+from twell_lab import records
+from twell_lab.bench import training
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import measured
 from twell_lab.course.work.data import LOGNORMAL, Rates
 from twell_lab.ops import measure
-from twell_lab.records import record as records
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
@@ -47,14 +48,13 @@ def compared(nnz: float = 29.02, workload: str = LOGNORMAL, ms: float = 3.0, cho
 
 
 @pytest.fixture
-def stored(monkeypatch):
-    """Have these lists of rows be the records, oldest first; returns the setter."""
+def stored(keep):
+    """A function that makes these lists of rows the records, oldest first."""
 
-    def store(*each: tuple[str, list[dict]]) -> None:
-        made = [records.Record.new(name, "a test", rows) for name, rows in each]
-        for day, record in enumerate(made, 1):
-            record.date = f"2026-11-{20 + day}T00:00:00Z"
-        monkeypatch.setattr(records, "load_all", lambda: made)
+    def store(*each: tuple[str, list[dict]], kernels: tuple[str, ...] = ()) -> None:
+        keep(
+            *(record(name, f"2026-11-{20 + day}T00:00:00Z", rows, kernels) for day, (name, rows) in enumerate(each, 1))
+        )
 
     return store
 
@@ -76,9 +76,8 @@ def test_the_newest_record_of_each_measurement_counts(stored):
     assert measured.about(rows).startswith("10 times of training steps, recorded on")
 
 
-def test_old_kernels_are_called_stale(stored, monkeypatch):
-    stored(("training", compared()))
-    monkeypatch.setattr(records, "stale", lambda record: True)
+def test_old_kernels_are_called_stale(stored):
+    stored(("training", compared()), kernels=("gone",))
     assert measured.recorded()[0]["where"].endswith("; stale: code has changed since")
 
 
@@ -213,44 +212,25 @@ def test_where_there_is_no_gpu_nothing_is_timed():
     assert measured.yours() == []
 
 
-@pytest.fixture
-def a_gpu_that_is_none(monkeypatch):
-    """The reader's measurement at a small size on the CPU, with clocks that make up their times."""
-    monkeypatch.setattr(measured, "D_MODEL", 64)
-    monkeypatch.setattr(measured, "D_FF", 256)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-    monkeypatch.setattr(
-        inference,
-        "drawn",
-        lambda tokens, d_model, d_ff, nnz: (
-            *measure.workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cpu"),
-            None,
-        ),
-    )
-    monkeypatch.setattr(measure, "peak_bytes", lambda call: len(call(0)) * 2**20)
-    monkeypatch.setattr(measure, "time_cuda", lambda calls: {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]})
-
-
-def test_your_own_steps_are_checked_and_come_as_rows(a_gpu_that_is_none):
-    rows = measured.yours((8, 29), tokens=32)
+def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
+    """Real layers on the CPU, and a clock that makes up its times."""
+    layer, inputs = measure.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
+    times = {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]}
+    rows = measured.step_rows(layer, inputs, 8, lambda calls: times, lambda call: len(call(0)) * 2**20)
     assert [(each["path"], each["nnz"], each["x_dense"]) for each in rows] == [
         ("dense eager", 8, 1.0),
         ("forced twell", 8, 2.0),
-        ("dense eager", 29, 1.0),
-        ("forced twell", 29, 2.0),
     ]
     assert rows[0]["where"] == "yours, now, on My GPU" and rows[0]["peak_bytes"] == 5 * 2**20
+    assert (rows[0]["tokens"], rows[0]["d_model"], rows[0]["d_ff"]) == (32, 64, 256)
 
 
-def test_a_wrong_gradient_is_said_and_not_timed(a_gpu_that_is_none, monkeypatch, capsys):
-    from twell_lab.bench import training
-
-    monkeypatch.setattr(
-        training, "our_layer", lambda path: lambda x, gate, up, down: training.dense_layer(x, gate, up, 2 * down)
-    )
-    assert measured.yours((8,), tokens=32) == []
-    assert capsys.readouterr().out.startswith("Nothing was timed on My GPU: a gradient is off by ")
+def test_a_wrong_gradient_is_not_timed(monkeypatch):
+    dense = training.dense_layer
+    monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: dense(x, gate, up, 2 * down))
+    layer, inputs = measure.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
+    with pytest.raises(measure.WrongResult, match="a gradient is off by"):
+        measured.step_rows(layer, inputs, 8, clock=lambda calls: pytest.fail("it was timed"))
 
 
 def test_the_newest_record_holds_what_training_promises():

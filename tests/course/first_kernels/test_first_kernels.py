@@ -1,5 +1,7 @@
 """What the notebook on kernels computes: workloads, sources, altered copies, recorded times and predictions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,18 +123,17 @@ def record(device: str, ms: float, date: str) -> Record:
     )
 
 
-def test_recorded_times_are_the_newest_of_the_wanted_gpu(monkeypatch):
-    found = [
+def test_recorded_times_are_the_newest_of_the_wanted_gpu(keep):
+    keep(
         record("NVIDIA H100", 2.0, "2026-01-01T00:00:00Z"),
         record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"),
         record("NVIDIA T4", 9.0, "2026-01-03T00:00:00Z"),
-    ]
-    monkeypatch.setattr(kernels.records, "load_all", lambda: found)
+    )
     times = kernels.recorded(64)
     assert list(times) == ["pack_v1"] and times["pack_v1"]["ms"] == 1.0
     assert times["pack_v1"]["where"] == "recorded on NVIDIA H100, 2026-01-02; stale: code has changed since"
     assert kernels.recorded(64, device="T4")["pack_v1"]["ms"] == 9.0 and kernels.recorded(65) == {}
-    monkeypatch.setattr(kernels.records, "stale", lambda record: False)
+    keep(replace(record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), kernels={}))
     assert kernels.recorded(64)["pack_v1"]["where"] == "recorded on NVIDIA H100, 2026-01-02"
 
 
@@ -207,7 +208,7 @@ def test_a_limit_that_was_beaten_is_said_with_how_that_can_be():
     assert kernels.summary([versus("b", "L2 cache", None)]) == ""
 
 
-def test_the_counters_of_the_gpu_stand_with_its_times(monkeypatch):
+def test_the_counters_of_the_gpu_stand_with_its_times(keep):
     rows = [
         {"case": f"{tokens} tokens, bf16", "kernel": "pack_v1", "l1_hits_percent": 10.0 * tokens} for tokens in (6, 64)
     ]
@@ -222,9 +223,7 @@ def test_the_counters_of_the_gpu_stand_with_its_times(monkeypatch):
         machine={"gpus": [{"name": "NVIDIA H100"}]},
     )
     rows[1]["l1_hits_percent"] = 25.0
-    monkeypatch.setattr(
-        kernels.records, "load_all", lambda: [record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters]
-    )
+    keep(record("NVIDIA H100", 1.0, "2026-01-02T00:00:00Z"), counters)
     assert kernels.recorded(64)["pack_v1"]["l1_hits"] == 0.25 and kernels.recorded(1)["pack_v1"]["l1_hits"] is None
 
 
@@ -249,7 +248,7 @@ def test_tables_of_counts():
 
 
 @needs_compiler
-def test_counts_stand_beside_those_of_the_hardware(monkeypatch):
+def test_counts_stand_beside_those_of_the_hardware(keep):
     rows = [
         {"case": case.name, "kernel": f"pack_v{version}", "global_read_sectors": 1000, "global_write_sectors": 10**6}
         for case in kernels.evidence.counted()
@@ -266,14 +265,14 @@ def test_counts_stand_beside_those_of_the_hardware(monkeypatch):
         kernels={"gone": "0" * 64},
         machine={"gpus": [{"name": "NVIDIA H100"}]},
     )
-    monkeypatch.setattr(kernels.records, "load_all", lambda: [found])
+    keep(found)
     *table, last = kernels.beside_hardware("pack").splitlines()
     assert len(table) == 9 and table[1].split()[:6] == ["pack_v1", "64", "tokens", "65,536", "1,000", "3,479"]
     assert last == (
         "Hardware: NVIDIA H100, 2026-01-02; stale: code has changed since. "
         f"The largest difference is {(65536 - 1000) / 1000:.1%}."
     )
-    monkeypatch.setattr(kernels.records, "load_all", lambda: [])
+    keep()
     assert kernels.beside_hardware("pack").startswith("No hardware counters")
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.simulator import modelled
+from twell_lab import plots
 from twell_lab.core.errors import InputError
 from twell_lab.course.first_kernels import figures as drawn
-from twell_lab.plots import figures as plots
 from twell_lab.simulator.counts import Counts, predicted_time
 from twell_lab.simulator.trace import Trace
 

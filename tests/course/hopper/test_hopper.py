@@ -14,23 +14,21 @@ from twell_lab.course.work import data as work
 from twell_lab.ops import measure
 
 
-def test_the_newest_of_each_measurement_is_read(monkeypatch):
+def test_the_newest_of_each_measurement_is_read(keep):
     old = record(
         "inference", "2026-01-01T00:00:00Z", [row(nnz=29.0, ms=3.0), row(nnz=8.0, ms=1.5), {"test": "no measurement"}]
     )
     new = record("inference-tables", "2026-01-02T00:00:00Z", [row(nnz=29.2, ms=1.0), row(nnz=8.0, device="NVIDIA T4")])
-    monkeypatch.setattr(
-        hopper.records, "load_all", lambda: [old, record("portable", "2026-01-03T00:00:00Z", [row()]), new]
-    )
+    keep(old, record("portable", "2026-01-03T00:00:00Z", [row()]), new)
     found = hopper.recorded()
     assert [(each["nnz"], each["ms"]) for each in found] == [(29.2, 1.0), (8.0, 1.5)]
     assert found[0]["where"] == "recorded on NVIDIA H100, 2026-01-02; stale: code has changed since"
     assert hopper.about(found).startswith("2 times, recorded on NVIDIA H100, 2026-01-02; stale")
-    monkeypatch.setattr(hopper.records, "stale", lambda record: False)
+    keep(record("inference", "2026-01-02T00:00:00Z", [row(ms=1.0)], kernels=()))
     assert hopper.recorded()[0]["where"] == "recorded on NVIDIA H100, 2026-01-02"
 
 
-def test_the_record_of_the_portable_kernels_fills_in(monkeypatch):
+def test_the_record_of_the_portable_kernels_fills_in(keep):
     rows = [
         row(path, ms, kind="ffn_forward")
         for path, ms in (("dense eager", 2.0), ("twell", 0.9), ("portable", 1.1), ("part: pack", 0.1))
@@ -40,18 +38,18 @@ def test_the_record_of_the_portable_kernels_fills_in(monkeypatch):
         "2026-01-01T00:00:00Z",
         [{key: value for key, value in each.items() if key != "where"} for each in rows],
     )
-    monkeypatch.setattr(hopper.records, "load_all", lambda: [portable])
+    keep(portable)
     found = hopper.recorded()
     assert [each["path"] for each in found] == ["dense eager", "forced twell", "forced portable"]
     assert found[1]["where"].startswith("recorded on NVIDIA H100, 2026-01-01") and "1.1" in hopper.ways(found)
     newer = record(
         "inference", "2026-01-02T00:00:00Z", [row("dense eager", 1.9, nnz=29.03), row("forced twell", 0.8, nnz=29.03)]
     )
-    monkeypatch.setattr(hopper.records, "load_all", lambda: [portable, newer])
+    keep(portable, newer)
     one = hopper.ways(hopper.recorded()).splitlines()  # of two runs, with the dense time of the newer one
     assert len(one) == 2 and one[1].split()[:2] == ["29.03", "1.9"] and {"1.1", "0.8"} <= set(one[1].split())
     newer = record("inference", "2026-01-02T00:00:00Z", [row("forced twell", 0.8)])
-    monkeypatch.setattr(hopper.records, "load_all", lambda: [portable, newer])
+    keep(portable, newer)
     assert [(each["path"], each["ms"]) for each in hopper.recorded()] == [
         ("forced twell", 0.8),
         ("forced portable", 1.1),
@@ -82,17 +80,12 @@ def test_without_a_gpu_nothing_is_measured():
     assert hopper.yours() == []
 
 
-def test_what_a_gpu_measures_has_the_form_of_the_record(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "My GPU")
-    drawn = measure.workload(4, 32, 512, 8, "lognormal", torch.float32, "cpu")
-    monkeypatch.setattr(inference, "drawn", lambda tokens, d_model, d_ff, nnz: (*drawn, drawn[1][:2]))
-    monkeypatch.setattr(
-        inference, "plan_for", lambda layer, seen: plan(profile(layer, seen[:1]), layer, tokens=4, batches=seen[1:])
-    )
-    monkeypatch.setattr(
-        measure, "time_cuda", lambda calls: {name: [4.0, 4.0] if "dense" in name else [2.0, 2.0] for name in calls}
-    )
-    rows = hopper._compare(4, 8)  # on the CPU: a clock that was replaced, and real layers
+def test_what_a_gpu_measures_has_the_form_of_the_record(my_gpu):
+    """Real layers on the CPU, and a clock that makes up its times."""
+    layer, inputs = measure.workload(4, 32, 512, 8, "lognormal", torch.float32, "cpu")
+    planned = plan(profile(layer, inputs[:1]), layer, tokens=4, batches=inputs[1:2])
+    clock = lambda calls: {name: [4.0, 4.0] if "dense" in name else [2.0, 2.0] for name in calls}  # noqa: E731
+    rows = hopper.layer_rows(layer, inputs, planned, 8, clock)
     assert [each["path"] for each in rows] == ["dense eager", "planned", "forced twell"]
     assert (
         [each["x_dense"] for each in rows] == [1, 2, 2]
@@ -100,7 +93,7 @@ def test_what_a_gpu_measures_has_the_form_of_the_record(monkeypatch):
         or "hot_cold" in rows[1]["choice"]
     )
     assert {cell["path"] for cell in hopper.cells(rows)} == set()  # few tokens count as graph replays
-    assert rows[0]["where"] == "yours, now, on My GPU"
+    assert rows[0]["where"] == "yours, now, on My GPU" and (rows[0]["tokens"], rows[0]["d_ff"]) == (4, 512)
 
 
 def test_the_headline_sets_eager_beside_eager_and_compiled_beside_compiled():

@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.bench import density as bench_density
 from twell_lab.bench.density import DENSITY, scattered
 from twell_lab.core.errors import InputError
 from twell_lab.course.measure import data as measure
 from twell_lab.formats import CSR
 from twell_lab.ops.reference import GatedFeedForward
-from twell_lab.records import record as records
 
 
 def test_the_kernel_that_never_multiplies_is_right_on_ones_and_wrong_on_anything_else():
@@ -70,7 +70,7 @@ def test_compare_says_what_the_samples_say(new, old, words):
     assert words in measure.compare({"a": new, "b": old}, "a", "b")
 
 
-def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, tmp_path):
+def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypatch, keep, tmp_path):
     monkeypatch.setattr(bench_density, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
     monkeypatch.setattr(bench_density, "DENSITIES", [0.1, 0.5])
     monkeypatch.setattr(bench_density, "clock", lambda calls, *_: {name: [1.0, 2.0, 3.0] for name in calls})
@@ -79,7 +79,7 @@ def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypa
     for row in again.rows:
         row["device"] = "Some GPU"
     older = records.Record(**{**vars(again), "date": "2020-01-01T00:00:00Z"})
-    monkeypatch.setattr(measure, "load_all", lambda: [older, again])
+    keep(older, again)
     rows = measure.recorded(DENSITY)
     assert {row["date"] for row in rows} == {again.date} and len(rows) == 10
     sentences = measure.recorded_sentences([row for row in rows if row["path"] in ("CSR", "ELL")])
@@ -87,8 +87,8 @@ def test_density_record_is_a_record_whose_rows_the_notebook_finds_again(monkeypa
     assert "Recorded on Some GPU" in measure.zeros_sentence(measure.recorded("matmul_data"))
 
 
-def test_without_records_the_sentences_say_so(monkeypatch):
-    monkeypatch.setattr(measure, "load_all", lambda: [])
+def test_without_records_the_sentences_say_so(keep):
+    keep()
     assert measure.recorded(DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
     assert "No GPU's" in measure.recorded_sentences([]) and "No GPU's" in measure.zeros_sentence([])
 

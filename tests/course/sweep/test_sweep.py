@@ -2,13 +2,14 @@
 one."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.core.errors import InputError, RecordError
 from twell_lab.course.sweep import data as course
-from twell_lab.records import record as records
 from twell_lab.training import sweep
 
 
@@ -187,5 +188,15 @@ def test_a_sentence_is_counted_byte_by_byte():
 
 
 def test_a_checkpoint_that_is_not_there_is_told():
-    with pytest.raises(InputError, match="l1-free, sparse"):
+    with pytest.raises(InputError, match="l1-free, small, sparse"):
         course.checkpoint("dense")
+
+
+def test_an_installed_package_names_the_models_that_it_leaves_out(monkeypatch, tmp_path):
+    small = course.folders.data_dir() / "checkpoints" / "small"
+    shutil.copytree(small, tmp_path / "checkpoints" / "small")
+    monkeypatch.setattr(course.folders, "data_dir", lambda: tmp_path)
+    assert course.checkpoints() == ["small"]
+    assert course.checkpoint("small").config.d_ff == 512
+    with pytest.raises(course.StackError, match="'sparse' is not in an installed package.*'small' is here"):
+        course.checkpoint("sparse")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from twell_lab import plots
 from twell_lab.core.errors import InputError
 from twell_lab.course.training import figures
-from twell_lab.plots import figures as plots
 
 
 def run(share: float, bits: float, layers: int = 2) -> dict:

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import RATES, WHERE, compared, everything, gates, row
-from twell_lab.bench import inference
+from twell_lab.course.hopper import data as hopper
 from twell_lab.course.work import data as work
-from twell_lab.formats import TwELL, pool
-from twell_lab.ops import ampere, hopper_pack, measure, portable
+from twell_lab.formats import pool
 
 
 def test_floors_name_what_limits_each_step():
@@ -103,19 +102,8 @@ def test_hot_and_cold():
     assert work.split_sentence(even).startswith("TwELL, nothing hot")
 
 
-def test_the_versions_that_the_benchmark_times_are_those_explained(monkeypatch):
-    """A dry run of its gate section on the CPU: torch in the place of the kernels, and a clock that was replaced."""
-
-    def packs(x, gate, gate_bias=None, lost=None, version=None):
-        return pool.packed_and_pool(torch.nn.functional.linear(x, gate))[:2]
-
-    drawn = measure.workload(4, 64, 512, 8, "lognormal", torch.bfloat16, "cpu")
-    monkeypatch.setattr(inference, "drawn", lambda *sizes: (*drawn, drawn[1]))
-    monkeypatch.setattr(hopper_pack, "gate_pack", packs)
-    monkeypatch.setattr(ampere, "gate_pack", packs)
-    monkeypatch.setattr(portable, "pack", lambda gate, tile, words: TwELL.from_gate(gate, tile, words).packed)
-    monkeypatch.setattr(measure, "time_cuda", lambda calls: {name: [1.0, 1.0] for name in calls})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    rows = inference.gate_rows(4, (8,))
-    assert {each["path"] for each in rows} == set(work.IDEAS) and {each["kind"] for each in rows} == {"gate"}
-    assert len(work.versions([each | {"where": WHERE} for each in rows], rows[0]["nnz"], tokens=4)) == len(work.IDEAS)
+def test_the_versions_that_are_recorded_are_those_explained():
+    rows = [each for each in hopper.recorded() if each["kind"] == "gate"]
+    assert {each["path"] for each in rows} == set(work.IDEAS)
+    tokens, nnz = rows[0]["tokens"], rows[0]["nnz"]
+    assert {each["idea"] for each in work.versions(rows, nnz, tokens)} == set(work.IDEAS.values())

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.course.recorded_rows import RATES, WHERE, everything
+from twell_lab import plots
 from twell_lab.core.errors import InputError
 from twell_lab.course.work import data as work
 from twell_lab.course.work import figures
-from twell_lab.plots import figures as plots
 
 
 def test_the_roofline_has_a_point_for_each_kernel_under_both_roofs():

@@ -482,5 +482,5 @@ def without_values():
 def test_a_tensor_that_cannot_be_packed_is_refused(kind):
     x = without_values()[kind]
     for make in (*CLASSICS.values(), TwELL.from_dense, TwELL.from_gate, ops.pack, pool.packed_and_pool, pool.pool_used):
-        with pytest.raises(InputError, match="accepted|expected"):
+        with pytest.raises(InputError, match="accepted"):
             make(x)

@@ -71,9 +71,16 @@ def test_used_words_are_counted():
     assert used.shape == words.shape[:2] and torch.equal(used, (words != 0).sum(2)) and used.max() == formats.POOL_WORDS
 
 
-@pytest.mark.parametrize("gate", [torch.zeros(2, 8), torch.zeros(8).bfloat16(), torch.zeros(2, 0).half()])
-def test_other_gates_are_refused(gate):
-    with pytest.raises(InputError, match="bfloat16 or float16"):
+@pytest.mark.parametrize(
+    "gate, told",
+    [
+        (torch.zeros(2, 8), "float32; bfloat16, float16 are accepted"),
+        (torch.zeros(8).bfloat16(), r"\[8\]; \[rows, columns\]"),
+        (torch.zeros(2, 0).half(), r"\[2, 0\]; .* at least one column"),
+    ],
+)
+def test_other_gates_are_refused(gate, told):
+    with pytest.raises(InputError, match=told):
         pool.packed_and_pool(gate)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import subprocess
 import sys
 import threading
 import weakref
@@ -139,6 +140,37 @@ def test_the_layer_follows_its_weights(change, dense, x):
         change(dense)
         assert_follows(sparse, dense, x)
     assert not torch.allclose(sparse(x), before)
+
+
+HOOKED = """
+import torch
+from torch.nn.modules import module
+from torch.optim import optimizer
+
+def hooks():
+    tables = [t for of in (module, optimizer) for name, t in vars(of).items() if name.startswith("_global_")]
+    return sum(len(table) for table in tables if hasattr(table, "__len__"))
+
+import twell_lab
+for name in twell_lab.__all__:
+    getattr(twell_lab, name)
+from twell_lab.ops.reference import GatedFeedForward
+dense = GatedFeedForward(16, 64)
+sparse = twell_lab.SparseFFN(dense)
+before, x = hooks(), torch.randn(5, 16)
+for _ in range(3):
+    y = sparse(x)
+    assert torch.allclose(y, dense(x), atol=1e-5)
+    y.square().sum().backward()
+    torch.optim.SGD(dense.parameters(), lr=0.1, fused=True).step()  # which leaves every version as it is
+print(before, hooks())
+"""
+
+
+def test_nothing_is_registered_on_torch_until_there_is_a_copy():
+    done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1"]
 
 
 def test_a_replaced_projection_belongs_to_the_module_it_was_put_in(dense, x):

@@ -9,7 +9,7 @@ from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import FeedForward, feed_forwards, firing_layers
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.dead import Tracker, fired_in, reinitialise, watching
+from twell_lab.training.dead import Tracker, collect_fired, fired_in, reinitialise
 
 SMALL = dict(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=24, context=12)
 
@@ -105,11 +105,11 @@ def test_swapped_layers_tell_the_same():
     assert all(map(torch.equal, fired_in(sparsify(whole), tokens), expected))
 
 
-def test_watching_gathers_the_micro_batches_of_a_training_step():
+def test_collecting_gathers_the_micro_batches_of_a_training_step():
     whole = model()
     parts = torch.randint(50, (3, 1, 4))
     single = [fired_in(whole, part) for part in parts]
-    with watching(whole) as fired:
+    with collect_fired(whole) as fired:
         assert not any(each.any() for each in fired())
         for part in parts:
             whole(part).sum().backward()

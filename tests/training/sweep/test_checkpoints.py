@@ -1,15 +1,18 @@
-"""The two models that are shipped: they load, fire as their card says, and predict text that they never saw."""
+"""The trained models of data/checkpoints: they load, fire as their card says, and predict text that they never saw."""
 
+import calendar
 import json
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.core import folders
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.records import record as records
 from twell_lab.training import objective, sweep
 
 FOLDER = folders.data_dir() / "checkpoints"
@@ -125,3 +128,53 @@ def test_the_card_says_what_the_record_says(made):
     ):
         assert said in card, said
     assert re.search(r"L1 4e-4", card) and made["sparse"]["config"]["l1"] == 4e-4
+
+
+# ---- the small one, which an installed package has too ----
+
+
+@pytest.fixture(scope="module")
+def small():
+    return LanguageModel.load(FOLDER / "small").float().eval(), json.loads((FOLDER / "small" / "made.json").read_text())
+
+
+def source_windows() -> torch.Tensor:
+    """Source code of this Python, [64, 129] bytes: much the same as the model was trained on, whichever version it is."""
+    source = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (json, re, calendar, textwrap))
+    return torch.tensor(list(source.encode())[: 64 * 129]).view(64, 129)
+
+
+def test_the_small_one_fits_into_a_package_and_its_card_says_what_it_is(small):
+    model, made = small
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert parameters == made["parameters"] <= 2_000_000
+    assert (FOLDER / "small" / "model.safetensors").stat().st_size < 3_000_000
+    card = " ".join((FOLDER / "README.md").read_text().split())
+    told = (
+        f"{made['validation_bits_per_byte']:.4f}",
+        f"{made['mean_nnz']:.1f}",
+        f"{made['zeros']:.1%}",
+        f"{parameters:,} parameters",
+        made["text"]["sha256"],
+        ", ".join(f"{layer['nnz']:.1f}" for layer in made["layers"]),
+        f"| {sum(layer['dead'] for layer in made['layers'])} |",
+        f"{made['seconds']} s on one core",
+    )
+    assert [said for said in told if said not in card] == []
+    assert made["command"] in card.replace(" \\ ", " ")
+
+
+def test_the_small_one_is_sparse_and_predicts_source_code(small):
+    model, made = small
+    windows = source_windows()
+    nnz = [layer["nnz"] for layer in sweep.who_fires(model, windows)["layers"]]
+    assert sum(nnz) / len(nnz) == pytest.approx(made["mean_nnz"], rel=0.3)
+    assert sum(nnz) / len(nnz) < 0.06 * model.config.d_ff
+    assert objective.bits_per_byte(model, windows) < 2.6  # 8 would be a guess; these modules may be among its text
+
+
+def test_the_small_one_was_trained_as_its_metrics_say(small):
+    _, made = small
+    rows = [json.loads(line) for line in (FOLDER / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == made["config"]["steps"] and rows[0]["nnz"] > 5 * rows[-1]["nnz"]
+    assert rows[-1]["val_bits_per_byte"] == pytest.approx(made["validation_bits_per_byte"], rel=0.02)

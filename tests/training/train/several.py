@@ -1,4 +1,4 @@
-"""What `torchrun -m twell_lab.train` does, several times in one group of processes: importing torch is most of the
+"""What `torchrun -m twell_lab train` does, several times in one group of processes: importing torch is most of the
 time.
 
     torchrun ... tests/train/several.py DEVICE '[[["--steps=12", "--out=..."], 0], ...]'
@@ -40,9 +40,9 @@ class Interrupt(Stop):
 def run(options, status, names):
     names.clear()
     trainer.Stop = Interrupt if status == 130 else Stop
-    sys.argv = ["train", *options]
+    sys.argv = ["twell-lab", "train", *options]
     try:
-        runpy.run_module("twell_lab.train", run_name="__main__")
+        runpy.run_module("twell_lab", run_name="__main__")
     except SystemExit as ended:
         assert (ended.code or 0) == status, (options, ended.code)
 

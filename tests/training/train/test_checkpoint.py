@@ -97,7 +97,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
     ]
     out = tmp_path / "out"
     with subprocess.Popen(
-        [sys.executable, "-m", "twell_lab.train", "--text", text, "--out", out, *sizes],
+        [sys.executable, "-m", "twell_lab", "train", "--text", text, "--out", out, *sizes],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -135,7 +135,7 @@ def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_p
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
     for number, wait in enumerate((0.3, 1.0, 2.0, 2.5, 3.0, None)):
         out = tmp_path / str(number)
-        command = [sys.executable, "-m", *(["twell_lab", "train"] if number % 2 else ["twell_lab.train"])]
+        command = [sys.executable, "-m", "twell_lab", "train"]
         with subprocess.Popen(
             [
                 *command,

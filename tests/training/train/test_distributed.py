@@ -14,8 +14,7 @@ import torch
 from tests.training.train.interrupting import assert_saves_once, wait_for_rows
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.training import checkpoint
-from twell_lab.training import parallel as distributed
+from twell_lab.training import checkpoint, parallel
 from twell_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -153,7 +152,8 @@ def started(out, *more):
             "--standalone",
             "--nproc-per-node=2",
             "-m",
-            "twell_lab.train",
+            "twell_lab",
+            "train",
             *sizes,
             "--out",
             out,
@@ -232,13 +232,13 @@ def test_one_gpu_named_for_several_processes_is_refused(tiny, monkeypatch):
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(tiny, monkeypatch):
-    world = distributed.World(torch.device("cpu"), rank=0, size=3)
-    monkeypatch.setattr(distributed, "joined", lambda device: __import__("contextlib").nullcontext(world))
+    world = parallel.World(torch.device("cpu"), rank=0, size=3)
+    monkeypatch.setattr(parallel, "joined", lambda device: __import__("contextlib").nullcontext(world))
     with pytest.raises(InputError, match="batch is 4 with accumulate 1 and 3 processes; accepted: a multiple of 3"):
         train(tiny(), progress=False)
 
 
 def test_shares_make_up_the_batch():
     windows = torch.arange(12).view(6, 2)
-    shares = [distributed.World(torch.device("cpu"), rank, 3).share(windows) for rank in range(3)]
+    shares = [parallel.World(torch.device("cpu"), rank, 3).share(windows) for rank in range(3)]
     assert torch.equal(torch.cat(shares), windows) and {len(share) for share in shares} == {2}

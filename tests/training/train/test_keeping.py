@@ -2,7 +2,7 @@
 loss."""
 
 import dataclasses
-import importlib
+import errno
 import io
 import json
 import math
@@ -14,15 +14,13 @@ import torch
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.core.errors import DeviceError, InputError
-from twell_lab.training import checkpoint, objective, parallel
+from twell_lab.training import checkpoint, loop, objective, parallel
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainResult
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy
 from twell_lab.training.text import load
 from twell_lab.training.text.source import spread_windows
-
-trainer = importlib.import_module("twell_lab.training.loop")  # the name in the package is the function's
 
 
 class Enough(Exception):
@@ -54,7 +52,7 @@ def state(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("kernels", ["off", "sparse", "auto"])
 def test_weights_that_are_not_finite_end_a_run_whatever_its_loss(kernels, tiny, tmp_path, monkeypatch):
-    step = trainer._step
+    step = loop._step
 
     def spoil(run, number, count):
         numbers = step(run, number, count)
@@ -63,7 +61,7 @@ def test_weights_that_are_not_finite_end_a_run_whatever_its_loss(kernels, tiny, 
                 run.layers[0].up.weight[3] = math.nan
         return numbers
 
-    monkeypatch.setattr(trainer, "_step", spoil)
+    monkeypatch.setattr(loop, "_step", spoil)
     with pytest.raises(InputError, match=r"not finite in layers\.0\.mlp\.up_proj\.weight at step 4"):
         train(tiny(steps=6, log_every=2, checkpoint_every=2, kernels=kernels), out=tmp_path, progress=False)
     assert checkpoint.load(tmp_path).step == 2
@@ -110,7 +108,7 @@ def test_metrics_on_a_full_disk_end_with_a_whole_row_and_training_goes_on(tmp_pa
         def write(self, data):
             return super().write(data[:7])
 
-    metrics = trainer._Metrics()
+    metrics = loop._Metrics()
     metrics.open(tmp_path / "metrics.jsonl", [{"step": 1}])
     metrics.file.close()
     metrics.file = Full(tmp_path / "metrics.jsonl", "ab")
@@ -120,19 +118,20 @@ def test_metrics_on_a_full_disk_end_with_a_whole_row_and_training_goes_on(tmp_pa
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_resumption_where_nothing_can_be_written_is_refused_at_once(tiny, tmp_path):
+def test_a_resumption_where_nothing_can_be_written_is_refused_at_once(tiny, tmp_path, monkeypatch):
     broken_off(tiny(checkpoint_every=2), tmp_path, 4)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl.part").mkdir()
+    checkpoints = [path.name for path in checkpoint.checkpoints(tmp_path)]
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
+    (tmp_path / "metrics.jsonl").mkdir()  # root may write anywhere: a name that is taken stands for a read-only folder
     with pytest.raises(InputError, match="cannot write .*metrics.jsonl"):
         train(tiny(), resume=tmp_path, progress=False)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    (tmp_path / "metrics.jsonl.part").rmdir()
-    (
-        tmp_path / ".twell-lab.part"
-    ).mkdir()  # root may write anywhere: a name that is taken stands for a read-only folder
-    with pytest.raises(InputError, match="cannot save in"):
+    (tmp_path / "metrics.jsonl").rmdir()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: (_ for _ in ()).throw(full))
+    with pytest.raises(InputError, match="cannot save in .*No space left on device"):
         train(tiny(), resume=tmp_path, progress=False)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == checkpoints
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
@@ -148,7 +147,7 @@ def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
 
 @pytest.mark.parametrize("where, saved", [("save", 2), ("profile", 12)], ids=["in a save", "after the last step"])
 def test_an_interruption_at_a_bad_moment_names_the_checkpoint_that_is_there(tiny, tmp_path, monkeypatch, where, saved):
-    owner = {"save": checkpoint, "profile": trainer}[where]
+    owner = {"save": checkpoint, "profile": loop}[where]
     real, calls = getattr(owner, where), []
 
     def interrupted(*arguments, **options):
@@ -204,7 +203,7 @@ def test_the_last_good_state_is_where_the_message_says(tiny, tmp_path, monkeypat
 
 
 def test_a_validation_that_is_no_number_ends_the_run(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "bits_per_byte", lambda *_: math.nan)
+    monkeypatch.setattr(loop, "bits_per_byte", lambda *_: math.nan)
     with pytest.raises(InputError, match="the loss is nan at step 4 .*after step 4, is in"):
         train(tiny(), out=tmp_path, progress=False)
     assert checkpoint.load(tmp_path).step == 4
@@ -228,13 +227,10 @@ def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, m
     saved = checkpoint.load(tmp_path)
     assert saved.step == 14 and saved.paths["layers"] == dict.fromkeys(("layers.0.mlp", "layers.1.mlp"), "twell")
     measured.clear()
-    runs = []
-    follow = running.Run.restore
-    monkeypatch.setattr(running.Run, "restore", lambda run, state: (follow(run, state), runs.append(run)))
     again = train(config, resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and not measured
     assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
-    assert runs[0].switch.below == {"layers.0.mlp": 8.0, "layers.1.mlp": 8.0}
+    assert checkpoint.load(tmp_path).paths["below"] == {"layers.0.mlp": 8.0, "layers.1.mlp": 8.0}
 
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):

@@ -2,7 +2,6 @@
 while they save, two runs that would share a folder."""
 
 import dataclasses
-import importlib
 import json
 import multiprocessing
 import os
@@ -23,10 +22,9 @@ from twell_lab.core import lock as locks
 from twell_lab.core.errors import InputError, TwellError
 from twell_lab.core.lock import Lock
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.training import checkpoint
+from twell_lab.training import checkpoint, loop
 from twell_lab.training.loop import train
 
-trainer = importlib.import_module("twell_lab.training.loop")  # the name in the package is the function's
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
@@ -141,9 +139,9 @@ def test_no_value_of_another_kind_is_an_error_without_a_name(saved, tiny, tmp_pa
     folder = tmp_path / "checkpoint-000004"
     shutil.copytree(checkpoint.newest(saved), folder) if sealed else unsealed(saved, tmp_path)
     whole, content = checkpoint.load(tmp_path), json.loads((folder / "state.json").read_text())
-    model = trainer.initial_model(tiny())
-    monkeypatch.setattr(trainer, "initial_model", lambda *_: model)  # making one is half of the time
-    monkeypatch.setattr(trainer, "_step", stop_here)
+    model = loop.initial_model(tiny())
+    monkeypatch.setattr(loop, "initial_model", lambda *_: model)  # making one is half of the time
+    monkeypatch.setattr(loop, "_step", stop_here)
     config = tiny(dead_window=60, reinit=0.1, kernels="auto")
     if sealed:
         tried = refused = 0
@@ -410,15 +408,15 @@ def test_of_many_that_begin_at_once_one_has_the_folder(tmp_path):
 
 
 def test_a_run_is_saved_every_few_minutes_and_resumed_bit_for_bit(tiny, curve, tmp_path, monkeypatch):
-    assert trainer.SAVE_EVERY <= 300 and tiny().checkpoint_every is None
+    assert loop.SAVE_EVERY <= 300 and tiny().checkpoint_every is None
     steps, real = [], checkpoint.save
     monkeypatch.setattr(
         checkpoint, "save", lambda folder, state, **more: (steps.append(state.step), real(folder, state, **more))[1]
     )
     whole = train(tiny(), out=tmp_path / "whole", progress=False)
     assert steps == [12]
-    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
-    monkeypatch.setattr(trainer, "SAVE_SHARE", 0.0)
+    monkeypatch.setattr(loop, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(loop, "SAVE_SHARE", 0.0)
     broken_off(tiny(), tmp_path / "often", 8)
     assert steps == [12, 1, 2, 3, 4, 5, 6, 7]
     assert curve(train(tiny(), resume=tmp_path / "often", progress=False).history) == curve(whole.history)
@@ -427,7 +425,7 @@ def test_a_run_is_saved_every_few_minutes_and_resumed_bit_for_bit(tiny, curve, t
     train(tiny(checkpoint_every=5), out=tmp_path / "fifth", progress=False)
     assert steps == [12, 5, 10, 12]
     steps.clear()
-    monkeypatch.setattr(trainer, "SAVE_SHARE", 10**6)  # a save that takes long is not made all the time
+    monkeypatch.setattr(loop, "SAVE_SHARE", 10**6)  # a save that takes long is not made all the time
     train(tiny(), out=tmp_path / "slow", progress=False)
     assert steps == [1, 12]
 

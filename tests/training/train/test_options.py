@@ -250,16 +250,21 @@ def test_the_whole_is_compiled_once_no_layer_changes_any_more(tiny, graphs, monk
     monkeypatch.setattr(compiled, "WORTH", 1)
     counts, states = [], []
     config = tiny(layers=10, log_every=1, kernels="auto", compile=True, steps=18, checkpoint_every=1)
-    save = checkpoint_module.save
-    monkeypatch.setattr(checkpoint_module, "save", lambda *a, **k: (states.append(a[1].paths["graphs"]), save(*a, **k)))
-    result = train(config, out=tmp_path, progress=False, on_step=lambda row: counts.append(graphs.frame_count))
+
+    def on_step(row):
+        counts.append(graphs.frame_count)
+        if row["step"] > 1:  # what was saved after the step before
+            states.append(checkpoint_module.load(tmp_path).paths["graphs"])
+
+    result = train(config, out=tmp_path, progress=False, on_step=on_step)
+    states.append(checkpoint_module.load(tmp_path).paths["graphs"])
     assert counts == [2] + [3] * 13 + [4] * 4  # the whole is one graph, from the step after row 14 on
     assert [state["whole"] for state in states] == [False] * 13 + [True] * 5 and states[-1]["changed_at"] == 10
     monkeypatch.undo()
     close(result.history, train(tiny(layers=10, log_every=1, steps=18), progress=False).history, 1e-5)
 
 
-def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
+def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch, tmp_path):
     """On a CPU none is lost: here the operator says that half of them are, in the second layer."""
     real, calls = differentiable.train_layer, []
 
@@ -270,19 +275,14 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
 
     monkeypatch.setattr(differentiable, "train_layer", losing)
     monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=1000.0))
-    runs, init = [], running.Run.__init__
-    monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
     monkeypatch.setattr(switching, "LOST", 1e4)
-    result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), progress=False)
+    result = train(tiny(kernels="auto", accumulate=2, steps=6, log_every=1), out=tmp_path, progress=False)
     lost = [row["lost_layers"] for row in result.history]
     assert lost[0] == [0, 0] and lost[1] == [0, pytest.approx(0.5)] and lost[2:] == [[0, 0]] * 4
-    assert [layer.module.learning for layer in runs[0].layers] == ["twell", "dense"]
-    assert (
-        runs[0].switch.below["layers.0.mlp"]
-        == 1000
-        > runs[0].switch.below["layers.1.mlp"]
-        == result.history[1]["nnz_layers"][1]
-    )
+    kept = checkpoint_module.load(tmp_path).paths
+    assert kept["layers"] == {"layers.0.mlp": "twell", "layers.1.mlp": "dense"}
+    below = result.history[1]["nnz_layers"][1]
+    assert kept["below"] == {"layers.0.mlp": 1000, "layers.1.mlp": below} and below < 1000
     assert "lost_layers" not in train(tiny(steps=2), progress=False).history[0]
 
 

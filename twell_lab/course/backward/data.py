@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ... import records
 from ...core.errors import InputError
 from ...ops import train_rows
-from ...records import record as records
 from ..work.data import VALUE, Rates
 
 NAMES = ("dx", "dgate", "dup", "ddown")

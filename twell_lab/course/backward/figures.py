@@ -1,14 +1,13 @@
-"""Figures of the notebook on the backward pass, each a function of plain data; in the style of `plots`."""
+"""Figures of the notebook on the backward pass, each a function of rows and numbers; in the style of `plots`."""
 
 from __future__ import annotations
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
-from ..drawing import at as chosen
-from ..drawing import flat, note
+from ..drawing import flat, note, row_at
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE
 BELOW = {
@@ -379,7 +378,7 @@ def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
 
 def move_capacity(figure: go.Figure, sweep: list[dict], index: int) -> None:
     """Move the capacity in a figure that `capacity` made (a FigureWidget of it too)."""
-    row = chosen(sweep, index, "capacities")
+    row = row_at(sweep, index, "capacities")
     lost = set(row["lost"])
     figure.data[0].marker.color = [plots.ORANGE if token in lost else KEPT for token in range(len(row["counts"]))]
     figure.data[3].x, figure.data[3].y = [row["capacity"]], [row["stored_rows"] + row["lost_rows"]]

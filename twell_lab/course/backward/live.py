@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from ...analysis.costs import Rates as Costs
+from ...analysis import costs
 from ...analysis.switching import break_even
 from ...core.errors import InputError
 from ...layers.anatomy import feed_forwards
@@ -61,7 +61,7 @@ def sixteen_bits(device: str):
 def break_even_share(reached: Rates, d_model: int = 2048, d_ff: int = 5632) -> float:
     """The share of neurons below which a training step is faster on the sparse path, as `switching` computes it, at
     these rates."""
-    rates = Costs(
+    rates = costs.Rates(
         device="a GPU", dtype="bfloat16", bandwidth=reached.memory, l2=reached.l2, matmul=reached.tensor, launch=0.0
     )
     return break_even(rates, d_model, d_ff) / d_ff

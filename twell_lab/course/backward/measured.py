@@ -7,13 +7,14 @@ by layer" and "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
+from ... import records
 from ...ops import measure, train_rows
-from ...records import record as records
 from ..recorded import LOGNORMAL, newest, rows_of, same, timed_here
 
 NAME, KIND = "training", "training"
@@ -119,8 +120,7 @@ def whole_step(rows: list[dict]) -> str:
         planned = f", planned: {line['choice']}" if line["choice"] else ""
         said.append(
             f"{row['layers']} layers of {row['d_model']} x {row['d_ff']}, {row['parameters'] / 1e6:.0f} million "
-            f"parameters, "
-            f"nnz {line['nnz']:.1f}{planned}"
+            f"parameters, nnz {line['nnz']:.1f}{planned}"
         )
         shown = [
             {
@@ -228,7 +228,7 @@ def lost_cost(rows: list[dict]) -> str:
     lost = 0.01 * TOKENS
     return (
         f"1% of {TOKENS:,} rows lost: {line[SPARSE]:.2f} ms instead of {without:.2f} (between the rows of the table), "
-        f"so a lost row costs about "
+        "so a lost row costs about "
         f"{1e3 * (line[SPARSE] - without) / lost:.0f} us, a stored one {1e3 * without / TOKENS:.2f}."
     )
 
@@ -242,9 +242,8 @@ def no_room(rows: list[dict]) -> str:
         if entries > room and SPARSE in line:
             lines.append(
                 f"{line['workload']}: {entries:,.0f} entries, room for {room:,}. At least {1 - room / entries:.1%} of "
-                f"them are in lost rows. "
-                f"Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned ({line['choice']}) "
-                f"{line['planned']:.1f}."
+                f"them are in lost rows. Sparse {line[SPARSE]:.1f} ms, dense {line['dense eager']:.1f}, planned "
+                f"({line['choice']}) {line['planned']:.1f}."
             )
     return "\n".join(lines) or "In no recorded layer do more neurons fire than the lists have room for."
 
@@ -269,9 +268,8 @@ def summary(rows: list[dict]) -> str:
     at = lambda row: f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"  # noqa: E731
     below = sum(row["x"] < LEAST for row in shown)
     return (
-        f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to "
-        f"{high['x']:.2f} ({at(high)}), "
-        f"below {LEAST} in {below} of {len(shown)} rows."
+        f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} "
+        f"({at(high)}), below {LEAST} in {below} of {len(shown)} rows."
     )
 
 
@@ -319,14 +317,29 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
 
     Empty where there is no GPU, or none that can do it (which is said).
     """
-    return timed_here(lambda: [row for nnz in nnzs for row in _measured(tokens, nnz)])
-
-
-def _measured(tokens: int, nnz: float) -> list[dict]:
     from ...bench import inference
+
+    def rows(nnz: float) -> list[dict]:
+        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz)
+        return step_rows(layer, inputs, nnz)
+
+    return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
+
+
+def step_rows(
+    layer,
+    inputs: list[Tensor],
+    nnz: float,
+    clock: Callable = measure.time_cuda,
+    peak_bytes: Callable = measure.peak_bytes,
+) -> list[dict]:
+    """One gated layer's training step, dense and sparse, checked and timed: rows as in the record.
+
+    inputs: [tokens, d_model] each. clock: calls by name -> milliseconds of each, as ops.measure.time_cuda. peak_bytes:
+    of a call, as ops.measure.peak_bytes. Raises WrongResult where a gradient is off by 5% of its norm or more.
+    """
     from ...bench import training as tables
 
-    layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz)
     weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
     inputs = [x.detach().requires_grad_() for x in inputs]
     grads = [torch.randn_like(x) for x in inputs]
@@ -337,6 +350,7 @@ def _measured(tokens: int, nnz: float) -> list[dict]:
         off = float((mine - theirs).norm() / theirs.norm())
         if not off < 0.05:
             raise measure.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
-    peaks = {path: measure.peak_bytes(call) for path, call in calls.items()}
-    rows = rows_of(measure.time_cuda(calls), KIND, tokens, D_MODEL, D_FF, nnz)
+    peaks = {path: peak_bytes(call) for path, call in calls.items()}
+    d_ff, d_model = layer.gate_proj.weight.shape
+    rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz)
     return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]

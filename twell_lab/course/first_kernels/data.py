@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import records
 from ...bench import forward
 from ...core import folders
 from ...core.errors import DeviceError, InputError, StackError
 from ...formats.twell import TILE, WORDS, TwELL
 from ...ops import measure, portable
 from ...records import evidence
-from ...records import record as records
 from ...records.evidence import noise
 from ...simulator import H100, Counts, Fault, Gpu, available, predicted_time, watching
 from ...simulator.counts import SECTOR, LineCounts
@@ -377,7 +377,7 @@ def summary(rows: list[dict]) -> str:
                 f"Of their sectors, a GPU's counters found in L1: {found}. "
                 + (
                     f"That is too little for {', '.join(short)}: there the L2 must also have delivered more than the "
-                    f"model's rate."
+                    "model's rate."
                     if short
                     else "That is enough."
                 )

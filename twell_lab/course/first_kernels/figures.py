@@ -1,4 +1,4 @@
-"""Figures of what the simulator recorded, each a function of plain data; in the style of `plots`.
+"""Figures of what the simulator recorded, each a function of rows and numbers; in the style of `plots`.
 
 Colour is never the only sign: threads are numbered in their cells, what was written has a frame, bars are
 hatched. So the figures keep their meaning in grey print and for every colour vision.
@@ -15,8 +15,8 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
 from ...plots.data import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace

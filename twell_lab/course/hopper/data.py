@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from torch import Tensor
+
+from ... import records
 from ...ops import measure
-from ...records import record as records
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, newest, rows_of, same, select, timed_here
 from ..work.data import Rates, floors, work
 
@@ -19,11 +21,8 @@ NAME = "inference"  # of the records; what a section adds to the name is its own
 COMMAND = "twell-lab record inference"
 MISSING = f"No such run is recorded in this checkout; `{COMMAND}` makes one."
 STACK = " (graph of "  # so many layers: a layer's share
-SAME = {
-    "dense eager": "dense eager",
-    "dense compiled": "dense compiled",
-    "twell": "forced twell",
-}  # in the record of the portable kernels
+# What the record of the portable kernels calls a path -> what it is called here.
+SAME = {"dense eager": "dense eager", "dense compiled": "dense compiled", "twell": "forced twell"}
 SHOWN = ("planned", "forced twell", "forced hot_cold", "forced dense", "forced portable", "forced mma.sync")
 FEW = 256  # up to here a layer is about as short as its launches, and graph replays are what counts
 LEAST = 0.97  # times as fast as dense; a cell below it counts as a loss, above it may be noise
@@ -95,17 +94,26 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dic
 
     Empty where there is no GPU, or none that can do it (which is said). Checks before it times.
     """
-    return timed_here(lambda: [row for nnz in nnzs for row in _compare(tokens, nnz)])
+    from ...bench import inference
+
+    def rows(nnz: float) -> list[dict]:
+        layer, inputs, seen = inference.drawn(tokens, inference.D_MODEL, inference.D_FF, nnz)
+        return layer_rows(layer, inputs, inference.plan_for(layer, seen), nnz)
+
+    return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
 
 
-def _compare(tokens: int, nnz: float) -> list[dict]:
+def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = measure.time_cuda) -> list[dict]:
+    """One gated layer timed as it is, as its plan says and on the TwELL path, after a check: rows as in the record.
+
+    inputs: [tokens, d_model] each. clock: calls by name -> milliseconds of each, as ops.measure.time_cuda.
+    """
     from ...bench import inference
     from ...layers.choice import Choice, LayerPlan
     from ...layers.sparse_ffn import SparseFFN
     from ...models.swap import sparsify
 
-    layer, inputs, seen = inference.drawn(tokens, inference.D_MODEL, inference.D_FF, nnz)
-    plan = inference.plan_for(layer, seen)
+    tokens, (d_ff, d_model) = len(inputs[0]), layer.gate_proj.weight.shape
     choice = plan.layers[0].choice(tokens)
     calls = {
         "dense eager": layer,
@@ -117,10 +125,8 @@ def _compare(tokens: int, nnz: float) -> list[dict]:
     for name, call in calls.items():
         if name != "dense eager":
             inference.check(layer, call, inputs)
-    samples = measure.time_cuda(
-        {name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()}
-    )
-    rows = rows_of(samples, "inference", tokens, inference.D_MODEL, inference.D_FF, nnz)
+    samples = clock({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
+    rows = rows_of(samples, "inference", tokens, d_model, d_ff, nnz)
     return [row | {"choice": str(choice)} if row["path"] == "planned" else row for row in rows]
 
 
@@ -221,8 +227,7 @@ def plan_sentences(found: list[dict]) -> str:
     )
     lines.append(
         f"In {first} of {len(several)} layers with several candidates, the one predicted fastest was also measured "
-        f"fastest: "
-        "that is what the timing is for."
+        "fastest: that is what the timing is for."
     )
     return "\n".join(lines)
 
@@ -477,6 +482,5 @@ def summary(rows: list[dict]) -> str:
     below = sum(cell["x"] < LEAST for cell in planned)
     return (
         f"{name}, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} "
-        f"({_at(high)}), "
-        f"below {LEAST} in {below} of {len(planned)} cells."
+        f"({_at(high)}), below {LEAST} in {below} of {len(planned)} cells."
     )

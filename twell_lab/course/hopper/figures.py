@@ -1,4 +1,4 @@
-"""Figures of the notebook on the Hopper kernels, each a function of plain data; in the style of `plots`.
+"""Figures of the notebook on the Hopper kernels, each a function of rows and numbers; in the style of `plots`.
 
 What comes from a record says "recorded on <device>, <day>", the reader's own points "yours, now". A figure that gets
 nothing says so instead of failing: a checkout may have no record yet."""
@@ -9,7 +9,7 @@ import math
 
 import plotly.graph_objects as go
 
-from ...plots import figures as plots
+from ... import plots
 from ..drawing import nothing
 
 PATHS = {

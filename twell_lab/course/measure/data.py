@@ -1,4 +1,4 @@
-"""Measurements that the first notebooks make, as plain functions: data in, data out, nothing drawn.
+"""Measurements that the first notebooks make, as functions: data in, data out, nothing drawn.
 
 Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock` result maps names to samples.
 """
@@ -263,7 +263,7 @@ def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> 
 def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
     """What a threshold on the gate does to one gated layer: only gate values above it are kept.
 
-    layer: a gated feed-forward module; x: [tokens, d_model]. Returns plain data: d_ff; edges and counts of a
+    layer: a gated feed-forward module; x: [tokens, d_model]. Returns a dict: d_ff; edges and counts of a
     histogram of the positive gate values; rows, one a threshold: {threshold, nnz (mean), density, error (relative,
     against threshold 0), weights (the share of the weights one token must read: all of the gate, and for each
     firing neuron a row of up and a column of down)}.

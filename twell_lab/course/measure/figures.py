@@ -1,4 +1,4 @@
-"""Figures of the first notebooks, each a function of plain data; in the style of `plots`."""
+"""Figures of the first notebooks, each a function of rows and numbers; in the style of `plots`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
 from ...ops.measure import quartiles
-from ...plots import figures as plots
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
 

@@ -1,6 +1,6 @@
-"""What the notebook on packing computes, as plain functions: data in, data out, nothing drawn.
+"""What the notebook on packing computes, as functions: data in, data out, nothing drawn.
 
-`view` describes one row under one geometry as plain data; `figures` draws it and `widget` moves it.
+`view` describes one row under one geometry; `figures` draws it and `widget` moves it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)
 # ---- the formats, side by side ----
 
 
-def forms(x: Tensor, limit: int = 128) -> dict[str, object]:
+def forms(x: Tensor, limit: int = 128) -> dict[str, COO | CSR | ELL | Hybrid | TwELL]:
     """The same matrix [rows, columns] in every format of the library.
 
     limit: entries of a light row of Hybrid.
@@ -158,7 +158,7 @@ def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
 def view(
     gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int = WORDS, threshold: float = 0.0
 ) -> dict:
-    """One row of a gate under one geometry, and one of its tiles in full, as plain data. gate: [rows, d_ff].
+    """One row of a gate under one geometry, and one of its tiles in full. gate: [rows, d_ff].
 
     Kept is what is `not (g <= threshold)`; packing itself has threshold 0. Returns {row, part, tile, words,
     slots, threshold, dtype, width (columns of this tile), counts (kept values of each tile of the row),

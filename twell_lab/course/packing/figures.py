@@ -1,4 +1,4 @@
-"""Figures of the notebook on packing, each a function of plain data; in the style of `plots`."""
+"""Figures of the notebook on packing, each a function of rows and numbers; in the style of `plots`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
 from ..drawing import flat
 from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 
@@ -226,9 +226,8 @@ def _captions(view: dict) -> list[str]:
     tiles = f"{len(view['counts'])} tile{'s' * (len(view['counts']) > 1)}"
     return [
         f"the row's {tiles} of {view['tile']}: values kept (dotted: the {view['slots']} slots)",
-        f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept "
-        "(<span style='color:#2E86C1'>blue</span>: in a word, "
-        "<span style='color:#C77700'>orange</span>: tail)",
+        f"{of}: {view['width']} columns, {ACROSS} a line; {held} kept (<span style='color:#2E86C1'>blue</span>: in a "
+        "word, <span style='color:#C77700'>orange</span>: tail)",
         f"the {words} words of {of}: the count, then column and value; {unused} unused",
         tail,
     ]

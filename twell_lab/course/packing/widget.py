@@ -16,7 +16,7 @@ class TileExplorer(Drawn):
     """Sliders for row, tile, words and threshold, above the row that they draw (figures.tile_view).
 
     gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.tile`, `.words`, `.threshold`, `.row`,
-    `.part`) that code can set; `.figure` is what is drawn, `.view` the plain data behind it. Where two
+    `.part`) that code can set; `.figure` is what is drawn, `.view` the data behind it. Where two
     sliders do not go together (more words than columns, a tile beyond the row's last), the other one is
     brought along.
     """

@@ -1,9 +1,10 @@
-"""Notebook 02, recorded: an L1 sweep of a larger model, and the two models of it that are shipped."""
+"""Notebook 02, recorded: an L1 sweep of a larger model, and the trained models of data/checkpoints."""
 
 from . import figures
 from .data import (
     awake,
     checkpoint,
+    checkpoints,
     position_sentence,
     quality,
     recorded,

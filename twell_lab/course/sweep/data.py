@@ -1,24 +1,22 @@
-"""What the notebook on L1 training reads off the recorded sweep, as plain functions: rows in, words and numbers out."""
+"""What the notebook on L1 training reads off the recorded sweep, as functions: rows in, words and numbers out."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from ... import records
 from ...analysis.profile import activations
 from ...core import folders
-from ...core.errors import InputError, RecordError
+from ...core.errors import InputError, RecordError, StackError
 from ...formats.twell import fires
 from ...layers.anatomy import feed_forwards
 from ...models.tiny import LanguageModel
-from ...records import record as records
 from ...training.sweep import best_sparse, cost, pressed, seed_spread, settled, twin
 from ..recorded import device_and_day
 
-ZEROS, MORE = (
-    0.97,
-    0.02,
-)  # what a sparse point must have: this share of zeros, at no more than this above its twin's loss
+# What a sparse point must have: this share of zeros, and a loss at most this far above its twin's.
+ZEROS, MORE = 0.97, 0.02
 
 
 def recorded(folder=None) -> records.Record:
@@ -114,22 +112,19 @@ def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
     ]
     return (
         f"In the last quarter of the steps nnz changed by {within:.0%} or less in {len(runs) - len(moving)} of "
-        f"{len(runs)} runs"
-        f"{'; by more in ' + ', '.join(moving) if moving else ''}."
+        f"{len(runs)} runs{'; by more in ' + ', '.join(moving) if moving else ''}."
     )
 
 
 def quality(record: records.Record) -> list[str]:
-    """Size, tokens and quality in plain words: what these models are, and what they are not."""
+    """Size, tokens and quality in words: what these models are, and what they are not."""
     base, notes = twin(record.rows), record.notes
     config, text = base["config"], notes["text"]
     lines = [
         f"Size: {base['parameters'] / 1e6:.1f} million parameters, {config['layers']} layers, d_model "
-        f"{config['d_model']}, "
-        f"d_ff {config['d_ff']}.",
+        f"{config['d_model']}, d_ff {config['d_ff']}.",
         f"Read: {base['tokens'] / 1e6:.1f} million bytes, {base['tokens'] / notes['training_size']:.0%} of the "
-        f"training part of "
-        f"{text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s.",
+        f"training part of {text['name']}, in {config['steps']} steps, {base['seconds']:.0f} s.",
     ]
     if "compressors" in notes:
         others = ", ".join(f"{name} {bits:.2f}" for name, bits in notes["compressors"].items())
@@ -173,8 +168,7 @@ def position_sentence(row: dict) -> str:
     most = max(range(len(ratios)), key=lambda layer: ratios[layer])
     return (
         f"{row['label']}: the first token of a window wakes {first:.1f} neurons a layer, one in the last half "
-        f"{later:.1f}; "
-        f"it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many."
+        f"{later:.1f}; it stands out most in layer {most}, where it wakes {ratios[most]:.1f} times as many."
     )
 
 
@@ -193,18 +187,32 @@ def extremes(row: dict, each: int = 8) -> list[tuple[str, float]]:
     return [(byte_name(seen["value"][i]), mean[i]) for i in picked]
 
 
-# ---- the two models that are shipped ----
+# ---- the models of data/checkpoints ----
+
+CHECKPOINTS = ("l1-free", "small", "sparse")
+
+
+def checkpoints() -> list[str]:
+    """Which of CHECKPOINTS are here: all in a checkout, "small" alone where the package was installed."""
+    folder = folders.data_dir() / "checkpoints"
+    return [name for name in CHECKPOINTS if (folder / name / "model.safetensors").is_file()]
 
 
 def checkpoint(name: str) -> LanguageModel:
-    """A model of data/checkpoints, "sparse" or "l1-free", on the CPU (their README.md says what they are)."""
-    folder = folders.data_dir() / "checkpoints"
-    if not (folder / name / "model.safetensors").is_file():
-        raise InputError(
-            f"name is {name!r}; accepted: "
-            f"{', '.join(sorted(path.parent.name for path in folder.glob('*/*.safetensors')))}"
+    """A trained model on the CPU; data/checkpoints/README.md says what each of CHECKPOINTS is.
+
+    Raises:
+        InputError: name is none of them.
+        StackError: it is one that the installed package leaves out for its size.
+    """
+    if name not in CHECKPOINTS:
+        raise InputError(f"name is {name!r}; accepted: {', '.join(CHECKPOINTS)}")
+    if name not in checkpoints():
+        raise StackError(
+            f"the model {name!r} is not in an installed package, which would be twice as large with it; "
+            f"it lies in data/checkpoints of the project's repository, and {', '.join(checkpoints())!r} is here"
         )
-    return LanguageModel.load(folder / name).eval()
+    return LanguageModel.load(folders.data_dir() / "checkpoints" / name).eval()
 
 
 def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:

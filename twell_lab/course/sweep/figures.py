@@ -11,10 +11,10 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
 from ...training.sweep import cost, pressed, seed_spread, twin
-from ..drawing import at
+from ..drawing import row_at
 from . import data
 
 LIGHT = "#C8C8C8"
@@ -162,7 +162,7 @@ def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
 def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `picked` made (a FigureWidget of it too)."""
     runs = pressed(rows)
-    row = at(runs, index)
+    row = row_at(runs, index)
     points = figure.data[0].marker
     points.color = [plots.BLUE if number == index else LIGHT for number in range(len(runs))]
     points.size = [14 if number == index else 8 for number in range(len(runs))]
@@ -173,9 +173,8 @@ def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> No
     bars.y, bars.text = nnz, [f"{value:.0f}" if value >= 10 else f"{value:.1f}" for value in nnz]
     figure.layout.yaxis3.range = [0, 1.18 * max(*nnz, 1e-3)]
     figure.layout.title.text = (
-        f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire "
-        f"({row['zeros']:.1%} zeros), {row['validation_bits_per_byte']:.3f} bits per byte, "
-        f"{cost(row, rows):+.1%}<br><sup>{where}</sup>"
+        f"{short(row)}: {row['mean_nnz']:.3g} of {row['config']['d_ff']} neurons fire ({row['zeros']:.1%} zeros), "
+        f"{row['validation_bits_per_byte']:.3f} bits per byte, {cost(row, rows):+.1%}<br><sup>{where}</sup>"
     )
 
 
@@ -259,7 +258,7 @@ def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Fig
 
 def pick_layers(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `layer_over_time` made."""
-    row = at(pressed(rows), index)
+    row = row_at(pressed(rows), index)
     for layer, trace in enumerate(figure.data):
         trace.x = row["history"]["step"]
         trace.y = [each[layer] or None for each in row["history"]["nnz_layers"]]  # 0 has no place on a log axis
@@ -315,7 +314,7 @@ def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figu
 
 def pick_where(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `where_it_fires` made."""
-    row = at(pressed(rows), index)
+    row = row_at(pressed(rows), index)
     seen = row["positions"]
     for layer, nnz in enumerate(seen["nnz"]):
         figure.data[layer].x = [start + 1 for start in seen["start"]]

@@ -1,4 +1,4 @@
-"""What the notebook on L1 training computes, as plain functions: data in, data out, nothing drawn.
+"""What the notebook on L1 training computes, as functions: data in, data out, nothing drawn.
 
 SMALL is the model of the notebooks that train: small enough for a two-core machine to train five of them
 within a minute, wide enough (d_ff 512) to show who fires.

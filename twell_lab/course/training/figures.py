@@ -1,4 +1,4 @@
-"""Figures of the notebook on L1 training, each a function of plain data; in the style of `plots`."""
+"""Figures of the notebook on L1 training, each a function of rows and numbers; in the style of `plots`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
-from ..drawing import at
+from ..drawing import row_at
 
 
 def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
@@ -153,7 +153,7 @@ def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
 
 def pick_run(figure: go.Figure, runs: dict[str, object], index: int) -> None:
     """Pick another run in a figure that `picked_run` made (a FigureWidget of it too)."""
-    label, run = at(list(_summaries(runs).items()), index)
+    label, run = row_at(list(_summaries(runs).items()), index)
     for number in range(len(runs)):
         line = figure.data[number].line
         line.color, line.width = (plots.BLUE, 3) if number == index else ("#C8C8C8", 1)

@@ -7,7 +7,6 @@ Data in, data out, nothing drawn. Rows are those of the "inference" record (twel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ... import records
 from ...core import folders
+from ...core.files import read_json
 from ...formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
-from ...records import record as records
 from ...simulator import H100
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
 
@@ -56,8 +56,7 @@ def rates(rows: list[dict]) -> Rates:
         H100.memory_bytes_per_s,
         H100.l2_bytes_per_s,
         f"{tensor / 1e12:.0f} TFLOP/s by torch's gate GEMM ({best['where']}), {H100.memory_bytes_per_s / 1e12:g} TB/s "
-        f"from "
-        f"memory by a large copy, {H100.l2_bytes_per_s / 1e12:g} TB/s from the L2 cache",
+        f"from memory by a large copy, {H100.l2_bytes_per_s / 1e12:g} TB/s from the L2 cache",
     )
 
 
@@ -119,7 +118,7 @@ def floors_table(found: list[dict]) -> str:
 
 def datasheet(name: str = "H100 SXM") -> dict:
     """The vendor's figures for a GPU (data/gpus.json)."""
-    gpus = json.loads((folders.data_dir() / "gpus.json").read_text(encoding="utf-8"))["gpus"]
+    gpus = read_json(folders.data_dir() / "gpus.json", "datasheet")["gpus"]
     return next(gpu for gpu in gpus if gpu["name"] == name)
 
 
@@ -181,7 +180,7 @@ def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> st
         return f"v3 was not faster than v2 in this run: {whole:,.0f} ns a tile, v2 {-each:,.0f} ns less."
     return (
         f"A tile takes v3 {whole:,.0f} ns; v2 takes {each:,.0f} ns longer, {each / whole:.1%} of it: the packing "
-        f"that v3 hides."
+        "that v3 hides."
     )
 
 
@@ -219,7 +218,7 @@ def other_tokens(rows: list[dict]) -> str:
     far = sorted((pair for pair in ratios if not 0.9 <= pair[0] <= 1.1), reverse=True)
     near = (
         f"In {len(ratios) - len(far)} of {len(ratios)} trials a path took within 10% of its time on the tokens "
-        f"timed here"
+        "timed here"
     )
     return "\n".join(
         [f"{near}{'; the others:' if far else '.'}", *(f"  {name}: {ratio:.2f} times that" for ratio, name in far)]

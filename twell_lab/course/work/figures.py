@@ -7,10 +7,9 @@ import math
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ... import plots
 from ...core.errors import InputError
-from ...plots import figures as plots
-from ..drawing import at as chosen
-from ..drawing import flat, nothing
+from ..drawing import flat, nothing, row_at
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
@@ -344,7 +343,7 @@ def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
 
 def move_cut(figure: go.Figure, rows: list[dict], index: int) -> None:
     """Move the cut in a figure that `cut` made."""
-    row, ordered = chosen(rows, index, "cuts"), figure.layout.meta
+    row, ordered = row_at(rows, index, "cuts"), figure.layout.meta
     every = max(1, len(ordered) // 700)  # points enough for a line
     hot = range(0, row["hot"], every)
     cold = range(row["hot"], len(ordered), every)

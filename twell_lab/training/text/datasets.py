@@ -89,7 +89,7 @@ class Documents:
         except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
             raise TextError(
                 f"cannot open {self.tried}: {_said(error)}; accepted: a folder that is here, or a dataset "
-                f"of the Hub, which needs a network"
+                "of the Hub, which needs a network"
             ) from error
         if column not in first:
             raise TextError(
@@ -111,7 +111,7 @@ class Documents:
         except Exception as error:
             raise TextError(
                 f"{self.tried} broke off after {size} bytes: {_said(error)}; accepted: at most that many, "
-                f"or another try"
+                "or another try"
             ) from error
         if not size:
             raise TextError(f"{self.tried} holds no text: every document in {column!r} is empty")
@@ -143,7 +143,7 @@ def parse(spec: str) -> dict:
     if wrong or not name:
         raise InputError(
             f"{spec!r} has {wrong or 'no name'}; accepted: hf:owner/name, then ? and {', '.join(accepted)}"
-            f", each with = and a value, & between them"
+            ", each with = and a value, & between them"
         )
     if "bytes" not in parts:
         return {"dataset": name, **parts}

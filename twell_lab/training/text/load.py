@@ -20,9 +20,8 @@ def load_any(
     """The text that a command line or a config names, with the tokenizer to read it through.
 
     spec: None (Python's standard library), a path of a file or folder, or of one that twell_lab.training.text.prepared
-    made,
-        "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see twell_lab.training.text.datasets),
-        or a text.
+        made, "hf:owner/name?subset=...&split=...&bytes=..." (a Hugging Face dataset, see
+        twell_lab.training.text.datasets), or a text.
     tokenizer: None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the part
         of the text that `split` gives for training), a path of a tokenizer's JSON, or a tokenizer.
 

@@ -104,9 +104,8 @@ class PreparedText(Readable):
         wanted = BYTES if tokenizer == "bytes" else tokenizer
         if wanted not in (self.tokenizer, self.asked):
             raise InputError(
-                f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} "
-                f"was prepared with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text "
-                "that is not prepared"
+                f"{getattr(wanted, 'name', wanted)!r} is not the tokenizer that the text {self.name!r} was prepared "
+                f"with, {self.asked or self.tokenizer.name!r}; accepted: that one, or a text that is not prepared"
             )
         return self
 
@@ -131,8 +130,8 @@ def load(folder: str | os.PathLike) -> PreparedText:
     if (files := fields.get("files")) is not None:
         _same(folder / TOKENIZER, files)
     cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
-    plain = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
-    made = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), files=files, **plain)
+    same = {name: fields[name] for name in ("name", "sha256", "size", "dtype", "count", "source", "asked")}
+    made = PreparedText(folder.absolute(), cut=cut, tokenizer=load_tokenizer(folder / TOKENIZER), files=files, **same)
     if fields["tokenizer"] != made.tokenizer.sha256:
         raise TextError(
             f"{str(folder / TOKENIZER)!r} is not the tokenizer that the text was prepared with: prepare it again"
@@ -169,8 +168,8 @@ def _check_types(folder: Path, fields: dict) -> None:
     for name, fit in fits.items():
         if not fit:
             raise TextError(
-                f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which is "
-                "nothing that was written there: prepare the text again"
+                f"{name} in {str(folder / MANIFEST)!r} is {reprlib.repr(fields.get(name))}, which prepare does not "
+                "write there: prepare the text again"
             )
 
 
@@ -196,14 +195,21 @@ def prepare(
 ) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`.
 
-    spec: as for texts.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have any
-    size. tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a
-    tokenizer. on_bytes: called with the bytes written so far. The end of the text is the validation part: 64 MiB, a
-    tenth of a shorter text.
+    The end of the text is the validation part: 64 MiB, or a tenth of a shorter text. Where something fails, what was
+    begun is removed.
 
-    Raises TextError for a text that can't be read, or is so short and in so few documents that none can be held out;
-    InputError for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
-    vocabulary; StackError for a package that the extra "text" would install. What was begun is removed then.
+    Args:
+        spec: as for load.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have
+            any size.
+        out: a new or empty folder.
+        tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a tokenizer.
+        on_bytes: called with the bytes written so far.
+
+    Raises:
+        TextError: for a text that can't be read, or is so short and in so few documents that none can be held out.
+        InputError: for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
+            vocabulary.
+        StackError: for a package that the extra "text" would install.
     """
     out, stream, wanted = Path(out), _stream(spec), named(tokenizer)
     asked = "bytes" if tokenizer is None else tokenizer if tokenizer == "bytes" or isinstance(wanted, int) else None
@@ -254,9 +260,10 @@ def prepare(
 
 @contextmanager
 def _writing(out: Path) -> Iterator[IO[bytes]]:
-    """The file of the tokens. Like the others, which are written meanwhile, it has another name until all is well; one
-    process alone can have it. Nothing is left behind where something fails, nor of a preparation that was killed
-    here."""
+    """The file of the tokens, open, while the others are written beside it.
+
+    All of them end in ".part" until the last one is complete. Only one process at a time prepares into a folder. Where
+    something fails nothing is left behind, nor of a preparation that was killed here earlier."""
     lock, parts = Lock(out, "preparation"), [out / f"{name}.part" for name in _FILES]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -312,7 +319,7 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
 
 
 def _sample(documents: list[bytes], name: str) -> Text:
-    """Four fifths of these, which are none that will be held out; the first in any case."""
+    """The first four fifths of these, of which none will be held out; at least one document."""
     ends = [*accumulate(map(len, documents))]
     some = [document for document, end in zip(documents, ends, strict=True) if end <= 0.8 * ends[-1]] or documents[:1]
     if not some:
@@ -341,8 +348,8 @@ def _stream(spec) -> _Files | Documents:
 
 @dataclass
 class _Files:
-    """What text.read joins, one file after the other and long ones in pieces: none is held in memory. files: the blocks
-    of each."""
+    """The files that source.read would join, one after the other and long ones in pieces: none is held in memory.
+    files: the blocks of each."""
 
     name: str
     files: Iterator[Iterable[bytes]]

@@ -148,7 +148,7 @@ class Text(Readable):
     source: dict | None = None
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]  # a field of the others, here read off the data
         """Length in bytes."""
         return self.data.numel()
 
@@ -234,7 +234,7 @@ def read(path: str | os.PathLike) -> Text:
     """The text of one file, or of every text file below a folder.
 
     In a folder, files are joined in the order of their relative paths (compared as bytes, "/" between the
-    parts), nothing between them: for a folder of plain files, `find . -type f | LC_ALL=C sort | xargs cat |
+    parts), nothing between them: for a folder of files alone, `find . -type f | LC_ALL=C sort | xargs cat |
     sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL
     byte, as UTF-16 does too) and links that lead nowhere. Links are followed; each real file is used once.
 

@@ -1,4 +1,4 @@
-"""What a model reads a text as, where it is not its bytes (text.Bytes): the tokens of a trained byte-level BPE.
+"""What a model reads a text as, where it is not its bytes (source.Bytes): the tokens of a trained byte-level BPE.
 
 Both take any bytes and give them back exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
 trained and run by the `tokenizers` library, which the extra "text" installs; bytes need no package. Tokens stand for
@@ -72,7 +72,7 @@ class BPE(Tokenizer):
         if stands_for != len(raw):
             raise TextError(
                 f"the tokens of {self.name} stand for {stands_for} bytes of a text of {len(raw)}; "
-                f"accepted: a byte-level tokenizer without normalisation, which loses nothing"
+                "accepted: a byte-level tokenizer without normalisation, which loses nothing"
             )
         return tokens
 
@@ -103,7 +103,7 @@ class BPE(Tokenizer):
         if missing:
             raise TextError(
                 f"{self.name} has no token for {len(missing)} of the 256 bytes, {missing[0]} the first; "
-                f"accepted: a byte-level tokenizer that has them all"
+                "accepted: a byte-level tokenizer that has them all"
             )
         return [numbers[bytes([byte])] for byte in range(256)]
 

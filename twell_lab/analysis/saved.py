@@ -1,0 +1,59 @@
+"""The files of profiles and plans, read field by field: what is missing or wrong is a RecordError that names the file
+and the field."""
+
+from __future__ import annotations
+
+import os
+
+from ..core.errors import RecordError
+from ..core.files import WHOLE, read_json
+
+_NUMBER = "a whole number from 0 to 2**63 - 1"
+
+
+def load(path: str | os.PathLike, what: str, form: str, version: int, kinds: dict) -> tuple[dict, str]:
+    """The fields of a saved `what`, each of its kind, and the words that name the file. form, version: what its first
+    two fields say. Raises RecordError for another file."""
+    where = f"{what} {str(path)!r}"
+    content = read_json(path, what)
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise RecordError(f"{where} is no {what}: its field 'format' is not {form!r}")
+    found = content.get("version")
+    if type(found) is not int or found != version:
+        raise RecordError(f"{where} has version {found!r:.80}; this release reads {version}")
+    content = {name: value for name, value in content.items() if name not in ("format", "version")}
+    return fields(content, kinds, where), where
+
+
+def fields(content, kinds: dict, where: str) -> dict:
+    """The content, if it has exactly these fields, each of its kind, and no number below zero or beyond what tensors
+    hold. kinds: a type or several for each name."""
+    if not isinstance(content, dict):
+        raise RecordError(f"{where} is {content!r:.80}; an object is accepted")
+    for name, kind in kinds.items():
+        value = content.get(name)
+        wrong = name not in content or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if wrong or (isinstance(value, (int, float)) and not 0 <= value < WHOLE):
+            accepted = kind if isinstance(kind, tuple) else (kind,)
+            names = " or ".join(_NUMBER if each is int else each.__name__ for each in accepted)
+            raise RecordError(f"{where}: {name!r} is {value!r:.80}; accepted: {names}")
+    if unknown := sorted(set(content) - set(kinds)):
+        raise RecordError(f"{where}: unknown field {unknown[0]!r}; accepted: {', '.join(kinds)}")
+    return content
+
+
+def counts(content: dict, name: str, length: int, most: int, where: str, limit: str = "") -> list[int]:
+    """The field `name`, if it is a list of so many whole numbers from 0 to `most`; limit: what to call that."""
+    values = content[name]
+    if len(values) != length or not all(type(each) is int and 0 <= each <= most for each in values):
+        raise RecordError(f"{where}: {name!r} is not a list of {length} whole numbers from 0 to {limit}{most}")
+    if sum(values) >= WHOLE:
+        raise RecordError(f"{where}: {name!r} sums to {sum(values)}; accepted: less than 2**63")
+    return values
+
+
+def widths(content: dict, where: str) -> None:
+    """RecordError for a layer without any width."""
+    for name in ("d_model", "d_ff"):
+        if not content[name]:
+            raise RecordError(f"{where}: {name!r} is 0; accepted: a whole number from 1 up")

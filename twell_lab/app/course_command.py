@@ -1,0 +1,77 @@
+"""`twell-lab course`: the notebooks copied into a folder of the reader's own, and JupyterLab opened on it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..core import folders
+from ..core.errors import InputError, StackError
+from ..core.files import check_folder
+from . import terminal
+from .options import path
+from .terminal import Answer
+
+FOLDER = Path("twell-lab-course")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        type=path,
+        default=FOLDER,
+        help="where they go; none may be there yet [%(default)s]",
+    )
+    parser.add_argument("--no-open", dest="open", action="store_false", help="copy them and do no more")
+
+
+def copy(folder: Path) -> list[Path]:
+    """Copies the course's notebooks into `folder`, made if missing, and returns the copies in their order.
+
+    Raises InputError where one of them is there already: what a reader wrote is never overwritten."""
+    notebooks = sorted(folders.notebooks_dir().glob("*.ipynb"))
+    if not notebooks:
+        raise StackError(
+            f"no notebook lies in {str(folders.notebooks_dir())!r}; accepted: a checkout, or a whole wheel"
+        )
+    if there := [each.name for each in notebooks if (folder / each.name).exists()]:
+        raise InputError(
+            f"{str(folder)!r} holds {there[0]} already; accepted: another folder, or to go on in this one: "
+            f"jupyter lab {shlex.quote(str(folder))}"
+        )
+    check_folder(folder)
+    return [Path(shutil.copyfile(each, folder / each.name)) for each in notebooks]
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Copy, then open JupyterLab there until it is closed, whose exit status is then the command's."""
+    if options.open and find_spec("jupyterlab") is None:
+        from . import doctor
+
+        raise StackError(
+            f"JupyterLab is not installed; accepted: --no-open, or first {doctor.install_command('course')}"
+        )
+    copies = copy(options.folder)
+    said = f"course: {len(copies)} notebooks are in {options.folder}"
+    if options.open:
+        terminal.tell(f"{said}; opening JupyterLab there, which Ctrl-C ends")
+    status = _open(options.folder) if options.open else 0
+    return Answer({"folder": str(options.folder), "notebooks": [each.name for each in copies]}, said, status)
+
+
+def _open(folder: Path) -> int:
+    """JupyterLab's exit status. A Ctrl-C is for JupyterLab, which asks back; this process waits."""
+    lab = subprocess.Popen([sys.executable, "-m", "jupyterlab", str(folder)])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return lab.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)

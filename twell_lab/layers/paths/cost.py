@@ -1,0 +1,134 @@
+"""What a call's cost is counted from: the device's rates, how the layer fires, and how many tokens there are.
+
+A gated layer's entry costs two rows of d_model values (up, down), a plain one's one (down). A GEMM takes as long as its
+operations at the matmul rate or its weights and values from memory, whichever is longer; for few tokens it is the
+latter. Rows come from memory once, whatever the number of tokens (those of the neurons that fire at all), and again
+where they do not fit the cache. Each launch adds its own time. Rows that fire so much that the packed form gives up are
+computed densely once more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InputError
+from ...formats.twell import TILE, WORDS
+
+_CACHE_USED = 0.8  # share of the L2 cache that the most used rows are taken to keep
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches with values of one dtype; analysis.costs.measure_rates measures it.
+
+    bandwidth: bytes a second from and to memory (a copy). l2: bytes a second at which the sparse part reads the rows of
+    up and down (what more entries add to its time). matmul: operations a second (a large torch.mm). launch: seconds
+    that one more launch (on a CPU: operation) takes. cache: bytes of the GPU's L2 cache, 0 where none is modelled.
+    fuses: whether there are kernels that pack inside the gate GEMM and multiply inside the up GEMM; from how many
+    tokens they are taken is ops.dispatch's to say. Raises InputError for a rate that is not above 0."""
+
+    device: str
+    dtype: str
+    bandwidth: float
+    l2: float
+    matmul: float
+    launch: float
+    cache: int = 0
+    fuses: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "l2", "matmul"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)!r}; a rate above 0 is accepted")
+        if not 0 <= self.launch < math.inf:
+            raise InputError(f"launch is {self.launch!r}; seconds from 0 up are accepted")
+
+    def as_dict(self) -> dict:
+        """The rates by name, as a plan keeps them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Firing:
+    """How a layer fires, as the predictions need it.
+
+    frequency: float64 [d_ff], the share of tokens at which each neuron fires, descending. totals: float64 [d_ff + 1],
+    the share of tokens with so many firing. overflowing, excess: of the layer in its own order, the share of tokens
+    with a tile beyond its slots, and the entries beyond them, a token."""
+
+    d_model: int
+    gated: bool
+    frequency: Tensor
+    totals: Tensor
+    overflowing: float = 0.0
+    excess: float = 0.0
+
+    @classmethod
+    def of(cls, layer) -> Firing:
+        """The firing that a LayerProfile counted; InputError where it saw no token."""
+        if not layer.tokens:
+            raise InputError(f"the profile of layer {layer.name!r} saw no token; at least one is needed for a plan")
+        beyond = (torch.arange(layer.tile_histogram.numel(), device="cpu") - (layer.words - 1)).clamp(min=0)
+        excess = (layer.tile_histogram * beyond).sum().item() / layer.tokens
+        frequency = (layer.neuron_counts.double() / layer.tokens).sort(descending=True).values
+        totals = layer.nnz_histogram.double() / layer.tokens
+        return cls(layer.d_model, layer.gated, frequency, totals, layer.overflow_rows, excess)
+
+    @property
+    def d_ff(self) -> int:
+        """The layer's neurons."""
+        return self.frequency.numel()
+
+    def lost(self, hot: int) -> float:
+        """About what share of the tokens will be computed densely after all, `hot` neurons not being packed.
+
+        Those that fill tiles on average, however evenly their neurons lie. In the layer's own order (hot 0) also those
+        whose overflow exceeds the pool that 16 rows share, were it all in one tile."""
+        packed = self.frequency[hot:].sum() / self.frequency.sum().clamp(min=1e-30)
+        a_tile = torch.arange(self.totals.numel(), device="cpu") * packed / math.ceil((self.d_ff - hot) / TILE)
+        lost = self.totals[a_tile > WORDS - 1].sum().item()
+        if hot or not self.excess:
+            return lost
+        return max(lost, self.overflowing * max(0.0, 1 - 64 / (16 * self.excess)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer with so many tokens, values of `itemsize` bytes, and what parts of it take, in seconds."""
+
+    firing: Firing
+    rates: Rates
+    tokens: int
+    itemsize: int
+
+    @property
+    def gemms(self) -> int:
+        """The GEMMs of the dense layer."""
+        return 3 if self.firing.gated else 2
+
+    def fuses(self, least: int) -> bool:
+        """Whether the fused kernels that are taken from `least` tokens run here."""
+        return self.rates.fuses and self.tokens >= least
+
+    def gemm(self, n: int, k: int, count: float = 1.0) -> float:
+        """Seconds of `count` products of the tokens with weights [n, k]."""
+        moved = (n * k + self.tokens * (n + k)) * self.itemsize
+        return count * max(2 * self.tokens * n * k / self.rates.matmul, moved / self.rates.bandwidth)
+
+    def rows(self, frequency: Tensor) -> float:
+        """Seconds in which the rows of packed neurons that fire so often are read: all that fire once from memory, each
+        entry from the cache."""
+        tokens, rates = self.tokens, self.rates
+        row = (2 if self.firing.gated else 1) * self.firing.d_model * self.itemsize
+        touched = (1 - (1 - frequency).clamp(min=0) ** tokens).sum().item() * row
+        read = tokens * frequency.sum().item() * row
+        missed = 0.0
+        if rates.cache and touched > rates.cache * _CACHE_USED:
+            kept = int(rates.cache * _CACHE_USED / row)
+            missed = tokens * frequency[kept:].sum().item() * row
+        # With few tokens nearly every entry is the first to ask for its row: memory then hides the cache, not both in
+        # turn.
+        return max(min(touched, read) / rates.bandwidth, (read - missed) / rates.l2 + missed / rates.bandwidth)

@@ -1,0 +1,72 @@
+"""dense: every neuron, through the tensor cores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ...ops import checks, dispatch
+from ..weights import Weights
+from .cost import Call
+from .path import Path
+
+
+class Dense(Path):
+    """Torch's operations; on a Hopper GPU, from dispatch.LEAST_DENSE tokens, relu(gate) * up in one GEMM."""
+
+    name = learns = "dense"
+    packs = False
+
+    def prepare(self, layer: nn.Module, weights: Weights) -> tuple[None, list]:
+        layer.fuses_dense = dispatch.fuses(weights.up)
+        return None, []
+
+    def moved(self, layer: nn.Module, weights: Weights) -> None:
+        self.prepare(layer, weights)
+
+    def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        if not compiling:  # a forward that is being compiled sees no addresses, and keeps the last answer
+            self.prepare(layer, weights)
+        fused = layer.fuses_dense and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
+        if not fused and (compiling or not weights.up.is_cuda):
+            return by_torch(x, weights)  # which its compiler fuses
+        return super().forward(layer, x, weights, hot, None)
+
+    def ready(self, layer: nn.Module, weights: Weights) -> Weights:
+        return weights
+
+    def cost(self, call: Call, hot: int = 0) -> dict[str, float]:
+        gemm, values = dense_parts(call)
+        return {
+            "gemm": gemm,
+            "rows": 0.0,
+            "memory": values,
+            "launches": (2 if fused(call) else 5 if call.firing.gated else 3) * call.rates.launch,
+            "lost": 0.0,
+        }
+
+
+def by_torch(x: Tensor, weights: Weights) -> Tensor:
+    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. InputError for
+    what does not fit together."""
+    gate, up, down, gate_bias, up_bias, down_bias, _ = weights
+    checks.check_tensor("x", x)
+    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    if gate is None:
+        hidden = torch.relu(linear(x, up, up_bias))
+    else:
+        hidden = torch.relu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
+    return linear(hidden, down, down_bias)
+
+
+def fused(call: Call) -> bool:
+    """Whether the GEMM of up multiplies where its values are."""
+    return call.fuses(dispatch.LEAST_DENSE)
+
+
+def dense_parts(call: Call) -> tuple[float, float]:
+    """Seconds of the GEMMs, and of relu and multiply over the values between them."""
+    values = 0 if fused(call) else (5 if call.firing.gated else 2) * call.tokens * call.firing.d_ff * call.itemsize
+    return call.gemm(call.firing.d_ff, call.firing.d_model, call.gemms), values / call.rates.bandwidth

@@ -1,0 +1,114 @@
+"""What a path is: whether it takes a layer, what it holds for it, the forward pass, and what that should cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ...ops import copies, inference
+from ..weights import NAMES, Weights
+from .cost import Call
+
+
+class Copy(NamedTuple):
+    """A weight in another layout: the buffer that holds it, which of Weights it stands for, and which it is made of.
+
+    how: a layout of twell_lab.ops.copies."""
+
+    buffer: str
+    name: str
+    source: str
+    how: int
+
+
+def hold(layer: nn.Module, name: str, t: Tensor | None) -> None:
+    """Have the layer keep t as a buffer outside its state_dict; None: have no buffer of that name (torch.export
+    miscounts those that are None)."""
+    if t is None:
+        layer._buffers.pop(name, None)
+    else:
+        layer.register_buffer(name, t, persistent=False)
+
+
+class Path:
+    """One way through a layer. It has no state: what it holds for a layer are buffers of that SparseFFN.
+
+    name: what plans, records and the operator call it. packs: whether neurons that fire are packed, and counted.
+    splits: whether a choice of it names how many neurons are hot; then `layer.neurons` is their order. learns: the path
+    of twell_lab.ops.differentiable to take where gradients are needed. copies: the weights it wants in another
+    layout."""
+
+    name: str
+    packs = True
+    splits = False
+    learns = "twell"
+    copies: tuple[Copy, ...] = ()
+
+    def sizes(self, d_ff: int) -> Sequence[int]:
+        """How many neurons may be hot in a layer of d_ff: empty where the path cannot take it."""
+        return (0,)
+
+    def accepts(self, d_ff: int, hot: int = 0) -> bool:
+        """Whether a layer of d_ff neurons can go this way with so many hot ones, whatever the number of tokens."""
+        return hot in self.sizes(d_ff)
+
+    # ---- what is held ----
+
+    def prepare(self, layer: nn.Module, weights: Weights) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Have the layer hold memory for the copies, for its next forward to fill; returns the order, and them."""
+        places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in self.copies]
+        for copy, place in zip(self.copies, places):
+            hold(layer, copy.buffer, place)
+        return None, places
+
+    def release(self, layer: nn.Module) -> None:
+        """Have the layer hold nothing for this path any more."""
+        for copy in self.copies:
+            hold(layer, copy.buffer, None)
+
+    def moved(self, layer: nn.Module, weights: Weights) -> None:
+        """See to what the layer holds after its tensors were moved, as by `to`: made inside inference mode, nothing
+        outside of it could write to them."""
+        if any(place is not None and place.is_inference() for place in self._held(layer)[1]):
+            self.prepare(layer, weights)
+
+    def ready(self, layer: nn.Module, weights: Weights) -> Weights:
+        """The weights as this path reads them: its copies, brought up to date, in the place of what they stand for."""
+        order, places = self._held(layer)
+        if not self._fits(order, places, weights):
+            order, places = self.prepare(layer, weights)
+        sources: dict[str, Tensor] = {}
+        for copy, place in zip(self.copies, places):
+            if place is not None:
+                sources[copy.name if copy.source in sources else copy.source] = getattr(weights, copy.source)
+        beside = {name: t for name, t in zip(NAMES, weights) if t is not None and name not in sources}
+        how = [copy.how for copy, place in zip(self.copies, places) if place is not None]
+        filled = [place for place in places if place is not None]
+        copies.refresh(sources, filled, how, order, beside, training=layer.training)
+        made = {copy.name: place for copy, place in zip(self.copies, places)}
+        return Weights(*[made.get(name, t) for name, t in zip(NAMES, weights)])
+
+    def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The order of the neurons, None for their own, and the copies, as far as they are there."""
+        return None, [layer._buffers.get(copy.buffer) for copy in self.copies]
+
+    def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights) -> bool:
+        """Whether every copy is a place for its weight."""
+        return all(
+            copies.fits(place, copy.how, getattr(weights, copy.source)) for copy, place in zip(self.copies, places)
+        )
+
+    # ---- what is done, and what it costs ----
+
+    def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
+        """The layer's output for x [..., d_model], without gradients. stats: int64 [4] to count in, as inference.infer
+        does; None: count nothing."""
+        weights = self.ready(layer, weights)
+        how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words}
+        return inference.infer(x, *weights[:6], down_t=weights.down_t, stats=stats, **how)
+
+    def cost(self, call: Call, hot: int = 0) -> dict[str, float]:
+        """Seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
+        raise NotImplementedError

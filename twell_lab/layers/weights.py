@@ -1,0 +1,41 @@
+"""The tensors of one feed-forward layer, travelling as one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class Weights(NamedTuple):
+    """A layer's weights and biases, in the order in which the operators take them, and what a path made of them.
+
+    gate, up: [d_ff, d_model], gate None for a plain layer; down: [d_model, d_ff]; biases [d_ff], [d_ff], [d_model], or
+    None; down_t: down transposed and contiguous, where a path keeps one."""
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    down_t: Tensor | None = None
+
+    @classmethod
+    def of(cls, gate: nn.Linear | None, up: nn.Linear, down: nn.Linear) -> Weights:
+        """Those of three projections, each read once: where a weight is parametrized, reading makes a new tensor."""
+        return cls(
+            None if gate is None else gate.weight,
+            up.weight,
+            down.weight,
+            None if gate is None else gate.bias,
+            up.bias,
+            down.bias,
+        )
+
+    def named(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {name: t for name, t in zip(NAMES, self) if t is not None}
+
+
+NAMES = Weights._fields
