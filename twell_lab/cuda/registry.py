@@ -28,7 +28,7 @@ Builds = Callable[[torch.dtype, Sequence[int], tuple[int, int]], list[tuple]]
 class Kernel:
     """One `.cu` file of kernels/.
 
-    name: the file's, without its ending. launched_by: module.function of each function of twell_lab that launches it.
+    name: the file's, without its ending. launched_by: module.name of what in twell_lab launches it: functions, and classes of prepared calls.
     builds: (type of values, widths of rows, a GPU's compute capability) -> every set of macros that these launches may
     ask for there. oldest: compute capability of the oldest GPU that runs it. alone: it runs on no other, because its
     instructions are that architecture's own (a target such as sm_90a)."""
@@ -68,44 +68,55 @@ class Kernel:
         return sources.entries(self.file, defines)
 
 
+# Who places a whole call's memory and arguments, besides the functions that launch one kernel alone:
+_PORTABLE, _HOPPER, _DECODE = "ops.dispatch._Portable", "ops.dispatch.Hopper", "ops.dispatch._Decode"
+_TRAINED = ("ops.differentiable._forward_cuda", "ops.differentiable._backward_cuda")
 _TRAINED_ROWS = ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient")
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("smxx_pack", ("ops.portable.pack",), macros.each),
+        Kernel("smxx_pack", ("ops.portable.pack", _PORTABLE), macros.each),
         Kernel(
-            "smxx_down", ("ops.portable.down", "ops.portable.down_pooled", "ops.portable.gated_pooled"), macros.down
+            "smxx_down",
+            ("ops.portable.down", "ops.portable.down_pooled", "ops.portable.gated_pooled", _PORTABLE, _HOPPER),
+            macros.down,
         ),
-        Kernel("smxx_up", ("ops.portable.gated_pooled",), macros.up),
-        Kernel("smxx_gated", ("ops.portable.gated", "ops.portable.gated_pooled"), macros.gated),
-        Kernel("sm80_gate_pack", ("ops.ampere.gate_pack",), macros.tensor_cores),
-        Kernel("sm80_decode", ("ops.decode.decode",), macros.decode_every, (8, 0)),
+        Kernel("smxx_up", ("ops.portable.gated_pooled", _HOPPER), macros.up),
+        Kernel("smxx_gated", ("ops.portable.gated", "ops.portable.gated_pooled", _PORTABLE, _HOPPER), macros.gated),
+        Kernel("sm80_gate_pack", ("ops.ampere.gate_pack", *_TRAINED), macros.tensor_cores),
+        Kernel("sm80_decode", ("ops.decode.decode", _DECODE), macros.decode_every, (8, 0)),
         Kernel(
             "sm90_gate_pack",
-            ("ops.hopper_pack.gate_pack", "ops.hopper_pack.dense_gate"),
+            ("ops.hopper_pack.gate_pack", "ops.hopper_pack.dense_gate", _HOPPER, *_TRAINED),
             macros.hopper_pack,
             (9, 0),
             alone=True,
         ),
         Kernel(
             "sm90_gate_up",
-            ("ops.hopper_dense.gate_up", "ops.hopper_dense.finish_lost"),
+            ("ops.hopper_dense.gate_up", "ops.hopper_dense.finish_lost", _HOPPER),
             macros.clusters_gated_or_plain,
             (9, 0),
             alone=True,
         ),
-        Kernel("sm90_down_rows", ("ops.hopper_dense.finish_lost",), macros.clusters, (9, 0), alone=True),
-        Kernel("smxx_survivors", ("ops.train_rows.survivors",), macros.whole_rows),
+        Kernel("sm90_down_rows", ("ops.hopper_dense.finish_lost", _HOPPER), macros.clusters, (9, 0), alone=True),
+        Kernel("smxx_survivors", ("ops.train_rows.survivors", *_TRAINED), macros.whole_rows),
         Kernel("smxx_train_rows", _TRAINED_ROWS, macros.whole_rows),
-        Kernel("smxx_train_slabs", ("ops.train_rows.survivors", *_TRAINED_ROWS), macros.row_slabs),
-        Kernel("smxx_train_lost", ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward"), macros.sixteen_bits),
-        Kernel("smxx_lost_weights", ("ops.train_lost.lost_backward",), macros.sixteen_bits),
+        Kernel("smxx_train_slabs", ("ops.train_rows.survivors", *_TRAINED_ROWS, *_TRAINED), macros.row_slabs),
+        Kernel(
+            "smxx_train_lost",
+            ("ops.train_lost.lost_forward", "ops.train_lost.lost_backward", *_TRAINED),
+            macros.sixteen_bits,
+        ),
+        Kernel("smxx_lost_weights", ("ops.train_lost.lost_backward", *_TRAINED), macros.sixteen_bits),
         Kernel("smxx_train_dense", ("ops.train_dense.dense_hidden", "ops.train_dense.dense_gradients"), macros.each),
         Kernel(
-            "smxx_columns", ("ops.train_columns.by_column", "ops.train_columns.weight_gradients"), macros.sixteen_bits
+            "smxx_columns",
+            ("ops.train_columns.by_column", "ops.train_columns.weight_gradients", *_TRAINED),
+            macros.sixteen_bits,
         ),
-        Kernel("smxx_weight_gradients", ("ops.train_columns.weight_gradients",), macros.gated_or_plain),
-        Kernel("smxx_transpose", ("ops.transpose.transposed",), macros.sixteen_bits),
+        Kernel("smxx_weight_gradients", ("ops.train_columns.weight_gradients", *_TRAINED), macros.gated_or_plain),
+        Kernel("smxx_transpose", ("ops.transpose.transposed", *_TRAINED), macros.sixteen_bits),
     )
 }
 OLDEST = min(kernel.oldest for kernel in KERNELS.values())  # GPU that runs any
