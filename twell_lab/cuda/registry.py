@@ -28,7 +28,8 @@ Builds = Callable[[torch.dtype, Sequence[int], tuple[int, int]], list[tuple]]
 class Kernel:
     """One `.cu` file of kernels/.
 
-    name: the file's, without its ending. launched_by: module.name of what in twell_lab launches it: functions, and classes of prepared calls.
+    name: the file's, without its ending. launched_by: module.name of what in twell_lab launches it: functions, and
+    classes of prepared calls.
     builds: (type of values, widths of rows, a GPU's compute capability) -> every set of macros that these launches may
     ask for there. oldest: compute capability of the oldest GPU that runs it. alone: it runs on no other, because its
     instructions are that architecture's own (a target such as sm_90a)."""
