@@ -324,6 +324,7 @@ def _given(command: str) -> tuple[list[str], dict]:
                 "--out": _new,
             },
         ),
+        "course": ([str(home / "hollow" / "course")], {"": _new}),
         "record": ([], {"": _word, "--out": _new}),
         "records": (["--folder", str(home / "records")], {"--folder": _files}),
         "compile": (
@@ -347,6 +348,7 @@ COMMANDS = (
     "plan",
     "bench",
     "bench",
+    "course",
     "record",
     "records",
     "compile",
@@ -379,6 +381,8 @@ def arguments(r: Random) -> list[str]:
         line.insert(r.randint(0, len(line)), r.choice(("--nothing", "--help", "-h", "--", "--out=", "--json=1", "x")))
     if command == "tour" and not any(each.startswith("--render") for each in line):
         line += ["--render", str(_home() / "list.json")]  # a tour takes too long
+    if command == "course":
+        line = [each for each in line if each != "--"] + ["--no-open"]
     if command == "record" and any(each in recordings.RECORDINGS for each in line):
         return ["record", "--json"]  # and so does a recording
     return [command, *line]

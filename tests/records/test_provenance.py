@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from twell_lab import records
 from twell_lab.core import folders
 from twell_lab.core.errors import RecordError
-from twell_lab.cuda import macros, registry
 from twell_lab.records import provenance
 
 CUDA = """#include "shared.cuh"
@@ -68,13 +66,9 @@ def run(file, arguments, block):
     return Kept().of(arguments), block
 """
 SIZES = "BLOCK = 128\nGRID = 64\n"
-SCALE = registry.Kernel("smxx_scale", ("launch.scale",), macros.each)
-
-
-@pytest.fixture(autouse=True)
-def one_kernel(request, monkeypatch):
-    if "tree_of_one" in request.fixturenames:
-        monkeypatch.setattr(provenance, "KERNELS", {"smxx_scale": SCALE})
+REGISTRY = """_ALONE = ("launch.scale",)
+KERNELS = {kernel.name: kernel for kernel in (Kernel("smxx_scale", (*_ALONE,), macros.each, oldest=(8, 0)),)}
+"""
 
 
 @pytest.fixture
@@ -90,6 +84,7 @@ def tree_of_one(tmp_path):
             "launch": LAUNCH,
             "tools": TOOLS,
             "sizes": SIZES,
+            "cuda/registry": REGISTRY,
             "core/errors": "class InputError(Exception):\n    pass\n",
         }
         for name, text in (texts | changed).items():
@@ -192,13 +187,13 @@ def test_a_name_of_the_functions_own_hides_the_modules(tree_of_one):
     assert tree_of_one(launch=own) == tree_of_one(launch=own.replace("UNUSED = 1", "UNUSED = 2"))
 
 
-def test_moved_and_renamed_files_keep_their_hash(tree_of_one, monkeypatch):
+def test_moved_and_renamed_files_keep_their_hash(tree_of_one):
     before = tree_of_one()
-    monkeypatch.setattr(provenance, "KERNELS", {"smxx_scale": replace(SCALE, launched_by=("elsewhere.scale",))})
+    elsewhere = REGISTRY.replace("launch.scale", "elsewhere.scale")
     moved = LAUNCH.replace("from . import tools", "from . import others as tools").replace(
         "from .sizes", "from .numbers"
     )
-    assert before == tree_of_one(elsewhere=moved, others=TOOLS, numbers=SIZES)
+    assert before == tree_of_one(**{"cuda/registry": elsewhere}, elsewhere=moved, others=TOOLS, numbers=SIZES)
 
 
 def test_the_hash_of_a_known_tree_is_the_same_on_every_python(tree_of_one):
@@ -235,11 +230,13 @@ def test_the_declaration_of_another_kernel_does_not_count(copy):
     table.write_text(
         text.replace(entry.strip(), 'Kernel("smxx_new", ("ops.portable.pack",), macros.each), ' + entry.strip())
     )
-    assert provenance.kernel_hashes(copy) == before
+    (copy / "kernels" / "smxx_new.cu").write_text("int n;\n")
+    after = provenance.kernel_hashes(copy)
+    assert after.pop("smxx_new") not in before.values() and after == before
     sizes = copy / "kernels" / "smxx_transpose.cu"
     sizes.write_text(sizes.read_text().replace("#define SIDE 64", "#define SIDE 32"))
-    changed = [name for name, value in provenance.kernel_hashes(copy).items() if value != before[name]]
-    assert changed == ["smxx_transpose"]  # a number that its launch reads is in its source
+    changed = [name for name, value in provenance.kernel_hashes(copy).items() if value != before.get(name)]
+    assert set(changed) == {"smxx_transpose", "smxx_new"}  # a number that its launch reads is in its source
 
 
 def test_a_change_of_one_kernel_is_its_own_alone(copy):

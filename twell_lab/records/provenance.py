@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import NamedTuple
 from ..core import folders
 from ..core.errors import CompileError, RecordError
 from ..cuda import sources
-from ..cuda.registry import KERNELS
 
 _NOT_FOLLOWED = {"core", "simulator", "sources", "KERNELS"}
 
@@ -56,11 +56,46 @@ def _present() -> dict[str, str]:
 
 
 def _hashes(tree: Sources) -> dict[str, str]:
-    undeclared = {path.stem for path in tree.kernels.glob("*.cu")} - set(KERNELS)
+    declared = _declared(tree.package / "cuda" / "registry.py")
+    undeclared = {path.stem for path in tree.kernels.glob("*.cu")} - set(declared)
     if undeclared:
         raise RecordError(f"{min(undeclared)}.cu is in kernels/, and twell_lab/cuda/registry.py does not declare it")
     package = _Package(tree.package)
-    return {name: _hash(tree.kernels, name, package, kernel.launched_by) for name, kernel in KERNELS.items()}
+    return {name: _hash(tree.kernels, name, package, functions) for name, functions in declared.items()}
+
+
+def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
+    """Each kernel that the text of a cuda/registry.py declares, and what launches it: the first two arguments of its
+    `Kernel(...)`. Read and not imported, since that needs torch, and a record can be read without."""
+    known: dict[str, object] = {}
+    found = {}
+    try:
+        tree = ast.parse(registry.read_bytes())
+        for statement in tree.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Kernel":
+                    name, functions = (_constant(each, known) for each in node.args[:2])
+                    found[name] = functions
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], (ast.Name, ast.Tuple)):
+                with suppress(ValueError):
+                    names, value = _names_of(statement), _constant(statement.value, known)
+                    known |= {names[0]: value} if len(names) == 1 else dict(zip(names, value, strict=True))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RecordError(f"{registry} cannot be read: {error}") from None
+    return found
+
+
+def _constant(node: ast.expr, known: dict):
+    """The value of a string, a known name, or a tuple of them; ValueError for anything else."""
+    if isinstance(node, ast.Tuple):
+        parts = [(isinstance(each, ast.Starred), each) for each in node.elts]
+        values = [(starred, _constant(each.value if starred else each, known)) for starred, each in parts]
+        return tuple(part for starred, value in values for part in (value if starred else (value,)))
+    if isinstance(node, ast.Name) and node.id in known:
+        return known[node.id]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError(f"line {node.lineno} is neither a text nor a tuple of texts")
 
 
 def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...]) -> str:

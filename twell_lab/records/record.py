@@ -331,7 +331,7 @@ def stale(record: Record) -> bool:
     """
     if record.kernels is None:
         return not str(record.notes.get("kernels", "")).startswith("off")
-    return not set(record.kernels.values()) <= set(provenance.kernel_hashes().values())
+    return bool(record.kernels) and not set(record.kernels.values()) <= set(provenance.kernel_hashes().values())
 
 
 def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:
