@@ -9,7 +9,7 @@ import pytest
 import twell_lab as tl
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = {"kernel", "path", "family of models", "record", "notebook"}
+TASKS = {"kernel", "path", "family of models", "benchmark and its record", "notebook"}
 
 
 def lists(text: str) -> dict[str, list[str]]:
@@ -28,14 +28,11 @@ def test_each_list_is_at_most_four_files_and_begins_with_one():
         assert all(re.match(r"`[\w./-]+`: ", entry) for entry in entries)
 
 
-@pytest.mark.skipif(
-    not all((ROOT / "twell_lab" / name).exists() for name in ("cuda/registry.py", "layers/paths")),
-    reason="the registry of kernels and the paths are not part of this tree yet",
-)
 def test_files_that_are_named_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:twell_lab|tests|docs|data|kernels|notebooks)/[\w./-]*)`", text))
-    real = [name for name in sorted(named) if not re.search("NAME|SUBJECT|PREFIX", name)]
+    # UNVERIFIED.json is there only while a kernel waits for a GPU.
+    real = [name for name in sorted(named) if not re.search("NAME|SUBJECT|PREFIX|UNVERIFIED", name)]
     assert len(real) >= 8
     assert [name for name in real if not (ROOT / name).exists()] == []
 

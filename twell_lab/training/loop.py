@@ -34,10 +34,11 @@ from ..core.files import write_atomically
 from ..core.lock import Lock
 from ..models.tiny import LanguageModel
 from . import checkpoint, parallel
-from .config import TrainConfig, TrainResult, l1_coefficient, learning_rate
+from .config import TrainConfig, TrainResult
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Diverged, Run, Stop, warn_if_repeated, warn_if_silent
+from .schedule import l1_coefficient, learning_rate
 from .text.load import load_any
 from .text.source import BYTES, check_apart, check_enough, spread_windows
 

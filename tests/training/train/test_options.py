@@ -26,9 +26,9 @@ from twell_lab.training import checkpoint as checkpoint_module
 from twell_lab.training import compiled, presets
 from twell_lab.training import config as train_config
 from twell_lab.training import run as running
-from twell_lab.training.config import l1_coefficient
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import Objective, hidden_activations, l1_penalty, mean_nnz
+from twell_lab.training.schedule import l1_coefficient
 from twell_lab.training.text.source import random_windows
 
 

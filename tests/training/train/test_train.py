@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from twell_lab.core.errors import DeviceError, InputError, TextError, TwellError
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.training.config import TrainConfig, learning_rate
+from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import TOUR, initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty, mean_nnz
+from twell_lab.training.schedule import learning_rate
 from twell_lab.training.text.source import Text, random_windows
 
 TINY = TrainConfig(
