@@ -88,9 +88,10 @@ def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
 def _constant(node: ast.expr, known: dict):
     """The value of a string, a known name, or a tuple of them; ValueError for anything else."""
     if isinstance(node, ast.Tuple):
-        parts = [(isinstance(each, ast.Starred), each) for each in node.elts]
-        values = [(starred, _constant(each.value if starred else each, known)) for starred, each in parts]
-        return tuple(part for starred, value in values for part in (value if starred else (value,)))
+        values: list = []
+        for each in node.elts:
+            values += _constant(each.value, known) if isinstance(each, ast.Starred) else [_constant(each, known)]
+        return tuple(values)
     if isinstance(node, ast.Name) and node.id in known:
         return known[node.id]
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
