@@ -88,7 +88,7 @@ def kernel(
 
 def loaded_kernels() -> set[str]:
     """The names of the kernels' sources of which this process has launched something on a GPU, without their ending."""
-    return {file.removesuffix(".cu") for file, *_ in _loaded}
+    return {file.removesuffix(".cu") for file, *_ in list(_loaded)}
 
 
 def _launch(made: Kernel, device: torch.device, grid: tuple[int, int], arguments: Sequence) -> None:

@@ -363,10 +363,10 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     new = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)  # noqa: E731
     facts = (new(x.shape[0], dtype=_wide(x)), new(x.shape[0], dtype=torch.int32))
     if not takes(x, gate, up):
-        return torch.empty_like(x), *facts, *_nothing(x)
+        return x.new_empty(x.shape), *facts, *_nothing(x)
     room = train_rows.capacity_for(x.shape[0], up.shape[0])
     return (
-        torch.empty_like(x),
+        x.new_empty(x.shape),
         *facts,
         new(*up.shape, dtype=x.dtype),
         new(x.shape[0], 2, dtype=torch.int32),
@@ -386,7 +386,7 @@ def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, s
 def _(x, gate, up, down, gate_bias, up_bias, down_bias):
     wide = (x.shape[0], up.shape[0])
     return (
-        torch.empty_like(x),
+        x.new_empty(x.shape),
         x.new_empty(x.shape[0], dtype=_wide(x)),
         x.new_empty(x.shape[0], dtype=torch.int32),
         x.new_empty(wide),

@@ -122,7 +122,7 @@ def _kept_call(x, weights, stats, *how):
     try:
         key = dispatch.key_of(x, weights, stats, *how)
         return None if key is None else dispatch.calls.get(key)
-    except (RuntimeError, TypeError):  # a tensor without an address, strides or a shape; what cannot be a key
+    except (RuntimeError, TypeError, IndexError):  # no address, strides or dimensions; what cannot be a key
         return None
 
 
@@ -143,6 +143,8 @@ def _check_stats(stats: Tensor | None, x: Tensor) -> None:
     if not isinstance(stats, Tensor) or stats.dtype != torch.int64 or tuple(stats.shape) != (len(STATS),):
         what = f"{stats.dtype} {list(stats.shape)}" if isinstance(stats, Tensor) else type(stats).__name__
         raise InputError(f"stats is {what}; an int64 tensor of {len(STATS)} is accepted")
+    if not stats.is_contiguous():  # kernels count in the four words from its first one on
+        raise InputError(f"stats has strides {stats.stride()}; a contiguous tensor is accepted")
     if stats.device != x.device:
         raise InputError(f"stats is on {stats.device} but the input is on {x.device}; one device is accepted")
 
@@ -204,9 +206,9 @@ _CUDA, _CPU = _Implementation(_cuda, "CUDA"), _Implementation(_cpu, "CPU")
 
 @torch.library.register_fake("twell_lab::infer", lib=_library)
 def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, path, hot, tile, words):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("twell_lab::infer_counted", lib=_library)
 def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)

@@ -308,17 +308,17 @@ def _(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
 
 @torch.library.register_fake("twell_lab::packed_gated", lib=_library)
 def _(x, packed, tail_pointer, tail_column, tail_value, up, down_t, up_bias, down_bias, tile):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("twell_lab::gated_ffn", lib=_library)
 def _(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, tile, words):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("twell_lab::plain_ffn", lib=_library)
 def _(x, up, down, down_t, up_bias, down_bias, tile, words):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 # ---- autograd: by torch's operations. On a GPU the functions above take ops.differentiable, for a sparse backward ----

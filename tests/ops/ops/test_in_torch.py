@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
+import twell_lab as tl
 from twell_lab import ops
 from twell_lab.core.errors import InputError
 from twell_lab.ops import accuracy, copies
@@ -138,6 +139,28 @@ def test_packed_operators_refuse_to_be_differentiated(draw):
 def test_opcheck_of_the_layers(gated, dtype, biases, wanted, draw):
     layer = draw(5, gated=gated, dtype=dtype, biases=biases)
     opcheck(*operator(leaves(layer) if wanted else layer))
+
+
+def test_opcheck_of_the_layers_with_columns_in_rows(gated, draw):
+    """y has its rows in one piece whatever strides x has, and the compiler is told so."""
+    layer = draw(5, gated=gated)
+    layer.x = layer.x.t().contiguous().t()
+    opcheck(*operator(layer))
+
+
+@pytest.mark.parametrize("path", ["dense", "twell"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_compiled_with_columns_in_rows(path, learned, draw):
+    layer = draw(5, gated=True)
+    x, weights = layer.x.t().contiguous().t(), (layer.gate, layer.up, layer.down)
+
+    def call(x):
+        return tl.train_ffn(x, *weights, path=path)[0] if learned else ops.infer(x, *weights, path=path)
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(learned):
+        weights[0].requires_grad_(learned)
+        torch.testing.assert_close(torch.compile(call, fullgraph=True)(x), call(x))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])

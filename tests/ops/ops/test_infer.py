@@ -118,6 +118,7 @@ def test_refusals():
         (dict(path="hot_cold", hot=100), "hot is 100"),
         (dict(path="hot_cold", hot=768), "hot is 768 of 640"),
         (dict(stats=torch.zeros(4)), "stats is torch.float32"),
+        (dict(stats=torch.zeros(4, 2, dtype=torch.int64)[:, 0]), r"stats has strides \(2,\)"),
         (dict(stats=torch.zeros(3, dtype=torch.int64)), r"\[3\]"),
         (dict(stats=3), "stats is int"),
     ]:
