@@ -56,6 +56,11 @@ def test_names_that_cannot_be_had():
         tl.kernel("transpose_v1", VALUE_FP32=True)
     with pytest.raises(InputError, match="sm90_gate_pack.gate_pack_v1 or sm80_gate_pack.gate_pack_v1 is accepted"):
         tl.kernel("gate_pack_v1")
+    with pytest.raises(InputError, match="smxx_pack.cu and its headers know no macro 'VALUE_FP61'"):
+        tl.kernel("pack_v1", VALUE_FP61=True)
+    for name in (3, None, b"pack_v1"):
+        with pytest.raises(InputError, match=f"name is a {type(name).__name__}"):
+            tl.kernel(name)
 
 
 def test_without_cupy(monkeypatch):

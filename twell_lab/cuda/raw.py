@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..core import folders, machine
 from ..core.errors import DeviceError, InputError, StackError
-from . import cubins, registry
+from . import cubins, registry, sources
 from .registry import Kernel
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
             out is as the library has it for bfloat16 and rows of 2048.
 
     Raises:
-        InputError: for a name that no source has, or that several have.
+        InputError: for a name that no source has, or that several have, and for a macro that the source does not know.
         StackError: without CuPy, or with one that does not match torch.
         DeviceError: without a GPU, or on one that does not run this kernel.
         CompileError: where the macros do not fit the source.
@@ -53,7 +52,7 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
             f"{capability[0]}.{capability[1]}"
         )
     cubin = cubins.compile(found.file, cubins.architecture(capability, found.file), defines)
-    folder = _folder()
+    folder = folders.private_folder()
     if folder is None:
         raise StackError("CuPy reads a kernel from a file, and no temporary folder can be written")
     path = folder / f"{cubin.name}.cubin"
@@ -62,15 +61,12 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
         return cupy.RawModule(path=str(path)).get_function(entry)
 
 
-@cache
-def _folder() -> Path | None:
-    return folders.private_folder()
-
-
 def choose(name: str, macros: dict[str, object]) -> tuple[Kernel, str, dict[str, object]]:
     """(source, entry, all macros) that `kernel` takes for a name and the macros given.
 
-    Raises InputError for a name that no source has, or that several have."""
+    Raises InputError for a name that no source has, or that several have, and for a macro that it does not know."""
+    if not isinstance(name, str):
+        raise InputError(f"name is a {type(name).__name__}; the name of a kernel, such as 'gated_v2', is accepted")
     file, _, entry = name.rpartition(".")
     builds = [each for each in registry.usual_builds(macros) if file in ("", each[0].name)]
     having = [(kernel, defines) for kernel, defines in builds if entry in kernel.entries(defines)]
@@ -78,6 +74,11 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Kernel, str, dict[str,
         with_macros = f" with {', '.join(f'{k}={v}' for k, v in macros.items())}" if macros else ""
         known = {each: None for kernel, defines in registry.usual_builds() for each in kernel.entries(defines)}
         raise InputError(f"no kernel is called {name!r:.80}{with_macros}; there are {', '.join(known)}")
-    if len(sources := dict.fromkeys(kernel.name for kernel, _ in having)) > 1:
-        raise InputError(f"{name} is in several sources; {' or '.join(f'{s}.{entry}' for s in sources)} is accepted")
+    if len(files := dict.fromkeys(kernel.name for kernel, _ in having)) > 1:
+        raise InputError(
+            f"{name} is in several sources; {' or '.join(f'{each}.{entry}' for each in files)} is accepted"
+        )
+    words = set(re.findall(r"\w+", " ".join(sources.with_headers(having[0][0].file).values())))
+    if unknown := sorted(set(macros) - words):
+        raise InputError(f"{having[0][0].file} and its headers know no macro {unknown[0]!r:.80}; accepted: one they do")
     return having[0][0], entry, {**dict(having[0][1]), **macros}
