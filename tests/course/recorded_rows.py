@@ -1,10 +1,10 @@
 """Rows as the "inference" record has them, made for the tests of notebook 05: no measurements."""
 
 from twell_lab.course.hopper import data as hopper
-from twell_lab.course.work import data as work
+from twell_lab.course.roofline import data as roofline
 from twell_lab.records.record import Record
 
-RATES = work.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+RATES = roofline.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 WHERE = "recorded on Some GPU, 2026-01-02"
 
 
@@ -18,7 +18,7 @@ def row(path="planned", ms=1.0, dense=2.0, nnz=29.0, tokens=16384, **more):
         "d_ff": 5632,
         "gated": True,
         "nnz": nnz,
-        "workload": work.LOGNORMAL,
+        "workload": roofline.LOGNORMAL,
         "path": path,
         "ms": ms,
         "dense_ms": dense,
@@ -28,7 +28,7 @@ def row(path="planned", ms=1.0, dense=2.0, nnz=29.0, tokens=16384, **more):
     return shared | more
 
 
-def compared(nnz, tokens=16384, twell=1.0, workload=work.LOGNORMAL, **more):
+def compared(nnz, tokens=16384, twell=1.0, workload=roofline.LOGNORMAL, **more):
     """What one comparison leaves in the record: every path of one layer."""
     paths = {
         "dense eager": 2.0,

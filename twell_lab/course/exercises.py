@@ -16,8 +16,8 @@ from ..core.errors import CompileError, InputError, StackError
 from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
+from .roofline.data import pool_table, waves
 from .training.data import firing_share
-from .work.data import pool_table, waves
 
 RIGHT = "Right"
 

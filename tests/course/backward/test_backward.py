@@ -8,7 +8,7 @@ from twell_lab import formats
 from twell_lab.core.errors import InputError
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward.live import small_layer
-from twell_lab.course.work.data import Rates
+from twell_lab.course.roofline.data import Rates
 from twell_lab.ops import train_rows
 
 CASE = backward.drawn()

@@ -9,7 +9,7 @@ from twell_lab import records
 from twell_lab.bench import training
 from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import measured
-from twell_lab.course.work.data import LOGNORMAL, Rates
+from twell_lab.course.roofline.data import LOGNORMAL, Rates
 from twell_lab.ops import measure
 
 RATES = Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")

@@ -9,7 +9,7 @@ from twell_lab.analysis.planner import plan
 from twell_lab.analysis.profile import profile
 from twell_lab.bench import inference
 from twell_lab.course.hopper import data as hopper
-from twell_lab.course.work import data as work
+from twell_lab.course.roofline import data as roofline
 from twell_lab.ops import measure
 
 
@@ -59,9 +59,9 @@ def test_without_a_record_the_command_is_named_and_nothing_fails():
     assert hopper.COMMAND in hopper.about([])
     for told in (
         hopper.headline_table(hopper.headline([])),
-        work.gained([]),
-        work.packing_left([]),
-        work.of_the_roof([], work.datasheet()),
+        roofline.gained([]),
+        roofline.packing_left([]),
+        roofline.of_the_roof([], roofline.datasheet()),
         hopper.plan_sentences([]),
         hopper.losses([]),
         hopper.trained_sentences([]),
@@ -71,7 +71,7 @@ def test_without_a_record_the_command_is_named_and_nothing_fails():
         hopper.overflow_table(hopper.overflow_rows([])),
     ):
         assert told.startswith("No ") and "recorded" in told
-    assert work.rates([]).tensor > 1e14  # from the record of the portable kernels
+    assert roofline.rates([]).tensor > 1e14  # from the record of the portable kernels
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

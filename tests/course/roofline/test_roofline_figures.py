@@ -5,13 +5,13 @@ import pytest
 from tests.course.recorded_rows import RATES, WHERE, everything
 from twell_lab import plots
 from twell_lab.core.errors import InputError
-from twell_lab.course.work import data as work
-from twell_lab.course.work import figures
+from twell_lab.course.roofline import data as roofline
+from twell_lab.course.roofline import figures
 
 
 def test_the_roofline_has_a_point_for_each_kernel_under_both_roofs():
-    gpu = work.datasheet()
-    found = work.points(everything(), {"gated_v3": {"ms": 0.5, "where": WHERE}})
+    gpu = roofline.datasheet()
+    found = roofline.points(everything(), {"gated_v3": {"ms": 0.5, "where": WHERE}})
     figure = figures.roofline(found, gpu, RATES)
     points = [trace for trace in figure.data if trace.mode == "markers"]
     assert [trace.name for trace in points] == [p["name"] for p in found]
@@ -29,11 +29,11 @@ def test_lanes():
 
 
 def test_the_pool_shows_who_lies_where():
-    figure = figures.pool_segment(work.pool_table([40, 10, 33, 90]))
+    figure = figures.pool_segment(roofline.pool_table([40, 10, 33, 90]))
     owners = [line for line in figure.data[2].customdata[0]]
     assert owners[:9] == ["row 0"] * 9 and owners[9:11] == ["row 2"] * 2 and owners[11] == "row 3, lost: never read"
     assert list(figure.data[0].y) == [31, 10, 31, 31] and list(figure.data[1].text) == ["", "", "", "lost"]
-    assert figures.pool_segment(work.pool_table([3, 4])).data[2].z[0].count(None) == 64
+    assert figures.pool_segment(roofline.pool_table([3, 4])).data[2].z[0].count(None) == 64
 
 
 def test_frequencies_splits_and_turns():
@@ -49,4 +49,4 @@ def test_frequencies_splits_and_turns():
 
 
 def test_a_roofline_without_a_record_says_so():
-    assert "nothing is recorded" in figures.roofline([], work.datasheet()).layout.annotations[0].text
+    assert "nothing is recorded" in figures.roofline([], roofline.datasheet()).layout.annotations[0].text

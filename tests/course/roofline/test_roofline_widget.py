@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from twell_lab.core.errors import InputError
-from twell_lab.course.work import data as work
-from twell_lab.course.work import figures, widget
+from twell_lab.course.roofline import data as roofline
+from twell_lab.course.roofline import figures, widget
 
-RATES = work.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+RATES = roofline.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
 SHARES = torch.logspace(0, -4, 1500, dtype=torch.float64)
-ROWS = work.split(SHARES, [0, 256, 512, 1500], RATES)
+ROWS = roofline.split(SHARES, [0, 256, 512, 1500], RATES)
 
 
 def test_the_figure_follows_the_cut(draws):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ... import records
 from ...core.errors import InputError
 from ...ops import train_rows
-from ..work.data import VALUE, Rates
+from ..roofline.data import VALUE, Rates
 
 NAMES = ("dx", "dgate", "dup", "ddown")
 ROWS_A_VALUE = 7  # rows of d_model values that a kept value asks for in a training step; see `parts`

@@ -24,7 +24,7 @@ from ...training.config import TrainConfig
 from ...training.loop import initial_model
 from ...training.objective import cross_entropy
 from ...training.text.source import random_windows
-from ..work.data import Rates
+from ..roofline.data import Rates
 
 
 def small_layer(d_model: int, d_ff: int, seed: int = 0) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import records
 from ...ops import measure
 from ..recorded import GRAPH, LOGNORMAL, device_and_day, newest, rows_of, same, select, timed_here
-from ..work.data import Rates, floors, work
+from ..roofline.data import Rates, floors, work
 
 UNIFORM = "independent, uniform"
 NAME = "inference"  # of the records; what a section adds to the name is its own
