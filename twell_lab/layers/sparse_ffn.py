@@ -127,7 +127,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
         Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old
-        buffers."""
+        buffers. Nor while another stream still computes a forward of this layer: wait for it first, since the copies
+        of weights that it reads are freed here."""
         d_ff, d_model = self.up.weight.shape
         if isinstance(plan, LayerPlan):
             shape = (plan.d_model, plan.d_ff, plan.gated)
