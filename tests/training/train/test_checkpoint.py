@@ -165,7 +165,8 @@ def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_p
                 time.sleep(0.002)
             said = stopped.communicate(timeout=60)[1]
         assert "Traceback" not in said and "Error" not in said, (wait, said)
-        assert stopped.returncode in (130, -signal.SIGTERM)
+        # Of several signals that wait for a process that does not listen yet, the kernel delivers the lowest number first.
+        assert stopped.returncode in (130, -signal.SIGTERM, -signal.SIGHUP)
         if "stopping after this step" in said:
             assert "stopped after step" in said and checkpoint.load(out).step
         else:
