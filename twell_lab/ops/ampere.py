@@ -20,8 +20,7 @@ VECTOR = 8  # values in 16 bytes
 _WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _FILE = "sm80_gate_pack.cu"
-# A block's tile and its threads:
-ROWS, COLUMNS, THREADS = (sources.number(_FILE, name) for name in ("BM", "BN", "THREADS"))
+ROWS, COLUMNS = (sources.number(_FILE, name) for name in ("BM", "BN"))  # of a block's tile
 
 
 @lru_cache
@@ -99,7 +98,7 @@ class GatePack:
         if setup.version > 3:  # each block takes one tile after the other
             blocks = min(blocks, _device(self.device.index)[1])
         name, defines = f"gate_pack_v{setup.version}", setup.defines(gate.dtype)
-        self.kernel = launcher.kernel("sm80_gate_pack.cu", name, defines, "PPPPPPiii", THREADS, setup.shared)
+        self.kernel = launcher.kernel(_FILE, name, defines, setup.shared)
         self.grid, self.sizes = (blocks, 1), (tokens, d_model, d_ff)
         self.gate, self.bias = launcher.address(gate), launcher.address(bias)
 

@@ -7,6 +7,7 @@ stream, torch's allocator, no waiting for the GPU.
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from ..cuda.macros import decode_tokens as rounded_up
 MOST_TOKENS = 64
 VERSIONS = (1, 2)
 FILE = "sm80_decode.cu"
-_TILE, _SLAB, _DOWN_THREADS = (sources.number(FILE, name) for name in ("BAND", "SLAB", "DOWN_THREADS"))
+_TILE, _SLAB = (sources.number(FILE, name) for name in ("BAND", "SLAB"))
+_addresses = Struct("<QQ").pack  # the structure Hidden of the source: where masks and values lie
 
 
 def takes(x: Tensor, up: Tensor) -> bool:
@@ -60,11 +62,9 @@ def _layer(index: int, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, v
         raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
     shape = shape_for(rows, d_ff, _capability(index), launcher.multiprocessors(index))
     defines, shared = specialisation(dtype, d_model, rows, shape)
-    found = dict(defines)
-    neurons, threads = (_TILE * found["BANDS"], 32 * found["BLOCK_WARPS"]) if version > 1 else (_TILE, 32 * _TILE)
-    shared = shared if version > 1 else 0
-    gate = launcher.kernel(FILE, f"decode_gate_v{version}", defines, "PPPPPPHPii", threads, shared, early=True)
-    down = launcher.kernel(FILE, "decode_down", defines, "HPPPi", _DOWN_THREADS, early=True)
+    neurons, shared = (_TILE * dict(defines)["BANDS"], shared) if version > 1 else (_TILE, 0)
+    gate = launcher.kernel(FILE, f"decode_gate_v{version}", defines, shared, early=True)
+    down = launcher.kernel(FILE, "decode_down", defines, early=True)
     return _Layer(gate, down, -(-d_ff // neurons), -(-d_ff // _TILE), -(-d_model // _SLAB))
 
 
@@ -118,8 +118,9 @@ class Decode:
         y = torch.empty_like(x)
         values = work.data_ptr()
         masks = values + self.masks
-        self.gate.launch(self.device, self.gate_grid, (x, *self.weights, masks, values, stats, *self.sizes))
-        self.down.launch(self.device, self.down_grid, (masks, values, *self.down_weights, y, self.tiles))
+        hidden = _addresses(masks, values)
+        self.gate.launch(self.device, self.gate_grid, (x, *self.weights, hidden, stats, *self.sizes))
+        self.down.launch(self.device, self.down_grid, (hidden, *self.down_weights, y, self.tiles))
         return y
 
 

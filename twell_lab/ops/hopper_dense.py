@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..cuda import sources, tma
 from ..cuda.launcher import DEFINE, address, kernel
-from .hopper_pack import BM, BN, THREADS, VECTOR, fits, multiprocessors
+from .hopper_pack import BM, BN, VECTOR, fits, multiprocessors
 
 CHUNK = 8192  # lost rows whose h has room at a time
 _number = partial(sources.number, "sm90_down_rows.cu")
@@ -115,7 +115,7 @@ class GateUp:
         self.biases = address(gate_bias) if gated else 0, address(up_bias)
         self.columns = BN // 2 if gated else BN  # of a tile
         defines = (DEFINE[self.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
-        self.kernel = kernel("sm90_gate_up.cu", "gate_up", defines, "MMMMPPPiiiiPi", THREADS, _SHARED)
+        self.kernel = kernel("sm90_gate_up.cu", "gate_up", defines, _SHARED)
 
     def maps_of(self, rows: int, row: int):
         """(address of x, address of h) -> their maps, for x [rows, d_model] with `row` values from one row to the next,
@@ -195,7 +195,7 @@ class FinishLost:
         self.room = slots * d_ff * down.dtype.itemsize, clusters * _WARPS * (_PART_BYTES + 4)
         self.sizes = d_ff, d_model
         defines = (DEFINE[down.dtype], True), ("CLUSTER", _CLUSTER)
-        self.kernel = kernel("sm90_down_rows.cu", "down_rows", defines, "MMPPPPiiiiPP", THREADS, _SHARED)
+        self.kernel = kernel("sm90_down_rows.cu", "down_rows", defines, _SHARED)
 
     def launch(self, lost, lost_x: int, start, y, h: int, parts: int) -> None:
         """lost_x, h, parts: addresses; lost, start, y: addresses, tensors or None."""

@@ -16,7 +16,7 @@ from ..cuda.macros import PACK_VERSIONS
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 _number = partial(sources.number, "sm90_gate_pack.cu")
-CLUSTER, BM, BN, BK, THREADS = map(_number, ("CLUSTER", "BM", "BN", "BK", "THREADS"))  # for all but version 1
+CLUSTER, BM, BN, BK = map(_number, ("CLUSTER", "BM", "BN", "BK"))  # for all but version 1
 VECTOR = 8  # values in 16 bytes: the copy engine moves rows in steps of these
 _MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -122,7 +122,7 @@ class GatePack:
         cluster = 1 if version == 1 else CLUSTER
         defines = ((launcher.DEFINE[dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
         name = f"gate_pack_v{version}"
-        self.kernel = launcher.kernel("sm90_gate_pack.cu", name, defines, "MMMPPPPiii", THREADS, _PACK_SHARED)
+        self.kernel = launcher.kernel("sm90_gate_pack.cu", name, defines, _PACK_SHARED)
         self.x = tma.matrix_numbers(tokens, d_model, row, dtype, BM)
         self.maps = _gate_maps(gate.data_ptr(), dtype, d_ff, d_model, gate.stride(0), cluster)
         tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)

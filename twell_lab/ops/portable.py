@@ -22,7 +22,7 @@ from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, check_geometry, 
 
 _FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
 _MANY_TOKENS = 32  # tokens a multiprocessor, from which on two passes with one weight matrix each pay
-_PACK_BLOCKS = {1: (128, 128), 2: (256, 8), 3: (256, 8), 4: (256, 32)}  # version: threads, tiles a block
+_PACK_TILES = {1: 128, 2: 8, 3: 8, 4: 32}  # of a block, by version
 _TWO_PASS_ROWS = 32768  # rows whose hidden values lie between the two passes at once: a multiple of the pool's groups
 _SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y a block of v1 owns
 
@@ -64,15 +64,14 @@ class Pack:
         vector = 16 // dtype.itemsize
         if version is None:
             version = 4 if vectors else 2
-        elif version not in _PACK_BLOCKS or (version > 2 and not vectors):
+        elif version not in _PACK_TILES or (version > 2 and not vectors):
             raise InputError(
                 f"version is {version}; 1 and 2 are accepted, and 3 and 4 where d_ff and tile are multiples of "
                 f"{vector} and the gate lies on a 16-byte boundary (d_ff is {columns}, tile {tile})"
             )
-        threads, tiles_a_block = _PACK_BLOCKS[version]
-        self.device, self.grid = device, (-(-rows * -(-columns // tile) // tiles_a_block), 1)
+        self.device, self.grid = device, (-(-rows * -(-columns // tile) // _PACK_TILES[version]), 1)
         self.sizes = rows, columns, tile, words
-        self.kernel = kernel("smxx_pack.cu", f"pack_v{version}", ((DEFINE[dtype], True),), "PPqiii", threads)
+        self.kernel = kernel("smxx_pack.cu", f"pack_v{version}", ((DEFINE[dtype], True),))
 
     def launch(self, gate, packed) -> None:
         """Both tensors, contiguous, or, on a GPU, addresses."""
@@ -122,12 +121,10 @@ class TokenRows:
         elif version == many + 1 and "TEAMS" not in dict(defines):
             version = many  # so wide a row that one team fills the block
         if version == 1:
-            defines, block, self.grid = _any_width(dtype), 128, (rows, -(-d_model // _SLAB))
-        else:
-            sizes = dict(defines)
-            block, self.grid = 32 * sizes["WARPS"] * sizes.get("TEAMS", 1), (rows, 1)
+            defines = _any_width(dtype)
+        self.grid = rows, -(-d_model // _SLAB) if version == 1 else 1
         self.device, self.sizes = device, (d_model, columns, tile, words)
-        self.kernel = kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, _TOKEN_KINDS[name], block)
+        self.kernel = kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines)
 
     def launch(self, *tensors) -> None:
         """The kernel's pointers, y the last of them: tensors, contiguous, None or, on a GPU, addresses."""
@@ -289,22 +286,15 @@ def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, vers
     check_rows(x, vectors)
 
 
-_TOKEN_KINDS = {"gated": "P" * 11 + "iiii", "down": "P" * 8 + "iiii"}
-_POOLED_KINDS = {"gated": "P" * 12 + "i", "up": "P" * 9 + "ii", "down": "P" * 10 + "i"}
-
-
 @lru_cache(maxsize=1024)
 def pooled_kernel(name: str, version: int, one: int, dtype: torch.dtype, d_model: int) -> Kernel:
     """A kernel with a pool, a block a token. one: its version of one team a token; the next has several."""
     defines = specialisation(dtype, d_model, _TEAMS if version > one else 1)
-    sizes = dict(defines)
-    if "TEAMS" not in sizes:
+    if "TEAMS" not in dict(defines):
         version = one  # also where one team of so wide a row fills the block
     hidden = (name, version) == ("down", 6)
     defines += (("POOL", True), ("HIDDEN", True)) if hidden else (("POOL", True),)
-    kinds = _POOLED_KINDS[name][1 if hidden else 0 :]
-    block = 32 * sizes["WARPS"] * sizes.get("TEAMS", 1)
-    return kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines, kinds, block)
+    return kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines)
 
 
 def _few(rows: int, device: torch.device, most: int = _FEW_TOKENS) -> bool:

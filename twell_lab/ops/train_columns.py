@@ -23,7 +23,7 @@ _number = partial(sources.number, "smxx_columns.cu")
 _MOST_CHUNKS = _number("MOST_CHUNKS")
 _COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
 _LEAST_ROWS = 16  # rows of a chunk
-_COUNT_SLAB, _FILL_SLAB, _THREADS = map(_number, ("COUNT_SLAB", "FILL_SLAB", "COUNT_THREADS"))
+_COUNT_SLAB, _FILL_SLAB = map(_number, ("COUNT_SLAB", "FILL_SLAB"))
 _BLOCK_WARPS, _CLASSES = map(_number, ("BLOCK_WARPS", "CLASSES"))
 _PLAN_INTS = 2 + 2 * (_CLASSES + 1)  # of a Plan of columns.cuh
 _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
@@ -80,17 +80,15 @@ def _sort(s: Survivors, dh, d_ff: int, dtype: torch.dtype, pieces: int, counts, 
     chunks, rows = _chunks(tokens, d_ff)
     defines = ((launcher.DEFINE[dtype], True),)
 
-    def run(name, grid, threads, tensors, *numbers):
-        kinds = "P" * len(tensors) + "i" * len(numbers)
-        made = launcher.kernel("smxx_columns.cu", f"columns_{name}_v2", defines, kinds, threads)
-        made.launch(device, grid, (*tensors, *numbers))
+    def run(name, grid, *arguments):
+        launcher.kernel("smxx_columns.cu", f"columns_{name}_v2", defines).launch(device, grid, arguments)
 
-    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), _THREADS, (s.spans, s.words, counts), tokens, d_ff, rows)
-    run("scan", (-(-d_ff // 32), 1), 1024, (counts, totals), chunks, d_ff)
+    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), s.spans, s.words, counts, tokens, d_ff, rows)
+    run("scan", (-(-d_ff // 32), 1), counts, totals, chunks, d_ff)
     lists = (totals, found.starts, found.order, found.pieces, found.first_piece, found.plan)
-    run("plan", (1, 1), 1024, lists, d_ff, _UNITS_A_PIECE * pieces)
+    run("plan", (1, 1), *lists, d_ff, _UNITS_A_PIECE * pieces)
     entries = (s.spans, s.words, s.ups, dh, counts, found.starts, found.records)
-    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), _THREADS, entries, tokens, d_ff, rows)
+    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), *entries, tokens, d_ff, rows)
 
 
 def weight_gradients(
@@ -123,19 +121,18 @@ def weight_gradients(
     _sort(s, dh, d_ff, x.dtype, pieces, counts, totals, columns)
     defines = ((launcher.DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
 
-    def run(name, grid, threads, *tensors):
-        kinds = "P" * (len(tensors) + len(outputs)) + "i"
-        made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines, kinds, threads)
+    def run(name, grid, *tensors):
+        made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines)
         made.launch(x.device, grid, (*tensors, *outputs, d_model))
 
     if version == 1:
-        run("v1", (d_ff, -(-d_model // 128)), 128, x, dy, columns.starts, columns.records)
+        run("v1", (d_ff, -(-d_model // 128)), x, dy, columns.starts, columns.records)
         return outputs
     blocks = _most_blocks(d_ff, pieces)
     plan = (columns.starts, columns.order, columns.pieces, columns.plan, columns.records)
-    run("v2", (blocks, -(-d_model // _WIDTH)), 256, x, dy, *plan, partials, bias_partials)
+    run("v2", (blocks, -(-d_model // _WIDTH)), x, dy, *plan, partials, bias_partials)
     finish = (columns.starts, columns.order, columns.first_piece, columns.plan, partials, bias_partials)
-    run("finish_v2", (pieces // 2, -(-sums * d_model // 1024)), 256, *finish)
+    run("finish_v2", (pieces // 2, -(-sums * d_model // 1024)), *finish)
     return outputs
 
 

@@ -21,7 +21,7 @@ from .prepared import parts
 
 FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
 _number = partial(sources.number, WEIGHTS_FILE)
-_THREADS, _ROWS, _NEURONS = map(_number, ("THREADS", "ROWS", "NEURONS"))
+_ROWS, _NEURONS = map(_number, ("ROWS", "NEURONS"))
 _OWN, _PIECE = map(_number, ("BLOCK_NEURONS", "SLAB"))  # neurons of a block, and columns that it takes at a time
 _BLOCKS_A_MULTIPROCESSOR = 2
 _BLOCKS_ON_CPU = 6  # few enough that small tests meet every way of dealing the rows
@@ -145,8 +145,7 @@ def _blocks(x: Tensor) -> int:
 
 def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
     numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
-    file, kinds = WEIGHTS_FILE if "weights" in name else FILE, "P" * len(tensors) + "i" * len(numbers)
-    made = kernel(file, name, ((DEFINE[x.dtype], True),), kinds, _THREADS)
+    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, ((DEFINE[x.dtype], True),))
     made.launch(x.device, (grid, 1), (*tensors, *numbers))
 
 

@@ -27,7 +27,7 @@ _MOST_ENTRIES = 2**31 - 2
 _VECTOR = 8  # values in 16 bytes
 _MOST_SLABS = 16  # of which the pieces of dot products are kept at once
 SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
-_PLACE_THREADS, _PACKED_ROWS = (sources.number(SURVIVORS, name) for name in ("PLACE_THREADS", "BLOCK_ROWS"))
+_PACKED_ROWS = sources.number(SURVIVORS, "BLOCK_ROWS")
 _SLAB_WARPS = sources.number(SLABS, "BLOCK_WARPS")
 
 
@@ -104,15 +104,14 @@ def survivors(
     _memory, (counts, totals) = parts(x.device, (torch.int32, (tokens,)), (torch.int32, (blocks, 2)))
     defines = portable.specialisation(x.dtype, d_model)
 
-    def run(name, blocks, threads, tensors, *numbers):
-        made = launcher.kernel(SURVIVORS, name, defines, "P" * len(tensors) + "i" * len(numbers), threads)
-        made.launch(x.device, (blocks, 1), (*tensors, *numbers))
+    def run(name, blocks, *arguments):
+        launcher.kernel(SURVIVORS, name, defines).launch(x.device, (blocks, 1), arguments)
 
-    run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, (x, packed, pool, counts, totals), tokens, d_ff)
-    run("survivor_places_v2", 1, _PLACE_THREADS, (counts, totals, lost), tokens, capacity)
+    run("survivor_counts_v2", blocks, x, packed, pool, counts, totals, tokens, d_ff)
+    run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity)
     alone = l1 if up is None else None  # of a gated layer, l1 comes with u
     placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
-    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, placed, tokens, d_ff, capacity)
+    run("survivor_words_v2", blocks, *placed, tokens, d_ff, capacity)
     if up is not None:
         _dots(x, made, up, "up_values_v1", (up_bias, ups, l1))
     return made
@@ -204,7 +203,7 @@ def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, tens
     """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
     defines = _slab_defines(rows.dtype, rows.shape[1], shape)
     grid = (-(-len(rows) // (_SLAB_WARPS * (32 // shape[0] if slabs else 1))), max(slabs, 1))
-    made = launcher.kernel(SLABS, name, defines, "P" * len(tensors) + "i" * len(numbers), 32 * _SLAB_WARPS)
+    made = launcher.kernel(SLABS, name, defines)
     made.launch(rows.device, grid, (*tensors, *numbers))
 
 
@@ -218,7 +217,7 @@ def _rows(name: str, version: int, rows: Tensor, tensors: tuple) -> None:
         shape = _SHAPES[name]
         return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), tensors, len(rows))
     defines = portable.specialisation(rows.dtype, rows.shape[1])
-    made = launcher.kernel(ROWS, f"{name}_v1", defines, "P" * len(tensors), 32 * dict(defines)["WARPS"])
+    made = launcher.kernel(ROWS, f"{name}_v1", defines)
     made.launch(rows.device, (len(rows), 1), tensors)
 
 

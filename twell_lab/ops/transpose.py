@@ -11,7 +11,7 @@ from ..cuda import launcher, sources
 from ..cuda.macros import value
 
 FILE = "smxx_transpose.cu"
-SIDE, THREADS = (sources.number(FILE, name) for name in ("SIDE", "THREADS"))
+SIDE = sources.number(FILE, "SIDE")
 VECTOR = 8
 
 
@@ -25,7 +25,7 @@ def transposed(m: Tensor, checked: bool = False) -> Tensor:
     out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
     if m.numel():
         grid = (-(-columns // SIDE), -(-rows // SIDE))
-        made = launcher.kernel(FILE, "transpose_v1", value(m.dtype), "PPii", THREADS)
+        made = launcher.kernel(FILE, "transpose_v1", value(m.dtype))
         made.launch(m.device, grid, (m, out, rows, columns))
     return out
 

@@ -3,7 +3,6 @@
 Pretended tensors lie where CPU tensors lie; a driver that runs nothing remembers the launches."""
 
 import gc
-import re
 import weakref
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from tests.ops.prepared.pretended import pretend, pretending
 from twell_lab import simulator
 from twell_lab.core.errors import InputError
-from twell_lab.core.folders import kernels_dir
 from twell_lab.ops import ampere, dispatch, hopper_dense, hopper_pack, inference, portable
 from twell_lab.ops.prepared import Kept, places
 
@@ -263,34 +261,14 @@ def test_places_follow_each_other_on_boundaries():
     assert places(512, 1, 256, 257, 0, 4) == ([512, 768, 1024, 1536, 1536], 1792)
 
 
-# ---- the kinds of arguments are those of the sources ----
-
-
-def declared(kernel) -> str:
-    """The kinds of a kernel's parameters, read from its source."""
-    if kernel.file.startswith("smxx_"):
-        parameters = simulator.compile(kernel.file, dict(kernel.defines)).kernels[kernel.name].parameters
-        return "".join("P" if p.pointer else {"int": "i", "long long": "q"}[p.type] for p in parameters)
-    text = (kernels_dir() / kernel.file).read_text().replace("\\\n", " ")
-    name = {"sm90_gate_pack.cu": "HOPPER_GEMM NAME", "sm80_gate_pack.cu": "define PARAMETERS"}.get(kernel.file)
-    after = text[re.search(rf"{name or rf'^{kernel.name}'}\s*(\(|(?=const))", text, re.M).end() :]
-    found = ""
-    for parameter in (
-        re.split(r"[\n)]\s*[\n{]|\)", after)[0].split(",") if name else after[: after.index(")")].split(",")
-    ):
-        known = {"*": "P", "TensorMap": "M", "Hidden": "H"}
-        found += next((kind for word, kind in known.items() if word in parameter), "i")
-    return found
+# ---- every launch goes through the checks of the launcher ----
 
 
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
-def test_kinds_of_arguments_are_those_of_the_sources(driver):
+def test_every_kernel_that_a_gpu_runs_is_met_here(driver):
     for gated in (True, False):
         layer = Layer(gated)
         for path, hot, tokens in WAYS:
             layer.call(x_of(tokens), path, hot)
     ampere.gate_pack(x_of(300), layer.up)
-    seen = {(kernel.file, kernel.name): kernel for kernel in driver.kernels}
-    assert len(seen) == 13
-    for kernel in seen.values():
-        assert kernel.kinds == declared(kernel), kernel.name
+    assert len({(kernel.file, kernel.name) for kernel in driver.kernels}) == 13
