@@ -1,7 +1,8 @@
 """What ran: the commit, and for each kernel a hash of its sources and of the code that launches it.
 
 The hash of a kernel is a SHA-256 over the tokens of its source, headers included, and over the syntax trees of its
-launch functions and of everything of the package that these reach: functions, classes, constants. Comments, docstrings,
+declaration in `cuda/registry.py`, of its launch functions, and of everything of the package that these reach:
+functions, classes, constants. Comments, docstrings,
 annotations, white space, and the names and places of files are left out, so that a file may move and evidence stays.
 What decides nothing about a launch is not followed (`_NOT_FOLLOWED`): the simulator, errors, where files lie, how
 numbers are read from a source (whose tokens are hashed), and the table of all kernels."""
@@ -61,12 +62,13 @@ def _hashes(tree: Sources) -> dict[str, str]:
     if undeclared:
         raise RecordError(f"{min(undeclared)}.cu is in kernels/, and twell_lab/cuda/registry.py does not declare it")
     package = _Package(tree.package)
-    return {name: _hash(tree.kernels, name, package, functions) for name, functions in declared.items()}
+    return {name: _hash(tree.kernels, name, package, *declaration) for name, declaration in declared.items()}
 
 
-def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
-    """Each kernel that the text of a cuda/registry.py declares, and what launches it: the first two arguments of its
-    `Kernel(...)`. Read and not imported, since that needs torch, and a record can be read without."""
+def _declared(registry: Path) -> dict[str, tuple[tuple[str, ...], list[ast.AST]]]:
+    """Each kernel that the text of a cuda/registry.py declares: what launches it (the second argument of its
+    `Kernel(...)`), and the arguments after that. Read and not imported, since that needs torch, and a record can be
+    read without."""
     known: dict[str, object] = {}
     found = {}
     try:
@@ -75,7 +77,7 @@ def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Kernel":
                     name, functions = (_constant(each, known) for each in node.args[:2])
-                    found[name] = functions
+                    found[name] = functions, [*node.args[2:], *node.keywords]
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], (ast.Name, ast.Tuple)):
                 with suppress(ValueError):
                     names, value = _names_of(statement), _constant(statement.value, known)
@@ -99,9 +101,14 @@ def _constant(node: ast.expr, known: dict):
     raise ValueError(f"line {node.lineno} is neither a text nor a tuple of texts")
 
 
-def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...]) -> str:
+def _hash(
+    kernels: Path, name: str, package: _Package, functions: tuple[str, ...], declaration: list[ast.AST]
+) -> str:
+    writer = _Writer(package, "twell_lab.cuda.registry")
+    declared = [writer.text(each) for each in declaration]
+    code = package.reached(functions, writer.references)
     digest = hashlib.sha256()
-    for part in (*_source(kernels, f"{name}.cu", set()), "launch code", *package.reached(functions)):
+    for part in (*_source(kernels, f"{name}.cu", set()), "declaration", *declared, "launch code", *code):
         # The length before each part keeps two different lists from ever reading the same.
         data = part.encode()
         digest.update(len(data).to_bytes(4, "little") + data)
@@ -183,11 +190,11 @@ class _Package:
             return self.find(source, there)
         return (f"{dotted}.{name}", "") if self.module(f"{dotted}.{name}") is not None else None
 
-    def reached(self, functions: tuple[str, ...]) -> list[str]:
-        """The code of these and of all that they reach, each definition as its name and one line, in the order of
-        these."""
+    def reached(self, functions: tuple[str, ...], others: list[tuple[str, str]]) -> list[str]:
+        """The code of these functions, of other definitions (module, name), and of all that they reach: each definition
+        as its name and one line, in alphabetical order."""
         found: dict[tuple[str, str], str] = {}
-        waiting = []
+        waiting = list(others)
         for each in functions:
             dotted, _, name = f"twell_lab.{each}".rpartition(".")
             if self.module(dotted) is None or name not in self.module(dotted).defined:
