@@ -101,9 +101,7 @@ def _constant(node: ast.expr, known: dict):
     raise ValueError(f"line {node.lineno} is neither a text nor a tuple of texts")
 
 
-def _hash(
-    kernels: Path, name: str, package: _Package, functions: tuple[str, ...], declaration: list[ast.AST]
-) -> str:
+def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...], declaration: list[ast.AST]) -> str:
     writer = _Writer(package, "twell_lab.cuda.registry")
     declared = [writer.text(each) for each in declaration]
     code = package.reached(functions, writer.references)
