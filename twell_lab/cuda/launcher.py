@@ -13,8 +13,9 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +44,22 @@ _NUMBERS = {
     "long long": ("q", -(2**63), 2**63),
 }
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive
 _lock = threading.Lock()
+
+
+class Structure(NamedTuple):
+    """An argument of several words that says where tensors lie.
+
+    make: its bytes, from their addresses, in order; it must hold no tensor. of: the tensors, or addresses."""
+
+    make: Callable[..., bytes]
+    of: tuple[Tensor | int | None, ...]
+
+    def image(self) -> bytes:
+        return self.make(*map(address, self.of))
 
 
 class Kernel:
@@ -64,7 +77,7 @@ class Kernel:
         """Run it on `device` for a grid of blocks.
 
         arguments: one for each parameter. For a pointer a tensor, None or (on a GPU) an address, for a number a whole
-        number, for a structure its bytes. Those of a thread's first launch are held against the source, as
+        number, for a structure a Structure. Those of a thread's first launch are held against the source, as
         `check_arguments` says; later ones are taken to be alike. Raises InputError there, and DeviceError if the driver
         refuses."""
         _launch(self, device, grid, arguments)
@@ -90,15 +103,36 @@ def _launch(made: Kernel, device: torch.device, grid: tuple[int, int], arguments
         from ..simulator import program
 
         return program.launch(made.file, made.name, made.defines, grid, (made.entry.threads, 1), arguments)
-    index = device.index
-    if _current_device() != index:  # torch.cuda.device() costs more than the comparison
-        with torch.cuda.device(device):
-            return _launch(made, device, grid, arguments)
-    prepared = _own.prepared(made, index)
+    if own.recording is not None:
+        own.recording.launched(made, grid, arguments)
+    with on(device.index):
+        prepared = own.prepared(made, device.index)
+        if prepared.write is None:
+            prepared.lay_out(arguments)
+        prepared.launch(grid, current_stream(device.index), [_value(given) for given in arguments])
+
+
+def start(made: Kernel, index: int, grid: tuple[int, int], stream: int, values: list) -> None:
+    """Launch on CUDA device `index`, which is the current one, with arguments that are addresses, numbers and bytes."""
+    prepared = own.prepared(made, index)
     if prepared.write is None:
-        prepared.lay_out(arguments)
-    values = [a if type(a) is int or type(a) is bytes else 0 if a is None else a.data_ptr() for a in arguments]
-    prepared.launch(grid, _current_stream(index), values)
+        prepared.lay_out(values)
+    prepared.launch(grid, stream, values)
+
+
+_NOTHING: AbstractContextManager = nullcontext()
+
+
+def on(index: int) -> AbstractContextManager:
+    """A context in which CUDA device `index` is the current one. torch.cuda.device costs more than the comparison."""
+    return _NOTHING if _current_device() == index else torch.cuda.device(index)
+
+
+def _value(given):
+    """An argument as it is written into the memory of a launch."""
+    if type(given) in (int, bytes):
+        return given
+    return given.image() if isinstance(given, Structure) else address(given)
 
 
 class _Attribute(ctypes.Structure):
@@ -149,13 +183,15 @@ class _Prepared:
 
 
 class _Own(threading.local):
-    """What each thread has for itself: two threads never write into the same memory."""
+    """What each thread has for itself: two threads never write into the same memory. recording: who is told of each
+    launch on a GPU (twell_lab.cuda.tape), or None."""
 
     def __init__(self):
+        self.recording = None
         self.prepared = lru_cache(maxsize=_MOST_PREPARED)(_Prepared)
 
 
-_own = _Own()
+own = _Own()
 
 
 def _layout(parameters: Sequence[Parameter], arguments: Sequence) -> tuple[struct.Struct, list[int]]:
@@ -163,6 +199,7 @@ def _layout(parameters: Sequence[Parameter], arguments: Sequence) -> tuple[struc
     form, offsets = "<" + _CONFIG, []
     for parameter, given in zip(parameters, arguments):
         number = _NUMBERS.get(parameter.type)
+        given = given.image() if isinstance(given, Structure) else given
         slot = "Q" if parameter.pointer else number[0] if number else f"{len(given)}s"
         at = struct.calcsize(form)
         gap = -at % (_ALIGNED if slot.endswith("s") else 8)
@@ -242,9 +279,9 @@ def enter(device: torch.device) -> None:
     runtime.setDevice(device.index)
 
 
-def address(tensor: Tensor | None) -> int:
-    """Where a tensor starts; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
+def address(given: Tensor | int | None) -> int:
+    """Where a tensor starts; 0 for None. What is an address already stays so."""
+    return 0 if given is None else given if type(given) is int else given.data_ptr()
 
 
 def aligned(*tensors: Tensor | None) -> bool:
@@ -263,7 +300,7 @@ def check_arguments(entry: Entry, arguments: Sequence) -> None:
     """Raise InputError unless these are what the entry takes: as many, and each of its kind.
 
     A pointer takes a tensor whose values are what it points to (of uint8, memory to be cut up, any pointer), None, or
-    an address; a number a whole one that its bits hold; a structure its bytes."""
+    an address; a number a whole one that its bits hold; a structure a Structure or its bytes."""
     if len(arguments) != len(entry.parameters):
         names = ", ".join(parameter.name for parameter in entry.parameters)
         raise InputError(f"{entry.name} takes {len(entry.parameters)} arguments ({names}); {len(arguments)} were given")
@@ -291,6 +328,6 @@ def _pointer_takes(pointee: str, given) -> str:
 def _value_takes(kind: str, given) -> str:
     """What would be accepted, "" for what is."""
     if kind not in _NUMBERS:
-        return "" if type(given) is bytes else f"the bytes of one {kind}"
+        return "" if type(given) in (bytes, Structure) else f"the bytes of one {kind}"
     _, least, end = _NUMBERS[kind]
     return "" if type(given) is int and least <= given < end else f"a whole number from {least} to {end - 1} ({kind})"

@@ -68,7 +68,7 @@ class Kernel:
 
 
 # Who places a whole call's memory and arguments, besides the functions that launch one kernel alone:
-_PORTABLE, _HOPPER, _DECODE = "ops.dispatch._Portable", "ops.dispatch.Hopper", "ops.dispatch._Decode"
+_PORTABLE, _HOPPER, _DECODE = "ops.dispatch._Portable", "ops.dispatch._Hopper", "ops.dispatch._Decode"
 _TRAINED = ("ops.differentiable._forward_cuda", "ops.differentiable._backward_cuda")
 _TRAINED_ROWS = ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient")
 KERNELS: dict[str, Kernel] = {

@@ -131,11 +131,11 @@ def test_threads_do_not_write_over_each_others_arguments(driver):
 
 def test_what_was_not_used_for_longest_is_prepared_anew(driver, monkeypatch):
     monkeypatch.setattr(launcher, "_MOST_PREPARED", 2)
-    monkeypatch.setattr(launcher, "_own", launcher._Own())
+    monkeypatch.setattr(launcher, "own", launcher._Own())
     kernels = [kernel("i", shared=n) for n in (16, 32, 48)]
     for turn in range(3):
         for made in kernels:
             made.launch(GPU, (1, 1), (turn,))
     assert [seen.values() for seen in driver.launches] == [[turn] for turn in range(3) for _ in range(3)]
     assert [seen.shared for seen in driver.launches] == [16, 32, 48] * 3
-    assert launcher._own.prepared.cache_info().currsize == 2
+    assert launcher.own.prepared.cache_info().currsize == 2
