@@ -22,8 +22,8 @@ import numpy as np
 
 from ..core.errors import InputError
 from . import arguments as args
+from . import faults, source, toolchain
 from . import report as raw
-from . import source, toolchain
 from .counts import Counts
 from .report import ArrayInfo
 from .stacks import GUARD, STACKS
@@ -107,14 +107,13 @@ class Program:
             grid, block: one to three sizes each; a block has at most 1,024 threads.
             arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
             watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
-                finds only what cannot go on: threads that wait for each other in vain, a division by zero, no memory
-                left for a thread's own arrays, an address that is no memory, memory given back that malloc did not
-                give, a call that would end the process; an access out of bounds may damage this process, as anywhere
-                in C++. "address" is for processes that were started with AddressSanitizer's runtime, which ends them
-                at an access out of bounds.
+                finds only what makes a kernel stop: threads that wait for each other for ever, a division by zero, too
+                little memory for a thread's own arrays, an address without memory, a wrong free, a call that would end
+                the process. An access out of bounds may then damage this process, as anywhere in C++. "address" is for
+                processes that were started with AddressSanitizer's runtime, which ends them at such an access.
             trace: number of a block whose steps are kept (Run.trace).
-            values: expressions to keep beside the steps, after a source line: {"smxx_pack.cu:69": "count"}, or with
-                the text of the line in the place of its number.
+            values: expressions whose values are kept among the steps, each after a source line:
+                {"smxx_pack.cu:69": "count"}, or with the text of the line instead of its number.
             shared_bytes: size of an `extern __shared__` array.
             steps: the most steps that a trace keeps.
             seconds: how long the launch may take at most.
@@ -153,22 +152,22 @@ class Program:
         if not watched:
             return call.run(workers, names, **options)
         with call.arrays_apart():
-            if min(workers, blocks) > 1:
-                start = time.perf_counter()
-                try:
-                    return call.run(workers, names, **options)
-                except raw.faults.TooLong:
-                    raise
-                except raw.faults.Fault as fault:
-                    met = fault
-                # On several cores it is chance which of several faults is met first. On one core it is always the same,
-                # so the launch is tried again there, if there is time left.
-                call.reset_arrays()
-                try:
-                    return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
-                except raw.faults.TooLong:
-                    raise met from None
-            return call.run(1, names, **options)
+            if min(workers, blocks) == 1:
+                return call.run(1, names, **options)
+            start = time.perf_counter()
+            try:
+                return call.run(workers, names, **options)
+            except faults.TooLong:
+                raise
+            except faults.Fault as fault:
+                met = fault
+            # On several cores it is chance which of several faults is met first. On one core it is always the same, so
+            # the launch is repeated there, if there is time left.
+            call.reset_arrays()
+            try:
+                return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
+            except faults.TooLong:
+                raise met from None
 
 
 class _Library:
