@@ -9,6 +9,9 @@ import plotly.graph_objects as go
 from .. import plots
 from ..core.errors import InputError
 
+# A legend to the right of the figure, one entry a line.
+BESIDE = {"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}
+
 
 def row_at(rows: Sequence, index: int, what: str = "runs"):
     """The row at this index, counted from 0. what: what an error message calls the rows."""

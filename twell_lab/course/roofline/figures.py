@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core.errors import InputError
 from ...formats.twell import POOL_WORDS
-from ..drawing import legend_key, nothing, row_at, squares
+from ..drawing import BESIDE, legend_key, nothing, row_at, squares
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
@@ -85,10 +85,7 @@ def roofline(points: list[dict], gpu: dict, reached=None) -> go.Figure:
         title_text="10^12 operations a second", type="log", tickvals=[1, 10, 100, 1000], range=[-0.6, 3.3]
     )
     figure = plots.styled(figure, title, height=520)
-    return figure.update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "groupclick": "toggleitem"},
-        margin_r=250,
-    )
+    return figure.update_layout(legend=BESIDE | {"groupclick": "toggleitem"}, margin_r=250)
 
 
 def lanes(holders: dict[str, list[int]]) -> go.Figure:

@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core.errors import InputError
 from ...training.sweep import cost, pressed, seed_spread, twin
-from ..drawing import row_at
+from ..drawing import BESIDE, row_at
 from . import data
 
 LIGHT = "#C8C8C8"
@@ -222,9 +222,7 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     )
     return plots.styled(
         figure, f"Loss and firing neurons during training<br><sup>{where}</sup>", height=430
-    ).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 0}
-    )
+    ).update_layout(legend=BESIDE | {"tracegroupgap": 0})
 
 
 def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
@@ -249,9 +247,7 @@ def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Fig
         dtick=1,
         range=[-1.5, math.log10(1.3 * most)],
     )
-    figure = plots.styled(figure, "", height=420).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}
-    )
+    figure = plots.styled(figure, "", height=420).update_layout(legend=BESIDE)
     pick_layers(figure, rows, index, where)
     return figure
 
