@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.train.breaking import broken_off
 from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
 from twell_lab.app import cli
 from twell_lab.core.errors import InputError, TextError
@@ -195,15 +196,7 @@ def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
     )
     whole = train(config, progress=False)
 
-    class Enough(Exception):
-        pass
-
-    def until(row):
-        if row["step"] >= 6:
-            raise Enough
-
-    with pytest.raises(Enough):
-        train(config, out=tmp_path / "out", progress=False, on_step=until)
+    broken_off(config, tmp_path / "out", 6)
     again = train(config, resume=tmp_path / "out", progress=False)
     assert [row["loss"] for row in again.history] == [row["loss"] for row in whole.history]
     assert whole.text["training_size"] + whole.text["validation_size"] == whole.text["size"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.train.breaking import options
 from tests.training.train.interrupting import assert_saves_once, wait_for_rows
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
@@ -41,34 +42,18 @@ def runs(tiny, some_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=folder / "text.py", **EVERYTHING)
-    options = [
-        f"--{name.replace('_', '-')}={getattr(config, name)}"
-        for name in (
-            "steps",
-            "batch",
-            "context",
-            "d_model",
-            "layers",
-            "heads",
-            "d_ff",
-            "log_every",
-            "eval_every",
-            "eval_windows",
-            "device",
-            "text",
-            *EVERYTHING,
-        )
-    ]
-    asked = [
-        ([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
-        for name, how in RUNS.items()
-    ]
+    shared = options(
+        config,
+        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
+        *("eval_windows", "device", "text", *EVERYTHING),
+    )
+    (folder / "file").write_text("in the way")  # only the first process finds out, and none is to wait for it
+    asked = [([*shared, f"--out={folder / 'file'}"], 2)]
     asked += [
-        ([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 130)
-        for name, how in STOPPED.items()
+        ([*shared, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], status)
+        for several, status in ((RUNS, 0), (STOPPED, 130))
+        for name, how in several.items()
     ]
-    (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
-    asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
     ran = subprocess.run(
         [
             sys.executable,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.train.breaking import broken_off
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.core.errors import DeviceError, InputError
@@ -21,19 +22,6 @@ from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy
 from twell_lab.training.text import load
 from twell_lab.training.text.source import spread_windows
-
-
-class Enough(Exception):
-    """Ends a run from within, as a crash would: nothing gets to save itself."""
-
-
-def broken_off(config, folder, step):
-    def stop(row):
-        if row["step"] >= step:
-            raise Enough
-
-    with pytest.raises(Enough):
-        train(config, out=folder, progress=False, on_step=stop)
 
 
 def names(folder):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.train.breaking import broken_off
 from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
 from twell_lab.app import cli
 from twell_lab.core import lock as locks
@@ -26,19 +27,6 @@ from twell_lab.training import checkpoint, loop
 from twell_lab.training.loop import train
 
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-class Enough(Exception):
-    """Ends a run from within, as a crash would."""
-
-
-def broken_off(config, folder, step):
-    def stop(row):
-        if row["step"] >= step:
-            raise Enough
-
-    with pytest.raises(Enough):
-        train(config, out=folder, progress=False, on_step=stop)
 
 
 @pytest.fixture(scope="module")
