@@ -262,7 +262,7 @@ def check_same(
 ) -> None:
     """InputError naming the field and both values where the run in `state` began with another config, model or text."""
     for name, value in vars(config).items():
-        saved = state.config.get(name, _default(name))
+        saved = state.config.get(name, getattr(TrainConfig, name))  # of an early release: a field's default
         if name == "tokenizer":  # None and "bytes" name the same one
             saved, value = ("bytes" if each is None else each for each in (saved, value))
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -301,7 +301,7 @@ def prepare(folder: str | os.PathLike) -> Path:
     folder = writable(folder)
     if found := checkpoints(folder):
         fields = _fields(found[-1])
-        step, steps = fields["step"], fields["config"].get("steps", _default("steps"))
+        step, steps = fields["step"], fields["config"].get("steps", TrainConfig.steps)
         holds, resume = (
             (f"a run stopped at step {step} of {steps}", "to resume it, or ")
             if step < steps
@@ -435,7 +435,3 @@ _ACCEPTED = {
     "noise": (lambda it: isinstance(it, str), "hexadecimal digits"),
     "paths": (_paths, "a path for each layer"),
 }
-
-
-def _default(name: str):
-    return next(each.default for each in dataclasses.fields(TrainConfig) if each.name == name)

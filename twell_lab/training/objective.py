@@ -100,13 +100,16 @@ class Objective(nn.Module):
         # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
         self.running = False
         layers = firing_layers(model)
-        self.sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]  # `sparsify` swaps all or none
-        # A list for each layer, empty between two calls of `forward`; for the second kind see Learner.tell.
-        self.hidden: list[list[Tensor]] = [[] for _ in layers if not self.sparse]
-        self.told: list[list[Told]] = [[] for _ in self.sparse]
-        for layer, told in zip(self.sparse, self.told, strict=True):
-            layer.module.tell(told)
-        self.hooks = [catch_hidden(layer, own, lambda: self.running) for layer, own in zip(layers, self.hidden)]
+        # A list for each layer (see Learner.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
+        # enters the down projection of a dense layer.
+        self.seen: list[list] = [[] for _ in layers]
+        self.hooks = ExitStack()
+        for layer, seen in zip(layers, self.seen, strict=True):
+            if isinstance(layer.module, SparseFFN):
+                layer.module.tell(seen)
+                self.hooks.callback(layer.module.tell, None)
+            else:
+                self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
         """Loss and penalty of some windows.
@@ -124,16 +127,19 @@ class Objective(nn.Module):
         self.running = True
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
         self.running = False
+        told = [each for (each,) in self.seen]
         penalties: list[Tensor] = []
         if l1 is not None or count:
-            penalties = [told.l1 for (told,) in self.told] or [layer_l1(h) for (h,) in self.hidden]
+            penalties = [each.l1 if isinstance(each, Told) else layer_l1(each) for each in told]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
         by_layer = nnz = lost = ce.new_empty(0)
         if count:
             by_layer = torch.stack([value.detach() for value in penalties])
-            nnz = torch.stack([told.nnz for (told,) in self.told] or [layer_nnz(h.detach()) for (h,) in self.hidden])
+            nnz = torch.stack([each.nnz if isinstance(each, Told) else layer_nnz(each.detach()) for each in told])
             none = torch.zeros_like(nnz[0])
-            lost = torch.stack([none if told.lost is None else told.lost for (told,) in self.told] or [none] * len(nnz))
+            lost = torch.stack(
+                [each.lost if isinstance(each, Told) and each.lost is not None else none for each in told]
+            )
         self._forget()  # or the activations of one step would stay in memory during the next one
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
 
@@ -143,13 +149,9 @@ class Objective(nn.Module):
         self.of_scores = torch.compile(F.cross_entropy)
 
     def _forget(self) -> None:
-        lists: list[list] = [*self.hidden, *self.told]
-        for each in lists:
+        for each in self.seen:
             each.clear()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        for hook in self.hooks:
-            hook.remove()
-        for layer in self.sparse:
-            layer.module.tell(None)
+        self.hooks.close()

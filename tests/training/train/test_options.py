@@ -291,13 +291,13 @@ def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
     objective = Objective(model)
     windows = torch.randint(256, (2, 17))
     model(windows[:, :-1])
-    assert objective.hidden == [[], []]
+    assert objective.seen == [[], []]
     loss, numbers, l1, nnz, lost = objective(windows, None, False)
     assert (
         loss.requires_grad
         and l1.numel() == nnz.numel() == lost.numel() == 0
         and numbers[1] == 0
-        and objective.hidden == [[], []]
+        and objective.seen == [[], []]
     )
     objective.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
