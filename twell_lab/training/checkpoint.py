@@ -262,7 +262,7 @@ def check_same(
 ) -> None:
     """InputError naming the field and both values where the run in `state` began with another config, model or text."""
     for name, value in vars(config).items():
-        saved = state.config.get(name, getattr(TrainConfig, name))  # of an early release: a field's default
+        saved = state.config.get(name, getattr(TrainConfig, name))  # early releases lacked some fields
         if name == "tokenizer":  # None and "bytes" name the same one
             saved, value = ("bytes" if each is None else each for each in (saved, value))
         value = os.fspath(value) if isinstance(value, os.PathLike) else value

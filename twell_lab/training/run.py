@@ -100,7 +100,8 @@ class Run:
         self.history: list[dict] = []
 
     def see_dead(self, tokens: int) -> None:
-        """Count who fired in a step of so many tokens, after its backward pass: whose gate row has a gradient."""
+        """Count which neurons fired in a step of so many tokens, after its backward pass: those whose gate row has a
+        gradient other than zero."""
         fired = [parallel.whole((layer.pattern.weight.grad != 0).any(1)) for layer in self.layers]
         self.tracker.see(fired, tokens)
 
@@ -253,8 +254,8 @@ class Guard:
         self.broken.copy_(torch.where(finite, self.broken, 1.0))
 
     def check(self) -> None:
-        """Raise Diverged if a step since the last check failed, or a weight is not finite now: where a kernel skips a
-        neuron, the loss does not show that its weights are not. Reads the device once."""
+        """Raise Diverged if a step since the last check failed, or a weight is not finite now, which the loss does not
+        show where a kernel skips the neuron. Reads the device once."""
         finite = all_finite([parallel.local(weight) for weight in self.run.parameters.values()])
         *failed, finite = torch.cat([self.first, finite.double()[None]]).tolist()
         if not self.waits and failed[0]:
@@ -270,8 +271,8 @@ class Guard:
 
 
 class Diverged(InputError):
-    """The loss or its gradient is not finite, and the run is as the step before left it; or, in `broken`, the names of
-    weights that are not finite."""
+    """The loss or its gradient is not finite, and the run is as the step before left it. Or weights are not finite:
+    `broken` holds their names then, and is empty otherwise."""
 
     def __init__(
         self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: tuple[str, ...] = ()

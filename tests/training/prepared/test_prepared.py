@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.training.train.breaking import broken_off
 from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
+from tests.training.train.small_runs import broken_off
 from twell_lab.app import cli
 from twell_lab.core.errors import InputError, TextError
 from twell_lab.training import run

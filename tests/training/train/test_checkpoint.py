@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.breaking import Enough, broken_off, options, until
+from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
 from twell_lab.app import cli
 from twell_lab.core.errors import InputError
 from twell_lab.models.tiny import LanguageModel
@@ -108,20 +108,7 @@ def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_p
         out = tmp_path / str(number)
         command = [sys.executable, "-m", "twell_lab", "train"]
         with subprocess.Popen(
-            [
-                *command,
-                "--text",
-                tmp_path / "text.py",
-                "--out",
-                out,
-                "--steps=100000",
-                "--d-model=16",
-                "--heads=2",
-                "--layers=1",
-                "--d-ff=32",
-                "--eval-windows=4",
-                "--device=cpu",
-            ],
+            [*command, "--text", tmp_path / "text.py", "--out", out, "--steps=100000", *SMALL],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

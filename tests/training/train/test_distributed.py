@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.breaking import options
 from tests.training.train.interrupting import assert_saves_once, wait_for_rows
+from tests.training.train.small_runs import SMALL, options
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, parallel
@@ -120,15 +120,6 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
 
 def started(out, *more):
     """Two processes that train for a long time."""
-    sizes = [
-        "--steps=100000",
-        "--d-model=16",
-        "--heads=2",
-        "--layers=1",
-        "--d-ff=32",
-        "--device=cpu",
-        "--eval-windows=4",
-    ]
     return subprocess.Popen(
         [
             sys.executable,
@@ -139,7 +130,8 @@ def started(out, *more):
             "-m",
             "twell_lab",
             "train",
-            *sizes,
+            "--steps=100000",
+            *SMALL,
             "--out",
             out,
             *more,

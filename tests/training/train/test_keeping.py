@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.breaking import broken_off
+from tests.training.train.small_runs import SMALL, broken_off
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.core.errors import DeviceError, InputError
@@ -259,26 +259,7 @@ def test_processes_agree_whether_to_measure_again(tiny, tmp_path, other):
 def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_bytes(some_text.data.numpy().tobytes())
     monkeypatch.chdir(tmp_path)
-    asked = [
-        "train",
-        "--text",
-        "mine.txt",
-        "--steps",
-        "2",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--layers",
-        "1",
-        "--d-ff",
-        "32",
-        "--eval-windows",
-        "4",
-        "--device",
-        "cpu",
-    ]
-    assert cli.main([*asked, "--out", "out"]) == 0
+    assert cli.main(["train", "--text", "mine.txt", "--steps", "2", *SMALL, "--out", "out"]) == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli.main(["train", "--resume", "../out"]) == 0
@@ -335,31 +316,8 @@ def test_a_validation_takes_no_more_memory_for_a_large_vocabulary(tiny, monkeypa
 
 def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, monkeypatch):
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    asked = [
-        "train",
-        "--text",
-        str(tmp_path / "text.py"),
-        "--steps",
-        "60",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--layers",
-        "1",
-        "--d-ff",
-        "8",
-        "--eval-windows",
-        "4",
-        "--device",
-        "cpu",
-        "--l1",
-        "1e4",
-        "--lr",
-        "0.05",
-        "--warmup",
-        "0",
-    ]
+    silencing = "--steps=60 --d-ff=8 --l1=1e4 --lr=0.05 --warmup=0".split()
+    asked = ["train", "--text", str(tmp_path / "text.py"), *SMALL, *silencing]
     shown = []
     monkeypatch.setattr(
         "warnings.showwarning", lambda *what: shown.append(__import__("warnings").formatwarning(*what[:4]))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.breaking import broken_off
 from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
+from tests.training.train.small_runs import broken_off
 from twell_lab.app import cli
 from twell_lab.core import lock as locks
 from twell_lab.core.errors import InputError, TwellError

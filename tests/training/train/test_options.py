@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.training.train.small_runs import SMALL
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
@@ -312,31 +313,8 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
     out = tmp_path / "out"
-    asked = [
-        "train",
-        "--text",
-        str(tmp_path / "text.py"),
-        "--tokenizer",
-        "bpe:300",
-        "--steps",
-        "4",
-        "--batch",
-        "4",
-        "--context",
-        "16",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--layers",
-        "1",
-        "--d-ff",
-        "32",
-        "--device",
-        "cpu",
-        "--json",
-    ]
-    assert cli.main([*asked, "--out", str(out)]) == 0
+    short = "--tokenizer=bpe:300 --steps=4 --batch=4 --context=16 --json".split()
+    assert cli.main(["train", "--text", str(tmp_path / "text.py"), *SMALL, *short, "--out", str(out)]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert LanguageModel.load(out).config.vocabulary == summary["text"]["tokenizer"]["vocabulary"] == 300
     assert (out / "tokenizer.json").is_file() and 5 < summary["validation_bits_per_byte"] < 9
@@ -453,22 +431,8 @@ def test_any_field_of_a_dataclass_is_an_option(capsys):
 def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
     assert cli.main(["train", "--config", "list"]) == 0
     assert capsys.readouterr().out == presets.table() + "\n"
-    asked = [
-        "train",
-        "--config",
-        "1M",
-        "--steps",
-        "1",
-        "--batch",
-        "1",
-        "--layers",
-        "1",
-        "--eval-windows",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    assert cli.main([*asked, "--json"]) == 0
+    changes = "--steps=1 --batch=1 --layers=1 --eval-windows=1 --device=cpu --json".split()
+    assert cli.main(["train", "--config", "1M", *changes]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["l1"], config["d_ff"], config["layers"], config["steps"]) == (2e-3, 512, 1, 1)
     assert cli.main(["train", "--config", "3M"]) == 2 and "accepted: 1M, 5M" in capsys.readouterr().err

@@ -1,8 +1,12 @@
-"""A run that ends from within, as if it crashed: it does not get to save itself."""
+"""Small runs for the tests of training: their options on a command line, and how to end one from within, as if it
+crashed, so that it does not get to save itself."""
 
 import pytest
 
 from twell_lab.training.loop import train
+
+# The smallest model, whatever it is trained on.
+SMALL = "--d-model=16 --heads=2 --layers=1 --d-ff=32 --eval-windows=4 --device=cpu".split()
 
 
 class Enough(Exception):
