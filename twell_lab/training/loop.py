@@ -226,9 +226,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         if out is not None:
             world.led(lambda: model.save(out))
     except Diverged as error:
-        if (
-            out is None or error.broken
-        ):  # broken weights are no state to save; an earlier checkpoint may hold a good one
+        # Broken weights are not saved: an earlier checkpoint may hold good ones.
+        if out is None or error.broken:
             raise
         if run.step and run.step != saved:
             save(keep_older=saved is not None)  # this run's older checkpoint may be the better one to go on from

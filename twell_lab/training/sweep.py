@@ -203,17 +203,17 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     }, result
 
 
-def columns(history: list[dict], digits: int = 5) -> dict[str, list]:
-    """A history of rows as one list a column, its numbers rounded to `digits` significant digits; None where a row has
-    no value."""
+def columns(history: list[dict]) -> dict[str, list]:
+    """A history of rows as one list a column, its numbers rounded to five significant digits; None where a row has no
+    value."""
     names = list(dict.fromkeys(name for row in history for name in row))
-    return {name: [_short(row.get(name), digits) for row in history] for name in names}
+    return {name: [_short(row.get(name)) for row in history] for name in names}
 
 
-def _short(value, digits: int):
+def _short(value):
     if isinstance(value, (list, tuple)):
-        return [_short(each, digits) for each in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+        return list(map(_short, value))
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def held_out(config: TrainConfig) -> Tensor:
@@ -291,10 +291,10 @@ def _spread(histogram: Tensor) -> dict:
     return {"low": low, "high": high, "most": int(histogram.nonzero().max())}
 
 
-def _busy(counts: Tensor, share: float = 0.8) -> float:
-    """The smallest share of the neurons that does `share` of the firing; 0 where nothing fires."""
+def _busy(counts: Tensor) -> float:
+    """The smallest share of the neurons that does 80% of the firing; 0 where nothing fires."""
     done = counts.double().sort(descending=True).values.cumsum(0)
-    return (int((done < share * done[-1]).sum()) + 1) / len(counts) if done[-1] > 0 else 0.0
+    return (int((done < 0.8 * done[-1]).sum()) + 1) / len(counts) if done[-1] > 0 else 0.0
 
 
 def _by_position(counts: Tensor, windows: int) -> dict:

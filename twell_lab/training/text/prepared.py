@@ -377,11 +377,11 @@ class _Files:
         return self.of
 
 
-def _blocks(path: Path, size: int = 2**20) -> Iterator[bytes]:
-    """The bytes of a file, `size` at a time."""
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, a MiB at a time."""
     try:
         with open(path, "rb") as file:
-            while block := file.read(size):
+            while block := file.read(2**20):
                 yield block
     except OSError as error:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

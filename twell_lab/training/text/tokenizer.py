@@ -111,7 +111,7 @@ class BPE(Tokenizer):
         return BPE, (self.content, self.name)
 
 
-def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
+def train(text: Text, vocabulary: int = 4096) -> BPE:
     """A byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
 
     text: only the training part (Text.split), so that nothing is learned from what is held out.
@@ -128,7 +128,7 @@ def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
     strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
     tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
     made = BPE(tokenizer.to_str())
-    made.name = name or f"BPE of {made.vocabulary}, from {text.name}"
+    made.name = f"BPE of {made.vocabulary}, from {text.name}"
     return made
 
 
