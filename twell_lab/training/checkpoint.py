@@ -357,7 +357,7 @@ def _fields(path: Path) -> dict:
     try:  # TrainConfig checks each value
         TrainConfig(**{name: value for name, value in fields["config"].items() if name in known})
     except InputError as error:
-        raise InputError(f"the config in {where} cannot be: {error}") from None
+        raise InputError(f"the config in {where} is not valid: {error}") from None
     return fields
 
 

@@ -359,7 +359,7 @@ class Stop:
                     os.write(
                         2,
                         f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did "
-                        f"not agree to within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
+                        f"not agree to stop within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
                     )
                 os._exit(128 + seen[0])
             os.close(reader)

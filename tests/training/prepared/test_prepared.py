@@ -82,7 +82,9 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
         try:
             made = prepared.prepare(whole, folder)
         except TextError as error:
-            assert "none of which begins so that" in str(error) and not list(folder.parent.glob(folder.name + "/*"))
+            assert "no cut between two of them holds out" in str(error) and not list(
+                folder.parent.glob(folder.name + "/*")
+            )
             return
     assert bytes_of(made) == raw and made.cut[0] == made.cut[1] and made.cut[0] in starts[1:]
     assert json.loads((folder / prepared.MANIFEST).read_text())["pieces"] == len(documents)
@@ -328,7 +330,8 @@ def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
     for number, size in enumerate(sizes):
         (tmp_path / "some" / str(number)).write_text("a" * size)
     with pytest.raises(
-        TextError, match="some has .*, none of which begins so that about .* are held out; accepted: more and shorter "
+        TextError,
+        match="some has .*, no cut between two of them holds out about .* bytes .*; accepted: more and shorter ",
     ):
         prepared.prepare(tmp_path / "some", tmp_path / "out")
     assert not (tmp_path / "out").exists()

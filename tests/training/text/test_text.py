@@ -222,16 +222,16 @@ def test_too_little_text_names_the_sizes():
     source.check_enough(*joined([300, 33]).split(), batch=4, context=32)
 
 
-# What stands on what
+# What a text alone imports
 
 ALONE = """
 import sys
 for package in ("datasets", "tokenizers", "pandas", "huggingface_hub", "pyarrow"):
     sys.modules[package] = None  # which importing it finds missing
 from twell_lab.training.text import source
-above = sorted(name for name in sys.modules if name.startswith("twell_lab.") and name.rpartition(".")[2] in
-               ("load", "datasets", "prepared", "tokenizer"))
-assert not above, f"the text alone brought {above}"
+others = sorted(name for name in sys.modules if name.startswith("twell_lab.") and name.rpartition(".")[2] in
+                ("load", "datasets", "prepared", "tokenizer"))
+assert not others, f"the text alone imported {others}"
 from twell_lab.training.text import prepared; from twell_lab.training.text import load
 made = prepared.prepare(sys.argv[1], sys.argv[2])
 read = load.load_any(sys.argv[2], tokenizer="bytes")
@@ -239,7 +239,7 @@ assert read.tokens.tolist() == load.load_any(sys.argv[1]).tokens.tolist() and re
 """
 
 
-def test_a_text_and_its_bytes_need_neither_what_stands_above_it_nor_an_optional_package(tmp_path):
+def test_a_text_of_bytes_needs_neither_the_other_kinds_of_text_nor_an_optional_package(tmp_path):
     for number in range(20):
         write(tmp_path / "some", **{f"{number:02}": b"a line of text\n" * 9})
     program = [sys.executable, "-c", ALONE, str(tmp_path / "some"), str(tmp_path / "out")]

@@ -256,7 +256,7 @@ def test_one_of_several_processes_ends_where_the_others_do_not_answer(waits):
         said = waiting.communicate(timeout=30)[1]
     assert waiting.returncode == 128 + signal.SIGTERM and 0.4 < time.monotonic() - began < 10
     assert (
-        "told to stop by SIGTERM, and the other processes did not agree to within 0.5 s" in said
+        "told to stop by SIGTERM, and the other processes did not agree to stop within 0.5 s" in said
         and "Traceback" not in said
     )
 

@@ -153,7 +153,7 @@ def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path, number):
 
 
 def test_where_one_of_several_processes_is_killed_the_others_end_and_what_was_saved_is_there(tmp_path):
-    """torchrun tells the others to stop, and they can't agree to any more."""
+    """torchrun tells the others to stop, and without the killed one they can't agree to."""
     out = tmp_path / "out"
     with started(out, "--checkpoint-every=10") as stopped:
         wait_for_rows(stopped, out)
@@ -176,7 +176,7 @@ def test_only_the_first_process_prints(runs):
 
 
 def test_what_the_first_process_cannot_write_ends_them_all(runs):
-    """As the same error in each, so none is left to wait for the others; they then train what else is asked of them."""
+    """The same error is raised in each process, so that none is left waiting; then they train the other runs."""
     for process in ("twell-lab: ", "twell-lab, process 1: "):
         assert f"{process}cannot save in" in runs[3]
     assert "Traceback" not in runs[3]

@@ -180,7 +180,7 @@ def poison(monkeypatch, call):
 
 
 def test_the_last_good_state_is_where_the_message_says(tiny, tmp_path, monkeypatch):
-    """Also in another folder than the one resumed from. As resuming repeats the step, it says how to begin anew."""
+    """Also where that is not the folder resumed from. Resuming would repeat the step, so it says to begin anew."""
     broken_off(tiny(checkpoint_every=2), tmp_path / "first", 4)
     poison(monkeypatch, 1)
     with pytest.raises(
@@ -222,7 +222,7 @@ def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, m
 
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):
-    """Each measures its own machine; with a break-even of its own each could take another path."""
+    """Each process measures its own; with different break-evens they could take different paths."""
 
     class Two(parallel.World):
         def mean(self, values):  # the other one measured 20
@@ -242,7 +242,7 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_processes_agree_whether_to_measure_again(tiny, tmp_path, other):
-    """One of them on another kind of device: all measure again, for it could not alone."""
+    """One of them is on another kind of device: all measure again, since it could not alone."""
 
     class Two(parallel.World):
         def any(self, flag):

@@ -65,7 +65,7 @@ def test_no_flipped_bit_is_loaded(saved, tmp_path, name):
         except InputError as error:
             assert name in str(error), at
             refused += 1
-    assert refused >= 145  # 1e-05 is 1E-05
+    assert refused >= 145  # a few flips change nothing: 1e-05 is 1E-05
 
 
 def test_no_flipped_bit_of_a_model_is_loaded(saved, tmp_path):

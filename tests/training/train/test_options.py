@@ -195,7 +195,7 @@ def test_sparse_layers_train_to_the_same_curve(tiny, plain, kernels):
 
 
 def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some_text):
-    """From dense to sparse, each by its own number, at the rows of the history."""
+    """From the dense path to the kernels, each layer by its own nnz, at the rows of the history."""
     seen = []
     follow = running.Run.follow
     monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=8.0))
@@ -228,7 +228,7 @@ def graphs(monkeypatch):
 
 
 def change_over(run, *_):
-    """One layer of ten after another goes over, at each of the first ten rows of the history."""
+    """The ten layers change over to the kernels one by one, at the first ten rows of the history."""
     run.layers[min(run.step - 1, 9)].module.learn("twell")
     run.graphs.follow(
         tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps - run.step

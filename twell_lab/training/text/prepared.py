@@ -324,8 +324,8 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
             return tuple(cut)
     itself = ", or the text itself, which memory can hold" if size <= LARGEST else ""
     raise TextError(
-        f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about "
-        f"{share} bytes are held out; accepted: more and shorter documents{itself}"
+        f"{name} has {size} bytes in {len(ends)} documents or pieces, and no cut between two of them holds out about "
+        f"{share} bytes for validation; accepted: more and shorter documents{itself}"
     )
 
 

@@ -291,8 +291,8 @@ def check_apart(folder: str | os.PathLike, text) -> None:
     inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() raises for a loop of links
     if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
         raise InputError(
-            f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change"
-            "; accepted: a folder outside of it, or one whose name begins with a dot"
+            f"{str(folder)!r} is inside of the text {str(text)!r}: what is saved there would change the text; "
+            "accepted: a folder outside of it, or one whose name begins with a dot"
         )
 
 
