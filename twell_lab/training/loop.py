@@ -5,7 +5,7 @@ h is what enters the down projection. This is the convention of the published co
 Lighter Transformer Language Models" (arXiv 2603.23198), and of the 2e-5 that it recommends. The paper's formula
 averages over neurons as well: there the same pressure takes a coefficient d_ff times larger.
 
-No step waits for a GPU: numbers are read from it only where a row of the history is made, and before a checkpoint.
+No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a re-initialisation.
 
     torchrun --nproc-per-node 2 -m twell_lab train --steps 1000 --out build/model
 

@@ -331,7 +331,7 @@ def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
         (tmp_path / "some" / str(number)).write_text("a" * size)
     with pytest.raises(
         TextError,
-        match="some has .*, no cut between two of them holds out about .* bytes .*; accepted: more and shorter ",
+        match="some has .*, and no cut between two of them holds out about .* bytes .*; accepted: more and shorter ",
     ):
         prepared.prepare(tmp_path / "some", tmp_path / "out")
     assert not (tmp_path / "out").exists()
