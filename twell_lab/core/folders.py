@@ -13,6 +13,7 @@ import stat
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -85,16 +86,16 @@ def find_cache() -> tuple[Path | None, list[str]]:
     and a read-only mount refuses where they say yes."""
     named = os.environ.get("TWELL_LAB_CACHE")
     if named:
-        candidates = [lambda: Path(named)]
+        candidates = [Path(named)]
     else:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        owner = "user" if _user() is None else _user()
-        # Functions, because gettempdir() raises OSError where there is no temporary folder.
-        candidates = [lambda: Path(base) / "twell-lab", lambda: Path(tempfile.gettempdir()) / f"twell-lab-{owner}"]
+        candidates = [Path(base) / "twell-lab"]
+        with suppress(OSError):  # no temporary folder can be written either
+            owner = "user" if _user() is None else _user()
+            candidates.append(Path(tempfile.gettempdir()) / f"twell-lab-{owner}")
     refused = []
-    for candidate in candidates:
+    for folder in candidates:
         try:
-            folder = candidate()
             make_folder(folder)
             if not named:
                 _close(folder)

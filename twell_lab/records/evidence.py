@@ -262,7 +262,7 @@ def counters_record() -> Record:
 
     Raises DeviceError without a GPU, StackError without ncu."""
     need_gpu()
-    rows = _profiled("counted", COUNTERS, int) + _profiled("large", UTILISATION, float)
+    rows = _profiled(counted, COUNTERS, int) + _profiled(large, UTILISATION, float)
     return Record.new(
         "gpu-counters",
         "memory accesses of the portable kernels as the hardware counts them",
@@ -271,8 +271,8 @@ def counters_record() -> Record:
     )
 
 
-def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
-    """A row for each launch of `which`, a function of this module, with these metrics of ncu as numbers."""
+def _profiled(listed: Callable[[], list[Case]], metrics: dict[str, str], number: type) -> list[dict]:
+    """A row for each launch that `listed`, a function of this module, lists, with these metrics of ncu as numbers."""
     if not (ncu := shutil.which("ncu")):
         raise StackError("gpu-counters needs ncu (Nsight Compute) on the PATH; it comes with the CUDA toolkit")
     command = [
@@ -290,7 +290,7 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
         ",".join(metrics.values()),
         sys.executable,
         "-c",
-        f"from twell_lab.records import evidence; evidence.run_all(evidence.{which}())",
+        f"from twell_lab.records import evidence; evidence.run_all(evidence.{listed.__name__}())",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -298,10 +298,10 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
     if done.returncode or start is None:
         raise DeviceError(f"ncu counted nothing (exit status {done.returncode}): {(done.stdout + done.stderr)[-2000:]}")
     found = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the first row holds the units
-    launches = [(case, v) for case in (counted() if which == "counted" else large()) for v in case.versions]
+    launches = [(case, v) for case in listed() for v in case.versions]
     found = found[-len(launches) :]  # preparing the inputs of `large` launches pack once before
     if [row["Kernel Name"].split("(")[0] for row in found] != [f"{case.kernel}_v{v}" for case, v in launches]:
-        raise DeviceError(f"ncu saw {[row['Kernel Name'] for row in found]}, not one launch of each version")
+        raise DeviceError(f"ncu saw the launches {[row['Kernel Name'] for row in found]}, not one of each version")
     return [
         {
             "kernel": f"{case.kernel}_v{v}",

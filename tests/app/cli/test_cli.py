@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from twell_lab import records
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.core import folders
-from twell_lab.records import record as records
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "course", "records"]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.core import errors
 from twell_lab.cuda import cubins
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
-from twell_lab.records import record as records
 from twell_lab.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[3]

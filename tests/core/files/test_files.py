@@ -152,6 +152,19 @@ def test_a_link_is_followed(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "text"
 
 
+def test_a_folder_without_the_room_that_is_needed_is_refused(tmp_path):
+    resource = pytest.importorskip("resource")
+    files.check_folder(tmp_path, free=2**20)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(RecordError, match=f"{tmp_path}.*File too large; .*2 MiB free"):
+            files.check_folder(tmp_path, free=2**21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not left(tmp_path)
+
+
 def test_whether_something_can_be_written_is_said_before(tmp_path):
     files.check_target(tmp_path / "new" / "x.json")
     (tmp_path / "file").write_text("in the way")
