@@ -1,5 +1,5 @@
-"""Files as a whole: what is no file, no JSON or no place to write is refused by name, and a killed write leaves nothing
-for long."""
+"""Whole files: what is no file, no JSON or cannot be written is refused by name, and what a killed write leaves is
+removed by the next one."""
 
 import json
 import math
