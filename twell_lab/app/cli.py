@@ -365,7 +365,7 @@ def _windows(options, count: int, config):
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
         raise InputError(
             f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
-            "accepted: a model with the tokenizer it was trained with beside it"
+            "accepted: a model folder with the tokenizer that the model was trained with"
         )
     seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
     part = text.split()[1] if seen else text
@@ -453,7 +453,7 @@ def _record(options) -> Answer:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
     told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
     if told and options.name != "attack":
-        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
+        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack, which does")
     where = options.out or folders.new_records_dir()
     check_folder(where)
     record = recordings.RECORDINGS[options.name](**told)

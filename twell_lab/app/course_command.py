@@ -40,7 +40,7 @@ def copy(folder: Path) -> list[Path]:
     notebooks = sorted(folders.notebooks_dir().glob("*.ipynb"))
     if not notebooks:
         raise StackError(
-            f"no notebook lies in {str(folders.notebooks_dir())!r}; accepted: a checkout, or a whole wheel"
+            f"there is no notebook in {str(folders.notebooks_dir())!r}; accepted: a checkout, or a complete wheel"
         )
     if there := [each.name for each in notebooks if (folder / each.name).exists()]:
         raise InputError(

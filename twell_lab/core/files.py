@@ -96,7 +96,7 @@ def parse_json(content: bytes):
 
 
 def _no_number(name: str):
-    raise ValueError(f"{name} is no number there")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
@@ -256,7 +256,7 @@ def check_target(path: str | os.PathLike) -> None:
     try:
         wrong = _why_no_file(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
-        raise RecordError(f"{str(path)!r} is no file that can be written: {reason(error)}") from None
+        raise RecordError(f"{str(path)!r} is not a file that can be written: {reason(error)}") from None
     if wrong:
         raise RecordError(f"{str(path)!r} is {wrong}; accepted: the name of a file")
     check_folder(path.parent)

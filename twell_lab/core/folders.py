@@ -177,7 +177,7 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
             at = Path(target.anchor) if target.is_absolute() else at.parent
         elif not left:
             if not stat.S_ISDIR(facts.st_mode):
-                return f"{at} is no folder"
+                return f"{at} is not a folder"
             return _not_ours(at, facts, (user, 0) if roots_too else (user,))
         else:
             if facts.st_uid not in (user, 0, _NOBODY):

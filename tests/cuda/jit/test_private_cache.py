@@ -243,7 +243,7 @@ def test_links(tmp_path):
     (tmp_path / "to-file").symlink_to(__file__)
     assert folders.refusal(tmp_path / "link" / "cache") is None
     assert "leads in a circle" in folders.refusal(tmp_path / "circle")
-    assert "is no folder" in folders.refusal(tmp_path / "to-file")
+    assert "is not a folder" in folders.refusal(tmp_path / "to-file")
     (real / "cache").chmod(0o777)
     assert "can be written by others" in folders.refusal(tmp_path / "link" / "cache")
     with pytest.raises(FileNotFoundError):
