@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> Answer | None:
         told = {**presets.named(options.config), **told}
     if options.checkpoint_every and not (options.out or options.resume):
         raise InputError(
-            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, where checkpoints go"
+            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, for the checkpoints"
         )
     config = checkpoint.config_of(options.resume, **told) if options.resume else TrainConfig(**told)
     with _warnings_in_one_line():

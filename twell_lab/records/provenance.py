@@ -178,8 +178,10 @@ class _Package:
         """Where the name that the module `dotted` uses is defined, as (module, name). The second is "" if the name
         stands for a module. None for a name that is not of the package."""
         module = self.module(dotted)
-        if module is None or name in module.defined:
-            return None if module is None else (dotted, name)
+        if module is None:
+            return None
+        if name in module.defined:
+            return dotted, name
         if name in module.imported:
             source, there = module.imported[name]
             if self.module(f"{source}.{there}") is not None:
