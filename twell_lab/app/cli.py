@@ -203,7 +203,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens at once to plan for [1 64 2048 16384]",
     )
-    plan.add_argument("--predict-only", action="store_true", help="predict times, measure none")
+    plan.add_argument("--predict-only", action="store_true", help="time none of the candidates")
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
