@@ -208,10 +208,10 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
     bench.add_argument(
-        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="one or more [1 8 64]"
+        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="tokens at once [1 8 64]"
     )
-    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="[%(default)s]")
-    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="[%(default)s]")
+    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
+    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
     bench.add_argument(
         "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
     )
@@ -219,7 +219,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--workload",
         choices=["lognormal", "uniform"],
         default="lognormal",
-        help="how neurons share the firing [%(default)s]",
+        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
     )
     bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
     bench.add_argument(
@@ -253,8 +253,10 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     record.add_argument("--cases", type=positive, metavar="N", help="for attack only: how many cases")
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
-    built.add_argument("out", metavar="DIR", type=path, help="where the cubins go; name it in TWELL_LAB_CUBINS there")
-    built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="sm_75 ... [sm_90]")
+    built.add_argument("out", metavar="DIR", type=path, help="a folder; TWELL_LAB_CUBINS names it on those machines")
+    built.add_argument(
+        "--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="of the GPUs, sm_75 to sm_120 [sm_90]"
+    )
     built.add_argument(
         "--dtype",
         choices=_DTYPES,
