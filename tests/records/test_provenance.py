@@ -1,5 +1,5 @@
-"""The hash of a kernel: blind to comments, white space, names and places of files, sensitive to all else; and what
-hangs on it."""
+"""The hash of a kernel: comments, white space, names and folders of files do not change it, all else does; and what
+depends on it."""
 
 import json
 import shutil

@@ -11,6 +11,11 @@ from ..core.errors import InputError
 OTHER_KERNELS = ("portable", "mma.sync")
 
 
+# The format of notes["tour"] in a tour's record, without which another version would misread it, and the names of the
+# two trainings there.
+FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
+
+
 def picked(path: str) -> bool:
     """Whether a row's path is the layer as it runs, or the dense one, and not kernels measured for comparison."""
     return path.partition(" (")[0] not in OTHER_KERNELS
@@ -31,7 +36,7 @@ def layer_rows(tour: dict) -> list[dict]:
     overflow (share of rows with a tile beyond its slots), used (share of slots that hold a value), and the
     bytes a token takes in each format.
     """
-    without, sparse = tour["runs"]["without L1"], tour["runs"]["with L1"]
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
     names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
     rows = []
     for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True)):

@@ -344,7 +344,7 @@ def test_where_the_system_has_no_locks_the_process_is_looked_up(tmp_path, monkey
     def none(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(locks.fcntl, "flock", none)
+    monkeypatch.setattr("fcntl.flock", none)
     lock = Lock(tmp_path, "training")
     lock.take()
     with pytest.raises(InputError, match=f"process {os.getpid()} on .*if it was killed, remove"):
