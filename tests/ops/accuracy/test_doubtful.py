@@ -26,7 +26,7 @@ def counted(x, gate, up, down, keep):
     return linear(torch.where(keep, linear(x, gate) * linear(x, up), 0.0), down)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_row_is_accepted_only_if_one_of_all_ways_explains_it(seed):
     tensors = layer(40, 8, 6, off=0.01, seed=seed)
     exact = accuracy.Exact(*tensors)
