@@ -75,7 +75,7 @@ def test_a_case_can_be_made_again_alone():
             assert (
                 one is two is None or torch.equal(one.nan_to_num(7), two.nan_to_num(7)) and one.stride() == two.stride()
             )
-        assert attack.layers(5, number=number).layers == 1
+        assert attack.layers(5, number=number).layers == attack.layers(5, number=number, cases=2).layers == 1
     assert attack.draw(5, 3).say() != attack.draw(6, 3).say()
 
 

@@ -330,9 +330,9 @@ def layers(
     Each layer is computed on every path. change: a function of a path's name and result, applied before the result is
     judged, for tests of the attack itself. Raises Broken with all failures, at the end or after MOST_FAILURES."""
     counts, failures, begin = Counts(), [], time.monotonic()
-    for each in itertools.count() if number is None else (number,):
-        enough = cases is not None and each >= cases or seconds is not None and time.monotonic() - begin > seconds
-        if enough or len(failures) >= MOST_FAILURES or number is None and cases is None and seconds is None:
+    numbers = range(cases) if cases is not None else itertools.count() if seconds is not None else ()
+    for each in numbers if number is None else (number,):
+        if len(failures) >= MOST_FAILURES or seconds is not None and time.monotonic() - begin > seconds:
             break
         layer = draw(seed, each, device)
         for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):

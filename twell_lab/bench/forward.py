@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -167,29 +168,24 @@ def kernel_versions(
     packs = [portable.pack(g, TILE, WORDS) for g in gates]
     none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
 
-    def pack(version):
-        return lambda turn: portable.pack(gates[turn % ROTATED], TILE, WORDS, version)
+    def pack(turn, version):
+        return portable.pack(gates[turn % ROTATED], TILE, WORDS, version)
 
-    def down(version):
-        return lambda turn: portable.down(
-            packs[turn % ROTATED], gates[turn % ROTATED], none, down_t, None, d_ff, TILE, version
-        )
+    def down(turn, version):
+        i = turn % ROTATED
+        return portable.down(packs[i], gates[i], none, down_t, None, d_ff, TILE, version)
 
-    def gated(version):
-        def call(turn):
-            i = turn % ROTATED
-            return portable.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
+    def gated(turn, version):
+        i = turn % ROTATED
+        return portable.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
 
-        return call
-
-    families = {"pack": (pack, 4), "down": (down, 3), "gated": (gated, 4)}
-    calls = {f"{name}_v{v}": make(v) for name, (make, newest) in families.items() for v in range(1, newest + 1)}
-    for name, (make, newest) in families.items():
-        if name == "pack":
-            continue  # a kernel leaves words past a count unwritten: the tests compare packed tensors
-        best = make(newest)(0).float()
-        for v in range(1, newest):
-            if (off := float((make(v)(0).float() - best).norm() / best.norm())) > 0.01:
-                raise WrongResult(f"{name}_v{v} differs from v{newest} by {off:.3g} of its norm: nothing was timed")
+    newest = {pack: 4, down: 3, gated: 4}
+    calls = {f"{each.__name__}_v{v}": partial(each, version=v) for each in newest for v in range(1, newest[each] + 1)}
+    for each in (down, gated):  # a kernel leaves words past a count unwritten: the tests compare packed tensors
+        best = each(0, newest[each]).float()
+        for v in range(1, newest[each]):
+            if (off := float((each(0, v).float() - best).norm() / best.norm())) > 0.01:
+                name, right = f"{each.__name__}_v{v}", f"v{newest[each]}"
+                raise WrongResult(f"{name} differs from {right} by {off:.3g} of its norm: nothing was timed")
     shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
     return [row(shared, path, samples) for path, samples in measure.time_cuda(calls).items()]

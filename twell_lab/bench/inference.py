@@ -44,23 +44,6 @@ _DENSITY = 29 / 5632  # of the shapes' workload
 
 
 @functools.cache
-def _compiled(gated: bool):
-    """torch.compile of the dense layer as a function of its weights, so that one compilation serves every workload."""
-
-    def dense(x, gate, up, down):
-        return linear(rows.dense_hidden(x, gate, up), down)
-
-    return torch.compile(dense, dynamic=False)
-
-
-def _compiled_dense(layer: nn.Module):
-    gate = getattr(layer, "gate_proj", None)
-    weights = (None if gate is None else gate.weight, layer.up_proj.weight, layer.down_proj.weight)
-    call = _compiled(gate is not None)
-    return lambda x: call(x, *weights)
-
-
-@functools.cache
 def rates_here() -> costs.Rates:
     """The rates of this GPU, measured once."""
     return costs.measure_rates("cuda", torch.bfloat16)
@@ -83,7 +66,7 @@ def compare(
     torch._dynamo.reset()
     calls = {
         DENSE: layer,
-        COMPILED: _compiled_dense(layer),
+        COMPILED: torch.compile(layer, dynamic=False),
         "planned": planned,
         "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False),
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 
 from ..core.errors import InputError
 
@@ -33,21 +35,19 @@ def layer_rows(tour: dict) -> list[dict]:
     """
     without, sparse = tour["runs"]["without L1"], tour["runs"]["with L1"]
     names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
-    rows = []
-    for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True)):
-        rows.append(
-            {
-                "layer": name,
-                "before": share(without["density"][i]),
-                "after": share(sparse["density"][i]),
-                "dead_before": without["dead"][i],
-                "dead_after": sparse["dead"][i],
-                "overflow": share(packed["overflow_rows"] / packed["tokens"]),
-                "used": share(packed["slots_used"] / packed["slots"]),
-                **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()},
-            }
-        )
-    return rows
+    return [
+        {
+            "layer": name,
+            "before": share(without["density"][i]),
+            "after": share(sparse["density"][i]),
+            "dead_before": without["dead"][i],
+            "dead_after": sparse["dead"][i],
+            "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+            "used": share(packed["slots_used"] / packed["slots"]),
+            **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()},
+        }
+        for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True))
+    ]
 
 
 def share(value: float) -> str:
@@ -100,13 +100,7 @@ def decode(word: int, dtype: str) -> tuple[float, int]:
 
 
 def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
-    """The 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts."""
-    counts = [int(count) for count in histogram]
-    total, seen, low = sum(counts), 0, None
-    for number, count in enumerate(counts):
-        seen += count
-        if low is None and seen > 0.05 * total:
-            low = number
-        if seen >= 0.95 * total:
-            return low or 0, number
-    return 0, 0
+    """The 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts; zeros where it counts nothing."""
+    seen = list(accumulate(int(count) for count in histogram))
+    total = seen[-1] if seen else 0
+    return (bisect_right(seen, 0.05 * total), bisect_left(seen, 0.95 * total)) if total else (0, 0)
