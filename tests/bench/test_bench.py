@@ -1,4 +1,4 @@
-"""The benchmark: the workload fires as it says, a wrong result is never timed, and the rows hold what is promised."""
+"""bench.ffn and bench.layer: the workload fires as it says, a wrong result is never timed, and the rows are complete."""
 
 import itertools
 import json

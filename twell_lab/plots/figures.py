@@ -222,19 +222,14 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
         **colours,
         hovertemplate="column %{customdata}: %{z:.4g}<extra></extra>",
     )
-    values, texts, hover = ([[None] * each for _ in range(lines)] for _ in range(3))
-    for i in range(at["slots"] + 1):
-        line, place = divmod(i, each)
-        values[line][place], texts[line][place] = 0.0, ""
-        hover[line][place] = f"word {i}: unused, never read"
-        if i == 0:
-            texts[line][place] = f"<b>{at['count']}</b>"
-            hover[line][place] = f"word 0: the count, {at['count']}"
-        elif i <= len(entries):
-            value, column = entries[i - 1]
-            values[line][place] = value
-            texts[line][place] = f"{column}:<br>{value:.2g}"
-            hover[line][place] = f"word {i}: 0x{at['words'][i]:08x} = value {value:.4g}, column {column}"
+    # One (shade, text, text while the pointer is over it) for each word; None where the last line has no words left.
+    words = [(0.0, f"<b>{at['count']}</b>", f"word 0: the count, {at['count']}")]
+    for i, (value, column) in enumerate(entries, start=1):
+        stored = f"0x{at['words'][i]:08x}"
+        words.append((value, f"{column}:<br>{value:.2g}", f"word {i}: {stored} = value {value:.4g}, column {column}"))
+    words += [(0.0, "", f"word {i}: unused, never read") for i in range(len(words), at["slots"] + 1)]
+    words += [(None, None, None)] * (lines * each - len(words))
+    values, texts, hover = ([list(part[i : i + each]) for i in range(0, len(part), each)] for part in zip(*words))
     figure.add_heatmap(
         z=values,
         text=texts,
