@@ -373,7 +373,7 @@ def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
+    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 @contextmanager
