@@ -29,7 +29,19 @@ from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import NAMES as WEIGHTS
 from ..layers.weights import Weights
-from ..ops import accuracy, checks, differentiable, inference, operators
+from ..ops import (
+    accuracy,
+    ampere,
+    checks,
+    decode,
+    differentiable,
+    dispatch,
+    hopper_dense,
+    hopper_pack,
+    inference,
+    operators,
+    portable,
+)
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .rows import dense_hidden, error_over_allowed, exact_gradients, first_projection, gradient_sums
 
@@ -290,8 +302,6 @@ def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
 
 def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
     """The kernels called directly, also where dispatch would not pick them for this size."""
-    from ..ops import ampere, decode, dispatch, hopper_dense, hopper_pack, portable
-
     tensors = [checks.plain(t) for t in layer.tensors]  # as ops hands them on
     x, gate, up, down, gate_bias, up_bias, down_bias = tensors
     down_t, first = down.t().contiguous(), up if gate is None else gate

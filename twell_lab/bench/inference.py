@@ -19,11 +19,12 @@ from torch.nn.functional import linear
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
+from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LayerPlan, one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..ops import measure
+from ..ops import ampere, hopper_pack, measure, portable
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import rows
 from .rows import COMPILED, DENSE, check, over
@@ -213,9 +214,6 @@ def shape_rows() -> list[dict]:
 def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
     """The gate GEMM with packing, version by version, beside torch's GEMM and torch's GEMM followed by the packing
     kernel."""
-    from ..formats.twell import TILE, WORDS
-    from ..ops import ampere, hopper_pack, portable
-
     found = []
     for nnz in nnzs:
         layer, inputs, _ = drawn(tokens, D_MODEL, D_FF, nnz)

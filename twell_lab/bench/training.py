@@ -8,6 +8,7 @@ peak_bytes: the most that one call holds beyond what was there before, its outpu
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
@@ -17,8 +18,10 @@ from torch.nn.functional import linear
 from ..analysis import switching
 from ..layers import learner
 from ..layers.anatomy import feed_forwards
+from ..layers.terms import layer_terms
 from ..layers.weights import Weights
 from ..models.swap import sparsify
+from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import differentiable, measure
 from . import inference, rows
 from .rows import COMPILED, DENSE
@@ -189,10 +192,6 @@ def model_rows(
 
     The gates' thresholds are set so that about `nnz` neurons fire at a token (`_quiet`). The learning rate is zero, so
     that every step is the same step; AdamW does its work nevertheless."""
-    import copy
-
-    from ..models.tiny import LanguageModel, ModelConfig
-
     torch._dynamo.reset()
     config = ModelConfig(vocabulary=vocabulary, d_model=d_model, layers=layers, heads=heads, d_ff=d_ff, context=context)
     torch.manual_seed(0)
@@ -245,8 +244,6 @@ def model_rows(
 def plan(model: nn.Module, tokens: Tensor) -> str:
     """Have each sparse layer take the path that `switching` chooses for it; returns a sentence with how many of them
     are sparse then."""
-    from ..layers.terms import layer_terms
-
     with layer_terms(model) as terms:
         model(tokens)
     found = [layer.module for layer in feed_forwards(model)]
@@ -271,8 +268,6 @@ def _gradients(model: nn.Module, windows: Tensor) -> list[Tensor]:
 
 
 def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
-    from ..layers.terms import layer_terms
-
     with layer_terms(model) as terms:
         scores = call(windows[:, :-1])
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
