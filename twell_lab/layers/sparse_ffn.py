@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
-from ..ops import checks, copies
+from ..ops import checks, copies, streams
 from ..ops.inference import STATS
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
@@ -126,9 +126,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
-        Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old
-        buffers. Nor while another stream still computes a forward of this layer: wait for it first, since the copies
-        of weights that it reads are freed here."""
+        Other threads and streams may be in a forward: they finish it, on buffers that stay in memory until then. But a
+        captured CUDA graph, or a compiled layer on another stream, has to be done before: the buffers that it uses are
+        freed here. Raises InputError for a plan of another shape."""
         d_ff, d_model = self.up.weight.shape
         if isinstance(plan, LayerPlan):
             shape = (plan.d_model, plan.d_ff, plan.gated)
@@ -153,12 +153,18 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if hot:
             self.neurons = plan.order(hot).tolist() if isinstance(plan, LayerPlan) else [*range(d_ff)]
         weights, used = self._weights(), {choice.path for _, choice in choices}
-        for name, path in PATHS.items():
-            path.prepare(self, weights) if name in used else path.release(self)
+        for name in used:
+            PATHS[name].prepare(self, weights)
         self._renew_stats(choices)
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
-        self._choices = choices  # last: another thread may be in a forward
+        self._choices = choices  # not before all is there: another thread may be in a forward
+        for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
+            PATHS[name].release(self)
+
+    def takes(self, path: str) -> bool:
+        """Whether the plan sends inputs of some size this way."""
+        return any(choice.path == path for _, choice in self._choices)
 
     def watch(self, watch) -> None:
         """Have the layer plan itself: an analysis.auto.Watch sees each input, until it has a plan to follow."""
@@ -276,7 +282,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         stats = self._buffers.get("stats")  # once: another thread may have the layer follow another plan meanwhile
         if stats is not None and stats.device != weights.up.device:
             stats = self._renew_stats(choices)
-        return stats[at] if stats is not None and stats.shape[0] == len(choices) else None
+        if stats is None or stats.shape[0] != len(choices):
+            return None
+        if stats.is_cuda and not checks.watched(stats):
+            streams.enter(stats)
+        return stats[at]
 
     def _renew_stats(self, choices: list) -> Tensor | None:
         """Counters at zero, int64 [classes, 4]; none where no path packs."""
@@ -284,7 +294,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if any(PATHS[choice.path].packs for _, choice in choices):
             with torch.inference_mode(False):
                 stats = torch.zeros(len(choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
-        hold(self, "stats", stats)
+            if not checks.watched(stats):
+                streams.allocated(stats)
+        hold(self, {"stats": stats})
         return stats
 
     def _apply(self, fn, recurse=True):

@@ -6,22 +6,18 @@ trains the layer sees the module's own order alone."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...core.errors import InputError
 from ...ops import decode, dispatch
 from ...ops.copies import COLUMNS, ROWS, ROWS_OF_TRANSPOSE
-from ..weights import Weights
 from .cost import Work
-from .path import Copy, Path, hold
+from .path import Copy, Path
 from .twell import packed_cost
 
 STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
 
 
 class HotCold(Path):
-    """Beside the copies there is `order`, int64 [d_ff]: the neuron that comes first, second, ..."""
-
     name = "hot_cold"
     splits = True
     copies = tuple(
@@ -38,30 +34,6 @@ class HotCold(Path):
 
     def sizes(self, d_ff: int) -> range:
         return range(STEP, d_ff, STEP)
-
-    def prepare(self, layer: nn.Module, weights: Weights) -> tuple[Tensor, list[Tensor | None]]:
-        up, neurons = weights.up, layer.neurons  # a list, since a buffer that is moved by to_empty loses its values
-        if up.shape[0] != len(neurons):
-            raise InputError(
-                f"up has {up.shape[0]} neurons, but the layer's plan is for {len(neurons)}; as many are accepted"
-            )
-        with torch.inference_mode(False):
-            order = torch.tensor(neurons, device=up.device)
-        hold(layer, "order", order)
-        return order, super().prepare(layer, weights)[1]
-
-    def moved(self, layer: nn.Module, weights: Weights) -> None:
-        self.prepare(layer, weights)
-
-    def release(self, layer: nn.Module) -> None:
-        hold(layer, "order", None)
-        super().release(layer)
-
-    def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
-        return layer._buffers.get("order"), super()._held(layer)[1]
-
-    def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights) -> bool:
-        return order is not None and order.device == weights.up.device and super()._fits(order, places, weights)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         d_model, tokens = work.firing.d_model, work.tokens

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from ...core.errors import InputError
 from ...ops import copies, inference
 from ..weights import NAMES, Weights
 from .cost import Work
@@ -23,13 +25,27 @@ class Copy(NamedTuple):
     how: int
 
 
-def hold(layer: nn.Module, name: str, t: Tensor | None) -> None:
-    """Have the layer keep t as a buffer outside its state_dict; None: have no buffer of that name (torch.export
-    miscounts those that are None)."""
-    if t is None:
+def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
+    """Have the layer keep these as buffers outside its state_dict, all of them at once: other threads may be reading.
+    None: have no buffer of that name (torch.export miscounts those that are None)."""
+    kept = {name: t for name, t in tensors.items() if t is not None}
+    layer._non_persistent_buffers_set.update(kept)
+    layer._buffers.update(kept)
+    for name in tensors.keys() - kept.keys():
         layer._buffers.pop(name, None)
-    else:
-        layer.register_buffer(name, t, persistent=False)
+
+
+ORDER = "order"  # the buffer of a layer that says which neuron comes first, second, ...: int64 [d_ff]
+
+
+def _order(layer: nn.Module, up: Tensor) -> Tensor:
+    """The order of `layer.neurons`, a list since a buffer that is moved by to_empty loses its values."""
+    if up.shape[0] != len(layer.neurons):
+        raise InputError(
+            f"up has {up.shape[0]} neurons, but the layer's plan is for {len(layer.neurons)}; as many are accepted"
+        )
+    with torch.inference_mode(False):
+        return torch.tensor(layer.neurons, device=up.device)
 
 
 class Path:
@@ -58,20 +74,21 @@ class Path:
 
     def prepare(self, layer: nn.Module, weights: Weights) -> tuple[Tensor | None, list[Tensor | None]]:
         """Have the layer hold memory for the copies, for its next forward to fill; returns the order, and them."""
+        order = _order(layer, weights.up) if self.splits else None
         places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in self.copies]
-        for copy, place in zip(self.copies, places):
-            hold(layer, copy.buffer, place)
-        return None, places
+        held = dict(zip((copy.buffer for copy in self.copies), places))
+        hold(layer, {**held, ORDER: order} if self.splits else held)
+        return order, places
 
     def release(self, layer: nn.Module) -> None:
         """Have the layer hold nothing for this path any more."""
-        for copy in self.copies:
-            hold(layer, copy.buffer, None)
+        names = [copy.buffer for copy in self.copies]
+        hold(layer, dict.fromkeys([*names, ORDER] if self.splits else names))
 
     def moved(self, layer: nn.Module, weights: Weights) -> None:
         """See to what the layer holds after its tensors were moved, as by `to`: made inside inference mode, nothing
-        outside of it could write to them."""
-        if any(place is not None and place.is_inference() for place in self._held(layer)[1]):
+        outside of it could write to them, and the values of the order are lost by `to_empty`."""
+        if self.splits or any(place is not None and place.is_inference() for place in self._held(layer)[1]):
             self.prepare(layer, weights)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
@@ -79,6 +96,8 @@ class Path:
         order, places = self._held(layer)
         if not self._fits(order, places, weights):
             order, places = self.prepare(layer, weights)
+            if not layer.takes(self.name):  # another thread had it follow another plan: these are for this call alone
+                self.release(layer)
         sources: dict[str, Tensor] = {}
         for copy, place in zip(self.copies, places):
             if place is not None:
@@ -88,15 +107,16 @@ class Path:
         filled = [place for place in places if place is not None]
         copies.refresh(sources, filled, how, order, beside, training=layer.training)
         made = {copy.name: place for copy, place in zip(self.copies, places)}
-        return Weights(*[made.get(name, t) for name, t in zip(NAMES, weights)])
+        return weights._replace(**made)
 
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
         """The order of the neurons, None for their own, and the copies, as far as they are there."""
-        return None, [layer._buffers.get(copy.buffer) for copy in self.copies]
+        held = dict(layer._buffers)  # at once: copies that are read with another order would be filled by it
+        return held.get(ORDER) if self.splits else None, [held.get(copy.buffer) for copy in self.copies]
 
     def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights) -> bool:
-        """Whether every copy is a place for its weight."""
-        return all(
+        """Whether every copy is a place for its weight, and the order at hand."""
+        return (not self.splits or order is not None and order.device == weights.up.device) and all(
             copies.fits(place, copy.how, getattr(weights, copy.source)) for copy, place in zip(self.copies, places)
         )
 
