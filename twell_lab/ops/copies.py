@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -108,55 +109,31 @@ def check_finite(weights: dict[str, Tensor | None]) -> None:
         _refuse(known)
 
 
-class _Seen:
-    """A weight as it was when it was looked at."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.storage = self.state = None
-        if not _changes_unseen(weight):
-            self.storage, self.state = ref(weight.untyped_storage()), _state(weight)
-
-    def still(self, weight: Tensor) -> bool:
-        """Whether this is the same weight, and has not changed since."""
-        return (
-            self.storage is not None
-            and self.storage() is weight.untyped_storage()
-            and not _changes_unseen(weight)
-            and self.state == _state(weight)
-        )
+def _seen(weights: list[Tensor]) -> list[tuple]:
+    """For each weight what is equal as long as the weight is the same and has not changed. For one that can change
+    unseen, something that is never equal to anything."""
+    return [
+        (object(),) if _changes_unseen(w) else (ref(w.untyped_storage()), w.data_ptr(), w._version, w.stride(), _steps)
+        for w in weights
+    ]
 
 
-def _state(weight: Tensor) -> tuple:
-    return weight.data_ptr(), weight._version, weight.stride(), _steps
-
-
+@dataclass(eq=False)
 class _Made:
-    """The note that all copies of one call share: what they were made from. A pickled or copied tensor has None for it.
+    """The note that all copies of one call share. A pickled or copied tensor has None in its place.
 
-    beside: the weights beside them when all were found finite or are being looked at; None where nobody looked. On a
-    GPU also moment: when the copies were made; answer: the bool that will say whether all are finite, once the moment
-    has passed."""
+    sources, order: what the copies were made from; sources is what was `_seen`. beside: what was seen of the weights
+    beside them when all were found finite or are being looked at; None where nobody looked. On a GPU also moment: when
+    the copies were made; answer: the bool that will say whether all are finite, once the moment has passed."""
 
-    def __init__(self, sources: list[_Seen], order: Tensor | None) -> None:
-        self.sources, self.order = sources, order
-        self.beside: list[_Seen] | None = None
-        self.moment: streams.Moment | None = None
-        self.answer: Tensor | None = None
+    sources: list[tuple]
+    order: Tensor | None
+    beside: list[tuple] | None = None
+    moment: streams.Moment | None = None
+    answer: Tensor | None = None
 
     def __reduce__(self):
         return type(None), ()
-
-    def equals(self, weights: list[Tensor], order: Tensor | None) -> bool:
-        """Whether the copies equal these weights in this order."""
-        return self.order is order and _all_still(self.sources, weights)
-
-    def looked_at(self, beside: list[Tensor]) -> bool:
-        """Whether these weights and the copied ones were found finite, or are being looked at."""
-        return self.beside is not None and _all_still(self.beside, beside)
-
-
-def _all_still(seen: list[_Seen], weights: list[Tensor]) -> bool:
-    return len(seen) == len(weights) and all(each.still(weight) for each, weight in zip(seen, weights))
 
 
 def _changes_unseen(weight: Tensor) -> bool:
@@ -199,7 +176,7 @@ def _capturing(copies: list[Tensor]) -> bool:
 
 def _up_to_date(made: _Made | None, weights, copies, order, changing, anew) -> bool:
     """Whether every copy equals its weight; a graph that is captured in training holds the copying in any case."""
-    if anew or made is None or not made.equals(weights, order):
+    if anew or made is None or made.order is not order or made.sources != _seen(weights):
         return False
     return not (hasattr(copies[0], "in_graph") or changing and _capturing(copies))
 
@@ -212,7 +189,7 @@ def _done(weights, copies, order, beside, changing, anew) -> bool:
         made.answer = None
         if not answer:
             made.beside, copies[0].refused = None, True
-    if not _up_to_date(made, weights, copies, order, changing, anew) or not (changing or made.looked_at(beside)):
+    if not _up_to_date(made, weights, copies, order, changing, anew) or not (changing or made.beside == _seen(beside)):
         return False
     _enter(made, copies)
     return True
@@ -240,14 +217,14 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
         for copy in copies:
             forget(copy)  # should anything go wrong midway, it is known for half made
         _fill(copies, weights, how, order)
-        sources = [_Seen(weight) for weight in weights]
+        sources = _seen(weights)
         if capturing:  # nothing was copied yet, and every replay will, from where the weight lay then
             copies[0].in_graph = True
     if capturing:
         return
     made = _Made(sources, order)
     if not changing:
-        made.beside = [_Seen(weight) for weight in beside]
+        made.beside = _seen(beside)
         if cuda:
             made.answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             made.answer.copy_(all_finite(weights + beside), non_blocking=True)

@@ -1,4 +1,4 @@
-"""hot_cold: the neurons that fire most computed densely, the others packed; one sum, rounded once.
+"""hot_cold: the neurons that fire most are computed densely, the others packed; one sum, rounded once.
 
 The weights are held a second time with the hot neurons first, in buffers outside the state_dict: who saves, loads or
 trains the layer sees the module's own order alone."""
@@ -45,11 +45,12 @@ class HotCold(Path):
 
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:
-    """An order of the neurons, int64: the `hot` with the highest counts first, by count; then the others, dealt to
-    tiles.
+    """An order of the neurons, int64: first the `hot` with the highest counts, by count; then the others, spread over
+    tiles of 256.
 
-    Dealt like cards, back and forth, so that every tile of 256 gets its share of what still fires often: packed in the
-    order of their counts, the first tile would overflow while the last ones stay empty. Equal counts keep their order.
+    They are dealt to the tiles like cards, back and forth, so that every tile gets its share of those that still fire
+    often: in the order of their counts, the first tile would overflow while the last ones stay empty. Equal counts
+    keep their order.
     """
     order = counts.argsort(descending=True, stable=True)
     rest = order[hot:]
