@@ -72,10 +72,10 @@ class FeedForward:
 
 
 class StandIn:
-    """A module in the place of a feed-forward layer that says itself what it stands for."""
+    """A module that took the place of a feed-forward layer, and describes that layer itself."""
 
     def feed_forward(self, name: str) -> FeedForward:
-        """The layer as it is listed where the module was found under `name`."""
+        """The layer; name: where the module was found."""
         raise NotImplementedError
 
 

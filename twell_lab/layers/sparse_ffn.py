@@ -283,7 +283,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
             stats = self._renew_stats(choices)
         if stats is None or stats.shape[0] != len(choices):
             return None
-        if stats.is_cuda and not checks.watched(stats):
+        if stats.is_cuda and not torch.compiler.is_compiling():
             streams.enter(stats)
         return stats[at]
 
@@ -293,8 +293,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if any(PATHS[choice.path].packs for _, choice in choices):
             with torch.inference_mode(False):
                 stats = torch.zeros(len(choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
-            if not checks.watched(stats):
-                streams.allocated(stats)
+            streams.allocated(stats)
         hold(self, {"stats": stats})
         return stats
 

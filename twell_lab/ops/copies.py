@@ -51,18 +51,21 @@ def refresh(
     beside: dict[str, Tensor] | None = None,
     training: bool = True,
 ) -> None:
-    """Make each copy equal its weight in its layout again, if the weight has changed since the last call.
+    """Make each copy equal its weight in its layout again, if the weight has changed since the last call; and make the
+    copies safe to read on the current stream.
 
-    weights: by name, one for each copy. order: int64 [d_ff], the neuron that comes first, second, ... in copies that
-    are not just TRANSPOSED. beside: other weights, by name, that the caller reads in place: looked at for non-finite
-    values with the others. training: whether weights with gradients are being trained now. While a CUDA graph is
-    captured, a weight that is being trained is copied in any case: it may change between replays, and this check will
-    not run then. Raises InputError, naming it, for a weight with non-finite values, outside of training only."""
+    weights: by name, one for each copy. how: the layout of each. order: int64 [d_ff], the neuron that comes first,
+    second, ... in copies that are not just TRANSPOSED. beside: other weights, by name, that the caller reads in place:
+    looked at for non-finite values with the others. training: whether weights with gradients are being trained now.
+    While a CUDA graph is captured, a weight that is being trained is copied in any case: it may change between replays,
+    and this check will not run then. Raises InputError, naming it, for a weight with non-finite values, outside of
+    training only."""
     beside = beside or {}
     sources, others = [*weights.values()], [*beside.values()]
     changing = training and torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
     anew = not all(isinstance(w, Parameter) for w in sources)  # FSDP's first version gathers into plain tensors
-    # Mostly this only looks, and the dispatcher would cost more than that; but a fake tensor has no address.
+    # Most calls change nothing, and torch's dispatcher would cost more than finding that out. It has to be called where
+    # something watches: a fake tensor, for one, has no address.
     watched = checks.watched(*sources, *others)
     if watched or not _done(sources, copies, order, others, changing, anew):
         call = torch.ops.twell_lab.refresh_copies if watched else _refresh
@@ -89,8 +92,7 @@ def place(how: int, weight: Tensor | None) -> Tensor | None:
         return None
     with torch.inference_mode(False):  # what is made inside inference mode could not be written to outside of it
         copy = weight.new_empty(_shape(how, weight), requires_grad=False)
-    if not checks.watched(copy):
-        streams.allocated(copy)
+    streams.allocated(copy)
     return copy
 
 
@@ -159,8 +161,8 @@ def _count_step(optimizer: Optimizer | None = None, *_) -> None:
 
 @functools.cache
 def _follow_optimizers() -> None:
-    """Have every optimizer's step counted from now on: asked for by the first copy, so that an import changes nothing
-    of torch's."""
+    """Have every optimizer's step counted from now on. Called for the first copy, so that an import changes nothing of
+    torch's."""
     register_optimizer_step_post_hook(_count_step)
 
 
@@ -204,7 +206,7 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
     if _done(weights, copies, order, beside, changing, anew):
         return
     cuda, capturing, made = copies[0].is_cuda, _capturing(copies), _made_of(copies)
-    # On a GPU only once its answer was no: then they, or what they were changed to since, are looked at here and now.
+    # On a GPU only once the answer was no: then the weights, as they are now, are looked at while the host waits.
     if not changing and not capturing and (not cuda or hasattr(copies[0], "refused")):
         if not all_finite(weights + beside):
             _refuse(dict(zip(names.split(), weights + beside)))
@@ -215,10 +217,10 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
     else:
         _follow_optimizers()
         for copy in copies:
-            forget(copy)  # should anything go wrong midway, it is known for half made
+            forget(copy)  # if anything goes wrong midway, the copy has no note and is made anew
         _fill(copies, weights, how, order)
         sources = _seen(weights)
-        if capturing:  # nothing was copied yet, and every replay will, from where the weight lay then
+        if capturing:  # nothing was copied yet; every replay will copy, from where the weight lies now
             copies[0].in_graph = True
     if capturing:
         return
@@ -237,7 +239,7 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
 @torch.no_grad()
 def _fill(copies, weights, how, order) -> None:
     for t in copies if order is None else (*copies, order):
-        streams.claim(t)
+        streams.enter(t)
     for copy, weight, kind in zip(copies, weights, how):
         source = weight.t() if kind in (TRANSPOSED, ROWS_OF_TRANSPOSE) else weight
         if kind == TRANSPOSED:

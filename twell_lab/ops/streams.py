@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import checks
+
 
 class Moment:
     """When some tensors were written, on the stream that was current then. Nothing here has the host wait.
@@ -38,26 +40,18 @@ class Moment:
 
 
 def allocated(t: Tensor) -> None:
-    """Keep on a tensor the moment at which it was allocated, and what was queued to fill it: now."""
-    if t.is_cuda and not torch.cuda.is_current_stream_capturing():
+    """Keep a moment on a tensor of a GPU that has just been allocated, and whose first writes were queued. Not where
+    something watches, as torch.compile does, or captures."""
+    if t.is_cuda and not checks.watched(t) and not torch.cuda.is_current_stream_capturing():
         t.moment = Moment(t.device)
 
 
-def claim(t: Tensor) -> None:
-    """Make a tensor safe to write on the current stream, if it is on a GPU: the stream waits until it was allocated."""
-    if t.is_cuda:
-        stream = torch.cuda.current_stream(t.device)
-        t.record_stream(stream)
-        moment = getattr(t, "moment", None)
-        if moment is not None and not torch.cuda.is_current_stream_capturing():
-            moment.event.wait(stream)
-
-
 def enter(t: Tensor) -> None:
-    """`claim`, but for a tensor that is used again and again: the second time on a stream costs next to nothing."""
+    """Make a tensor safe to use on the current stream, if it is on a GPU: the stream waits until the tensor was
+    allocated. The second time on a stream this costs next to nothing."""
     moment = getattr(t, "moment", None)
     if moment is not None:
         moment.enter([t])
-    else:
-        claim(t)
+    elif t.is_cuda and not checks.watched(t):  # it was moved or copied since, or somebody else made it
+        t.record_stream(torch.cuda.current_stream(t.device))
         allocated(t)

@@ -27,8 +27,8 @@ class Copy(NamedTuple):
 
 
 def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
-    """Have the layer keep these as buffers outside its state_dict, all of them at once: other threads may be reading.
-    None: have no buffer of that name (torch.export miscounts those that are None)."""
+    """Have the layer keep these as buffers outside its state_dict; all at once, since other threads may be reading.
+    None: have no buffer of that name (torch.export miscounts buffers that are None)."""
     kept = {name: t for name, t in tensors.items() if t is not None}
     layer._non_persistent_buffers_set.update(kept)
     layer._buffers.update(kept)
@@ -40,7 +40,7 @@ ORDER = "order"  # the buffer of a layer that says which neuron comes first, sec
 
 
 def _order(layer: nn.Module, up: Tensor) -> Tensor:
-    """The order of `layer.neurons`, a list since a buffer that is moved by to_empty loses its values."""
+    """`layer.neurons` on the device. The list is what counts: a buffer that is moved by to_empty loses its values."""
     if up.shape[0] != len(layer.neurons):
         raise InputError(
             f"up has {up.shape[0]} neurons, but the layer's plan is for {len(layer.neurons)}; as many are accepted"
