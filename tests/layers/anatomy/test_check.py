@@ -191,7 +191,7 @@ def not_a_number(layer):
 
 
 def few_fire(layer):
-    """So that the largest few are all there are."""
+    """No more than three neurons: to keep the largest few keeps all that fire."""
     nn.init.zeros_(layer.gate_proj.weight[3:])
 
 
@@ -343,7 +343,7 @@ def test_a_decoder_layer_is_asked_as_a_whole():
 
 
 class Listening(Busy):
-    """Which reads what lies between its projections for itself."""
+    """A layer that itself reads what lies between its projections."""
 
     def forward(self, x, mask):
         up = self.fc1(x)
@@ -436,7 +436,7 @@ def test_each_layer_is_asked_for_itself_and_nothing_is_changed_before_all_are():
 
 
 class Tenfold(torch.autograd.Function):
-    """What it is given, with ten times the gradient."""
+    """Returns its input, with ten times the gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -506,7 +506,7 @@ def test_gradients_are_compared_wherever_the_layer_is(rule):
 
 
 def test_a_layer_that_cannot_be_trained_has_no_gradients_to_differ():
-    """relu keeps its output for its gradient, which is written over."""
+    """relu needs its output for its gradient, and the output is written over."""
     layer = Gated(lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).mul_(layer.up_proj(x))))
     with pytest.raises(RuntimeError, match="inplace"):
         layer(torch.randn(3, D_MODEL)).sum().backward()

@@ -197,7 +197,7 @@ def test_made_and_called_under_another_default_device(choice, dense, x):
 
 
 def test_threads_while_a_layer_makes_up_its_mind():
-    """Of many threads one decides, and the others meet a layer that changes its path under them."""
+    """Of many threads one decides; the layer changes its path while the others are in a forward."""
     for turn in range(15):
         torch.manual_seed(turn)
         dense = GatedFeedForward(64, 512).requires_grad_(False)
