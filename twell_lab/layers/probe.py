@@ -127,13 +127,13 @@ class _Trial:
         return _formula(self.parts, x)
 
     def cast(self, dtype: torch.dtype) -> _Trial:
-        """With its own weights in another type."""
+        """This trial with the module's own weights in another type."""
         tensors = (*self.module.parameters(), *self.module.buffers())
         cast = {id(t): t.to(dtype) if t.is_floating_point() else t.clone() for t in tensors}
         return replace(self, stand_ins=cast)
 
     def drawn(self, dtype: torch.dtype | None = None) -> _Trial:
-        """With drawn weights, and with its own buffers where they hold numbers; dtype: in another type."""
+        """This trial with drawn weights, and the buffers that hold numbers. dtype: another type for all of them."""
         parameters, buffers = [*self.module.parameters()], [*self.module.buffers()]
         # Of a length that is prime: where the numbers are repeated, no two rows of a weight are alike.
         many = min(1_048_573, sum(t.numel() for t in (*parameters, *buffers)))
@@ -160,8 +160,8 @@ class _Trial:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Within: the module in this mode, on these weights and on copies of its buffers, without hooks; afterwards as
-        it was."""
+        """Within this context the module is in this mode, on these weights and on copies of its buffers, without hooks;
+        afterwards it is as it was."""
         modules = list(self.module.modules())
         tables = [t for each in modules for t in (vars(each), each._parameters, each._buffers, each._modules)]
         before = [(table, dict(table)) for table in tables]
@@ -197,7 +197,7 @@ class _Trial:
                     each._parameters[key] = nn.Parameter(self.stand_ins[id(t)], requires_grad=False)
             for key, t in each._buffers.items():
                 each._buffers[key] = buffers.get(id(t))
-            # Nor is what Module.compile() made called: compiling it takes longer than asking.
+            # No hook is called, nor what Module.compile() made: to compile takes longer than to ask.
             vars(each).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
             vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})
 
@@ -235,7 +235,7 @@ def _check_carried(trial: _Trial) -> None:
 def _check_widths(trial: _Trial) -> None:
     """InputError unless the layer returns rows as wide as it takes, and gate and up are of one shape."""
     with trial.untouched():
-        gate, up, down = (part and tuple(part.weight.shape) for part in trial.parts[:3])
+        gate, up, down = (None if part is None else tuple(part.weight.shape) for part in trial.parts[:3])
     if down != up[::-1] or gate not in (None, up):
         sizes = [f"{seat} {list(shape)}" for seat, shape in zip(trial.layout, (gate, up, down)) if seat]
         raise InputError(
@@ -341,24 +341,25 @@ def _ask_block(trial: _Trial) -> Iterator[Answer]:
             )
         return x.reshape(hidden.shape)
 
-    def before_up(part: nn.Module, args: tuple) -> Tensor:
-        given.append(rows_for(*args))
-        return given[-1]
-
-    def after_down(part: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        made.append(output)
-        return output.clone()  # what follows may write to it
-
     with trial.untouched():
         _, up, down, _ = trial.parts
-        up.register_forward_pre_hook(before_up)
-        down.register_forward_hook(after_down)
+
+        def into_up(hidden: Tensor) -> Tensor:
+            given.append(rows_for(hidden))
+            return linear(given[-1], up.weight, up.bias)
+
+        def out_of_down(hidden: Tensor) -> Tensor:
+            made.append(linear(hidden, down.weight, down.bias))
+            return made[-1].clone()  # what follows may write to it
+
+        up.forward, down.forward = into_up, out_of_down
         whole = _tensors(trial.module(x.clone(), *_others(trial.module)))
     if len(given) != 1 or len(made) != 1:
         calls = f"{trial.layout.up} {len(given)} times and {trial.layout.down} {len(made)} times"
         raise InputError(f"{trial.where} calls {calls} in a forward; accepted: once each")
     with trial.untouched():
-        yield made[0], trial.formula(given[0]), OF_SCALES
+        expected = trial.formula(given[0])
+    yield made[0], expected, OF_SCALES
     with trial.untouched():
         _put_formula(trial, rows_for)
         by_formula = _tensors(trial.module(x.clone(), *_others(trial.module)))
@@ -376,13 +377,13 @@ def _put_formula(trial: _Trial, rows_for: Callable[[Tensor], Tensor]) -> None:
 
 
 def _others(module: nn.Module) -> list[None]:
-    """For what a decoder layer's forward asks besides its input."""
+    """None for each argument that a decoder layer's forward needs besides its input."""
     wanted = list(inspect.signature(module.forward).parameters.values())[1:]
     return [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
 def _tensors(returned) -> list[Tensor]:
-    """The tensors of what a decoder layer returns that have rows of a width."""
+    """The floating point tensors with rows, of what a decoder layer returns."""
     returned = returned if isinstance(returned, (tuple, list)) else [returned]
     return [each for each in returned if isinstance(each, Tensor) and each.is_floating_point() and each.dim() > 1]
 
@@ -450,7 +451,7 @@ def _compare_gradients(trial: _Trial) -> None:
     In its own dtype, and where that is not conclusive in float64: what is near zero there fires in both or in none."""
     for dtype in (None, torch.float64):
         drawn, differences = trial.drawn(dtype), []
-        if _readable(trial.module):  # not all numbers can make a parametrized weight: orthogonal rounds some to zero
+        if _readable(trial.module):  # parametrizations do not take any number: orthogonal rounds some to zero
             made_of = [p for name, p in trial.module.named_parameters() if "parametrizations." in name]
             drawn.stand_ins.update({id(p): p.detach().to(dtype or p.dtype, copy=True) for p in made_of})
         for mode in MODES:
@@ -480,7 +481,7 @@ def _compare_gradients(trial: _Trial) -> None:
 def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, Any]:
     """The output for x and, by their names, its gradients for one gradient of the output: the layer's own, or its
     formula's."""
-    with trial.untouched():  # whose stand-ins are the leaves: nothing of the user's gets a .grad
+    with trial.untouched():  # the stand-ins are the leaves: no parameter of the user's gets a .grad
         seats = [(seat, getattr(trial.module, seat)) for seat in trial.layout.projections]
         leaves = {f"{seat}.{name}": p for seat, part in seats for name, p in part.named_parameters()}
         leaves = {"x": x.detach(), **leaves}

@@ -342,6 +342,17 @@ def test_a_decoder_layer_is_asked_as_a_whole():
         sparsify(Busy(between=0.1))
 
 
+def test_a_decoder_layer_may_call_the_forward_of_a_part():
+    class Direct(Busy):
+        def forward(self, x, mask):
+            return x + self.fc2.forward(self.activation_fn(self.fc1.forward(F.layer_norm(x, (D_MODEL,)))))
+
+    torch.manual_seed(0)
+    layer, x = Direct().eval(), torch.randn(2, 5, D_MODEL)
+    expected = layer(x, None).detach()
+    torch.testing.assert_close(sparsify(layer)(x, None).detach(), expected)
+
+
 class Listening(Busy):
     """A layer that itself reads what lies between its projections."""
 
