@@ -156,7 +156,7 @@ class _Made:
     beside: list[tuple] | None = None
     moment: streams.Moment | None = None
     answer: Tensor | None = None
-    kept: Kept = field(default_factory=Kept)
+    kept: Kept = field(default_factory=lambda: Kept(256))
 
     def __reduce__(self):
         return type(None), ()
