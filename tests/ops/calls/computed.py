@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from twell_lab import simulator
+from twell_lab.cuda import sources
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.simulator import program
 
@@ -41,6 +42,10 @@ def compute(seen) -> None:
         gate_up(dtype, defines, values)
     elif seen.name == "down_rows":
         down_rows(dtype, values)
+    elif seen.name == "decode_gate_v2":
+        decode_gate(dtype, defines["D_MODEL"], values)
+    elif seen.name == "decode_down":
+        decode_down(dtype, defines["D_MODEL"], seen.grid[1], values)
     else:
         simulate(seen, defines, values)
 
@@ -87,6 +92,33 @@ def down_rows(dtype, values) -> None:
         made = linear(h[i].float(), down.float(), None if not bias else at(bias, dtype, d_model).float())
         made += at(start + 4 * row * d_model, torch.float32, d_model) if start else 0
         at(y + row * d_model * dtype.itemsize, dtype, d_model).copy_(made)
+
+
+BAND = sources.number("sm80_decode.cu", "BAND")  # neurons whose bits are in one mask
+
+
+def decode_gate(dtype, d_model, values) -> None:
+    x, first, first_bias, second, second_bias, _, (masks, places), stats, tokens, d_ff = values
+    x, bands = at(x, dtype, tokens, d_model), -(-d_ff // BAND)
+    h = torch.relu(linear(x, at(first, dtype, d_ff, d_model), at(first_bias, dtype, d_ff))).float()
+    fired = h > 0
+    if second:
+        h *= linear(x, at(second, dtype, d_ff, d_model), at(second_bias, dtype, d_ff)).float()
+    room = bands * BAND - d_ff
+    bits = torch.nn.functional.pad(fired, (0, room)).view(tokens, bands, BAND) << torch.arange(BAND)
+    at(masks, torch.int16, tokens, bands).copy_(bits.sum(2))
+    at(places, torch.float32, tokens, bands * BAND).copy_(torch.nn.functional.pad(h, (0, room)))
+    if stats:
+        at(stats, torch.int64, 2).add_(torch.tensor([tokens, int(fired.sum())]))
+
+
+def decode_down(dtype, d_model, tokens, values) -> None:
+    (masks, places), down_t, bias, y, bands = values
+    bits = at(masks, torch.int16, tokens, bands)[..., None] >> torch.arange(BAND) & 1
+    h = torch.where(bits.flatten(1) == 1, at(places, torch.float32, tokens, bands * BAND), 0.0)
+    rows = 1 + int(bits.flatten(1).any(0).nonzero().flatten()[-1:].sum())  # as far as a neuron fires
+    made = h[:, :rows] @ at(down_t, dtype, rows, d_model).float()
+    at(y, dtype, tokens, d_model).copy_(made if not bias else made + at(bias, dtype, d_model).float())
 
 
 def simulate(seen, defines, values) -> None:

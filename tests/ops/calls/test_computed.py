@@ -1,5 +1,7 @@
 """Whole calls as a GPU gets them, their kernels computed on the memory that they are given, beside torch's own layer."""
 
+import random
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -59,7 +61,7 @@ def close(found, wanted, within=0.02):
 
 @torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, shift", [(70, -2.0), (300, -1.0), (2048, -2.0), (2050, 0.3), (4300, -2.0)])
+@pytest.mark.parametrize("tokens, shift", [(1, -1.0), (40, -1.0), (70, -2.0), (300, -1.0), (2048, -2.0), (2050, 0.3), (4300, -2.0)])
 def test_packed_layers(driver, gated, tokens, shift):
     """Few neurons or so many that rows are lost to the pool; the portable kernels, one pass, and two."""
     made = drawn(tokens, gated, shift)
@@ -105,3 +107,32 @@ def test_training_steps(driver, monkeypatch, gated, biased, packs):
             close(one, other, 0.04)
     assert [tape.recorded for tapes in differentiable._tapes._kept.values() for tape in tapes] == [True, True]
     assert {each.name.startswith("gate_pack") and each.file[:4] for each in driver.launches} == {False, packs}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_in_any_order_between_changes_of_weights(driver, seed):
+    """Three layers, of which weights are changed in place, replaced, moved and given back: nothing stale is launched."""
+    draw = random.Random(seed)
+    layers = [drawn(1, gated=number != 1, shift=-1.0, seed=number) for number in range(3)]
+    downs = [made[3].t().contiguous() for made in layers]
+    for step in range(40):
+        number = draw.randrange(3)
+        made = layers[number]
+        change = draw.choice(["nothing", "nothing", "in place", "replaced", "moved"])
+        at = draw.choice([at for at, t in enumerate(made) if at and t is not None])
+        if change == "in place":
+            made[at].mul_(-1)
+        elif change == "replaced":  # the old one is gone: the new one may lie there
+            made[at] = None
+            made[at] = drawn(1, made[1] is not None, -1.0, seed=100 + step)[at]
+        elif change == "moved":
+            made[at].data = made[at].clone()
+        if at == 3 and change != "nothing":
+            downs[number] = made[3].t().contiguous()
+        tokens = draw.choice([1, 8, 40, 70, 300])
+        made[0] = drawn(tokens, True, -1.0, seed=1000 + step)[0]
+        close(inference.infer(*made, down_t=downs[number]), layer(*plain(made))[0])
+        if step % 8 == 0:
+            path, hot = draw.choice([("dense", 0), ("hot_cold", 256)])
+            close(inference.infer(*made, down_t=downs[number], path=path, hot=hot), layer(*plain(made))[0])
