@@ -1,5 +1,5 @@
-"""A layer that plans itself: it counts who fires in the first batches it sees, then decides. Used by
-sparsify(plan="auto")."""
+"""A layer that plans itself: it counts who fires in the first batches it sees, and then decides. `sparsify` without a
+plan has every layer do so."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..layers.choice import LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 from . import costs, planner
 from .profile import Counter
+from .trials import Subject, Trials
 
 TOKENS, FORWARDS = 4096, 8  # a layer has seen enough after so many tokens, or after so many forwards
 
 
 class Shared:
-    """What the watching layers of one model share: the measured rates of each device and dtype."""
+    """What the watching layers of one model share: the measured rates of each device and dtype, and what was timed."""
 
-    def __init__(self, measure: bool = True) -> None:
-        self.measure = measure
+    def __init__(self) -> None:
         self.rates: dict = {}
+        self.trials = Trials()
 
 
 class Watch:
@@ -65,8 +66,8 @@ class Watch:
         kind = (str(weight.device), weight.dtype)
         if kind not in self.shared.rates:
             self.shared.rates[kind] = costs.measure_rates(weight.device, weight.dtype)
-        found = self.counter.layer if self.shared.measure else None
+        profile = self.counter.result()
         # Repeating a few rows many times would time a batch in which every token fires the same neurons.
         timed = [most for most in planner.TOKENS if most <= 4 * rows.shape[0]]
-        rates = self.shared.rates[kind]
-        return planner.plan_layer(self.counter.result(), rates, planner.TOKENS, found, rows.detach(), timed)
+        subject = Subject(profile, self.counter.layer, rows.detach)
+        return planner.plan_layer(profile, self.shared.rates[kind], planner.TOKENS, subject, self.shared.trials, timed)

@@ -70,7 +70,7 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     rows = entries * 2 * shape[1] * itemsize
     properties = torch.cuda.get_device_properties(device) if large else None
     return Rates(
-        device=properties.name if large else "CPU",
+        device=measure.device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         bandwidth=bandwidth,
         l2=rows / max(added, rows / (1000 * bandwidth)),

@@ -141,7 +141,7 @@ class FiringProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """The profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where = saved.load(path, "profile", FORMAT, VERSION, {"layers": list})
+        content, where, _ = saved.load(path, "profile", FORMAT, {VERSION: {"layers": list}})
         if not content["layers"]:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
         return cls([_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(content["layers"])])
@@ -218,6 +218,37 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
+
+
+def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: int) -> dict[str, Tensor]:
+    """What really enters the feed-forward layers called so when `model` runs on the batches.
+
+    Returns for each name up to `rows` inputs, [rows, d_model], in the model's dtype on its device, masked positions
+    left out; batches after those that hold so many are not run. Batches and errors are those of `profile`.
+    """
+    kept: dict[str, list[Tensor]] = {name: [] for name in names}
+    mask: Tensor | None = None
+
+    def keep(x: Tensor, of: list[Tensor]) -> None:
+        x = x.reshape(-1, x.shape[-1])
+        x = x if mask is None else x[_flat_mask(mask, x)]
+        if (lacking := rows - sum(map(len, of))) > 0:
+            of.append(x[:lacking])
+
+    with _evaluating(model), ExitStack() as hooks:
+        for layer in feed_forwards(model):
+            if layer.name in kept:
+                hooks.enter_context(on_gate(layer, lambda x, gate, of=kept[layer.name]: keep(x, of)))
+        for batch in _each(batches):
+            batch = _moved(batch, model)
+            mask = _mask(batch)
+            _call(model, batch)
+            if all(sum(map(len, pieces)) >= rows for pieces in kept.values()):
+                break
+    for name, pieces in kept.items():
+        if not sum(map(len, pieces)):
+            raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
+    return {name: torch.cat(pieces) for name, pieces in kept.items()}
 
 
 class Counter:

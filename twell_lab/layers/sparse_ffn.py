@@ -14,7 +14,7 @@ from ..ops import checks, copies
 from ..ops.inference import STATS
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
-from .choice import Choice, LayerPlan
+from .choice import DENSE, Choice, LayerPlan
 from .learner import Learner
 from .paths import PATHS
 from .paths.dense import by_torch
@@ -161,8 +161,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._choices = choices  # last: another thread may be in a forward
 
     def watch(self, watch) -> None:
-        """Have the layer plan itself: an analysis.auto.Watch sees each input, until it has a plan to follow."""
-        self._watch = watch
+        """Have the layer plan itself: dense, it shows each input to an analysis.auto.Watch, until that has a plan."""
+        self.follow(DENSE)
+        self.plan, self._watch = None, watch
 
     @property
     def extra_bytes(self) -> int:
