@@ -191,11 +191,14 @@ class Trial:
 
     def of(self, layer: str, predict: Callable[[Choice], float]) -> Trial:
         """The trial as the layer of this name takes it. Another than was timed gets the times scaled by what is
-        predicted for the two."""
+        predicted for the two, of the choices for which that is alike."""
         if layer == self.layer:
             return self
-        times = {choice: self.times[choice].scaled(predict(choice) / us) for choice, us in self.predicted.items()}
-        return Trial(self.layer, self.predicted, {None: self.times[None], **times})
+        ratios = {choice: predict(choice) / us for choice, us in self.predicted.items()}
+        ratios = {choice: ratio for choice, ratio in ratios.items() if 1 / ALIKE <= ratio <= ALIKE}
+        times = {choice: self.times[choice].scaled(ratio) for choice, ratio in ratios.items()}
+        predicted = {choice: self.predicted[choice] for choice in times}
+        return Trial(self.layer, predicted, {None: self.times[None], **times})
 
 
 class Trials:
