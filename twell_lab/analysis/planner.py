@@ -4,14 +4,14 @@ The design, in ten lines:
 1. Every candidate is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
 2. Within reach are dense and those predicted to take at most 1.5 times as long as the best; no others are timed.
 3. They are timed together, beside the layer as the model has it (analysis.trials): one trial, for one number of tokens.
-4. A layer of the same shape, dtype and device whose predictions are within 15% shares that trial: its own times are
+4. A layer of the same shape, dtype and device whose predictions are within 20% shares that trial: its own times are
    those, scaled by its predictions. The plan says for each candidate on which layer it was timed.
 5. The caller's clock decides: the wall time of plain eager calls, or that of graph replays (`for_graphs=True`).
 6. A sparse path must be 3% faster than the layer as it was, and than our dense path (5% shared, 10% only predicted),
 7. also than dense should be once torch.compile has fused it, and neither its host time nor its device time may be above
    dense's: in a model that waits for the host, the time of a layer alone misleads.
 8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
-9. Inputs of all layers that will be timed come from one pass of the model over the batches, or are drawn.
+9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
 10. On a CPU, where a call of dense is predicted to take more than half a second, nothing is timed.
 
 Method of the split: neurons that fire on more than about 1% of the tokens cost less as columns of a dense GEMM than as
@@ -50,6 +50,7 @@ MARGIN_SHARED = 0.95  # up to this one where it was timed on a layer like it
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
 _CUTS = 3  # times a class is cut in two at most
 _TIMED = 3  # sparse candidates of one class that are timed at most
+_ROWS = 4096  # inputs of a layer that are captured at most; a class of more tokens repeats them
 _REACH = 1.5  # and only those predicted to take at most this many times the best prediction
 # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
 _CPU_LONGEST = 5e5
@@ -81,9 +82,9 @@ def plan(
         tokens: the largest count of each class (see LayerPlan).
         device: where the layers will run, by default where the model is, or a GPU where there is one.
         measure: whether to time candidates.
-        batches: inputs of the model, OTHER than the profiled ones, to time on; a class with more tokens than they hold
-            repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that each neuron
-            fires as often as in the profile, though independently (the plan's `inputs` says which).
+        batches: inputs of the model, OTHER than the profiled ones, to time on; a class with more tokens than they hold,
+            or than 4,096, repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that
+            each neuron fires as often as in the profile, though independently (the plan's `inputs` says which).
         rates: measure_rates of the device, if at hand.
         only: as it was for the profile.
         for_graphs: decide by the time of CUDA graph replays, which the host does not hold up, instead of the wall time
@@ -157,7 +158,7 @@ class _Weigher:
         self.layer, self.rates, self.trials, self.subject = layer, rates, trials, subject
         self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
         self.known: dict[tuple[Choice, int], float] = {}  # predictions, each asked for often
-        self.off: dict[str, float] = {}  # how far off predictions were where candidates were last timed, by path
+        self.last: Trial | None = None  # what was timed with fewer tokens, if anything was
 
     def plan(self, tokens: list[int], timed: Iterable[int] | None = None) -> LayerPlan:
         """The layer's plan. A class's choice is weighed at its largest count. Where it would lose to the dense path at
@@ -172,40 +173,67 @@ class _Weigher:
         return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
 
     def _cut(
-        self, least: int | None, most: int, timed: bool, cuts: int = _CUTS, found: list[Candidate] | None = None
+        self,
+        least: int | None,
+        most: int,
+        timed: bool,
+        cuts: int = _CUTS,
+        found: list[Candidate] | None = None,
+        below: int | None = None,
     ) -> list[Candidate]:
         """The candidates of the class from `least` (None: not looked at) to `most`, in one class or several.
 
-        found: what was weighed at `most`, if it was.
+        found: what was weighed at `most`, if it was. below: a count just below `least` that was weighed, to look at
+        instead.
         """
         found = found or self._weigh(most, timed)
         (chosen,) = [each for each in found if each.chosen]
-        if least is None or least >= most or chosen.choice == DENSE or self._holds(chosen.choice, least, timed):
+        timed = chosen.measured_us is not None  # what rests on predictions at its largest count does so throughout
+        at = below or least
+        if least is None or least >= most or chosen.choice == DENSE or self._holds(chosen.choice, at, timed):
             return found
         if not cuts:
-            return [_passed_over(each, least, most - 1) for each in found] + found
+            return [_passed_over(each, at, most - 1) for each in found] + found
         middle = max(least, min(most - 1, round((least * most) ** 0.5)))
-        below = self._cut(least, middle, timed, cuts - 1)
-        return below + self._cut(middle + 1, most, timed, cuts - 1, found)
+        lower = self._cut(least, middle, timed, cuts - 1, below=below)
+        return lower + self._cut(middle + 1, most, timed, cuts - 1, found, middle)
 
     def _weigh(self, tokens: int, timed: bool) -> list[Candidate]:
         predicted = self.weighed(tokens)
         trial = self._trial(self.worth_timing(tokens), tokens) if timed else None
-        if trial is not None:
-            predicted |= {choice: self.predicted(choice, tokens) for choice in trial.predicted}
-            self.off = _off(predicted, trial.times)
         saved = costs.compiling_saves(self.firing, self.rates, tokens, self.itemsize)
         saved = min(saved, predicted[DENSE] / 4)
-        return _judge(tokens, predicted, trial, trial is not None and trial.layer != self.layer.name, self.off, saved)
+        if trial is None:
+            how = "predicted" if self.last is None else "predicted, as far off as it was where timed"
+            return _judge(tokens, predicted, self._expected(predicted), MARGIN_PREDICTED, how, saved)
+        self.last = trial
+        predicted |= {choice: self.predicted(choice, tokens) for choice in trial.predicted}
+        shared = trial.layer != self.layer.name
+        margin, how = (MARGIN_SHARED, f"measured on {trial.layer}") if shared else (MARGIN, "measured")
+        return _judge(tokens, predicted, trial.times, margin, how, saved, trial.layer)
 
     def _holds(self, choice: Choice, tokens: int, timed: bool) -> bool:
         """Whether a choice of more tokens loses nothing to dense here, as far as clocks tell them apart."""
         trial = self._trial([DENSE, choice], tokens, exact=True) if timed else None
-        if trial is None:
-            times = _corrected({each: self.predicted(each, tokens) for each in (DENSE, choice)}, self.off)
-        else:
-            times = trial.times
+        predicted = {each: self.predicted(each, tokens) for each in (DENSE, choice)}
+        times = self._expected(predicted) if trial is None else trial.times
         return _barred(choice, times, 1 / MARGIN, 1 / MARGIN) is None
+
+    def _expected(self, predicted: dict[Choice, float]) -> dict[Choice | None, Times]:
+        """Times by predictions that are as far off as they were where each path was timed, or as the worst of those;
+        the host takes as long as it did there."""
+        if self.last is None:
+            return {choice: Times(us) for choice, us in predicted.items()}
+        off, hosts = {}, {}
+        for choice, us in self.last.predicted.items():
+            taken = self.last.times[choice]
+            off[choice.path] = max((taken.device or taken.call) / us, off.get(choice.path, 0.0))
+            hosts[choice.path] = taken.host
+        times: dict[Choice | None, Times] = {}
+        for choice, us in predicted.items():
+            host = hosts.get(choice.path)
+            times[choice] = Times(max(us * off.get(choice.path, max(off.values())), host or 0.0), host)
+        return {None: Times(times[DENSE].call, self.last.times[None].host), **times}
 
     def worth_timing(self, tokens: int) -> list[Choice]:
         """The dense path, and the best predicted other ones that are within reach; empty if there are none, or where a
@@ -253,41 +281,20 @@ class _Weigher:
     def _at(self, tokens: int, choice: Choice) -> float:
         return self.predicted(choice, tokens)
 
-    def marks(self, tokens: list[int], marked: Trials) -> bool:
-        """Whether the layer will run a trial of its own in one of these classes, those in `marked` being there; which
-        is marked too."""
-        own = False
-        for each in tokens:
-            choices, predict = self.worth_timing(each), partial(self._at, each)
-            if choices and marked.find(self.subject, each, choices, predict) is None:
-                marked.keep(self.subject, each, Trial(self.layer.name, {c: predict(c) for c in choices}, {}))
-                own = True
-        return own
-
 
 def _have_timed(
     weighers: list[_Weigher], found: dict[str, FeedForward], tokens: list[int], model: nn.Module, batches: list | None
 ) -> None:
-    """Give each layer a subject. The model runs over the batches once, for all layers that will run a trial in one of
-    these classes; and again for one that wants another, at the smallest count of a class."""
+    """Give each layer a subject, with inputs if there is something to time."""
     for weigher in weighers:
-        weigher.subject = Subject(weigher.layer, found[weigher.layer.name])
-        weigher.subject.most = max((each for each in tokens if weigher.worth_timing(each)), default=1)
-    if batches is None:
+        subject = weigher.subject = Subject(weigher.layer, found[weigher.layer.name])
+        subject.most = min(_ROWS, max((each for each in tokens if weigher.worth_timing(each)), default=0))
+    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject.most}
+    if batches is None or not wanted:
         return
-    marked = Trials()
-    first = {weigher.layer.name for weigher in weighers if weigher.marks(tokens, marked)}
-    kept: dict[str, Tensor] = {}
-
-    def rows(name: str) -> Tensor:
-        if name not in kept:
-            kept.update(captured(model, batches, first | {name}, most))
-            first.clear()
-        return kept.pop(name)
-
-    most = max(weigher.subject.most for weigher in weighers)
-    for weigher in weighers:
-        weigher.subject.rows = partial(rows, weigher.layer.name)
+    kept = captured(model, batches, wanted, max(weigher.subject.most for weigher in wanted.values()))
+    for name, weigher in wanted.items():
+        weigher.subject.rows = partial(kept.pop, name)
 
 
 def _barred(
@@ -311,12 +318,6 @@ def _barred(
     return None
 
 
-def _corrected(predicted: dict[Choice, float], off: dict[str, float]) -> dict[Choice, Times]:
-    """Predictions, as far off as they were where each path was timed, or as the worst of those."""
-    worst = max(off.values(), default=1.0)
-    return {choice: Times(us * off.get(choice.path, worst)) for choice, us in predicted.items()}
-
-
 def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
     """The candidate, timed just above this class, in a class that stays dense because the choice loses at its smallest
     count."""
@@ -327,16 +328,6 @@ def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
             candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on"
         )
     return replace(candidate, tokens=most)
-
-
-def _off(predicted: dict[Choice, float], measured: dict[Choice | None, Times]) -> dict[str, float]:
-    """By how much the times of each path differ from their predictions, where they were measured."""
-    ratios: dict[str, list[float]] = {}
-    for choice, taken in measured.items():
-        if choice is not None:
-            us = taken.call if taken.device is None else taken.device
-            ratios.setdefault(choice.path, []).append(us / predicted[choice])
-    return {path: clocks.quartiles(found)[0] for path, found in ratios.items()}
 
 
 def _classes(tokens: Iterable[int]) -> list[int]:
@@ -362,24 +353,19 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
 def _judge(
     tokens: int,
     predicted: dict[Choice, float],
-    trial: Trial | None = None,
-    shared: bool = False,
-    off: dict[str, float] | None = None,
+    times: Mapping[Choice | None, Times],
+    margin: float,
+    how: str,
     saved: float = 0.0,
+    timed_on: str | None = None,
 ) -> list[Candidate]:
     """The candidates of one class with their times, one of them chosen, and why each is or is not.
 
-    trial: what was timed, None if nothing was; shared: on another layer. off: how far predictions were off at another
-    number of tokens, by path; it corrects those of a class not timed. saved: what compiling would take off the dense
-    time: who compiles the model should not lose by the choice either.
+    times: of dense, of other candidates and, as None, of the layer as it was, known as `how` says; without that last
+    one it counts as long as dense. margin: the share of the dense time that a sparse path may take. saved: what
+    compiling would take off that: who compiles the model should not lose by the choice either. timed_on: the layer that
+    was timed; None: nothing was, and the times are expected ones.
     """
-    if trial is None:
-        times: dict[Choice | None, Times] = {**_corrected(predicted, off or {})}
-        margin, how = MARGIN_PREDICTED, "predicted, as far off as it was where timed" if off else "predicted"
-    else:
-        times, margin, how = trial.times, MARGIN, "measured"
-        if shared:
-            margin, how = MARGIN_SHARED, f"measured on {trial.layer}"
     before = times.get(None, times[DENSE])
     taken = {choice: times[choice] for choice in predicted if choice in times}
     bars = {choice: _barred(choice, times, margin, saved=saved) for choice in taken if choice != DENSE}
@@ -387,23 +373,22 @@ def _judge(
     fastest = min(taken, key=lambda choice: taken[choice].call)
 
     def why(choice: Choice) -> str:
-        if choice == chosen:
-            if choice != DENSE:
-                return f"{'fastest' if choice == fastest else 'fastest of those that may be taken'}, {how}: " + (
-                    f"{before.call / taken[choice].call:.2f}x dense"
-                )
-            return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
         if choice not in taken:
             return f"not timed: predicted {predicted[choice] / min(predicted.values()):.2f}x the best prediction"
+        if choice == chosen == DENSE:
+            return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
+        if choice == chosen:
+            first = "fastest" if choice == fastest else "fastest of those that may be taken"
+            return f"{first}, {how}: {before.call / taken[choice].call:.2f}x dense"
         if choice == fastest:
             return f"{bars[choice]}, {how}"
         return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice, {how}"
 
     def candidate(choice: Choice) -> Candidate:
         judged = tokens, choice.path, choice.hot, predicted[choice]
-        if trial is None or choice not in taken:
+        if timed_on is None or choice not in taken:
             return Candidate(*judged, None, choice == chosen, why(choice))
         call, host, device = taken[choice]
-        return Candidate(*judged, call, choice == chosen, why(choice), host, device, before.call, trial.layer)
+        return Candidate(*judged, call, choice == chosen, why(choice), host, device, before.call, timed_on)
 
     return [candidate(choice) for choice in predicted]

@@ -24,12 +24,12 @@ from ..ops import measure
 from . import costs
 from .profile import LayerProfile
 
-ALIKE = 1.15  # layers share a trial where their predicted times are at most this factor apart
+ALIKE = 1.2  # layers share a trial where their predicted times are at most this factor apart
 _NEARLY = (
     1.05  # and a hot size that was timed stands for the one asked for, if predicted to take at most this much more
 )
 _ROUNDS = 10  # of each timing on a GPU; medians of ten are steady there
-_BURST_MS = 5.0  # about how long the calls of a burst take on the GPU; at least 3 calls, at most 20
+_BURST_MS = 3.0  # about how long the calls of a burst take on the GPU; at least 3 calls, at most 10
 
 
 # ---- clocks ----
@@ -61,7 +61,7 @@ def wall(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:
         return {name: Times(1e6 * seconds) for name, seconds in costs.clock(calls, device).items()}
     with torch.cuda.device(device):
         busy = _medians(measure.time_cuda(calls, _ROUNDS))
-        count = min(20, max(3, int(_BURST_MS / max(busy.values()))))
+        count = min(10, max(3, int(_BURST_MS / max(busy.values()))))
         bursts = measure.time_bursts(calls, torch.cuda.synchronize, count=count)
     host, ended = (_medians({name: samples[i] for name, samples in bursts.items()}) for i in (0, 1))
     return {name: Times(1e3 * ended[name], 1e3 * host[name], 1e3 * busy[name]) for name in calls}
@@ -106,7 +106,9 @@ class Subject:
         """A call of the layer as it is (None) and one for each choice; each takes the number of its turn."""
         module, x = self._timed
         inputs = inputs_of(x, tokens)
-        ways = {None: module, **{choice: self._sparse(choice) for choice in choices}}
+        # Copies of weights are kept for the next number of tokens, but none that it has no use for.
+        self.made = {choice: self.made.get(choice) or self._sparse(module, choice) for choice in choices}
+        ways = {None: module, **self.made}
         return {name: (lambda turn, way=way: way(inputs[turn % len(inputs)])) for name, way in ways.items()}
 
     @cached_property
@@ -117,13 +119,9 @@ class Subject:
         gate = getattr(drawn, "gate_proj", None)
         return _Parts(FeedForward("", drawn, gate, drawn.up_proj, drawn.down_proj)), torch.cat(inputs)
 
-    def _sparse(self, choice: Choice) -> SparseFFN:
-        if choice not in self.made:
-            plan = LayerPlan.forced(self.layer, choice)
-            self.made[choice] = SparseFFN(
-                self._timed[0], tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False
-            )
-        return self.made[choice]
+    def _sparse(self, module: _Parts, choice: Choice) -> SparseFFN:
+        plan = LayerPlan.forced(self.layer, choice)
+        return SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
 
 
 class _Parts(nn.Module):
@@ -190,15 +188,14 @@ class Trial:
         return min((max(ratio, 1 / ratio) for ratio in ratios), default=math.inf)
 
     def of(self, layer: str, predict: Callable[[Choice], float]) -> Trial:
-        """The trial as the layer of this name takes it. Another than was timed gets the times scaled by what is
-        predicted for the two, of the choices for which that is alike."""
+        """The trial as it counts for the layer of this name. Another than was timed gets what is predicted for itself,
+        and the times scaled by the ratio of the predictions, of the choices for which that is alike."""
         if layer == self.layer:
             return self
         ratios = {choice: predict(choice) / us for choice, us in self.predicted.items()}
         ratios = {choice: ratio for choice, ratio in ratios.items() if 1 / ALIKE <= ratio <= ALIKE}
         times = {choice: self.times[choice].scaled(ratio) for choice, ratio in ratios.items()}
-        predicted = {choice: self.predicted[choice] for choice in times}
-        return Trial(self.layer, predicted, {None: self.times[None], **times})
+        return Trial(self.layer, {choice: predict(choice) for choice in times}, {None: self.times[None], **times})
 
 
 class Trials:

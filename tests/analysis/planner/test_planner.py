@@ -11,7 +11,7 @@ from torch import nn
 import twell_lab as tl
 from twell_lab.analysis import auto, costs, planner, trials
 from twell_lab.analysis.profile import profile
-from twell_lab.analysis.trials import Times, Trial
+from twell_lab.analysis.trials import Times
 from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice, LayerPlan
@@ -51,10 +51,9 @@ def times(monkeypatch):
 
 
 def trial(**us):
-    """A trial with these times, of the layer itself."""
+    """Times by choice; `before` is the layer as the model has it."""
     found = {{"dense": DENSE, "twell": TWELL, "hot": HOT, "before": None}[name]: each for name, each in us.items()}
-    found = {choice: each if isinstance(each, Times) else Times(each) for choice, each in found.items()}
-    return Trial("", {choice: each.call for choice, each in found.items() if choice}, found)
+    return {choice: each if isinstance(each, Times) else Times(each) for choice, each in found.items()}
 
 
 # ---- the judgement ----
@@ -64,7 +63,7 @@ def trial(**us):
 def test_the_fastest_is_chosen_and_dense_in_doubt(dense, twell, hot, timed):
     times = {DENSE: dense, TWELL: twell, HOT: hot}
     margin = planner.MARGIN if timed else planner.MARGIN_PREDICTED
-    found = planner._judge(64, times, trial(dense=dense, twell=twell, hot=hot) if timed else None)
+    found = planner._judge(64, times, {c: Times(us) for c, us in times.items()}, margin, "measured")
     best = min(twell, hot)
     assert times[chosen(found)] == (best if best <= margin * dense else dense)
     assert all(c.why and c.tokens == 64 and c.predicted_us == times[c.choice] for c in found)
@@ -73,12 +72,15 @@ def test_the_fastest_is_chosen_and_dense_in_doubt(dense, twell, hot, timed):
 def test_reasons():
     def reason(choice, measured, predicted=None):
         times = {DENSE: 100.0, TWELL: 90.0, HOT: 300.0}
-        return next(c.why for c in planner._judge(1, predicted or times, measured) if c.choice == choice)
+        margin = planner.MARGIN if measured else planner.MARGIN_PREDICTED
+        how = "measured" if measured else "predicted"
+        known = measured or {c: Times(us) for c, us in predicted.items()}
+        return next(c.why for c in planner._judge(1, predicted or times, known, margin, how) if c.choice == choice)
 
     assert reason(TWELL, trial(dense=100.0, twell=50.0)) == "fastest, measured: 2.00x dense"
     assert reason(TWELL, trial(dense=100.0, twell=50.0, before=150.0)) == "fastest, measured: 3.00x dense"
     assert reason(DENSE, trial(dense=100.0, twell=98.0)) == "twell is less than 3% faster than dense, measured"
-    compiled = planner._judge(1, {DENSE: 1, TWELL: 1}, trial(dense=100.0, twell=95.0), saved=5.0)
+    compiled = planner._judge(1, {DENSE: 1, TWELL: 1}, trial(dense=100.0, twell=95.0), 0.97, "measured", 5.0)
     (dense,) = [c.why for c in compiled if c.chosen]
     assert dense == "twell is less than 3% faster than dense would be compiled, measured"
     assert reason(TWELL, trial(dense=100.0, twell=98.0)) == "less than 3% faster than dense, measured"
@@ -100,17 +102,16 @@ def test_reasons():
 def test_no_clock_of_a_choice_is_above_denses(clocks, shared):
     dense, before, twell, hot = (Times(*each) for each in clocks)
     weighed = trial(dense=dense, before=before, twell=twell, hot=hot)
-    times = {c: 1.0 for c in (DENSE, TWELL, HOT)}
-    choice = chosen(planner._judge(64, times, weighed, shared))
     margin = planner.MARGIN_SHARED if shared else planner.MARGIN
+    choice = chosen(planner._judge(64, {c: 1.0 for c in (DENSE, TWELL, HOT)}, weighed, margin, "measured"))
 
     def may(taken):
         faster = taken.call <= margin * min(dense.call, before.call)
         return faster and taken.host <= before.host and taken.device <= min(dense.device, before.device)
 
-    assert choice == DENSE or may(weighed.times[choice])
+    assert choice == DENSE or may(weighed[choice])
     fastest = min((each for each in (twell, hot) if may(each)), default=None)  # by call
-    assert weighed.times[choice].call == (dense if fastest is None else fastest).call
+    assert weighed[choice].call == (dense if fastest is None else fastest).call
 
 
 def test_predictions_elsewhere_are_as_far_off_as_they_were_where_timed(profiled, layer, rates, times):

@@ -76,7 +76,7 @@ def test_bursts_take_turns_and_are_waited_for():
     assert seen == ["wait", "a0", "a1", "wait", "wait", "b0", "b1", "wait"] * 2
 
 
-@pytest.mark.parametrize("busy_ms, count", [(0.01, 20), (1.0, 5), (40.0, 3)])
+@pytest.mark.parametrize("busy_ms, count", [(0.01, 10), (0.5, 6), (40.0, 3)])
 def test_the_clock_of_a_gpu_is_three(monkeypatch, busy_ms, count):
     asked = []
 
@@ -137,7 +137,8 @@ def test_times_of_a_layer_like_it(call, host, device, ratio):
     kept = Trial("0", {DENSE: 10.0, TWELL: 5.0}, {None: taken, DENSE: taken, TWELL: taken})
     assert kept.of("0", lambda choice: 1e9) is kept
     other = kept.of("1", {DENSE: 10.0, TWELL: 5.0 * ratio}.__getitem__)
-    assert other.layer == "0" and other.times[None] == taken and other.times[DENSE] == pytest.approx(taken)
+    assert other.layer == "0" and other.predicted == {DENSE: 10.0, TWELL: 5.0 * ratio}
+    assert other.times[None] == taken and other.times[DENSE] == pytest.approx(taken)
     scaled = other.times[TWELL]
     assert scaled.host == host and scaled.device == pytest.approx(device * ratio)
     assert scaled.call == pytest.approx(max(taken.call * ratio, host)) and scaled.call >= host
@@ -261,7 +262,6 @@ def model():
 
 
 def test_the_model_runs_once_for_all_layers_that_are_timed(model, rates, timings, monkeypatch):
-    monkeypatch.setattr(planner, "ALIKE", 1.0, raising=False)
     monkeypatch.setattr(trials, "ALIKE", 0.99)  # nobody shares
     ran = []
     model.register_forward_hook(lambda *_: ran.append(1))
@@ -271,6 +271,11 @@ def test_the_model_runs_once_for_all_layers_that_are_timed(model, rates, timings
     plan = tl.plan(firing, model, rates=rates, tokens=(64,), batches=batches[1:])
     assert plan.timed_on == {layer.name: [layer.name] for layer in firing.layers}
     assert len(ran) == 2 and len(timings) == 4  # 64 tokens are two batches
+    ran.clear()
+    tl.plan(firing, model, rates=rates, tokens=(64,), batches=batches[1:], measure=False)
+    monkeypatch.setattr(planner, "_REACH", 0.0)
+    tl.plan(firing, model, rates=rates, tokens=(64,), batches=batches[1:])
+    assert not ran  # nothing was to be timed
 
 
 @pytest.mark.parametrize("swapped", [False, True])
