@@ -1,7 +1,8 @@
 """What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON.
 
 The planner (twell_lab.analysis.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired
-in the profile it was made from, so the hot neurons, and what the packed part is expected to keep, follow from it."""
+in the profile that it was made from: which neurons are hot, and how many the packed part should keep, follow from
+that."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -168,17 +169,7 @@ def profile(
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [Counter(layer, tile, words) for layer in found]
-    ran = False
-    with _evaluating(model), ExitStack() as hooks:
-        for layer, counter in zip(found, counters):
-            hooks.enter_context(on_gate(layer, counter.add))
-        for batch in _each(batches):
-            batch = _moved(batch, model)
-            for counter in counters:
-                counter.mask = _mask(batch)
-            _call(model, batch)
-            ran = True
-    if not ran:
+    if not _run(model, [(counter.layer, counter.add) for counter in counters], batches):
         raise InputError("batches is empty; accepted: at least one input of the model")
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
@@ -204,17 +195,8 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
         chosen = found[layer]
     else:
         raise InputError(f"layer is {layer!r}; accepted: a position among {len(found)}, or a name of {names}")
-    batch = _moved(batch, model)
-    mask = _mask(batch)
     seen: list[tuple[Tensor, Tensor]] = []
-
-    def keep(x: Tensor, gate: Tensor) -> None:
-        x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
-        rows = slice(None) if mask is None else _flat_mask(mask, x)
-        seen.append((x[rows], gate[rows]))
-
-    with _evaluating(model), on_gate(chosen, keep):
-        _call(model, batch)
+    _run(model, [(chosen, lambda *what: seen.append(_rows(*what)))], [batch])
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
@@ -227,26 +209,18 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
     left out; batches after those that hold so many are not run. Batches and errors are those of `profile`.
     """
     kept: dict[str, list[Tensor]] = {name: [] for name in names}
-    mask: Tensor | None = None
 
-    def keep(x: Tensor, of: list[Tensor]) -> None:
-        x = x.reshape(-1, x.shape[-1])
-        x = x if mask is None else x[_flat_mask(mask, x)]
-        if (lacking := rows - sum(map(len, of))) > 0:
-            of.append(x[:lacking])
+    def lacking(name: str) -> int:
+        return rows - sum(map(len, kept[name]))
 
-    with _evaluating(model), ExitStack() as hooks:
-        for layer in feed_forwards(model):
-            if layer.name in kept:
-                hooks.enter_context(on_gate(layer, lambda x, gate, of=kept[layer.name]: keep(x, of)))
-        for batch in _each(batches):
-            batch = _moved(batch, model)
-            mask = _mask(batch)
-            _call(model, batch)
-            if all(sum(map(len, pieces)) >= rows for pieces in kept.values()):
-                break
-    for name, pieces in kept.items():
-        if not sum(map(len, pieces)):
+    def keep(name: str, *what: Tensor) -> None:
+        if lacking(name) > 0:
+            kept[name].append(_rows(*what)[0][: lacking(name)])
+
+    watched = [(each, partial(keep, each.name)) for each in feed_forwards(model) if each.name in kept]
+    _run(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in kept))
+    for name in kept:
+        if lacking(name) == rows:
             raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
     return {name: torch.cat(pieces) for name, pieces in kept.items()}
 
@@ -257,7 +231,6 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
-        self.mask: Tensor | None = None  # of the batch that is running: bool [batch, tokens]
         self.counts = {
             "tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
             "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
@@ -266,9 +239,10 @@ class Counter:
             "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu"),
         }
 
-    def add(self, x: Tensor, gate: Tensor) -> None:
+    def add(self, x: Tensor, gate: Tensor, mask: Tensor | None = None) -> None:
+        """Count one batch. gate: the pre-activations, [..., d_ff]; mask: bool [batch, tokens], None counts all."""
         firing = fires(gate.reshape(-1, self.d_ff))
-        counted = firing.new_ones(len(firing)) if self.mask is None else _flat_mask(self.mask, firing)
+        counted = firing.new_ones(len(firing)) if mask is None else _flat_mask(mask, firing)
         firing &= counted[:, None]
         counted = counted.long()
         tiles = -(-self.d_ff // self.tile)
@@ -311,6 +285,27 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterat
         yield
     finally:
         hook.remove()
+
+
+def _run(
+    model: nn.Module,
+    watched: list[tuple[FeedForward, Callable]],
+    batches: Iterable,
+    enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run the model over the batches until there are enough; `see(x, gate pre-activation, mask)` is called of each
+    watched layer whenever that runs. Returns whether there was a batch."""
+    mask, ran = None, False
+    with _evaluating(model), ExitStack() as hooks:
+        for layer, see in watched:
+            hooks.enter_context(on_gate(layer, lambda x, gate, see=see: see(x, gate, mask)))
+        for batch in _each(batches):
+            batch = _moved(batch, model)
+            mask, ran = _mask(batch), True
+            _call(model, batch)
+            if enough():
+                break
+    return ran
 
 
 @contextmanager
@@ -362,6 +357,13 @@ def _call(model: nn.Module, batch) -> None:
 def _mask(batch) -> Tensor | None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _rows(x: Tensor, gate: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x and gate as [rows, ...], the masked positions left out."""
+    x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
+    counted = slice(None) if mask is None else _flat_mask(mask, x)
+    return x[counted], gate[counted]
 
 
 def _flat_mask(mask: Tensor, rows: Tensor) -> Tensor:

@@ -114,9 +114,9 @@ def _read(plan) -> Plan | Choice | str | None:
 def densify(model: nn.Module) -> nn.Module:
     """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
 
-    What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work,
-    public attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go
-    to the activation. Hooks on a state_dict do not."""
+    What was set on a SparseFFN goes to the dense layer, or inside OPT to the activation: forward and backward hooks,
+    whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
+    others. Hooks on a state_dict do not."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():

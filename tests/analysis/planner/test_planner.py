@@ -122,6 +122,18 @@ def test_predictions_elsewhere_are_as_far_off_as_they_were_where_timed(profiled,
     assert any("as far off as it was where timed" in c.why for c in found.candidates if c.tokens == 4096)
 
 
+@pytest.mark.parametrize("host", [40.0, 60.0])
+def test_a_path_that_holds_up_the_host_is_not_taken_where_nothing_is_timed_either(profiled, layer, rates, times, host):
+    slow = Times(1e6, 1e6, 1e6)
+    times(dense=Times(100.0, 45.0, 90.0), before=Times(100.0, 50.0, 95.0), twell=Times(45.0, host, 40.0), hot_cold=slow)
+    found = planner.plan_layer(profiled.layers[0], rates, (64, 65536), subject(profiled, layer), timed=[64])
+    for tokens in (64, 65536):
+        assert found.choice(tokens) == (TWELL if host < 50 else DENSE)
+    (dense,) = [each for each in found.candidates if each.tokens == 65536 and each.path == "dense"]
+    if host > 50:
+        assert "its host time, 60 us, is above dense's, 50" in dense.why and "predicted" in dense.why
+
+
 def test_a_class_whose_choice_loses_at_its_smallest_count_is_cut(profiled, layer, rates, monkeypatch):
     def measure(first_wins):
         def calls(self, choices, tokens):
