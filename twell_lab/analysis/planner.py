@@ -12,7 +12,7 @@ The design, in ten lines:
    dense's: in a model that waits for the host, the time of a layer alone misleads.
 8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
 9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
-10. On a CPU, where a call of dense is predicted to take more than half a second, nothing is timed.
+10. On a CPU, where a call of dense is predicted to take more than 30 ms, nothing is timed.
 
 Method of the split: neurons that fire on more than about 1% of the tokens cost less as columns of a dense GEMM than as
 rows read from the cache for each entry; where the line lies is for the rates to say.
@@ -53,7 +53,7 @@ _TIMED = 3  # sparse candidates of one class that are timed at most
 _ROWS = 4096  # inputs of a layer that are captured at most; a class of more tokens repeats them
 _REACH = 1.5  # and only those predicted to take at most this many times the best prediction
 # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
-_CPU_LONGEST = 5e5
+_CPU_LONGEST = 3e4
 # Hot sizes that are weighed, in steps of 256; and the best predicted one.
 _HOT = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
@@ -379,7 +379,9 @@ def _judge(
             return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
         if choice == chosen:
             first = "fastest" if choice == fastest else "fastest of those that may be taken"
-            return f"{first}, {how}: {before.call / taken[choice].call:.2f}x dense"
+            return f"{first}, {how}" + (
+                f": {before.call / taken[choice].call:.2f}x dense" if timed_on is not None else ""
+            )
         if choice == fastest:
             return f"{bars[choice]}, {how}"
         return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice, {how}"

@@ -21,7 +21,6 @@ from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
-from . import costs
 from .profile import LayerProfile
 
 ALIKE = 1.2  # layers share a trial where their predicted times are at most this factor apart
@@ -29,7 +28,8 @@ _NEARLY = (
     1.05  # and a hot size that was timed stands for the one asked for, if predicted to take at most this much more
 )
 _ROUNDS = 10  # of each timing on a GPU; medians of ten are steady there
-_BURST_MS = 3.0  # about how long the calls of a burst take on the GPU; at least 3 calls, at most 10
+_BURST_MS = 3.0  # about how long the calls of a burst take; at least 3 calls (on a CPU 1), at most 10
+_CPU_MS = 150.0  # about how long a trial takes on a CPU; at least 3 bursts of each call, at most 10
 
 
 # ---- clocks ----
@@ -54,17 +54,28 @@ Calls = dict[Choice | None, Callable[[int], object]]
 
 
 def wall(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:
-    """Times of plain eager calls. On a GPU `call` is the wall time of a burst that is waited for at its end, by call;
-    `host` what of it passes until the last call returns; `device` is taken by events, cold L2. On a CPU there is one
-    clock."""
+    """Times of plain eager calls. `call` is the wall time of a burst that is waited for at its end, divided by its
+    calls. On a GPU `host` is what of it passes until the last call returns, and `device` is taken by events, cold L2;
+    on a CPU there is one clock."""
     if device.type != "cuda":
-        return {name: Times(1e6 * seconds) for name, seconds in costs.clock(calls, device).items()}
+        once = measure.time_bursts(calls, _nothing, rounds=1, count=1)  # which warms up, too
+        ms = [ended for _, (ended,) in once.values()]
+        count = min(10, max(1, int(_BURST_MS / max(ms))))
+        rounds = min(10, max(3, int(_CPU_MS / (2 * count * sum(ms)))))
+        bursts = measure.time_bursts(calls, _nothing, rounds=rounds, count=count)
+        return {
+            name: Times(1e3 * ms) for name, ms in _medians({name: wall for name, (_, wall) in bursts.items()}).items()
+        }
     with torch.cuda.device(device):
         busy = _medians(measure.time_cuda(calls, _ROUNDS))
         count = min(10, max(3, int(_BURST_MS / max(busy.values()))))
         bursts = measure.time_bursts(calls, torch.cuda.synchronize, count=count)
     host, ended = (_medians({name: samples[i] for name, samples in bursts.items()}) for i in (0, 1))
     return {name: Times(1e3 * ended[name], 1e3 * host[name], 1e3 * busy[name]) for name in calls}
+
+
+def _nothing() -> None:
+    """A CPU has finished when a call returns."""
 
 
 def graph(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:

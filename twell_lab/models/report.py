@@ -51,7 +51,7 @@ class Report:
         lines = [records.table([{**row, "layer": row["layer"] or "layer"} for row in self.rows], _COLUMNS)]
         for all_of in self.together:
             lines.append(
-                "all layers, {tokens:,} tokens: {us:,.4g} us instead of {dense_us:,.4g}, {x_dense:.3g}x dense".format(
+                "all layers, {tokens:,} tokens: {us:,.0f} us instead of {dense_us:,.0f}, {x_dense:.3g}x dense".format(
                     **all_of
                 )
             )

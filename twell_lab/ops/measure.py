@@ -216,7 +216,7 @@ def time_bursts(
         calls: each takes the number of its turn.
         wait: returns once the device has finished, as torch.cuda.synchronize does.
         rounds: samples of each call.
-        count: calls of one sample, one right after the other.
+        count: calls of one sample, one right after the other; as many come before, and are not timed.
 
     Returns:
         For each name two lists: time until the last call of a burst returned, and until the device had finished all of
@@ -225,6 +225,8 @@ def time_bursts(
     samples: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            for turn in range(count):  # or it would meet the caches as another call left them
+                call(turn)
             wait()
             start = time.perf_counter()
             for turn in range(count):

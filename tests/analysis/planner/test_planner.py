@@ -75,7 +75,8 @@ def test_reasons():
         margin = planner.MARGIN if measured else planner.MARGIN_PREDICTED
         how = "measured" if measured else "predicted"
         known = measured or {c: Times(us) for c, us in predicted.items()}
-        return next(c.why for c in planner._judge(1, predicted or times, known, margin, how) if c.choice == choice)
+        judged = planner._judge(1, predicted or times, known, margin, how, timed_on="" if measured else None)
+        return next(c.why for c in judged if c.choice == choice)
 
     assert reason(TWELL, trial(dense=100.0, twell=50.0)) == "fastest, measured: 2.00x dense"
     assert reason(TWELL, trial(dense=100.0, twell=50.0, before=150.0)) == "fastest, measured: 3.00x dense"

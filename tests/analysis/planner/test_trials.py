@@ -28,13 +28,13 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def timings(monkeypatch):
     """How many calls were really timed together, one number for each time that the CPU's clock ran."""
-    seen, clock = [], costs.clock
+    seen, clock = [], trials.wall
 
-    def counted(calls, device, seconds=0.15):
+    def counted(calls, device):
         seen.append(len(calls))
-        return clock(calls, device, 0.0)
+        return clock(calls, device)
 
-    monkeypatch.setattr(costs, "clock", counted)
+    monkeypatch.setitem(trials.CLOCKS, "wall", counted)
     monkeypatch.setattr(planner, "_REACH", 100.0)  # layers as small as these are predicted to be all launches
     return seen
 
@@ -73,7 +73,8 @@ def test_bursts_take_turns_and_are_waited_for():
     seen = []
     calls = {name: lambda turn, name=name: seen.append(f"{name}{turn}") for name in ("a", "b")}
     measure.time_bursts(calls, lambda: seen.append("wait"), rounds=2, count=2)
-    assert seen == ["wait", "a0", "a1", "wait", "wait", "b0", "b1", "wait"] * 2
+    a, b = ([f"{name}0", f"{name}1", "wait"] * 2 for name in "ab")  # as many before they count
+    assert seen == [*a, *b, *a, *b]
 
 
 @pytest.mark.parametrize("busy_ms, count", [(0.01, 10), (0.5, 6), (40.0, 3)])
@@ -101,8 +102,16 @@ def test_in_a_graph_the_host_has_no_part(monkeypatch):
     assert trials.graph({TWELL: id}, CUDA) == {TWELL: Times(500.0, None, 500.0)}
 
 
-def test_on_a_cpu_there_is_one_clock():
-    assert trials.wall({DENSE: lambda turn: None}, torch.device("cpu"))[DENSE][1:] == (None, None)
+@pytest.mark.parametrize("ms, bursts, each", [(0.1, 10, 10), (0.7, 10, 4), (10.0, 3, 1), (1000.0, 3, 1)])
+def test_on_a_cpu_there_is_one_clock(monkeypatch, ms, bursts, each):
+    """Calls take turns by bursts, three or more, and not much longer than they have to."""
+    machine, order = Machine(ms / 1e3, 0.0), []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
+    calls = {c: lambda turn, c=c: (order.append(c), machine.call(turn)) for c in (None, DENSE)}
+    found = trials.wall(calls, torch.device("cpu"))
+    assert found == {c: (pytest.approx(1e3 * ms), None, None) for c in calls}
+    warm = [None, None, DENSE, DENSE]
+    assert order == warm + ([None] * 2 * each + [DENSE] * 2 * each) * bursts
 
 
 def test_graphs_are_refused_where_there_are_none(profiled, layer, rates):
