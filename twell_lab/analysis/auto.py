@@ -16,7 +16,9 @@ from . import costs, planner
 from .profile import Counter
 from .trials import Subject, Trials
 
-TOKENS, FORWARDS = 4096, 8  # a layer has seen enough after so many tokens, or after so many forwards
+# A layer has seen enough after TOKENS tokens, or after FORWARDS forwards of LEAST tokens together: what a few tokens
+# fire says little of others, as when a text is written token by token.
+TOKENS, FORWARDS, LEAST = 4096, 8, 128
 
 
 class Shared:
@@ -50,7 +52,7 @@ class Watch:
             or rows.shape[1] != weight.shape[1]
         ):
             return None  # nothing to count, or nothing that this layer takes: its forward says so
-        if self.tokens >= TOKENS or self.forwards >= FORWARDS:
+        if self.tokens >= TOKENS or (self.forwards >= FORWARDS and self.tokens >= LEAST):
             return self._decide(layer, rows)
         if self.counter is None:
             found = FeedForward(self.name, layer, layer.gate, layer.up, layer.down)

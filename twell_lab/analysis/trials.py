@@ -132,7 +132,11 @@ class Subject:
 
     def _sparse(self, module: _Parts, choice: Choice) -> SparseFFN:
         plan = LayerPlan.forced(self.layer, choice)
-        return SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
+        modes = [(each, each.training) for each in module.children()]
+        made = SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
+        for each, mode in modes:  # a SparseFFN sets its projections' mode, and these are the model's
+            each.training = mode
+        return made
 
 
 class _Parts(nn.Module):
@@ -144,6 +148,7 @@ class _Parts(nn.Module):
         if self.gated:
             self.gate_proj = found.gate
         self.up_proj, self.down_proj, self.act_fn = found.up, found.down, nn.ReLU()
+        self.training = False  # as the plan's layers will be; the projections themselves stay in the model's mode
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act_fn(_project(x, self.gate_proj if self.gated else self.up_proj))

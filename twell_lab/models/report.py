@@ -93,7 +93,7 @@ def _state(module: nn.Module) -> tuple[str, list[dict]]:
         return "not swapped", [{"choice": str(DENSE), "why": "sparsify left this layer as it is, or was not called"}]
     status, plan = module.status(), module.plan
     if status["plan"] == "watching":
-        why = f"dense until {auto.TOKENS:,} tokens or {auto.FORWARDS} batches were counted, and then decides"
+        why = f"dense until {auto.TOKENS:,} tokens, or {auto.FORWARDS} batches of {auto.LEAST}, were counted"
         return "watching", [{"choice": str(DENSE), "why": why}]
     if isinstance(plan, LayerPlan):
         return "planned", chosen(plan)

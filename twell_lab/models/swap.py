@@ -30,10 +30,10 @@ def sparsify(
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
     Without a plan no layer is slower than it was, as far as clocks tell: each stays dense while it counts who fires in
-    the first inputs that it sees without gradients (4,096 tokens, or eight batches), and then decides by itself. It
-    times the best candidates on the next input, unless a layer like it was timed before; that forward takes up to a
-    second or so a layer. Inside torch.compile and CUDA graphs nothing is counted: run a few batches before either.
-    `twell_lab.report` says what each layer does and why.
+    the first inputs that it sees without gradients (4,096 tokens, or eight batches of 128 together), and then decides
+    by itself. It times the best candidates on the next input, unless a layer like it was timed before; that forward
+    takes up to a second or so a layer. Inside torch.compile and CUDA graphs nothing is counted: run a few batches
+    before either. `twell_lab.report` says what each layer does and why.
 
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before

@@ -367,6 +367,7 @@ def soon(monkeypatch, rates):
     monkeypatch.setattr(costs, "measure_rates", lambda device, dtype: rates)
     monkeypatch.setattr(auto, "TOKENS", 20)
     monkeypatch.setattr(auto, "FORWARDS", 3)
+    monkeypatch.setattr(auto, "LEAST", 1)
 
 
 @pytest.mark.parametrize("make", [course, opt])
@@ -395,6 +396,17 @@ def test_many_small_batches_are_enough_too(soon, times, layer):
         sparse(layer[1][0][:1])
     assert sparse.plan.profiled == 3 and sparse.plan.choice(1) == TWELL
     assert {row["tokens"] for row in sparse.plan.table() if row["measured_us"] is not None} == {1}
+
+
+def test_a_few_tokens_are_not_enough(soon, times, layer, monkeypatch):
+    times(dense=100.0, twell=50.0, hot_cold=100.0)
+    monkeypatch.setattr(auto, "TOKENS", 100)
+    monkeypatch.setattr(auto, "LEAST", 10)
+    sparse = sparsify(copy.deepcopy(layer[0]))
+    for number in range(11):
+        assert sparse.plan is None, number
+        sparse(layer[1][0][number : number + 1])
+    assert sparse.plan.profiled == 10
 
 
 def test_training_compiling_and_copying_do_not_decide(soon, times, layer):

@@ -322,9 +322,20 @@ def test_captured_inputs_are_those_that_enter(model, swapped, mask):
             captured(net, given, names, 5)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_stays_in_its_mode(model, rates, timings, training):
+    model.train(training)
+    model.layers[2].mlp.up_proj.train(not training)
+    before = [each.training for each in model.modules()]
+    firing = profile(model, torch.randint(256, (2, 16)))
+    plan = tl.plan(firing, model, rates=rates, tokens=(16,), batches=torch.randint(256, (2, 16)))
+    assert timings and plan.inputs and [each.training for each in model.modules()] == before
+
+
 def test_layers_that_plan_themselves_share_too(model, rates, timings, monkeypatch):
     monkeypatch.setattr(costs, "measure_rates", lambda device, dtype: rates)
     monkeypatch.setattr(auto, "FORWARDS", 2)
+    monkeypatch.setattr(auto, "LEAST", 1)
     monkeypatch.setattr(planner, "TOKENS", (16,))
     torch.manual_seed(1)
     for layer in model.layers[1:]:
