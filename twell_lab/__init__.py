@@ -1,7 +1,7 @@
 """twell-lab: how activation sparsity in a language model becomes real GPU speed.
 
-Importing the package loads neither CuPy nor plotly, touches no GPU and changes nothing of torch's: each name below is
-looked up on first use. `__init__.pyi` says the same to editors and type checkers."""
+Importing the package loads neither CuPy nor plotly, touches no GPU and changes nothing in torch: each name below is
+imported when it is first used. `__init__.pyi` tells editors and type checkers of the same names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_FACE = {  # name: the module that defines it; a name without one is a folder of the package
+_FACE = {  # name: the module that defines it; "" if the name is a folder of the package
     "pack": "ops.operators",
     "gated_ffn": "ops.operators",
     "plain_ffn": "ops.operators",

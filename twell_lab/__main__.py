@@ -4,9 +4,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # until `main` knows what to say: no traceback of an import
+    # Until `main` handles Ctrl-C, it ends the process, without the traceback of an import.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .app.cli import main
 

@@ -98,7 +98,7 @@ WORDS = (
     "\t",
 )
 
-# Should a writer go wrong, only root could put a file in a device's place; and then the machine would miss it.
+# Not for root: a faulty writer could then put a file in the place of a device, which the machine needs.
 DEVICES = ("/dev/null", "/dev/full") if os.geteuid() else ()
 
 SMALL = (
@@ -191,7 +191,7 @@ def _paths(r: Random) -> str:
 
 
 def _files(r: Random) -> str:
-    """As `_paths`, but for what has no end: a file of JSON is read as a whole, from a pipe as well."""
+    """As `_paths`, without files that never end: JSON is read as a whole, from a pipe too."""
     while (path := _paths(r)).endswith(("/pipe", "/dev/full", "/mem", "-")):
         pass
     return path
@@ -225,14 +225,14 @@ def _number(r: Random) -> str:
 
 
 def _few(r: Random) -> str:
-    """A number of steps that is wrong, or soon made."""
+    """A number of steps that is refused, or so small that the training is short."""
     while (number := _number(r)).isdecimal() and len(number) > 1:
         pass
     return number
 
 
 def _soon(r: Random) -> str:
-    """Seconds that are none, or few."""
+    """A number of seconds that is refused, or small."""
     while (number := _number(r)) in ("1_000", "7", "3"):
         pass
     return number
@@ -388,11 +388,8 @@ def arguments(r: Random) -> list[str]:
     return [command, *line]
 
 
-class _Output(io.TextIOWrapper):
-    """A terminal's output, of a chosen encoding, or one on a full disk or that nobody reads any more."""
-
-
 def _output(r: Random) -> tuple[io.TextIOBase, str]:
+    """Where a command writes to, and what it is: a stream of some encoding, a full disk, or a pipe that nobody reads."""
     way = r.choices(("utf-8", "ascii", "full", "closed"), (80, 10, 6, 4))[0]
     if way == "full":
         return open("/dev/full", "w"), way  # noqa: SIM115

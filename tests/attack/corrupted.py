@@ -1,5 +1,6 @@
-"""Damaged files of every kind that we write: what is read is refused by name, or is what was written, or, where no
-digest covers a file, is something that everything after it takes. Runs in processes of its own (harness.isolated)."""
+"""Damaged files of every kind that the library writes. Reading one ends in an error of the library's own, or gives what
+was written; where no digest covers a file, it may give something else, which all code after it accepts. Runs in
+processes of its own (harness.isolated)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from twell_lab.training import checkpoint
 from twell_lab.training.text import prepared, source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
-# What a digest covers: damage of these files is always seen, or makes no difference.
+# A digest covers these files: damage is always noticed, or makes no difference.
 GUARDED = ("checkpoint", "cubin", "simulator")
 
 
@@ -46,7 +47,7 @@ def _model() -> LanguageModel:
     return LanguageModel(ModelConfig(vocabulary=256, d_model=8, layers=1, heads=1, d_ff=16, context=8))
 
 
-# Each maker fills a folder; each reader gives something to compare, and has used what it read.
+# Each maker fills a folder. Each reader returns something to compare, after it has used what it read.
 
 
 def _make_checkpoint(folder: Path) -> None:
@@ -89,7 +90,7 @@ def _make_text(folder: Path) -> None:
 
 
 def _read_text(folder: Path):
-    """The tokens themselves are under no digest: reading all of them may take hours."""
+    """No digest covers the tokens themselves: reading all of them may take hours."""
     made = prepared.load(folder)
     training, validation = made.split()
     source.spread_windows(validation.tokens, 2, 8), source.spread_windows(training.tokens, 2, 8)
@@ -205,7 +206,7 @@ _IMAGE = bytes(range(256)) * 20
 
 
 def _cubin(folder: Path) -> bytes:
-    """The image that a cache in this folder gives; where it has none, the compiler's, which is what is wanted."""
+    """The image that a cache in this folder gives; where it has none, the compiler's, which is the right one too."""
     fake = mock.Mock(return_value=(_IMAGE, "ptxas info"))
     with (
         mock.patch.object(cubins, "compiler", lambda: (12, 9)),
@@ -222,8 +223,8 @@ def _make_simulator(folder: Path) -> None:
 
 
 def _simulator(folder: Path, made) -> object:
-    """kernels, arrays and the library's content of a build in this folder; where the cache is not whole it is built
-    again: `made`."""
+    """Kernels, arrays and the content of the library of a build in this folder. Where the cache is not whole, `made` is
+    put there in place of a new build."""
     program = simulator.compile("smxx_transpose.cu", {"VALUE_BF16": True})
     real = toolchain._make
     if made is not None:
@@ -282,7 +283,7 @@ def _right(kind: str):
 def check(r: Random, counts: Counter) -> None:
     """One file of one kind damaged, or gone, or a folder in its place."""
     kind = r.choices(tuple(KINDS), [weight for _, _, weight in KINDS.values()])[0]
-    right, folder = _read_or_none(kind), Path(tempfile.mkdtemp(dir=_home()))
+    right, folder = _right(kind) if kind in GUARDED else None, Path(tempfile.mkdtemp(dir=_home()))
     shutil.rmtree(folder)
     shutil.copytree(_pristine(kind), folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -321,7 +322,3 @@ def check(r: Random, counts: Counter) -> None:
         counts["harmless" if kind in GUARDED else "read"] += 1
     finally:
         shutil.rmtree(folder)
-
-
-def _read_or_none(kind: str):
-    return _right(kind) if kind in GUARDED else _pristine(kind)

@@ -76,7 +76,7 @@ def _same(name: str, packed, wanted: Tensor, counts: Counter) -> None:
 
 
 def _check_words(packed: TwELL, x: Tensor, keep: Tensor, tile: int, words: int) -> None:
-    """As the layout is described, one value after the other."""
+    """Compare words and tail with what the layout's description asks for, one value after the other."""
     raw, shift = bits(x).tolist(), 16 if x.element_size() == 2 else 32
     mask = (1 << shift) - 1
     stored, tail = packed.packed.tolist(), list(zip(packed.tail_column.tolist(), bits(packed.tail_value).tolist()))

@@ -1,4 +1,5 @@
-"""What the fuzzers share: cases made from a seed and a number alone, here or in processes that may crash or hang."""
+"""What the fuzzers share: cases that are made from a seed and a number alone, in this process or in one that may crash
+or hang."""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ def randomness(name: str, seed: int, number: int) -> random.Random:
 def attack(
     name: str, check: Callable[[random.Random, Counter], None], *, seed: int, cases: int, number: int | None = None
 ) -> dict:
-    """Run check(r, counts) for case after case; AssertionError at the end with every failure and how to see it again.
+    """Run check(r, counts) for each case, or for the one of this number. Returns the counts; at the end raises
+    AssertionError with all failures, and how to run each again.
 
-    check adds to counts["checked"] for each result that it compared; categories of its own go there too.
+    check adds 1 to counts["checked"] for each result that it compared, and may count categories of its own.
     """
     counts, failures = Counter(), []
     for each in range(cases) if number is None else (number,):
@@ -76,8 +78,8 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def forked(target: Callable, *arguments) -> multiprocessing.Process:
-    """target(*arguments) in a process that has torch and the package loaded already: a copy of one that did nothing
-    else."""
+    """target(*arguments) in a process that has torch and the package loaded already: a fork of one that has done
+    nothing else."""
     _context.set_forkserver_preload(PRELOADED)
     process = _context.Process(target=target, args=arguments, daemon=True)
     process.start()
@@ -94,8 +96,10 @@ def isolated(
     seconds: float = 60.0,
     memory: int = 12 << 30,
 ) -> dict:
-    """`attack` in a process with bounded memory, for checks that may crash it, hang or ask for everything: the case
-    that does is a failure, and the next one begins in a new process. where: "module:function" of check(r, counts)."""
+    """`attack` in a process with bounded memory, for checks that may crash, hang or take all memory. A case that does is
+    a failure, and the next case begins in a new process.
+
+    where: "module:function" of check(r, counts); seconds: how long a case may take; memory: bytes of address space."""
     counts, failures = Counter(), []
     wanted = iter(range(cases) if number is None else (number,))
     each = next(wanted, None)
@@ -150,7 +154,7 @@ def _serve(pipe, name: str, where: str, seed: int, memory: int) -> None:
         counts, failed = Counter(), None
         try:
             check(randomness(name, seed, number), counts)
-        except BaseException as error:  # an exit too: nothing here may end the process
+        except BaseException as error:  # SystemExit too: no check may end the process
             failed = said(name, seed, number, error)
         pipe.send((failed, counts))
 
@@ -200,7 +204,7 @@ HOSTILE = (
 
 
 def damaged(content: bytes, r: random.Random) -> tuple[bytes, str]:
-    """Some other content, and what was done to it."""
+    """The content with some damage, and what was done to it."""
     if not content:
         return r.randbytes(r.randint(1, 50)), "filled"
     at, size = r.randrange(len(content)), min(len(content), r.choice((1, 2, 8, 64, 512, 4096)))
@@ -293,7 +297,7 @@ def _places(value):
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
+    """Wait until done() is true, for so many seconds at most; returns whether it was."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if done():

@@ -1,6 +1,5 @@
-"""Trainings, preparations and saves that are killed with SIGKILL, at a moment in time or before the n-th thing that
-they do to the file system, and go on: nothing that was saved may be lost, nothing half may be read, nothing may be left
-behind."""
+"""Trainings, preparations and saves that are killed with SIGKILL, after some time or before their n-th change of a file,
+and that then go on. Nothing that was saved may be lost, nothing half written may be read, nothing may be left behind."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def _text() -> Path:
 
 
 def _die_before(count: int, folder: str) -> None:
-    """Have this process killed when it is about to do the count-th thing to a file in the folder."""
+    """Have this process killed just before it changes a file in the folder for the count-th time."""
     seen = 0
 
     def watch(event: str, arguments: tuple) -> None:
@@ -106,8 +105,7 @@ def _quietly() -> None:
 
 
 def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
-    """A training that notes in the file `said` each step whose checkpoint it was told is there, and in the end what
-    came of it."""
+    """A training that notes in the file `said` each step whose checkpoint was saved, and at the end its result."""
     _quietly()
     from twell_lab.training import run as running  # noqa: F401  (loaded before anything is counted)
     from twell_lab.training.loop import train
@@ -151,7 +149,7 @@ def _note(said: str, line: str) -> None:
 
 @cache
 def unbroken() -> dict:
-    """What the run comes to when nobody disturbs it, and how many things it does to its folder's files."""
+    """The result of a run that nothing disturbs: the rows of its history and a digest of its weights."""
     out, said = _home() / "unbroken", _home() / "unbroken.said"
     _run(train_here, str(out), str(_text()), False, 0, str(said))
     lines = said.read_text().splitlines()
@@ -177,7 +175,7 @@ def _run(
 
 
 def check_training(r: Random, counts: Counter) -> None:
-    """One run, killed once or more often, and gone on with until it is done."""
+    """One run, killed once or more often, and resumed until it is done."""
     whole = unbroken()
     folder = Path(tempfile.mkdtemp(dir=_home()))
     out, said = folder / "out", folder / "said"
@@ -224,7 +222,7 @@ def _nothing_left(folder: Path) -> None:
 
 
 def _given(seed: int):
-    """What the writers write; different for every seed."""
+    """(generator, record): what the writers save, another for each seed."""
     g = torch.Generator().manual_seed(seed)
     record = records.Record(
         name="attacked",
@@ -286,7 +284,7 @@ def _prepared_to(kind: str, folder: Path, seed: int):
 
 
 def _carelessly(path: Path, text: str) -> None:
-    """Straight into its place, in two parts with a change of another file between them: what no writer may do."""
+    """Written straight to its place, in two parts with a change of another file between them: no writer may do this."""
     with open(path, "w") as file:
         file.write(text[:5])
         file.flush()
@@ -308,7 +306,7 @@ def _text_of(seed: int) -> Path:
 
 
 def _read(kind: str, folder: Path):
-    """What is there, whole; None where nothing has the name."""
+    """Something that tells apart what was saved there; None where there is nothing of that name."""
     if kind == "record":
         return records.load(folder / "record.json").purpose if (folder / "record.json").exists() else None
     if kind == "model":
@@ -337,7 +335,8 @@ KINDS = ("record", "model", "tokenizer", "profile", "plan", "text", "text")
 
 
 def check_writer(r: Random, counts: Counter, kinds: tuple[str, ...] = KINDS) -> None:
-    """Something is saved, saved again and killed on the way, then saved a third time: never half of it has the name."""
+    """One thing is saved, saved again by a process that is killed, then saved a third time. What has its name must be
+    whole at every time."""
     kind = r.choice(kinds)
     folder = Path(tempfile.mkdtemp(dir=_home())) / "out"
     folder.mkdir()
@@ -364,7 +363,7 @@ def check_writer(r: Random, counts: Counter, kinds: tuple[str, ...] = KINDS) -> 
 
 
 def check_signals(r: Random, counts: Counter) -> None:
-    """SIGTERM, SIGINT or SIGHUP while a run goes on, more than once: it ends in time, and what it saved goes on."""
+    """A run gets SIGTERM, SIGINT or SIGHUP, perhaps several: it ends in time, and what it saved can be resumed."""
     whole = unbroken()
     folder = Path(tempfile.mkdtemp(dir=_home()))
     out, said = folder / "out", folder / "said"

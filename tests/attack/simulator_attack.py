@@ -13,7 +13,7 @@ from twell_lab import simulator
 # Some of the widths that the simulator's own tests compile the kernels for.
 WIDTHS = {torch.bfloat16: 264, torch.float16: 8, torch.float32: 100}
 POOLED_WIDTH = 264
-WATCHED = 0.02  # the share of launches whose every access is watched, which takes many times as long
+WATCHED = 0.02  # the share of launches of which every memory access is watched: those take many times as long
 
 
 def check(r: Random, counts: Counter) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark: the workload fires as it says, a wrong result is never timed, and the rows hold what is promised."""
+"""bench.ffn and bench.layer: the workload fires as it says, a wrong result is never timed, and the rows are complete."""
 
 import itertools
 import json
@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from twell_lab import bench as bench_module
-from twell_lab.bench import forward as bench
+from twell_lab import bench, records
+from twell_lab.bench import forward
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
-from twell_lab.records import record as records
 
 TINY = dict(d_model=32, d_ff=64, nnz=4, device="cpu", seconds=0)
 
@@ -117,7 +116,7 @@ def test_a_workload_is_its_seed():
 )
 def test_wrong_sizes_are_named(name, value):
     with pytest.raises(InputError, match=f"{name} is {value!r}"):
-        bench_module.ffn(**{"tokens": 1, **TINY, name: value})
+        bench.ffn(**{"tokens": 1, **TINY, name: value})
 
 
 def test_other_values_that_are_refused(monkeypatch):
@@ -128,18 +127,18 @@ def test_other_values_that_are_refused(monkeypatch):
         (dict(workload_kind="zipf"), "workload is 'zipf'"),
     ):
         with pytest.raises(InputError, match=told):
-            bench_module.ffn(1, **{**TINY, **changed})
+            bench.ffn(1, **{**TINY, **changed})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:1", "gpu", "meta", 3.5):
         with pytest.raises(DeviceError, match=f"device is '{device}'; accepted here: cpu$"):
-            bench_module.ffn(1, **{**TINY, "device": device})
+            bench.ffn(1, **{**TINY, "device": device})
 
 
 # ---- checking ----
 
 
 class OffBy(SparseFFN):
-    """A sparse layer whose row `row` is off, by a function of that row."""
+    """A sparse layer with a wrong row: `error` is a function of row number `row`."""
 
     row, error = 0, None
 
@@ -200,7 +199,7 @@ def test_a_dense_layer_that_is_another_one_is_found():
 
     dense.__class__ = Normalised
     with pytest.raises(measure.WrongResult, match="the dense Normalised is off by"):
-        bench_module.layer(dense, x, seconds=0)
+        bench.layer(dense, x, seconds=0)
 
 
 def test_of_many_rows_the_first_and_last_are_looked_at():
@@ -215,13 +214,13 @@ def test_of_many_rows_the_first_and_last_are_looked_at():
 @pytest.mark.parametrize(
     "run",
     [
-        lambda: bench_module.ffn(4, **TINY),
-        lambda: bench_module.layer(pair()[0], pair()[2]),
+        lambda: bench.ffn(4, **TINY),
+        lambda: bench.layer(pair()[0], pair()[2]),
     ],
     ids=["ffn", "layer"],
 )
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
-    monkeypatch.setattr(bench, "SparseFFN", OffBy)
+    monkeypatch.setattr(forward, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
     monkeypatch.setattr(measure, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
     with pytest.raises(measure.WrongResult):
@@ -313,17 +312,17 @@ def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_a_record_of_a_drawn_layer(tokens, dtype, tmp_path):
-    record = bench_module.ffn(tokens, dtype=dtype, **TINY)
+    record = bench.ffn(tokens, dtype=dtype, **TINY)
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     assert_complete(record, tokens, 32, 64, name, ["dense eager", "twell"])
     assert record.rows[0]["workload"] == "independent, lognormal"
     again = records.load(record.save(tmp_path))
     assert again.rows == record.rows
-    assert bench_module.ffn(tokens, workload_kind="uniform", **TINY).rows[0]["workload"] == "independent, uniform"
+    assert bench.ffn(tokens, workload_kind="uniform", **TINY).rows[0]["workload"] == "independent, uniform"
 
 
 def test_the_recorded_nnz_is_what_fired():
-    record = bench_module.ffn(500, 64, 128, 9, device="cpu", seconds=0)
+    record = bench.ffn(500, 64, 128, 9, device="cpu", seconds=0)
     layer, inputs = measure.workload(500, 64, 128, 9, "lognormal", torch.float32, "cpu")
     fired = sum((layer.gate_proj(x) > 0).sum(1).double().mean().item() for x in inputs) / len(inputs)
     assert record.rows[0]["nnz"] == pytest.approx(fired, abs=0.006)
@@ -332,7 +331,7 @@ def test_the_recorded_nnz_is_what_fired():
 
 def test_the_compiled_dense_layer_beside_them(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module: module)
-    record = bench_module.ffn(2, compiled=True, **TINY)
+    record = bench.ffn(2, compiled=True, **TINY)
     assert_complete(record, 2, 32, 64, "float32", ["dense eager", "twell", "dense compiled"])
 
 
@@ -340,7 +339,7 @@ def test_the_compiled_dense_layer_beside_them(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_record_of_a_real_layer(kind, bias):
     dense, _, x = pair(kind, bias=bias)
-    record = bench_module.layer(dense, x, label="layer 3", seconds=0)
+    record = bench.layer(dense, x, label="layer 3", seconds=0)
     assert_complete(record, 20, 32, 64, "float32", ["dense eager", "twell"])
     assert record.rows[0]["workload"] == "layer 3"
     first = dense.gate_proj if kind is GatedFeedForward else dense.up_proj
@@ -358,14 +357,14 @@ def test_what_is_no_layer_or_no_input():
         (None, "x is NoneType"),
     ):
         with pytest.raises(InputError, match=told):
-            bench_module.layer(dense, wrong, seconds=0)
+            bench.layer(dense, wrong, seconds=0)
     for wrong_input in (x.double(), x[:, :-1]):
         with pytest.raises(InputError, match="x is torch.float64|has shape"):
-            bench_module.layer(dense, wrong_input, seconds=0)
+            bench.layer(dense, wrong_input, seconds=0)
     with pytest.raises(InputError, match="no ReLU feed-forward layer in Linear"):
-        bench_module.layer(nn.Linear(32, 32), x, seconds=0)
+        bench.layer(nn.Linear(32, 32), x, seconds=0)
     model = LanguageModel(ModelConfig(d_model=32, layers=2, heads=2, d_ff=64, context=8))
     with pytest.raises(InputError, match=r"LanguageModel holds a feed-forward layer, layers\.0\.mlp"):
-        bench_module.layer(model, x, seconds=0)
+        bench.layer(model, x, seconds=0)
     with pytest.raises(InputError, match="OffBy is no feed-forward layer"):
-        bench_module.layer(sparse, x, seconds=0)
+        bench.layer(sparse, x, seconds=0)

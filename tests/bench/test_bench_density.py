@@ -1,4 +1,4 @@
-"""Sparse formats beside the dense product: right results whatever the clock says."""
+"""Products of sparse formats beside the dense product: their results are right, and each has its row."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ def draws(request, monkeypatch) -> str:
 
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
-    """A function that makes these records, saved, the project's only ones."""
+    """A function that saves these records as the only ones of the project."""
     monkeypatch.setattr(folders, "records_dir", lambda: tmp_path / "records")
 
     def keep(*made):

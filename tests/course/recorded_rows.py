@@ -1,4 +1,4 @@
-"""Rows as the "inference" record has them, made for the tests of notebook 05: no measurements."""
+"""Rows as the "inference" record has them, made up for the tests of notebook 05."""
 
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.roofline import data as roofline
@@ -114,7 +114,7 @@ def everything():
 
 
 def record(name, date, rows, kernels=("gone",)):
-    """A record of other kernels than the present ones: stale; with none of them it never is."""
+    """A record whose kernels have other hashes than today's, so that it is stale; without kernels it never is."""
     return Record(
         name=name,
         purpose="a test",

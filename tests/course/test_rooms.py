@@ -1,4 +1,4 @@
-"""Who may use what: a widget its figures, figures their data, and the course nobody but notebooks."""
+"""What may import what: a widget its figures, figures their data, and nothing but notebooks the course."""
 
 import ast
 from pathlib import Path

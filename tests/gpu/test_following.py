@@ -13,6 +13,7 @@ from twell_lab.core.errors import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.terms import layer_terms
+from twell_lab.models.swap import densify
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 CHOICES = {"twell": None, "hot and cold": Choice("hot_cold", 256)}
@@ -72,6 +73,34 @@ def test_a_copy_made_on_another_stream_is_waited_for(tokens, layers, gpu):
             sparse(x)
         close(sparse(x), expected)  # on the current stream, which nobody had wait for the side one
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 3000])
+@pytest.mark.parametrize("leave", ["follow", "follow the same again", "densify"])
+def test_what_another_stream_still_reads_stays_in_memory(leave, tokens, layers, gpu):
+    """The copies and the counters of a plan that is given up, without anybody waiting for the forwards on it."""
+    dense, sparse = layers
+    x, late, side, plan = x_of(tokens, gpu), torch.randn(4096, 4096, device=gpu), torch.cuda.Stream(), sparse.plan
+    expected = sparse(x)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        sizes = {buffer.nbytes for buffer in sparse.buffers()}
+        with torch.cuda.stream(side):
+            for _ in range(20):  # so that the forward is late
+                late @ late
+            y = sparse(x)
+        if leave == "densify":
+            densify(nn.ModuleList([sparse]))
+            sparse = None
+        else:
+            sparse.follow(Choice("dense") if leave == "follow" else plan)
+        # NaN, where the copies lay if that memory was free
+        written = [torch.full((size,), 255, dtype=torch.uint8, device=gpu) for size in sizes for _ in range(8)]
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected) and all((each == 255).all() for each in written)
+        if leave == "densify":
+            sparse = SparseFFN.from_module(dense, plan=plan)
+        sparse.follow(plan)
 
 
 def test_nothing_waits_for_the_gpu(layers, gpu):

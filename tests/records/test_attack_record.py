@@ -1,4 +1,4 @@
-"""`twell-lab record attack`: what it runs where, what it keeps, and that nothing is kept of what failed."""
+"""`twell-lab record attack`: what it runs with and without a GPU, what it records, and that a failure leaves no record."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_seconds_are_for_a_gpu(checkout):
 
 
 def test_on_a_gpu_the_layers_are_attacked(monkeypatch):
-    """With the CPU in its place: the engine is the same."""
+    """Run on the CPU here, by the same function."""
     real, asked = attack.layers, {}
 
     def layers(seed, *, cases, seconds, device):

@@ -1,5 +1,4 @@
-"""The report of the GPU tests: every file in a process of its own, all of them heard before anything is said to have
-failed."""
+"""The report of the GPU tests: each file runs in a process of its own, and failures are reported once all have ended."""
 
 import pytest
 import torch

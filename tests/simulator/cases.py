@@ -57,7 +57,7 @@ def bits(t: Tensor) -> Tensor:
 
 
 def check_pack(gate: Tensor, tile: int, words: int, version: int) -> None:
-    """Bit by bit as TwELL.from_gate has it; words that nobody may write still hold torch's poison."""
+    """The words equal TwELL.from_gate's bit by bit; those that must not be written still hold torch's poison."""
     packed = portable.pack(gate, tile, words, version)
     expected = TwELL.from_gate(gate, tile, words)
     assert packed.dtype == expected.packed.dtype and packed.shape == expected.packed.shape
@@ -69,7 +69,7 @@ def check_pack(gate: Tensor, tile: int, words: int, version: int) -> None:
 
 @dataclass
 class Layer:
-    """A packed gate and the rest of a layer. `exact`, `dense`: of the gated layer; `plain_*`: of the plain one."""
+    """A packed gate and the rest of a layer. `exact`, `dense`: results of the gated layer; `plain_*`: of the plain one."""
 
     x: Tensor
     gate: Tensor
@@ -102,7 +102,7 @@ class Layer:
 
     @property
     def sources(self) -> tuple:
-        """Where the values are that the tiles could not hold: (gate, tail) of either way."""
+        """The two ways to pass the values that tiles could not hold, each as (gate, tail)."""
         tail = (self.packed.tail_pointer, self.packed.tail_column, self.packed.tail_value)
         return (self.gate, NO_TAIL), (None, tail)
 
@@ -130,7 +130,7 @@ class Layer:
         return [None if t is None else t.double() for t in tensors]
 
     def gated_error(self, y: Tensor) -> float:
-        """Error of y over what is promised (accuracy.worst_row): at most 1."""
+        """The error of y over what is promised (accuracy.worst_row); at most 1 is right."""
         exact = reference.gated(*self._wide("x", "gate", "up", "down", "up_bias", "down_bias"))
         dense = linear(torch.relu(self.gate) * linear(self.x, self.up, self.up_bias), self.down, self.down_bias)
         return accuracy.worst_row(y, dense, exact)[0]

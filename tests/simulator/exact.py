@@ -25,7 +25,7 @@ class Format:
 
     @property
     def infinity(self) -> int:
-        """Its bits, and so the number of smaller positive values (zero included)."""
+        """The bits of infinity; also the number of smaller values that are not negative."""
         return ((1 << self.exponent) - 1) << self.fraction
 
     @property
@@ -39,7 +39,7 @@ class Format:
 
     @property
     def step(self) -> int:
-        """What doubles a value, as bits; also those of the smallest normal value."""
+        """What to add to a value's bits to double it; also the bits of the smallest normal value."""
         return 1 << self.fraction
 
     @property
@@ -47,14 +47,14 @@ class Format:
         return ((1 << self.exponent - 1) - 1) << self.fraction
 
     def size(self, bits: int) -> int:
-        """The positive value of some bits, in 2^-UNIT; of infinity's, the one that would come after the greatest."""
+        """The positive value of these bits, in 2^-UNIT; for infinity, the value that would follow the greatest."""
         place, digits = divmod(bits, self.step)
         return (digits + (self.step if place else 0)) << UNIT + max(place, 1) + 1 - (
             1 << self.exponent - 1
         ) - self.fraction
 
     def rounded(self, whole: int, rest: bool, negative: bool, mode: str = "rn") -> int:
-        """Bits of a magnitude in 2^-UNIT: `whole`, and less than 1 more if `rest`."""
+        """The bits of a magnitude in units of 2^-UNIT: it is `whole` or, with `rest`, between that and one more."""
         below = bisect_right(range(self.infinity), whole, key=self.size) - 1
         twice, low, high = 2 * whole + rest, 2 * self.size(below), 2 * self.size(below + 1)
         if mode == "rn":
@@ -64,12 +64,12 @@ class Format:
         return self.sign * negative | below + up
 
     def of_fraction(self, value: Fraction, mode: str = "rn") -> int:
-        """Bits of a number; of zero, +0."""
+        """The bits of a number, rounded; zero becomes +0."""
         whole, rest = divmod(abs(value.numerator) << UNIT, value.denominator)
         return self.rounded(whole, rest != 0, value < 0, mode) if value else 0
 
     def of(self, value: float, exactly: Callable[[], Fraction] | None = None, mode: str = "rn") -> int:
-        """Bits of a result: whether it is NaN, infinite or a zero, `value` says, and else its value is `exactly`()."""
+        """The bits of a result: `value` says if it is NaN, infinite or zero; else its value is `exactly()`."""
         if math.isnan(value):
             return self.nan
         if math.isinf(value):
@@ -87,7 +87,7 @@ def bits_of(array) -> np.ndarray:
 
 
 def same(got: np.ndarray, wanted: np.ndarray | list[int], *operands) -> None:
-    """Checks that bits are as wanted (whole numbers), and else says for which operands they were not."""
+    """Asserts that the bits are those wanted (whole numbers); the message names operands for which they are not."""
     got = bits_of(got)
     wanted = np.asarray(wanted, np.uint64 if isinstance(wanted, list) else None).astype(got.dtype)
     wrong = np.flatnonzero(got != wanted)
@@ -99,7 +99,7 @@ def same(got: np.ndarray, wanted: np.ndarray | list[int], *operands) -> None:
 
 
 def to_integer(value: float, dtype: np.dtype, mode: str, of_double: bool = False) -> int:
-    """Bits of the integer that a GPU converts a number to: rounded and clamped, and what the PTX manual says of NaN."""
+    """Bits of the integer that a GPU converts a number to: rounded and clamped; NaN as the PTX manual says."""
     limits = np.iinfo(dtype)
     if math.isnan(value):
         return 1 << limits.bits - 1 if of_double or limits.bits == 64 else 0

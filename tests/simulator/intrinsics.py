@@ -233,7 +233,7 @@ def source(functions: dict) -> str:
 
 
 def compile(compiler: str, code: str, to: Path, *flags: str) -> Path:
-    """`to`, built from C++ text without a warning."""
+    """Builds `to` from C++ text; a warning of the compiler is an error."""
     to.with_suffix(".cpp").write_text(code)
     command = [
         compiler,
@@ -270,13 +270,13 @@ class Intrinsics:
 
 
 def build(compiler: str, level: str, folder: Path, *, sixteen: bool) -> Intrinsics:
-    """With those of FUNCTIONS that are of 16-bit floats, or with the others."""
+    """Compiled with those of FUNCTIONS that take 16-bit floats, or with the others."""
     chosen = {name: parts for name, parts in FUNCTIONS.items() if name.startswith(("half_", "bfloat16_")) == sixteen}
     return Intrinsics(compile(compiler, source(chosen), folder / "intrinsics.so", "-shared", level))
 
 
 def some_integers(kind: str) -> np.ndarray:
-    """Small ones, those beside powers of two and beside ties of every format, the limits, random ones of all sizes."""
+    """Small ones, those near powers of two and near ties of every format, the limits, random ones of all sizes."""
     limits, rng = np.iinfo(TYPES[kind][1]), random.Random(3)
     near = [1 << power for power in range(65)]
     near += [

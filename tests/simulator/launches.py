@@ -61,7 +61,7 @@ def dense(monkeypatch):
 
 
 def rows(monkeypatch):
-    """The compact list of the entries, and both versions of what reads it; version 1 with two warps a row."""
+    """The compact list of entries, and both versions of the kernels that read it; version 1 with two warps a row."""
     case = RowCase.draw(adversarial(36, 520, torch.bfloat16), 264, biases=True)
     s = case.survivors()
     case.check_rows(s, case.check_survivors(s))

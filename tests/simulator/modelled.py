@@ -7,23 +7,13 @@ passes over the banks are counted here access by access, from their definitions.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 
-from twell_lab.simulator.report import FOOTPRINT, LANES, SITES, STEPS
-from twell_lab.simulator.toolchain import Line
+from twell_lab.simulator.report import FOOTPRINT, LANES, SITES, STEPS, ArrayInfo
+from twell_lab.simulator.symbols import Line
 
 READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER, WATCH = range(7)
-
-
-@dataclass(frozen=True)
-class Array:
-    name: str
-    space: str
-    dtype: object
-    shape: tuple
-    before: np.ndarray | None
 
 
 def bf16_bytes(values) -> np.ndarray:
@@ -39,20 +29,13 @@ def rounded(values) -> np.ndarray:
 
 
 class Block:
-    """One block of `threads` threads. lines: pc -> Line; arrays: Array objects, whose bytes it copies."""
+    """One block of `threads` threads. lines: pc -> Line; arrays: their bytes are copied."""
 
-    def __init__(self, threads: int, lines: dict[int, Line], arrays: list[Array], names: tuple = ()) -> None:
+    def __init__(self, threads: int, lines: dict[int, Line], arrays: list[ArrayInfo], names: tuple = ()) -> None:
         self.threads, self.lines, self.arrays, self.names = threads, lines, arrays, names
-        self.memory = [
-            np.zeros(int(np.prod(a.shape)) * self.item(a), np.uint8) if a.before is None else a.before.copy()
-            for a in arrays
-        ]
+        self.memory = [np.zeros(a.nbytes, np.uint8) if a.before is None else a.before.copy() for a in arrays]
         self.steps, self.lanes, self.sites = [], [], {}
         self.touched = {READ: set(), WRITE: set()}
-
-    @staticmethod
-    def item(array: Array) -> int:
-        return 2 if array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
 
     def number(self, name: str) -> int:
         return next(i for i, array in enumerate(self.arrays) if array.name == name)
@@ -71,11 +54,11 @@ class Block:
     def access(self, kind, name, path, places: dict[int, int], values: dict[int, int] | None = None, count: int = 1):
         """Read (returns thread -> raw value), or write, the elements `places` (thread -> element) of an array."""
         number = self.number(name)
-        array, size = self.arrays[number], self.item(self.arrays[number]) * count
+        array, size = self.arrays[number], self.arrays[number].itemsize * count
         shared = array.space == "shared"
         lanes = []
         for thread, element in places.items():
-            offset = element * self.item(array)
+            offset = element * array.itemsize
             cell = self.memory[number][offset : offset + size]
             if kind != READ:
                 cell[:] = np.frombuffer(int(values[thread]).to_bytes(size, "little"), np.uint8)
@@ -162,13 +145,13 @@ PACK_LINES = {
 }
 
 
-def pack_arrays(gate: np.ndarray, tile: int, words: int) -> list[Array]:
+def pack_arrays(gate: np.ndarray, tile: int, words: int) -> list[ArrayInfo]:
     """gate: float32 [rows, columns] that bfloat16 holds; columns a multiple of tile."""
     rows, columns = gate.shape
     shape = (rows, columns // tile, words)
     return [
-        Array("gate", "global", "bfloat16", gate.shape, bf16_bytes(gate)),
-        Array("packed", "global", np.dtype("i4"), shape, np.zeros(4 * int(np.prod(shape)), np.uint8)),
+        ArrayInfo("gate", "global", "bfloat16", gate.shape, bf16_bytes(gate)),
+        ArrayInfo("packed", "global", np.dtype("i4"), shape, np.zeros(4 * int(np.prod(shape)), np.uint8)),
     ]
 
 
@@ -231,9 +214,9 @@ SUM_LINES = {
 def block_sum(x: np.ndarray) -> Block:
     """64 threads copy x into shared memory, read it across the warps, and add to y with atomics."""
     arrays = [
-        Array("x", "global", np.dtype("f4"), (64,), x.astype(np.float32).view(np.uint8)),
-        Array("y", "global", np.dtype("f4"), (32,), np.zeros(128, np.uint8)),
-        Array("part", "shared", np.dtype("f4"), (64,), None),
+        ArrayInfo("x", "global", np.dtype("f4"), (64,), x.astype(np.float32).view(np.uint8)),
+        ArrayInfo("y", "global", np.dtype("f4"), (32,), np.zeros(128, np.uint8)),
+        ArrayInfo("part", "shared", np.dtype("f4"), (64,), None),
     ]
     block = Block(64, SUM_LINES, arrays)
     warps = [range(0, 32), range(32, 64)]

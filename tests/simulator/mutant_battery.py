@@ -1,9 +1,9 @@
-"""Small launches that no mutant should survive, and the process that runs them on one mutant after another.
+"""Small launches that every mutant should fail, and the process that runs them on one mutant after another.
 
     python -m tests.simulator.mutant_battery FOLDER < mutants, one JSON list [file, [number, shift, compiled], ...] a
     line
 
-It answers each with a line of JSON: what killed it ("OutOfBounds", "differs", ...), or null where it survived.
+It answers each with a line of JSON: what killed it ("OutOfBounds", "differs", ...), or null if nothing did.
 """
 
 from __future__ import annotations

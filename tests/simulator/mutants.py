@@ -1,9 +1,10 @@
 """Mutants of kernels/: every barrier deleted, every bound shifted by one either way, one at a time.
 
-They are found in the text of the sources, so a new kernel has its mutants without being told. All mutants of a file are
-compiled at once (a schema, as Untch, Offutt and Harrold called it in 1993): a bound becomes `bound + mutant(17)`, which
-is 0 unless mutant 17 was chosen before the launch. Sizes of shared arrays are known to the compiler and need one build
-each."""
+They are found in the text of the sources, so a new kernel gets its mutants without being listed. All mutants of a file
+are compiled at once (a schema, as Untch, Offutt and Harrold called it in 1993): a bound becomes `bound + mutant(17)`,
+which is 0 unless mutant 17 was chosen before the launch. Sizes of shared arrays are known to the compiler and need a
+build each.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ _SIZES = [  # these are known when the file is compiled
 
 @dataclass(frozen=True)
 class Mutant:
-    """shift: what is added to the bound (of a barrier: 1, it is deleted). compiled: in a build of its own."""
+    """shift: what is added to the bound; 1 for a barrier, which is deleted. compiled: needs a build of its own."""
 
     number: int
     file: str
@@ -68,7 +69,7 @@ def _marked(line: str, start: int, end: int) -> str:
 
 
 def _of_line(file: str, number: int, code: str, first: int) -> tuple[str, list[Mutant]]:
-    """The line with a place for each of its mutants, and these; `first` is the number of the next one."""
+    """(the line with a place for each of its mutants, these mutants); `first` is the number of the first one."""
     found = []
     if not code.lstrip().startswith(("#", "static_assert", "template")):
         found = [(match, kind, new, False) for kind, old, new in _RULES for match in re.finditer(old, code)]

@@ -49,7 +49,7 @@ class Pooled:
         return Pooled(*(None if t is None else t.to(device) for t in values))
 
     def run(self, name: str, version: int | None, stats: bool = True) -> Tensor:
-        """y; self.lost, self.lost_x, self.stats: what was handed on and counted."""
+        """Returns y; self.lost, self.lost_x and self.stats hold the lost rows and the counts."""
         tokens = len(self.x)
         packed, pool, self.expected_lost = packed_and_pool(self.gate)
         counts = packed[..., 0]
@@ -86,7 +86,7 @@ class Pooled:
         return exact + self.start.double(), (dense.float() + self.start).to(dense.dtype)
 
     def check(self, name: str, version: int) -> Tensor:
-        """Run it; y, the list of lost rows and the counts are as they must be. Returns y."""
+        """Runs the layer and checks y, the list of lost rows and the counts. Returns y."""
         y = self.run(name, version)
         lost, count = self.expected_lost, int(self.expected_lost.sum())
         rows = self.lost[1 : 1 + count].long()

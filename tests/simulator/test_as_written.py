@@ -1,5 +1,4 @@
-"""What people bring along: the habits of CUDA tutorials, and arguments of the wrong kind. Nothing of it may end the
-process."""
+"""Kernels written as in CUDA tutorials, and arguments of the wrong kind: nothing of it may end the process."""
 
 import ctypes
 import os

@@ -15,6 +15,7 @@ from twell_lab.core import folders
 from twell_lab.core.errors import InputError
 from twell_lab.simulator import counts as counting
 from twell_lab.simulator.counts import H100, Counts, Gpu, Traffic, predicted_time
+from twell_lab.simulator.report import ArrayInfo
 
 
 def gate(rows: int = 2, columns: int = 1024, seed: int = 0) -> np.ndarray:
@@ -117,7 +118,7 @@ def test_the_prediction_is_the_slowest_part():
     sites[0]["sectors"], sites[0]["lines"], sites[1]["wavefronts"] = 100, 25, 15
     sites[2]["kind"], sites[2]["space"], sites[2]["sectors"], sites[2]["lines"] = modelled.WRITE, 1, 20, 5
     footprint = np.array([(0, 30, 20, 60)], modelled.FOOTPRINT)  # two blocks read the same 30 sectors
-    array = modelled.Array("x", "global", np.dtype("f4"), (512,), None)
+    array = ArrayInfo("x", "global", np.dtype("f4"), (512,), None)
     counts = Counts.of(sites, footprint, {}, [array], 32)
     gpu = Gpu("toy", multiprocessors=2, clock_hz=10.0, memory_bytes_per_s=100.0, l2_bytes_per_s=400.0, source="made up")
     predicted = predicted_time(counts, gpu)

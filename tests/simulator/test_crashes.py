@@ -200,7 +200,7 @@ def test_a_call_that_would_end_the_process_is_a_fault(kernel, watch, program):
 
 
 def test_who_else_aborts_ends_the_process(file):
-    """Neither is it a kernel's, nor is the signal that somebody sends."""
+    """Only an abort() of a kernel is its fault; one of another thread, or a signal that was sent, is not."""
     start = (
         "threading.Thread(target=launch, args=['endless'], kwargs={'seconds': 20}, "
         "daemon=True).start()\ntime.sleep(0.5)\n"

@@ -102,8 +102,7 @@ def test_doubles_are_rounded_to_float_as_named(run, mode):
 
 @cache
 def float_triples() -> np.ndarray:
-    """All of some special values; random ones; b beside -a, and c beside -a * b; sums that only a far smaller c
-    decides."""
+    """Some special values, all combined; random ones; b near -a, c near -a * b; sums that a far smaller c decides."""
     rng = random.Random(8)
     few = [
         sign | bits

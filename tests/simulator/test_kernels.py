@@ -27,8 +27,9 @@ ANY_WIDTH = [1, 7, 333, 2050]
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned():
-    """And nothing runs unwatched, where a write out of bounds would be the end of the process, before it ran
-    watched."""
+    """Fresh memory is poisoned. And every kernel has run watched before any runs unwatched, where a write out of
+    bounds could end the process.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     for version in (1, 2, 3, 4):
         watched_pack(version, torch.bfloat16)

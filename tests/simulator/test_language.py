@@ -342,7 +342,7 @@ def test_more_blocks_than_cores(cores, launch):
 
 
 def test_two_python_threads_at_once(program):
-    """Each has blocks, shared memory and results of its own; a fault is told to the one that made it."""
+    """Each has blocks, shared memory and results of its own; a fault is raised in the thread that caused it."""
     wrong = []
 
     def go(k: int) -> None:

@@ -11,7 +11,8 @@ from twell_lab.core import folders
 from twell_lab.core.errors import CompileError, InputError
 from twell_lab.simulator import source, toolchain
 from twell_lab.simulator.faults import Unsupported
-from twell_lab.simulator.toolchain import Parameter, listing, refuse, sources, with_watches
+from twell_lab.simulator.source import Parameter, with_watches
+from twell_lab.simulator.toolchain import listing, sources
 
 if not toolchain.available():
     pytest.skip("the simulator needs g++ or clang++ on Linux", allow_module_level=True)
@@ -243,15 +244,13 @@ def test_the_macros_decide_what_is_there():
 )
 def test_what_only_a_gpu_can_do_is_named_with_its_line(text, message, cxx):
     with pytest.raises(Unsupported, match=message):
-        refuse({"k.cu": text}, "k.cu")
-    with pytest.raises(Unsupported, match=message):
         declared(text)
 
 
 def test_inactive_code_comments_and_empty_assembly_are_no_reason_to_refuse():
     text = '#if N > 2\n#include <mma.h>\nasm("wgmma.fence");\n#endif\n// k<<<1, 2>>>();\nconst char* s = "<<<";\n'
-    refuse({"k.cu": text + KERNEL % 'asm volatile("" ::: "memory");'}, "k.cu", {"N": 1})
+    listing({"k.cu": text + KERNEL % 'asm volatile("" ::: "memory");'}, "k.cu", {"N": 1})
     with pytest.raises(Unsupported):
-        refuse({"k.cu": text}, "k.cu", {"N": 3})
+        listing({"k.cu": text}, "k.cu", {"N": 3})
     with pytest.raises(InputError, match="'other.cu' is none of the sources: k.cu"):
-        refuse({"k.cu": text}, "other.cu")
+        listing({"k.cu": text}, "other.cu")

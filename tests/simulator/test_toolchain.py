@@ -19,7 +19,8 @@ from twell_lab.core import folders
 from twell_lab.core.errors import CompileError, InputError, StackError
 from twell_lab.simulator import symbols, toolchain
 from twell_lab.simulator.faults import Unsupported
-from twell_lab.simulator.toolchain import Line, build, sources
+from twell_lab.simulator.symbols import Line
+from twell_lab.simulator.toolchain import build, sources
 
 if not toolchain.available():
     pytest.skip("the simulator needs g++ or clang++ on Linux", allow_module_level=True)

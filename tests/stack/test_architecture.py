@@ -1,4 +1,4 @@
-"""The import graph against docs/architecture.md: rooms import downwards alone, and there is no circle."""
+"""The import graph against docs/architecture.md: rooms import only rooms below them, and there is no circle."""
 
 import ast
 import re
@@ -86,7 +86,7 @@ def test_files_that_the_page_names_are_there():
 
 
 def test_what_these_tests_would_find(tmp_path):
-    """An arrow upwards, also inside a function, and a circle are found in a small house that has them."""
+    """In a small package with an import upwards, which is inside a function, and a circle, both are found."""
     for name, text in {
         "low/a.py": "def f():\n    from ..high import b\n",
         "high/b.py": "from .c import x\n",

@@ -1,4 +1,4 @@
-"""House rules that a reader could not check by eye in every file. Each check is itself tested on a breach."""
+"""Rules for all files, which nobody could check by eye. Each check is itself tested on something that breaks its rule."""
 
 import ast
 import json

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from twell_lab import records
 from twell_lab.app import cli, recordings
-from twell_lab.records import record as records
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def test_targets_extras_and_files_exist():
 
 def test_the_counts_of_what_is_attacked_are_those_of_the_newest_records():
     after = README.partition(
-        '<!-- python -c "from twell_lab.app import recordings; from twell_lab.records import record as records; '
+        '<!-- python -c "from twell_lab import records; from twell_lab.app import recordings; '
         'print(recordings.attack_table(records.load_all()))" prints this table -->\n'
     )[2]
     assert after.partition("\n\n")[0] == recordings.attack_table(records.load_all())

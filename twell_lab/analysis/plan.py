@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__
+from .. import __version__, records
 from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
 from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, LayerPlan
 from ..ops.measure import device_name
-from ..records import record as records
 from . import saved
 
 FORMAT = "twell-lab plan"

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import records
 from ..core.errors import InputError, RecordError
 from ..core.files import WHOLE, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..records import record as records
 from . import saved
 
 FORMAT = "twell-lab firing profile"

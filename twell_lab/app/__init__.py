@@ -1,1 +1,1 @@
-"""What people start: the command line, the tour and its page, doctor, the recordings. Nothing imports this."""
+"""What people start: the command line, the tour and its page, the doctor, the recordings. No room imports this."""

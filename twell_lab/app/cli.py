@@ -1,6 +1,6 @@
-"""The `twell-lab` command. Each subcommand imports what it needs when it runs, so `--help` is quick.
+"""The `twell-lab` command. Each subcommand imports what it needs when it runs, so that `--help` is quick.
 
-Exit status: 0 done, 1 a check failed, 2 a mistake in the input or the set-up (one line on stderr says which),
+Exit status: 0 done; 1 a check failed; 2 a mistake in the input or the set-up, which one line on stderr names;
 130 interrupted.
 """
 
@@ -42,7 +42,7 @@ _ROW_COLUMNS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
-    if arguments is None:  # this is what the process does, and all that it does
+    if arguments is None:  # this process does nothing else, so its handling of Ctrl-C may be changed
         arguments = sys.argv[1:]
         if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signal.SIGINT, _interrupt_once)
@@ -50,11 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
         with terminal.ready() as output:
             return _run(arguments, output)
     except TwellError as error:
-        number = os.environ.get("RANK", "0")  # under torchrun each process speaks for itself
+        number = os.environ.get("RANK", "0")  # under torchrun each process reports its own error
         terminal.tell(f"twell-lab{'' if number == '0' else f', process {number}'}: {error}")
         return 2
     except (MemoryError, RuntimeError) as error:
-        # torch has no class of its own for a CPU allocation that fails, only this wording.
+        # torch raises a RuntimeError with one of these wordings where it cannot allocate memory on the CPU.
         if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate|alloc_cpu", str(error)):
             raise
         terminal.tell("twell-lab: this does not fit into memory; smaller sizes are accepted")
@@ -62,23 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         if signal.getsignal(signal.SIGINT) is _interrupt_once:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # One may have come while the first was on its way.
-        while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):
-            error = error.__context__
-        if folder := getattr(error, "folder", None):  # checkpoint.Interrupted
-            several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-            again = (
-                f"torchrun as before, with --resume {shlex.quote(folder)}"
-                if several
-                else _again(["train", "--resume", folder])
-            )
-            said = f"{error}; to go on: {again}"
-        else:
-            said = f"interrupted; to run it again: {_again(arguments)}"
-        if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
-            terminal.tell(f"\ntwell-lab: {said}")
+        if os.environ.get("RANK", "0") == "0":  # under torchrun one process reports it for all
+            terminal.tell(f"\ntwell-lab: {_how_to_go_on(error, arguments)}")
         return 130
-    except OSError as error:  # a file or device that nothing else has a word for
+    except OSError as error:  # an error of a file or device that is handled nowhere else
         if error.errno is None:
             raise
         what = "the system says" if error.filename is None else repr(error.filename)
@@ -87,15 +74,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], output: terminal.Stream) -> int:
-    """The exit status of what these arguments ask for, once all of the output is written."""
+    """Do what these arguments ask for and write all of the output. Returns the exit status."""
     try:
         try:
             options = _parser(arguments).parse_args(arguments)
-            answer = options.run(options)  # None from a process that leaves the answer to another
+            answer = options.run(options)  # None where another process of torchrun's gives the answer
             if answer is not None:
                 answer.say(options.json)
         except SystemExit as stopped:
-            if not stopped.code:  # --help, which argparse prints without a word if it cannot
+            if not stopped.code:  # after --help or --version; argparse ignores that it could not print
                 output.flush()
                 if output.failed is not None:
                     raise output.failed from None
@@ -103,7 +90,7 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
         output.flush()
         return answer.status if answer else 0
     except BrokenPipeError:
-        # The reader of our output (head, a pager) went away: that is no error, and there is nobody to tell.
+        # The program that reads our output (head, a pager) has ended. That is no error.
         return 0
     except OSError as error:
         if error is not output.failed:
@@ -112,13 +99,27 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
 
 
 def _interrupt_once(number: int, frame) -> None:
-    """Ctrl-C is an exception once: another one, while that is dealt with and Python ends, would print a traceback."""
+    """Raise KeyboardInterrupt for the first Ctrl-C, and ignore further ones: while the first is handled or Python ends,
+    they would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def _again(arguments: list[str]) -> str:
-    """The command line that was interrupted, as one would type it here."""
+def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
+    """What was interrupted, and the command line that goes on with it or runs it again."""
+    # Another Ctrl-C may have come while the exception of a saved training, which names its folder, was on its way.
+    while not hasattr(error, "folder") and isinstance(error.__context__, KeyboardInterrupt):
+        error = error.__context__
+    folder = getattr(error, "folder", None)  # of checkpoint.Interrupted
+    if folder is None:
+        return f"interrupted; to run it again: {_typed(arguments)}"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return f"{error}; to go on: torchrun as before, with --resume {shlex.quote(folder)}"
+    return f"{error}; to go on: {_typed(['train', '--resume', folder])}"
+
+
+def _typed(arguments: list[str]) -> str:
+    """The `twell-lab` command with these arguments, as one would type it here."""
     folder, name = os.path.split(sys.argv[0])
     if not name.startswith("twell-lab"):
         started = ["python", "-m", "twell_lab"]
@@ -130,8 +131,8 @@ def _again(arguments: list[str]) -> str:
 
 
 def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of the command line. The options of `train`, which are those of a class that needs torch, are there if
-    `arguments` ask for that command."""
+    """The parser of the command line. It knows the options of `train` only where `arguments` ask for that command,
+    because they are the fields of a class whose import needs torch."""
     parser = argparse.ArgumentParser(
         prog="twell-lab", description="How activation sparsity in a language model becomes real GPU speed."
     )
@@ -152,7 +153,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--render",
         metavar="TOUR_JSON",
         type=path,
-        help="do nothing but draw the page of an earlier tour, from this or another machine",
+        help="only draw the page of an earlier tour, of this or another machine",
     )
 
     train = command("train", train_command.run, "Train a small ReLU language model, with an L1 penalty if asked for.")
@@ -189,9 +190,8 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             "--text",
             type=source,
             metavar="PATH",
-            help="a file or folder, read whole, but of the text "
-            "that the model was trained on the held-out part [that of the source of Python's standard "
-            "library]",
+            help="a file or folder, read whole; of the text that the model was trained on, only the held-out part "
+            "[the held-out part of the source of Python's standard library]",
         )
         each.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
         each.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
@@ -213,10 +213,10 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
     bench.add_argument(
-        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="one or more [1 8 64]"
+        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="tokens at once [1 8 64]"
     )
-    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="[%(default)s]")
-    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="[%(default)s]")
+    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
+    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
     bench.add_argument(
         "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
     )
@@ -224,7 +224,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--workload",
         choices=["lognormal", "uniform"],
         default="lognormal",
-        help="how neurons share the firing [%(default)s]",
+        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
     )
     bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
     bench.add_argument(
@@ -253,13 +253,15 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         type=path,
         help="where the record goes [data/records of a checkout, else the working folder]",
     )
-    record.add_argument("--seed", type=whole, metavar="N", help="of attack alone: other cases")
-    record.add_argument("--seconds", type=seconds, metavar="S", help="of attack alone, on a GPU: how long")
-    record.add_argument("--cases", type=positive, metavar="N", help="of attack alone: how many")
+    record.add_argument("--seed", type=whole, metavar="N", help="for attack only: draw other cases")
+    record.add_argument("--seconds", type=seconds, metavar="S", help="for attack on a GPU only: how long it goes on")
+    record.add_argument("--cases", type=positive, metavar="N", help="for attack only: how many cases")
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
-    built.add_argument("out", metavar="DIR", type=path, help="where the cubins go; name it in TWELL_LAB_CUBINS there")
-    built.add_argument("--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="sm_75 ... [sm_90]")
+    built.add_argument("out", metavar="DIR", type=path, help="a folder; TWELL_LAB_CUBINS names it on those machines")
+    built.add_argument(
+        "--arch", nargs="+", default=["sm_90"], metavar="ARCH", help="of the GPUs, sm_75 to sm_120 [sm_90]"
+    )
     built.add_argument(
         "--dtype",
         choices=_DTYPES,
@@ -275,7 +277,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     listed.add_argument(
         "--verify",
         action="store_true",
-        help="instead, check that these kernels were tested on a GPU or are named as untested",
+        help="list nothing; check that the present kernels were tested on a GPU or are named as untested",
     )
     return parser
 
@@ -346,9 +348,19 @@ def _prepare(options) -> Answer:
 
 
 def _windows(options, count: int, config):
-    """(the text, windows [count, context] spread over it): of the text that the model was trained on, of the default
-    one and of a prepared one the held-out part, another whole; read through the tokenizer that training left in the
-    model's folder, or as bytes. config: the model's."""
+    """The text that the options ask for, and windows of its tokens.
+
+    The text is read with the tokenizer that training saved in the model's folder, or else as bytes. Only the held-out
+    part is taken of the text that the model was trained on, of the default text and of a prepared text.
+
+    Args:
+        options: with `model`, the model's folder, and `text`.
+        count: the number of windows.
+        config: the model's, for its vocabulary and its context.
+
+    Returns:
+        (the text or its held-out part, windows as int64 [count, context], spread evenly over it)
+    """
     from ..training.checkpoint import text_of
     from ..training.text.load import load_any
     from ..training.text.prepared import PreparedText
@@ -360,7 +372,7 @@ def _windows(options, count: int, config):
         read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
         raise InputError(
             f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
-            "accepted: a model with the tokenizer it was trained with beside it"
+            "accepted: a model folder with the tokenizer that the model was trained with"
         )
     seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
     part = text.split()[1] if seen else text
@@ -386,7 +398,7 @@ def _plan(options) -> Answer:
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
     part, windows = _windows(options, 2 * options.windows, model.config)
-    # Every other window is profiled, and the ones between are timed: the same text, other tokens.
+    # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     firing = profile(model, windows[::2].split(32))
     made = plan(
         firing,
@@ -411,8 +423,8 @@ def _plan(options) -> Answer:
 def _bench(options) -> Answer:
     import torch
 
+    from .. import records
     from ..bench import forward
-    from ..records import record as records
 
     if options.out is not None:
         check_folder(options.out)
@@ -438,8 +450,8 @@ def _bench(options) -> Answer:
 
 
 def _record(options) -> Answer:
+    from .. import records
     from ..core import folders
-    from ..records import record as records
     from . import recordings
 
     names = sorted(recordings.RECORDINGS)
@@ -449,7 +461,7 @@ def _record(options) -> Answer:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
     told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
     if told and options.name != "attack":
-        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack")
+        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack, which does")
     where = options.out or folders.new_records_dir()
     check_folder(where)
     record = recordings.RECORDINGS[options.name](**told)
@@ -479,15 +491,15 @@ def _compile(options) -> Answer:
 
 
 def _records(options) -> Answer:
-    from ..records import provenance
-    from ..records import record as records
+    from .. import records
+    from ..records.provenance import kernel_hashes
 
     if options.verify:
         try:
             why, holds = records.verify(options.folder), True
         except RecordError as error:
             why, holds = str(error), False
-        value = {"holds": holds, "kernels": provenance.kernel_hashes(), "why": why}
+        value = {"holds": holds, "kernels": kernel_hashes(), "why": why}
         return Answer(value, f"records: {why}", int(not holds))
     if options.folder is not None and not options.folder.is_dir():
         raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")

@@ -1,4 +1,4 @@
-"""`twell-lab course`: the notebooks copied into a folder of the reader's own, and JupyterLab opened on it."""
+"""`twell-lab course`: copies the notebooks into a folder of the reader's choice, and opens JupyterLab there."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         type=path,
         default=FOLDER,
-        help="where they go; none may be there yet [%(default)s]",
+        help="where the notebooks go; none of them may be there yet [%(default)s]",
     )
-    parser.add_argument("--no-open", dest="open", action="store_false", help="copy them and do no more")
+    parser.add_argument("--no-open", dest="open", action="store_false", help="only copy them")
 
 
 def copy(folder: Path) -> list[Path]:
-    """Copies the course's notebooks into `folder`, made if missing, and returns the copies in their order.
+    """Copy the course's notebooks into a folder, which is made where it is missing. Returns the copies, sorted.
 
-    Raises InputError where one of them is there already: what a reader wrote is never overwritten."""
+    Raises InputError where one of them is there already: a reader's work is never overwritten."""
     notebooks = sorted(folders.notebooks_dir().glob("*.ipynb"))
     if not notebooks:
         raise StackError(
-            f"no notebook lies in {str(folders.notebooks_dir())!r}; accepted: a checkout, or a whole wheel"
+            f"there is no notebook in {str(folders.notebooks_dir())!r}; accepted: a checkout, or a complete wheel"
         )
     if there := [each.name for each in notebooks if (folder / each.name).exists()]:
         raise InputError(
@@ -52,7 +52,7 @@ def copy(folder: Path) -> list[Path]:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Copy, then open JupyterLab there until it is closed, whose exit status is then the command's."""
+    """Copy the notebooks and run JupyterLab there. The command's exit status is then that of JupyterLab."""
     if options.open and find_spec("jupyterlab") is None:
         from . import doctor
 
@@ -62,13 +62,14 @@ def run(options: argparse.Namespace) -> Answer:
     copies = copy(options.folder)
     said = f"course: {len(copies)} notebooks are in {options.folder}"
     if options.open:
-        terminal.tell(f"{said}; opening JupyterLab there, which Ctrl-C ends")
+        terminal.tell(f"{said}; opening JupyterLab there; Ctrl-C ends it")
     status = _open(options.folder) if options.open else 0
     return Answer({"folder": str(options.folder), "notebooks": [each.name for each in copies]}, said, status)
 
 
 def _open(folder: Path) -> int:
-    """JupyterLab's exit status. A Ctrl-C is for JupyterLab, which asks back; this process waits."""
+    """Run JupyterLab and return its exit status. This process ignores Ctrl-C, after which JupyterLab asks whether it
+    should end."""
     lab = subprocess.Popen([sys.executable, "-m", "jupyterlab", str(folder)])
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,6 +1,6 @@
-"""What this machine has, what will run on it, what is missing, and the command that installs it.
+"""`twell-lab doctor`: what this machine has, what will run on it, and what would install the rest.
 
-Every finding is worked out on its own: one that cannot be says so, and the others still stand.
+Each finding is made on its own: if looking at one thing fails, that finding says so, and the others are still made.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from ..cuda import cubins, registry
 
 STATES = ("ok", "missing", "limited")
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
+_INSTALL_TORCH = "pip install 'torch>=2.6'"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """topic: what was looked at; state: one of STATES; text: a sentence; command: what would mend it, or None.
+    """What was found about one thing.
 
-    "missing": something can be installed; "limited": it works in part, or cannot work on this machine.
+    Attributes:
+        topic: what was looked at.
+        state: "ok"; "missing", if something can be installed; "limited", if it works in part or not at all here.
+        text: a sentence.
+        command: what would mend it, or None.
     """
 
     topic: str
@@ -36,11 +41,11 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """What this machine has, then what will run on it. Never raises."""
+    """Findings on what this machine has, then on what will run on it. Never raises."""
     try:
         facts = machine.describe()
         facts["usable"] = machine.gpu() is not None
-    except Exception as error:  # the doctor is run where things are broken, so no kind of error is unexpected
+    except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
         return [Finding("machine", "limited", _unexamined(error))]
     probes = {
         "Python": _python,
@@ -70,14 +75,12 @@ def _unexamined(error: Exception) -> str:
 
 
 def install_command(extra: str) -> str:
-    """What installs one of pyproject's extras here: make in the checkout's own .venv, pip anywhere else."""
+    """The command that installs one of pyproject's extras: make in the checkout's own .venv, elsewhere pip."""
     if Path(sys.prefix).resolve() == _CHECKOUT / ".venv":
         return f"make setup STACK={extra}" if extra in ("cu12", "cu13") else "make setup"
-    try:
-        metadata.version("twell-lab")
-    except metadata.PackageNotFoundError:  # a checkout on the path, not installed
-        return f"pip install -e '.[{extra}]'"
-    return f"pip install 'twell-lab[{extra}]'"
+    if _installed("twell-lab"):
+        return f"pip install 'twell-lab[{extra}]'"
+    return f"pip install -e '.[{extra}]'"  # in a checkout that is not installed
 
 
 # ---- what the machine has ----
@@ -89,8 +92,8 @@ def _python(facts: dict) -> tuple:
 
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
-    import torch  # an installed torch that does not load shows its reason in the finding
+        return "missing", "torch is not installed, and everything needs it", _INSTALL_TORCH
+    import torch  # if it is installed and does not load, the finding shows the error
 
     build = f"built for CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "a build without CUDA"
     return "ok", f"{torch.__version__}, {build}"
@@ -117,25 +120,25 @@ def _capability(gpu: dict) -> tuple[int, ...]:
 
 def _why_unusable(facts: dict) -> str:
     """Why torch cannot use a GPU that the driver lists."""
-    build, driver = facts["torch_cuda"], facts["cuda_driver"]
+    build = facts["torch_cuda"]
     if facts["torch"] is None:
         return "torch is not installed"
     if build is None:
         return f"torch {facts['torch']} is a build without CUDA"
-    if driver and _is_older(driver, build):
-        return f"its driver runs CUDA up to {driver}, and torch is built for CUDA {build}"
+    if _driver_too_old(facts):
+        return f"its driver runs CUDA up to {facts['cuda_driver']}, and torch is built for CUDA {build}"
     return f"torch, built for CUDA {build}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
 
 
-def _is_older(driver: str, build: str) -> bool:
-    """Whether the CUDA that a driver runs is of an earlier major version than the one torch was built for."""
-    return int(driver.split(".")[0]) < int(build.split(".")[0])
+def _driver_too_old(facts: dict) -> bool:
+    """Whether torch was built for a newer major version of CUDA than the driver runs."""
+    driver, build = machine.major(facts["cuda_driver"]), machine.major(facts["torch_cuda"])
+    return driver is not None and build is not None and driver < build
 
 
 def _stack_command(facts: dict) -> str | None:
-    """What installs a stack that this machine's driver runs, where the installed one cannot use the GPU."""
-    build, driver = facts["torch_cuda"], facts["cuda_driver"]
-    if build and not (driver and _is_older(driver, build)):
+    """The command that installs a stack for this machine's driver; None if another stack would not help."""
+    if facts["torch_cuda"] and not _driver_too_old(facts):
         return None
     command = install_command("cu12")
     if command.startswith("make"):
@@ -156,7 +159,7 @@ def _cupy(facts: dict) -> tuple:
 
 def _cupy_command(facts: dict) -> str | None:
     if facts["gpus"]:
-        return install_command("cu13" if facts["torch_cuda"] and machine.major(facts["torch_cuda"]) == 13 else "cu12")
+        return install_command("cu13" if machine.major(facts["torch_cuda"]) == 13 else "cu12")
     return install_command("compile") if sys.platform == "linux" else None
 
 
@@ -167,7 +170,7 @@ def _nvrtc(facts: dict) -> tuple:
 
 
 def _why_no_compiler() -> str:
-    """What loading it raised, cut to one line: CuPy's own message fills a screen."""
+    """The error of loading the compiler, in brackets and cut to one line, because that of CuPy fills a screen."""
     try:
         cubins.compiler()
     except StackError as error:
@@ -199,8 +202,8 @@ def _cache(facts: dict) -> tuple:
 
 def _cpu_operators(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "need torch", "pip install 'torch>=2.6'"
-    from .. import ops  # noqa: F401  registering the operators is what can fail
+        return "missing", "need torch", _INSTALL_TORCH
+    from .. import ops  # noqa: F401  this registers the operators, which can fail
 
     return "ok", "pack, gated_ffn, plain_ffn and SparseFFN run on CPU tensors, in torch operations that skip zeros"
 
@@ -208,16 +211,13 @@ def _cpu_operators(facts: dict) -> tuple:
 def _gpu_kernels(facts: dict) -> tuple:
     if not facts["gpus"]:
         return "limited", "no GPU to run them; plots show recorded runs instead"
-    reasons = [f"{topic}: {found[1]}" for topic, found in _gpu_needs(facts) if found[0] != "ok"]
+    needs = {"GPU": _gpu(facts), "CuPy": _cupy(facts)}
+    if not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere need no compiler here
+        needs["NVRTC"] = _nvrtc(facts)
+    reasons = [f"{topic}: {text}" for topic, (state, text, *_) in needs.items() if state != "ok"]
     if reasons:
         return "limited", f"will not run yet ({'; '.join(reasons)})"
     return "ok", "run on CUDA tensors, compiled on first use"
-
-
-def _gpu_needs(facts: dict) -> list[tuple[str, tuple]]:
-    needs = [("GPU", _gpu(facts)), ("CuPy", _cupy(facts))]
-    prebuilt = os.environ.get("TWELL_LAB_CUBINS")  # cubins compiled elsewhere need no compiler here
-    return needs if prebuilt else [*needs, ("NVRTC", _nvrtc(facts))]
 
 
 def _compilation(facts: dict) -> tuple:
@@ -230,7 +230,7 @@ def _compilation(facts: dict) -> tuple:
 
 def _simulator(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "needs torch", "pip install 'torch>=2.6'"
+        return "missing", "needs torch", _INSTALL_TORCH
     from ..simulator import toolchain
 
     try:
@@ -241,7 +241,7 @@ def _simulator(facts: dict) -> tuple:
 
 
 def _notebooks(facts: dict) -> tuple:
-    # Inside a running kernel (Colab, an editor) the host brings its own front end.
+    # In a running notebook kernel (Colab, an editor) JupyterLab is not needed: something else shows the notebook.
     needed = [name for name in COURSE if name != "jupyterlab" or "ipykernel" not in sys.modules]
     if absent := [name for name in needed if not _installed(name)]:
         return "missing", f"not installed: {', '.join(absent)}", install_command("course")
@@ -263,9 +263,9 @@ def _installed(package: str) -> bool:
 
 
 def _writable(folder: Path) -> bool:
-    """Tried rather than read off permission bits, which neither bind root nor tell of a read-only mount.
+    """Whether a file can be made in the folder or, if it does not exist, in the nearest folder above it that does.
 
-    A folder that is not there yet counts as its nearest parent that is.
+    This is tried, because permission bits do not bind root and say nothing about a read-only mount.
     """
     folder = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
     try:

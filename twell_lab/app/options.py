@@ -1,4 +1,4 @@
-"""What the options of the `twell-lab` command accept, and options from the fields of a dataclass. Imports no torch."""
+"""The types of the `twell-lab` command's options, and options made from the fields of a dataclass. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-LARGEST = 2**63 - 1  # a number that torch takes as a size
-# A docstring's line that is the title of a section, or a field with its text, whose further lines are indented.
+LARGEST = 2**63 - 1  # the largest size that torch takes
+# In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
 _ENTRY = re.compile(r"^(?P<title>\w[\w ]*):$|^(?P<indent> *)(?P<name>\w+): (?P<text>.+(?:\n(?P=indent) {4}.+)*)", re.M)
 
 
 @dataclass(frozen=True)
 class TourOptions:
-    """What a tour may be told: the options of `twell-lab tour`, whose help is read from here.
+    """The options of `twell-lab tour`, whose help is this text.
 
     text: a file or folder to train on, instead of the source of Python's standard library.
     out: where index.html and tour.json go.
-    record_only: write tour.json alone; needs no plotly.
+    record_only: write tour.json only, which needs no plotly.
     quick: a few steps and small layers, to see that everything works; its figures say nothing.
-    progress: say on stderr how far it is.
+    progress: show the progress on stderr.
     """
 
     text: str | None = None
@@ -34,7 +34,7 @@ class TourOptions:
 
 
 def source(text: str) -> str:
-    """A path or another name of a text, as it was typed."""
+    """The option type of a text: a path or another name, as it was typed."""
     if not text:
         raise ArgumentTypeError("the path is empty; a file or folder is accepted")
     try:
@@ -71,10 +71,10 @@ def positive(text: str) -> int:
 
 
 def add_fields(parser: ArgumentParser, config: type) -> None:
-    """An option for each field of a dataclass; one that is not given is None.
+    """Add an option for each field of the dataclass `config`. An option that is not given is None.
 
-    Its help is the field's text in the docstring of `config` and the default; its group, the section that text is
-    in; its type is the annotation's. A field called text takes a path.
+    The type of an option is the field's annotation; a field called text takes a path. Its help is the field's text in
+    the docstring of `config`, with the default; its group is the section of the docstring that the text stands in.
     """
     kinds, groups, texts = get_type_hints(config), {}, {}
     group: ArgumentParser | _ArgumentGroup = parser
@@ -101,9 +101,9 @@ def _option(field: str) -> str:
 
 
 def _kind(hint) -> dict:
-    """What argparse is told of the values of a field, from its annotation."""
+    """The arguments of add_argument that follow from a field's annotation."""
     among = get_args(hint) or (hint,)
-    if get_origin(hint) is Literal:  # which of them it is, the dataclass checks
+    if get_origin(hint) is Literal:  # the dataclass checks the value
         return {"metavar": f"{{{','.join(among)}}}"}
     if bool in among:
         return {"action": BooleanOptionalAction}
@@ -113,5 +113,5 @@ def _kind(hint) -> dict:
 
 
 def given(options: Namespace, config: type) -> dict:
-    """The fields of `config` that were given as options."""
+    """The values of those fields of `config` that were given as options."""
     return {each.name: value for each in fields(config) if (value := getattr(options, each.name)) is not None}

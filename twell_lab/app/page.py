@@ -1,8 +1,7 @@
-"""The tour's page: one HTML file that opens without a network, drawn from a tour's record alone.
+"""The tour's page: one HTML file that opens without a network, drawn from nothing but a tour's record.
 
-Every sentence with a figure in it is put together from the record's numbers; nothing here knows how a tour
-ought to come out. What stands around them is in page.html.jinja. Needs plotly (whose script is written into the
-page, once) but not torch.
+Every sentence with a number is made from the record's numbers, whatever they are; the text around them is in
+page.html.jinja. Needs plotly, whose script is written into the page, but not torch.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from .. import records
 from ..core.errors import RecordError
 from ..core.files import write_atomically
 from ..plots import figures as plots
-from ..plots.data import layer_names, layer_rows, picked, share
-from ..records import record as records
-
-FORMAT = 1  # of notes["tour"] that this page reads
+from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, share
 
 _PAGES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -34,9 +31,12 @@ _PAGES.filters.update(number=format, share=share, json=json.dumps)
 def render(record: records.Record, recorded: list[dict] | None = None) -> str:
     """The page as HTML text.
 
-    record: what `tour.run` returned, or `records.load("tour.json")`. recorded: flat rows to show beside it;
-    those of GPUs at the size of the tour's large layer are drawn. Raises RecordError for a record that is not
-    a tour's.
+    Args:
+        record: what `tour.run` returned, or `records.load("tour.json")`.
+        recorded: rows of `records.flat_rows` to show beside the tour's own. Those that `comparable` picks are drawn.
+
+    Raises:
+        RecordError: for a record that is not a tour's.
     """
     tour = record.notes.get("tour")
     if not isinstance(tour, dict) or tour.get("format") != FORMAT:
@@ -53,12 +53,12 @@ def render(record: records.Record, recorded: list[dict] | None = None) -> str:
 
 
 def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
-    from plotly.offline import get_plotlyjs  # not above: `plots` is to say what is missing
+    from plotly.offline import get_plotlyjs  # here, so that importing `plots` says what is missing
 
     own, large = split_rows(record.rows)
     beside = comparable(recorded, large)
     layers, packing, tile = tour["profile"]["layers"], tour["packing"], tour["tile"]
-    without, sparse = (tour["runs"][label] for label in ("without L1", "with L1"))
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
     busiest = max(range(len(layers)), key=lambda i: layers[i]["density"])
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     title = "; ".join(f"A feed-forward layer with d_model {d_model}, d_ff {d_ff}" for d_model, d_ff in sizes)
@@ -101,7 +101,7 @@ def _drawn(name: str, figure) -> Markup:
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
-    """Draw the page of a saved tour.json into `folder`, beside this checkout's records; returns its path."""
+    """Draw the page of a saved tour.json into a folder, with the project's records beside it. Returns its path."""
     text = render(records.load(path), records.flat_rows(records.load_all()))
     target = Path(folder) / "index.html"
     write_atomically(target, text)
@@ -114,8 +114,13 @@ def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
 
 def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
-    """Of these flat rows, oldest first, those that GPUs took of a layer of LLM size on the workload of the
-    tour's large layer, at a mean nnz of about 8 or 29; where the same was measured again, the latest."""
+    """The recorded times to draw beside those of the tour's large layer: times on GPUs of a layer of 2,048 x 5,632 on
+    the same workload, with a mean nnz of about 8 or 29.
+
+    Args:
+        recorded: rows of `records.flat_rows`, oldest first. Of several rows for the same, the newest is taken.
+        large: the tour's own rows.
+    """
     workloads = {row["workload"] for row in large}
     latest = {}
     for row in recorded:
@@ -132,11 +137,11 @@ def comparable(recorded: list[dict], large: list[dict]) -> list[dict]:
     return list(latest.values())
 
 
-# ---- sentences, each from the numbers --------------------------------------------------------------------
+# ---- sentences, made from the numbers --------------------------------------------------------------------
 
 
 def about_training(tour: dict) -> str:
-    run = tour["runs"]["with L1"]
+    run = tour["runs"][WITH]
     config, text = run["config"], tour["text"]
     kind = "gated" if config["gated"] else "plain"
     return (
@@ -254,7 +259,7 @@ def about_timing(record: records.Record) -> str:
 
 
 def see_speed(rows: list[dict]) -> str:
-    """Which is faster where, from the rows alone."""
+    """Where the sparse layer is faster than the dense one, and where it is slower."""
     rows = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
     if not rows:
         return "No sparse path was timed."
@@ -279,7 +284,7 @@ def see_speed(rows: list[dict]) -> str:
 
 
 def see_size(rows: list[dict]) -> str:
-    """Why a small layer may not gain, where it did not."""
+    """Why a small layer gains nothing, if most of these points were slower; else ""."""
     rows = [row for row in rows if _is_sparse(row)]
     slower = sum(row["x_dense"] < 1 for row in rows)
     if 2 * slower <= len(rows):

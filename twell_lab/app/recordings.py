@@ -1,7 +1,6 @@
-"""The named recordings that the course's figures and the project's evidence come from (`twell-lab record NAME`).
+"""The recordings that `twell-lab record NAME` makes: the course's figures and the project's evidence come from them.
 
-Each checks before it times and returns one Record. They say what ran where by themselves: nothing here is specific to
-one machine, but "gpu-tests" and "portable" need a GPU.
+Each function checks results before it times anything, and returns one Record. Most need a GPU, and say so.
 """
 
 from __future__ import annotations
@@ -20,25 +19,26 @@ from pathlib import Path
 
 import torch
 
-from ..bench import forward
+from ..bench import density, forward
 from ..core import folders
 from ..core.errors import DeviceError, InputError, StackError, TwellError
 from ..cuda import registry
-from ..records import evidence
-from ..records.record import Record
+from ..records import Record, evidence
+from ..records.evidence import need_gpu
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-_AT_ONCE = 6  # processes of GPU tests side by side: they wait for the compiler and for Python more than for the GPU
+_AT_ONCE = 6  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
 
 
 class TestsFailed(TwellError, RuntimeError):
-    """A test suite that a recording runs did not pass: there is nothing to record."""
+    """Tests that a recording runs did not pass, so there is nothing to record."""
 
 
 def portable() -> Record:
-    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, across nnz and tokens, beside the
-    dense layer and what `dispatch` picks for the TwELL path on this GPU; and each version of the portable kernels."""
-    _need_gpu()
+    """The portable kernels with torch's gate GEMM, bf16, d_model 2048, d_ff 5632, at several nnz and token counts,
+    beside the dense layer and the kernels that `dispatch` picks on this GPU; and each version of the portable kernels.
+    """
+    need_gpu()
     rows = []
     for nnz in (8, 29, 60, 120, 300):
         rows += forward.ffn(16384, 2048, 5632, nnz, compiled=True, others=True).rows
@@ -52,9 +52,9 @@ def portable() -> Record:
 
 
 def training() -> Record:
-    """Forward and backward of one layer on every path beside torch's, eager and compiled, and whole training steps,
-    bf16."""
-    _need_gpu()
+    """Forward and backward of one layer on every path beside torch's dense layer, eager and compiled, and whole
+    training steps of a model; bf16."""
+    need_gpu()
     from ..bench import training as tables
 
     rows, seconds = _sections(tables.SECTIONS)
@@ -67,7 +67,7 @@ def training() -> Record:
 
 
 def _sections(sections: dict) -> tuple[list[dict], dict[str, float]]:
-    """The rows of all of them, and how long each took."""
+    """The rows of all sections, and the seconds that each section took."""
     rows, seconds = [], {}
     for name, section in sections.items():
         start = time.perf_counter()
@@ -79,11 +79,11 @@ def _sections(sections: dict) -> tuple[list[dict], dict[str, float]]:
 
 
 def inference() -> Record:
-    """Every path of a layer beside torch's dense layer, eager and compiled: the tables of the inference kernels, bf16.
+    """Every path of a layer in inference beside torch's dense layer, eager and compiled; bf16.
 
-    The notes say how long each section took, a first call, and the compilation of every kernel.
+    The notes hold the seconds that each section, a first call, and compiling all kernels took.
     """
-    _need_gpu()
+    need_gpu()
     from ..bench import inference as tables
 
     rows, seconds = _sections(tables.SECTIONS)
@@ -106,8 +106,8 @@ print(time.perf_counter() - start)
 
 
 def _startup() -> dict:
-    """Seconds from importing twell_lab to the first result, torch and the GPU being up and the cubins cached; and those
-    that it takes to compile every kernel of this GPU for bfloat16 at d_model 2048."""
+    """Seconds from importing twell_lab to the first result, with torch and the GPU ready and the cubins in the cache;
+    and seconds for compiling all kernels of this GPU for bfloat16 and d_model 2048."""
     from ..cuda import prebuild
 
     found = {}
@@ -124,9 +124,9 @@ def _startup() -> dict:
 
 
 def host_time() -> Record:
-    """What a plain call costs the host, forward and training, on each path at 1 to 16,384 tokens
+    """The time that a plain call takes on the host, forward and in training, on each path at 1 to 16,384 tokens
     (twell_lab.bench.host)."""
-    _need_gpu()
+    need_gpu()
     from ..bench import host
 
     return Record.new("host-time", "host and wall time of plain calls of one layer", host.rows())
@@ -141,20 +141,13 @@ def cpu() -> Record:
     return Record.new("cpu", "the CPU path beside torch's dense layer", rows, {"threads": torch.get_num_threads()})
 
 
-def matmul_density() -> Record:
-    """Dense, COO, CSR and ELL products against density, and dense on zeros: what notebook 01 sets beside its own."""
-    from ..bench.density import density_record
-
-    return density_record()
-
-
 def gpu_tests() -> Record:
-    """Run tests/gpu, then its reduced set under each compute-sanitizer tool; a report, not a timing.
+    """A report of tests/gpu, and of its reduced set under each compute-sanitizer tool where that is installed.
 
-    TWELL_LAB_CUBINS, if set, names cubins that another machine compiled: the kernel tests then run on those too,
-    and the report says so. Raises TestsFailed, with the end of the output, when anything fails.
+    TWELL_LAB_CUBINS, if set, names a folder of cubins that another machine compiled: the kernel tests then run on those
+    too, and the report says so. Raises TestsFailed, with the end of the output, when a test fails.
     """
-    _need_gpu()
+    need_gpu()
     folder = _gpu_tests_folder()
     environment = dict(os.environ)
     cubins = environment.pop("TWELL_LAB_CUBINS", None)
@@ -162,7 +155,8 @@ def gpu_tests() -> Record:
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 2))) as side_by_side:
         jobs = []
         for name in SANITIZERS if tool else ():
-            # Without torch's caching allocator every tensor has its own bounds, so that memcheck sees them overstepped.
+            # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access
+            # beyond its bounds.
             checked = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             command = [str(tool), "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
             jobs.append(
@@ -198,15 +192,20 @@ def _gpu_tests_folder() -> Path:
 
 
 def _all_passed(jobs: list[Future]) -> list[dict]:
-    """Their reports; TestsFailed with what every one that failed says, after all have ended: GPU time is dear."""
+    """The reports of all jobs, once all have ended. Raises TestsFailed with the output of each one that failed, so that
+    one run on a GPU shows all failures."""
     failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
     if failed:
         raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
     return [job.result() for job in jobs]
 
 
-def _suite(name: str, targets: list[str], environment: dict, prefix: Sequence[str] = ()) -> dict:
-    """Run pytest on the targets in a process of its own: {"suite", "passed", "failed", "skipped", "seconds"}."""
+def _suite(name: str, targets: list[str], environment: dict | None = None, prefix: Sequence[str] = ()) -> dict:
+    """Run pytest on the targets in a process of its own, with this environment (by default this process's) and with
+    the words of `prefix` before its command line.
+
+    Returns {suite: the name, passed, failed, skipped: numbers of tests, seconds}. Raises TestsFailed unless all passed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -228,15 +227,15 @@ def _suite(name: str, targets: list[str], environment: dict, prefix: Sequence[st
 
 
 def two_gpus() -> Record:
-    """What tests/gpu says where there are two GPUs, and whole trainings on one of them and on both, dense and through
-    the kernels."""
-    _need_gpu()
+    """A report of the tests for two GPUs, and whole trainings on one of them and on both, dense and on the sparse
+    kernels."""
+    need_gpu()
     if torch.cuda.device_count() < 2:
         raise DeviceError("this recording needs two GPUs; there is 1")
     from ..bench import runs
 
     folder = _gpu_tests_folder()
-    suites = [_suite("two GPUs", [str(folder), "-k", "two_gpus or second_gpu"], dict(os.environ))]
+    suites = [_suite("two GPUs", [str(folder), "-k", "two_gpus or second_gpu"])]
     if suites[0]["skipped"]:
         raise TestsFailed(f"{suites[0]['skipped']} of the tests for two GPUs were skipped")
     rows = [*suites, *runs.rows()]
@@ -245,12 +244,18 @@ def two_gpus() -> Record:
 
 
 def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None) -> Record:
-    """Random and hostile cases, counted: on a GPU, layers on every path and kernel (twell_lab.bench.attack), for 420
-    seconds unless told otherwise; without one, the long form of tests/attack: formats, packing, layers, the simulator,
-    kills, damaged files and commands.
+    """How many random and hostile cases passed.
 
-    seed: of the cases. seconds: how long, on a GPU alone. cases: how many layers, without a GPU of each kind. Raises
-    attack.Broken, or TestsFailed, with every case that failed and how to see it again: there is nothing to record then.
+    On a GPU these are layers on every path and kernel (twell_lab.bench.attack); without one, the long form of
+    tests/attack: formats, packing, layers, the simulator, kills, damaged files and command lines.
+
+    Args:
+        seed: which cases are drawn.
+        seconds: how long to go on, on a GPU only; 420 where `cases` is not given either.
+        cases: how many: layers on a GPU, without one of each kind.
+
+    Raises:
+        attack.Broken, TestsFailed: with every case that failed and how to run it again.
     """
     from ..bench import attack as attacked
 
@@ -273,9 +278,7 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
     with tempfile.TemporaryDirectory() as temporary:
         counts = Path(temporary, "counts.json")
         asked = ["--long"] if cases is None else [f"--attack-cases={cases}"]
-        suite = _suite(
-            "attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"], dict(os.environ)
-        )
+        suite = _suite("attack", [str(folder), *asked, f"--attack-seed={seed}", f"--attack-report={counts}"])
         rows = json.loads(counts.read_text())
     return Record.new(
         "attack",
@@ -286,24 +289,19 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
 
 
 def sweep() -> Record:
-    """The L1 sweep (twell_lab.training.sweep): 19 trainings of a model of 57 million parameters, about 15 minutes on an
-    H100.
+    """The L1 sweep (twell_lab.training.sweep): 19 trainings of a model with 57 million parameters, about 15 minutes on
+    an H100.
 
-    TWELL_LAB_SWEEP_TEXT names the text; without it, the error says where the published sweep's comes from.
+    TWELL_LAB_SWEEP_TEXT names the text; without it, the error says where the text of the published sweep is from.
     """
-    _need_gpu()
+    need_gpu()
     from ..training import sweep as runs
 
     return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
 
 
-def _need_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
-
-
 def attack_table(recorded: list[Record]) -> str:
-    """The newest recorded attack on a GPU and the newest without one, as a Markdown table; recorded: oldest first."""
+    """The newest attack on a GPU and the newest without one, of these records (oldest first), as a Markdown table."""
     newest = {
         "gpus" in record.machine and bool(record.machine["gpus"]): record
         for record in recorded
@@ -330,7 +328,7 @@ RECORDINGS = {
     "training": training,
     "host-time": host_time,
     "cpu": cpu,
-    "matmul-density": matmul_density,
+    "matmul-density": density.density_record,
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
     "sweep": sweep,

@@ -1,5 +1,5 @@
-"""What a command says, and what it writes to: a terminal without the characters it needs, a full disk, a reader who
-left, nothing at all."""
+"""What a command prints, and streams to print it on: on terminals that lack characters, on full disks, to programs that
+have ended, and with stdout or stderr closed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from ..core.files import strict_json
 
 
 class Answer(NamedTuple):
-    """What a command found: `value` for --json (text is JSON already), `text` for people; and the exit status."""
+    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status."""
 
     value: object
     text: str
     status: int = 0
 
     def say(self, json: bool) -> None:
-        """Print the one or the other, each line ended."""
+        """Print the value as JSON, or the text, with a line break at the end."""
         said = (self.value if isinstance(self.value, str) else strict_json(self.value, indent=1)) if json else self.text
         print(said, end="" if said.endswith("\n") else "\n")
 
 
 class Stream:
-    """A text stream that shows what its encoding lacks as escapes, and remembers in `failed` why it could not be
-    written.
+    """A text stream that writes characters that its encoding lacks as escapes, and keeps the error of a failed write in
+    `failed`.
 
-    forgiving: that is no error then; what is written is lost.
+    Args:
+        stream: what to write to.
+        forgiving: whether a failed write raises no error; what was to be written is lost then.
     """
 
     def __init__(self, stream, forgiving: bool = False) -> None:
@@ -61,11 +63,11 @@ class Stream:
 
 @contextmanager
 def ready() -> Iterator[Stream]:
-    """Within this context stdout and stderr are Streams; gives stdout's. What stderr cannot take is lost: it reports on
-    the work, which goes on.
+    """Within this context, stdout and stderr are Streams; yields that of stdout. What cannot be written to stderr is
+    lost, since reports on the work must not end it.
 
-    A closed stdout raises InputError: what was asked for would be lost, and a file opened later could get its number,
-    and be written into by whatever prints below Python."""
+    Raises InputError where stdout is closed: the result would be lost, and a file that is opened later could get its
+    file descriptor, so that C code that prints would write into that file."""
     before = sys.stdout, sys.stderr
     if before[1] is None:
         _fill()
@@ -86,15 +88,14 @@ def ready() -> Iterator[Stream]:
 
 
 def _fill() -> None:
-    """Let no file that is opened later get the number of a standard stream that is closed."""
+    """Open the descriptors of closed standard streams, so that no file that is opened later gets one of them."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
 
 
 def _abandon(stream) -> None:
-    """If what still waits to be written has nowhere to go, let it go nowhere: Python would try, and fail, at its
-    end."""
+    """Discard the rest of a stream's output if it cannot be written: Python would try again, and fail, when it ends."""
     try:
         if stream is not None:
             stream.flush()
@@ -104,7 +105,7 @@ def _abandon(stream) -> None:
 
 
 def tell(text: str) -> None:
-    """Say it on stderr, if anybody listens."""
+    """Print it on stderr, if that can be written."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)

@@ -1,14 +1,13 @@
-"""The walk, end to end: train with and without L1, profile, pack, time; a record, and a page made from it.
+"""`twell-lab tour`: train with and without L1, profile, pack, time; the results as a record, and a page made from it.
 
-`run` does the work and returns a Record whose rows are the timings and whose notes hold everything else as
-plain data; `twell_lab.app.page` draws the page from that alone, here or on another machine.
+`run` does the work and returns a Record. Its rows are the timings, and its notes hold everything else. The page
+(twell_lab.app.page) needs nothing but this record, so it can be drawn on another machine too.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,34 +18,37 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import records
 from ..analysis.profile import FiringProfile, activations, profile
 from ..bench import forward
-from ..core.errors import RecordError, TwellError
-from ..core.files import check_target, write_atomically
+from ..core.errors import TwellError
+from ..core.files import check_folder, check_target, write_atomically
 from ..formats import classic, twell
 from ..layers.anatomy import feed_forwards
 from ..ops import operators, reference
-from ..plots.data import layer_names, layer_rows, picked, tile_of
-from ..records import record as records
+from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import Text, load, spread_windows
 from .options import TourOptions
 
-WITHOUT, WITH = "without L1", "with L1"
-FORMAT = 1  # of notes["tour"]; a page drawn by another version would misread it
-_PAGE_BYTES = 8 * 2**20
-_PACKED_TOKENS = 8192  # enough for shares to three digits, and seconds on a CPU
+_PAGE_BYTES = 8 * 2**20  # enough for a page and its record
+_PACKED_TOKENS = 8192  # enough for three digits of a share, and packed within seconds on a CPU
 
 
 def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
-    """Take the tour. Returns the record, the path of tour.json, and that of index.html (None if record_only).
+    """Take the tour. Nothing is written before its last step, and each file appears whole or not at all.
 
-    Nothing is written before the last step, and each file appears whole or not at all. Raises TextError for
-    the text, RecordError for a folder that cannot be written (tried before the work starts), StackError where
-    the page needs plotly and it is missing, and TwellError if packing ever failed to give a value back.
+    Returns:
+        The record, the path of tour.json, and that of index.html (None if record_only).
+
+    Raises:
+        TextError: for a text that cannot be read.
+        RecordError: for a folder that cannot be written; this is tried before the work starts.
+        StackError: where the page needs plotly, and it is missing.
+        TwellError: if packing changed a value.
     """
-    check_folder(options.out)
+    check_folder(options.out, free=_PAGE_BYTES)
     written = options.out / "tour.json", options.out / "index.html"
     for path in written[: 1 if options.record_only else 2]:
         check_target(path)
@@ -88,7 +90,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
         }
     }
     record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
-    write_atomically(written[0], record.to_json())  # first: should the page fail, it can be drawn from this
+    write_atomically(written[0], record.to_json())  # first, so that a page that fails can be drawn later
     if options.record_only:
         return record, written[0], None
     write_atomically(written[1], page.render(record, records.flat_rows(records.load_all())))
@@ -96,25 +98,24 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
 
 
 def summary(record: records.Record) -> str:
-    """What a tour found, as text: its text, the two trainings, the layers, and the timings."""
+    """What a tour found, as plain text: the text it read, the two trainings, the layers, and the timings."""
     tour = record.notes["tour"]
-    lines = []
-    for label, result in tour["runs"].items():
-        d_ff = result["config"]["d_ff"]
-        lines.append(
+    text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
+    trainings = records.table(
+        [
             {
                 "run": label,
                 "bits": result["validation_bits_per_byte"],
                 "nnz": result["mean_nnz"],
-                "density": f"{100 * result['mean_nnz'] / d_ff:.1f}%",
-                "dead": f"{sum(result['dead'])} of {d_ff * len(result['dead'])}",
+                "density": f"{100 * result['mean_nnz'] / result['config']['d_ff']:.1f}%",
+                "dead": f"{sum(result['dead'])} of {result['config']['d_ff'] * len(result['dead'])}",
             }
-        )
-    first = records.table(
-        lines, {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density", "dead": "dead neurons"}
+            for label, result in tour["runs"].items()
+        ],
+        {"run": "", "bits": "bits per byte", "nnz": "mean nnz", "density": "density", "dead": "dead neurons"},
     )
     timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
-    second = records.table(
+    timings = records.table(
         [{**row, "layer": row.get("label", "LLM size")} for row in timed if not row["path"].startswith("dense eager")],
         {
             "layer": "layer",
@@ -127,41 +128,25 @@ def summary(record: records.Record) -> str:
             "x_dense": "x dense",
         },
     )
-    text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
-    layers = (
-        records.table(
-            layer_rows(tour),
-            {
-                "layer": "",
-                "before": "density",
-                "after": "with L1",
-                "dead_before": "dead",
-                "dead_after": "with L1",
-                "used": "slots used",
-                "overflow": "rows over",
-                "dense": "dense B",
-                "CSR": "CSR B",
-                "ELL": "ELL B",
-                "TwELL": "TwELL B",
-            },
-        )
-        + "\nB: bytes a token. Unpacking gave every value back, bit for bit."
+    layers = records.table(
+        layer_rows(tour),
+        {
+            "layer": "",
+            "before": "density",
+            "after": "with L1",
+            "dead_before": "dead",
+            "dead_after": "with L1",
+            "used": "slots used",
+            "overflow": "rows over",
+            "dense": "dense B",
+            "CSR": "CSR B",
+            "ELL": "ELL B",
+            "TwELL": "TwELL B",
+        },
     )
+    layers += "\nB: bytes a token. Unpacking gave every value back, bit for bit."
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
-    return "\n\n".join([text, first, layers, second, *note])
-
-
-def check_folder(folder: Path) -> None:
-    """Raise RecordError naming the folder unless what a tour writes would fit there now."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PAGE_BYTES))
-    except (OSError, ValueError) as error:
-        raise RecordError(
-            f"cannot write in the folder {str(folder)!r}: {getattr(error, 'strerror', None) or error}; free "
-            f"{_PAGE_BYTES >> 20} MiB there or name another with --out"
-        ) from None
+    return "\n\n".join([text, trainings, layers, timings, *note])
 
 
 def held_out(text: Text, config: TrainConfig) -> Tensor:
@@ -170,31 +155,32 @@ def held_out(text: Text, config: TrainConfig) -> Tensor:
 
 
 def spread(windows: Tensor, tokens: int) -> Tensor:
-    """Some of the windows [n, context], evenly spread, that hold `tokens` tokens or a little more; or all."""
+    """Some of the windows [n, context], evenly spread, with at least `tokens` tokens; all if they have fewer."""
     return windows[:: max(1, windows.numel() // tokens)]
 
 
 def firing_notes(firing: FiringProfile) -> dict:
-    """A profile as plain data: one dict a layer, the neurons' frequencies to six digits."""
-    layers = []
-    for layer, row in zip(firing.layers, firing.table(), strict=True):
-        layers.append(
-            {
-                "name": layer.name,
-                **{key: row[key] for key in row if key != "layer"},
-                "nnz_histogram": layer.nnz_histogram.tolist(),
-                "tile_histogram": layer.tile_histogram.tolist(),
-                "neuron_frequency": [round(share, 6) for share in layer.neuron_frequency.tolist()],
-            }
-        )
+    """A profile as plain data: a dict for each layer, with the neurons' frequencies rounded to six digits."""
+    layers = [
+        {
+            "name": layer.name,
+            **{key: row[key] for key in row if key != "layer"},
+            "nnz_histogram": layer.nnz_histogram.tolist(),
+            "tile_histogram": layer.tile_histogram.tolist(),
+            "neuron_frequency": [round(share, 6) for share in layer.neuron_frequency.tolist()],
+        }
+        for layer, row in zip(firing.layers, firing.table(), strict=True)
+    ]
     return {"tokens": firing.tokens, "layers": layers}
 
 
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
-    """Pack what each layer's gate really gave on these windows, check it, and count what the formats take.
+    """Pack what the gate of each layer gives on these windows, check the result, and count the bytes of each format.
 
-    Returns ({tokens, dtype, layers: [...]}, one tile as plain data). Packed in bfloat16, as an LLM would be;
-    the check is also made in the model's own dtype.
+    The gates are packed in bfloat16, as those of an LLM would be. The check is made in the model's own dtype too.
+
+    Returns:
+        ({tokens, dtype, layers: a list of dicts}, one tile as `plots.data.tile_of` describes it)
     """
     layers: list[dict] = []
     nearest, shown = None, {}
@@ -226,7 +212,7 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
                 },
             }
         )
-        # A tile worth looking at: about a third of its slots filled, the first such one of all layers.
+        # The tile to show: the first, in all layers, of those closest to having a third of their slots filled.
         distance = (counts - slots // 3).abs().flatten()
         best = int(distance.argmin())
         if nearest is None or int(distance[best]) < nearest:
@@ -246,12 +232,12 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
 
 
 def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> list[dict]:
-    """Rows of the trained model's own layers on their own inputs: fp32 on a CPU, bf16 on a GPU."""
+    """Timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, bfloat16 on a GPU."""
     found = feed_forwards(sparse.model)
     on_gpu = found[0].up.weight.is_cuda
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = (1, 8, 64, 1024, 8192) if on_gpu else (1, 8, 64)
-    # Tokens are drawn at random: the first ones of a window fire far more than the others.
+    # Tokens are drawn at random, because far more neurons fire for the first ones of a window than for the others.
     few = spread(windows, 2 * sizes[-1])
     drawn = torch.randperm(few.numel(), generator=torch.Generator().manual_seed(0))
     rows = []
@@ -267,7 +253,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> l
 
 
 def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
-    """Rows of a layer of LLM size with 99.5% zeros (and, on a GPU, with mean nnz 8)."""
+    """Timings, as rows, of a layer of LLM size of whose neurons 29 fire for a token (99.5% zeros); on a GPU, 8 too."""
     device = next(sparse.model.parameters()).device.type
     d_model, d_ff = (128, 512) if options.quick else (2048, 5632)
     if device == "cuda":
@@ -281,7 +267,7 @@ def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
 
 
 def _seconds(options: TourOptions) -> float:
-    """How long each timing may take."""
+    """For how many seconds each size is measured."""
     return 0.02 if options.quick else 1.0
 
 
@@ -292,7 +278,7 @@ def _quick(config: TrainConfig) -> TrainConfig:
 
 
 class _Steps:
-    """Says on stderr which of the five steps begins, and keeps how long each took."""
+    """Says on stderr which of the five steps begins, and notes when it did."""
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
@@ -304,7 +290,7 @@ class _Steps:
             print(f"[{number}/5] {what}", file=sys.stderr, flush=True)
 
     def seconds(self) -> dict:
-        """Seconds that the steps before the present one took, by name."""
+        """The seconds that each of the first four steps took, by name."""
         spans = [end - begin for begin, end in pairwise(self.started)]
         return dict(zip(("train", "profile", "pack", "time"), spans, strict=True))
 

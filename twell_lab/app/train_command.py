@@ -1,4 +1,4 @@
-"""`twell-lab train`: the options of a training run and what it says. Imports torch only when it is asked for."""
+"""`twell-lab train`: its options, and what it prints. Imports torch only when the command is asked for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ on a text of your own, a file or a folder of files:
   twell-lab train --text my-texts --l1 1e-3 --out build/mine
   twell-lab profile build/mine --text my-texts
 
-Ctrl-C, SIGTERM or SIGHUP saves the run and says how to go on; about every five
-minutes it is saved anyway:
+Ctrl-C, SIGTERM or SIGHUP saves the run and says how to go on. It is also saved
+about every five minutes:
 
   twell-lab train --resume build/mine
 
@@ -41,7 +41,7 @@ a line for every --log-every steps."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Every field of TrainConfig as an option, and where the run is kept."""
+    """Add an option for each field of TrainConfig, and the options that say where a run is saved."""
     from ..training import presets
     from ..training.config import TrainConfig
 
@@ -54,26 +54,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=path,
         help="save metrics and checkpoints here, for --resume, and "
-        "in the end the model, for twell-lab profile; a folder that holds another run or model is refused",
+        "at the end the model, for twell-lab profile; a folder that holds another run or model is refused",
     )
     parser.add_argument(
         "--resume",
         metavar="DIR",
         type=path,
-        help="go on with the run that was saved there; of its "
-        "options only where and how it computes and --checkpoint-every may change",
+        help="go on with the run that was saved there; only --checkpoint-every and the options for "
+        "where and how it computes may change",
     )
     parser.add_argument(
         "--config",
         metavar="NAME",
-        help="sizes, steps and rates to begin from, which every option "
-        f"here overrides: {', '.join(presets.NAMES)}; 'list' says what they are",
+        help="sizes, steps and rates to start from, which the other "
+        f"options override: {', '.join(presets.NAMES)}; 'list' shows them",
     )
 
 
 def run(options: argparse.Namespace) -> Answer | None:
-    """Train, save, and say what came of it; under torchrun only the first process does."""
-    from ..records import record as records
+    """Train, save the run, and report the result; under torchrun only the first process reports."""
+    from .. import records
     from ..training import checkpoint, presets
     from ..training.config import TrainConfig
     from ..training.loop import train
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> Answer | None:
         told = {**presets.named(options.config), **told}
     if options.checkpoint_every and not (options.out or options.resume):
         raise InputError(
-            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, where they go"
+            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, for the checkpoints"
         )
     config = checkpoint.config_of(options.resume, **told) if options.resume else TrainConfig(**told)
     with _warnings_in_one_line():
@@ -110,13 +110,13 @@ def run(options: argparse.Namespace) -> Answer | None:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Within this context warnings of this package look like its errors, without the line of source."""
+    """Within this context, warnings of this package are printed as its errors are, without the line of source code."""
     usual, here = warnings.formatwarning, str(Path(__file__).resolve().parents[1])
 
     def in_one_line(message, category, filename, lineno, line=None) -> str:
         if not Path(filename).is_relative_to(here):
             return usual(message, category, filename, lineno, line)
-        return f"\ntwell-lab: warning: {message}\n"  # the line before it may be a progress bar's
+        return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
 
     warnings.formatwarning = in_one_line
     try:

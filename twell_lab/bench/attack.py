@@ -1,11 +1,12 @@
-"""Random and hostile layers, on every path that this machine has, held against float64: `layers`.
+"""Random and hostile layers on every path that this machine has, compared with float64: `layers`.
 
-Each layer is drawn from a seed and its number alone, so that one that fails can be made again alone: widths that no
-vector divides, heavy rows, bursts that overflow tiles and the pool, rows of NaN and infinity, views with odd strides,
-values near the ends of their dtype, and integers, of which every sum is exact. Every path computes it twice, which must
-give the same bits, the second time on a GPU often on a side stream whose input comes late, while what torch allocates
-is full of NaN. The yardstick is accuracy.Exact; gradients are held to twice the dense layer's error. `twell-lab record
-attack` runs it for long; tests/attack runs some of it, and shows that it sees a layer that is wrong."""
+Each layer is drawn from a seed and its number alone, so that a layer that fails can be made again without the others.
+There are widths that no vector divides, heavy rows, bursts that overflow tiles and the pool, rows with NaN and
+infinity, views with odd strides, values near the ends of their dtype, and integers, of which every sum is exact. Every
+path computes the layer twice, which must give the same bits; on a GPU the second call often runs on a side stream with
+an input that comes late, and memory that torch allocates is often filled with NaN before. Results are judged by
+accuracy.Exact; gradients may have twice the dense layer's error. `twell-lab record attack` runs this for minutes;
+tests/attack runs some of it, and shows that it notices a layer that is wrong."""
 
 from __future__ import annotations
 
@@ -26,37 +27,43 @@ from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
 from ..layers.paths.hot_cold import STEP
 from ..layers.sparse_ffn import SparseFFN
+from ..layers.weights import NAMES as WEIGHTS
 from ..layers.weights import Weights
-from ..ops import accuracy, checks, differentiable, inference, operators
+from ..ops import (
+    accuracy,
+    ampere,
+    checks,
+    decode,
+    differentiable,
+    dispatch,
+    hopper_dense,
+    hopper_pack,
+    inference,
+    operators,
+    portable,
+)
 from ..ops.reference import GatedFeedForward, PlainFeedForward
-from .rows import exact_gradients
+from .rows import dense_hidden, error_over_allowed, exact_gradients, first_projection, gradient_sums
 
-MOST_FAILURES = 10  # after so many there is nothing more to learn from going on
+MOST_FAILURES = 10  # an attack ends after so many: more of them teach nothing
 _SLEEP = 300_000  # cycles by which an input is late on a side stream: a fifth of a millisecond
 _GEOMETRIES = ((TILE, WORDS), (TILE, WORDS), (64, 17), (32, 33), (100, 5), (8, 3), (7, 2), (300, 40), (1, 2))
 _CPU_WIDTHS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 33, 64, 100, 128, 200, 257)
-_GPU_WIDTHS = (
-    64,
-    264,
-    768,
-    2048,
-    1,
-    7,
-    100,
-    333,
-)  # the kernels are compiled for each of those that 8 divides, and take others as they come
-NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+# The kernels are compiled for each width that 8 divides; a kernel for any width takes the others.
+_GPU_WIDTHS = (64, 264, 768, 2048, 1, 7, 100, 333)
+NAMES = ("x", *WEIGHTS[:6])
 
 
 class Broken(TwellError, AssertionError):
-    """An attack found something wrong: every failure, each with the seed and number that make it again."""
+    """An attack found something wrong. The message has a line for each failure, with the seed and number that make the
+    layer again."""
 
 
 @dataclass
 class Counts:
-    """What an attack did. cases: results that were checked; rows: rows in them; excused: rows that kept the bound only
-    because a neuron may count either way, overflowed: only because the dense layer overflows inside too, rounded: only
-    from torch's own gate (accuracy.Exact); worst: the largest error over what is allowed; by: cases by category."""
+    """What an attack did. layers: how many were drawn; cases: results that were checked; rows: rows of these; excused,
+    overflowed, rounded: rows that kept the bound only for that reason (accuracy.Verdict); worst: the largest error over
+    what is allowed; by: how many cases of each category."""
 
     layers: int = 0
     cases: int = 0
@@ -66,6 +73,17 @@ class Counts:
     rounded: int = 0
     worst: float = 0.0
     by: Counter = field(default_factory=Counter)
+
+    def add(self, rows: int, categories: list[str], verdict: accuracy.Verdict | None = None) -> None:
+        """Count one result of so many rows."""
+        self.cases += 1
+        self.rows += rows
+        self.by.update(categories)
+        if verdict is not None:
+            self.excused += verdict.excused
+            self.overflowed += verdict.overflowed
+            self.rounded += verdict.rounded
+            self.worst = max(self.worst, verdict.ratio)
 
     def row(self) -> dict:
         """As a row of a record."""
@@ -83,10 +101,10 @@ class Counts:
 
 @dataclass
 class Layer:
-    """One drawn layer: its tensors by the operators' names (gate None: plain), and what was done to it."""
+    """One drawn layer. tensors: in the order of NAMES, None for what is not there (without a gate, a plain layer);
+    traits: what makes it hostile; tile, words: the geometry in which its gate is packed."""
 
     tensors: list[Tensor | None]
-    gated: bool
     traits: list[str]
     tile: int
     words: int
@@ -104,10 +122,12 @@ class Layer:
         return self.tensors[2].shape[0]
 
     def say(self) -> str:
+        """The layer in a few words, for the message of a failure."""
+        kind = "plain" if self.weights.gate is None else "gated"
         shape = f"{self.x.shape[0]} tokens, d_model {self.x.shape[1]}, d_ff {self.d_ff}"
         biases = "".join(letter for letter, b in zip("gud", self.tensors[4:]) if b is not None)
         return (
-            f"{str(self.x.dtype)[6:]}, {'gated' if self.gated else 'plain'}, {shape}, biases {biases or 'none'}, "
+            f"{str(self.x.dtype)[6:]}, {kind}, {shape}, biases {biases or 'none'}, "
             f"tile {self.tile} x {self.words}, {', '.join(self.traits) or 'nothing special'}"
         )
 
@@ -140,9 +160,7 @@ def draw(seed: int, number: int, device: str = "cpu") -> Layer:
         x[:, 1] = 0
         x[some(tokens, 4), 1] = 8.0
         first[: r.choice((d_ff, min(d_ff, 1500), min(d_ff, 300))), 1] = 4.0
-    if d_model > 2 and chance(
-        "bursts", 0.3
-    ):  # groups of rows that fire 33 to 300 neighbours: past a tile's words, and past the pool
+    if d_model > 2 and chance("bursts", 0.3):  # up to 300 neighbours fire: more than a tile's words or the pool hold
         x[:, 2] = 0
         start, many = r.randrange(d_ff), r.choice((32, 40, 64, 300))
         begin = r.randrange(tokens)
@@ -162,7 +180,7 @@ def draw(seed: int, number: int, device: str = "cpu") -> Layer:
         (0, 0, 0, 0, 0, 0, -8, 5) if dtype == torch.float16 else (0, 0, 0, 0, 0, 0, -20, -60, -110, -126, 20, 30)
     )
     if scale and chance(f"scaled by 2^{scale}", 1.0):
-        place = r.randrange(3)  # 0: what goes in, 1: what comes out, 2: the weights in between
+        place = r.randrange(3)  # what is scaled: 0 the input, 1 the down projection, 2 gate and up
         x, first, up, down = (
             t * 2.0**scale if place == each else t for t, each in zip((x, first, up, down), (0, 2, 2, 1))
         )
@@ -175,7 +193,7 @@ def draw(seed: int, number: int, device: str = "cpu") -> Layer:
     if chance("strided", 0.25):
         tensors = [t if t is None or r.random() < 0.4 else _strided(t, r) for t in tensors]
     tile, words = r.choice(_GEOMETRIES) if r.random() < 0.3 else (TILE, WORDS)
-    return Layer(tensors, gated, traits, tile, words)
+    return Layer(tensors, traits, tile, words)
 
 
 def _sizes(r: random.Random, cuda: bool) -> tuple[int, int, int]:
@@ -223,11 +241,11 @@ def _strided(t: Tensor, r: random.Random) -> Tensor:
 
 
 def _first(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
-    return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
+    return linear(x, *first_projection(gate, up, gate_bias, up_bias))
 
 
 def dense(*tensors: Tensor | None) -> Tensor:
-    """Torch's dense layer in the tensors' own dtype."""
+    """The result of torch's dense layer, in the tensors' own dtype. tensors: in the order of NAMES."""
     return _dense_step(*tensors)[0]
 
 
@@ -252,7 +270,7 @@ def _packed(layer: Layer, x: Tensor) -> Tensor:
 
 
 def _module(layer: Layer) -> nn.Module:
-    """A dense layer of these very tensors."""
+    """A dense module that holds these same tensors."""
     w = layer.weights
     with torch.device("meta"):
         module = (PlainFeedForward if w.gate is None else GatedFeedForward)(1, 1)
@@ -273,7 +291,7 @@ def _trained(path: str) -> Callable[[Layer, Tensor], Tensor]:
 
 
 def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
-    """Every way of computing this layer here: name -> function of the layer and its x."""
+    """Every way of computing this layer on its device: name -> function of the layer and its x."""
     choices = one_of_each(layer.d_ff, STEP * max(1, (layer.d_ff // STEP) // 2))
     found = {"operator": _operator, "packed": _packed, "module": _swapped(None)}
     found |= {f"infer, {choice.path}": _infer(choice) for choice in choices}
@@ -283,9 +301,7 @@ def paths_of(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
 
 
 def _gpu_paths(layer: Layer) -> dict[str, Callable[[Layer, Tensor], Tensor]]:
-    """The kernels by themselves, also where dispatch would not pick them for this size."""
-    from ..ops import ampere, decode, dispatch, hopper_dense, hopper_pack, portable
-
+    """The kernels called directly, also where dispatch would not pick them for this size."""
     tensors = [checks.plain(t) for t in layer.tensors]  # as ops hands them on
     x, gate, up, down, gate_bias, up_bias, down_bias = tensors
     down_t, first = down.t().contiguous(), up if gate is None else gate
@@ -319,14 +335,14 @@ def layers(
     device: str = "cpu",
     change: Callable[[str, Tensor], Tensor] = lambda path, y: y,
 ) -> Counts:
-    """Attack layers on `device` until there are so many, or for so long; or the one of this number.
+    """Attack layers on `device`, until `cases` were drawn or `seconds` have passed; or only the one of this `number`.
 
-    cases: layers to draw (each is computed on every path). change: what to do to a path's result before it is judged,
-    for tests of the attack itself. Raises Broken, once MOST_FAILURES failed or at the end, with all of them."""
+    Each layer is computed on every path. change: a function of a path's name and result, applied before the result is
+    judged, for tests of the attack itself. Raises Broken with all failures, at the end or after MOST_FAILURES."""
     counts, failures, begin = Counts(), [], time.monotonic()
-    for each in itertools.count() if number is None else (number,):
-        enough = cases is not None and each >= cases or seconds is not None and time.monotonic() - begin > seconds
-        if enough or len(failures) >= MOST_FAILURES or number is None and cases is None and seconds is None:
+    numbers = range(cases) if cases is not None else itertools.count() if seconds is not None else ()
+    for each in numbers if number is None else (number,):
+        if len(failures) >= MOST_FAILURES or seconds is not None and time.monotonic() - begin > seconds:
             break
         layer = draw(seed, each, device)
         for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):
@@ -338,32 +354,25 @@ def layers(
 
 
 def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:
-    """What is wrong with this layer's results."""
+    """What is wrong with this layer's results, a sentence each."""
     with torch.no_grad():
-        # A path on a GPU may lay strided tensors out anew first, which torch's GEMMs sum in another order: it stands
-        # beside the dense layer of one of the two.
+        # A path on a GPU may copy strided tensors first, and torch's GEMMs sum the copies in another order: the path is
+        # compared with the dense layer of the tensors as given, and with that of the copies.
         anew = [None if t is None else t.contiguous() for t in layer.tensors]
         given = [layer.tensors, anew] if layer.x.is_cuda and "strided" in layer.traits else [layer.tensors]
         exact, beside, wrong = accuracy.Exact(*layer.tensors), [(dense(*each), _first(*each)) for each in given], []
         from_gate = accuracy.Exact(*layer.tensors, first=beside[0][1])
     for name, run in paths_of(layer).items():
         poisoned = r.random() < 0.5
-        # The late input is a copy, and torch's own GEMM sums otherwise where x does not start on 16 bytes.
+        # The late input is a copy, and torch's GEMM sums in another order where x does not start on 16 bytes.
         late = layer.x.is_cuda and layer.x.is_contiguous() and layer.x.data_ptr() % 16 == 0 and r.random() < 0.3
         with torch.no_grad(), _poison(layer.x, poisoned):
             y = run(layer, layer.x)
             again = _late(run, layer) if late else run(layer, layer.x)
         judge, changed = (from_gate if name == "packed" else exact).judge, change(name, y)
         verdict = min((judge(changed, *each) for each in beside), key=lambda one: one.ratio)
-        counts.cases += 1
-        counts.rows += len(y)
-        counts.excused += verdict.excused
-        counts.overflowed += verdict.overflowed
-        counts.rounded += verdict.rounded
-        counts.worst = max(counts.worst, verdict.ratio)
-        counts.by.update(
-            [name, str(y.dtype)[6:], *layer.traits, *["side stream"] * late, *["poisoned memory"] * poisoned]
-        )
+        how = ["side stream"] * late + ["poisoned memory"] * poisoned
+        counts.add(len(y), [name, str(y.dtype)[6:], *layer.traits, *how], verdict)
         if not verdict.ratio <= 1.0:
             wrong.append(f"{name}: row {verdict.row} is off by {verdict.ratio:.3g} times what is allowed")
         if not torch.equal(_bits(y), _bits(again)):
@@ -379,8 +388,8 @@ def _bits(t: Tensor) -> Tensor:
 
 @contextmanager
 def _poison(like: Tensor, filled: bool):
-    """Have what torch allocates meanwhile hold NaN: all of it where `filled`, otherwise what its cache hands out
-    again."""
+    """Fill memory that torch allocates meanwhile with NaN: all of it where `filled`, otherwise (on a GPU) what torch's
+    cache of freed memory hands out again."""
     if like.is_cuda:
         held = [
             torch.full((size,), torch.nan, device=like.device)
@@ -397,7 +406,7 @@ def _poison(like: Tensor, filled: bool):
 
 
 def _late(run, layer: Layer) -> Tensor:
-    """The path on a side stream, for an input that is NaN until just before."""
+    """The path's result on a side stream, for an input that is NaN until shortly before the call."""
     x, stream = torch.full_like(layer.x, torch.nan), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -414,17 +423,19 @@ def _late(run, layer: Layer) -> Tensor:
 
 
 def _differentiable(layer: Layer) -> bool:
-    """Finite, and within a range in which no product under- or overflows: what a training has."""
+    """Whether its values are finite, and in a range in which no product under- or overflows, as in a training."""
     return not any(trait.startswith(("scaled", "rows that")) for trait in layer.traits)
 
 
 def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counts, change) -> list[str]:
-    """Every gradient of both training paths, by the norm of the error over each whole tensor: at most twice the dense
-    layer's, and what rounding each of its terms once makes of it (`_noise`): of a few values the dense layer's may be
-    exact by luck. Rows in which rounding decides about a neuron get no upstream gradient, as a flipped sign is a
-    different function there."""
+    """What is wrong with the gradients of both training paths, a sentence each.
+
+    The norm of the error of each gradient, over the whole tensor, may be twice the dense layer's, plus what rounding
+    each of its terms once makes of it (`_noise`): a dense gradient of a few values may be exact by luck. Rows with a
+    neuron whose sign rounding decides get an upstream gradient of zero: with the other sign they are another
+    function."""
     x, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
-    # Sums are made in float32 at least, so that is what a sign of g or of u hangs on.
+    # Sums are made in float32 at least: its rounding decides the signs of g and of u.
     doubt = exact.doubtful(slice(None), 16 * torch.finfo(torch.float32).eps).any(1)
     if gate is not None:
         other = accuracy.Exact(x, None, up, down, None, up_bias, None)
@@ -439,30 +450,28 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
         with _poison(x, r.random() < 0.5):
             found = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
             again = _step(lambda *t: differentiable.train_ffn(*t, path=path), layer.tensors, dy, dl1)
-        counts.cases += 1
-        counts.rows += len(x)
-        counts.by.update([f"gradients, {path}", str(x.dtype)[6:]])
+        counts.add(len(x), [f"gradients, {path}", str(x.dtype)[6:]])
         for name, a, b, e, n, second in zip(NAMES, found, reached, right, noise, again):
             if a is None:
                 continue
             a = change(f"d{name}, {path}", a)
-            off, allowed = (a.double() - e).norm(), 2 * (b.double() - e).norm() + n + torch.finfo(x.dtype).tiny
-            if not off <= allowed:
-                wrong.append(f"gradient of {name}, {path}: off by {float(off / allowed):.3g} times what is allowed")
+            off = error_over_allowed(a, b, e, n + torch.finfo(x.dtype).tiny)
+            if not off <= 1.0:
+                wrong.append(f"gradient of {name}, {path}: off by {off:.3g} times what is allowed")
             if not torch.equal(_bits(a), _bits(second)):
                 wrong.append(f"gradient of {name}, {path}: the second call gave other bits")
     return wrong
 
 
 def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, sum of |h| of each token) of torch's dense layer."""
     x, gate, up, down, gate_bias, up_bias, down_bias = tensors
-    first = torch.relu(_first(*tensors))
-    h = first if gate is None else first * linear(x, up, up_bias)
+    h = dense_hidden(x, gate, up, gate_bias, up_bias)
     return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
 
 
 def _step(function, tensors, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """The gradients of every tensor that is there."""
+    """The gradients of all tensors, None for those that are not there. function: tensors -> (y, l1, ...)."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
     y, l1, *_ = function(*leaves)
     given = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
@@ -470,33 +479,28 @@ def _step(function, tensors, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
 
 
 def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """The norm of the error of each gradient if every value and every term of every sum were rounded once in the
-    tensors' dtype, independently of each other: variances in place of values, in units of eps^2."""
+    """The norm of the error that each gradient would have if every value and every term of every sum were rounded once
+    in the tensors' dtype, independently of each other. What is computed here are variances, in units of eps^2."""
     x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
         None if t is None else t.double() for t in (*tensors, dy, dl1)
     )
     terms = lambda x, w, b=None: linear(x.square(), w.square(), None if b is None else b.square())  # noqa: E731
-    g = torch.where(keep, linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
-    g_off = torch.where(keep, terms(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
+    first = first_projection(gate, up, gate_bias, up_bias)
+    g, g_off = torch.where(keep, linear(x, *first), 0.0), torch.where(keep, terms(x, *first), 0.0)
     u, u_off = (
         (torch.ones_like(g), torch.zeros_like(g)) if gate is None else (linear(x, up, up_bias), terms(x, up, up_bias))
     )
     h, h_off = g * u, g_off * u.square() + g.square() * u_off
     dh = torch.where(keep, dy @ down + dl1[:, None] * h.sign(), 0.0)
     dh_off = torch.where(keep, terms(dy, down.t()) + dl1[:, None].square(), 0.0)
-    # Each entry's own square is its rounding; what follows is a sum of rounded terms.
+    # The first term of each is the rounding of the value itself, its square; the others come from rounded factors.
     dg = (dh * u).square() + dh_off * u.square() + dh.square() * u_off
     du = (dh * g).square() + dh_off * g.square() + dh.square() * g_off
     h = h.square() + h_off
-    halves = (
-        0.0 if gate is None else (torch.where(keep, dh * u, 0.0) @ gate).square() + ((dh * g) @ up).square()
-    )  # rounded, then added
-    x, dy, gate, up = x.square(), dy.square(), None if gate is None else gate.square(), up.square()
-    if gate is None:
-        made = [dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
-    else:
-        made = [dg @ gate + du @ up + halves, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]
-    # Terms of one sign, added one after the other in float32, cost up to this many times as much as the rounding of
-    # each.
+    squared = (None if t is None else t.square() for t in (x, gate, up, dy))
+    made = gradient_sums(*squared, h, dg, du)
+    if gate is not None:  # the two halves of the gradient of x are rounded, then added
+        made[0] += (torch.where(keep, dh * u, 0.0) @ gate).square() + ((dh * g) @ up).square()
+    # Terms of one sign that are added one after the other in float32 cost up to this much more than rounding each.
     one_by_one = 0.15 * max(*x.shape, up.shape[0]) * torch.finfo(torch.float32).eps
     return [None if t is None else (torch.finfo(tensors[0].dtype).eps + one_by_one) * t.sum().sqrt() for t in made]

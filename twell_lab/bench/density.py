@@ -1,6 +1,6 @@
-"""Sparse formats beside the dense product, through torch's own kernels, over the density of a matrix.
+"""Products of a sparse matrix in several formats beside the dense product, over the matrix's density.
 
-Everything here runs on a CPU and on a GPU. Times are in milliseconds; `clock` maps names to samples.
+All go through torch's own kernels, on a CPU and on a GPU. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def scattered(rows: int, columns: int, per_row: int, *, dtype=torch.float32, dev
 
 
 def clock(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 0.5) -> Samples:
-    """Milliseconds of each call, calls taking turns: device events with a cold cache on a GPU, wall time on a CPU.
+    """Milliseconds of each call, the calls in turn: device events with a cold cache on a GPU, wall time on a CPU.
 
-    seconds: how long to measure altogether, on a CPU; at least 5 rounds are made.
+    seconds: how long to measure altogether, on a CPU; each call is made at least 40 times.
     """
     timed = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     with torch.inference_mode():
@@ -50,8 +50,8 @@ def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute a @ b, as calls without arguments; the conversion of `a` is done before, once.
 
     a: [rows, columns], mostly zeros; b: [columns, width]. COO and CSR go through torch.sparse, which calls cuSPARSE
-    on a GPU and MKL on a CPU; ELL through embedding_bag, which gathers rows of b, scales and adds them. What torch
-    cannot do in this dtype on this device is left out.
+    on a GPU and MKL on a CPU; ELL goes through embedding_bag, which gathers rows of b, scales and adds them. A way that
+    torch does not have for this dtype on this device is left out.
     """
     coo, csr, ell = a.to_sparse_coo().coalesce(), a.to_sparse_csr(), ELL.from_dense(a)
     calls = {
@@ -64,12 +64,12 @@ def multipliers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def runs_here(call: Callable[[], Tensor]) -> bool:
-    """Whether torch has what this call needs; too little memory for it is still an error."""
+    """Whether torch has what this call needs. Too little memory is an error nevertheless."""
     try:
         call()
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
         return False
     return True
 
@@ -84,7 +84,7 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
 def against_density(
     columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype, seconds: float = 0.4
 ) -> list[dict]:
-    """Time each format at each density, beside the dense product.
+    """Time each format at each density, beside the dense product of [rows, columns] and [columns, width].
 
     Returns rows {density, nnz (a row), path, ms, spread, dense_ms, x_dense (times as fast as dense), samples}. The
     path "CSR + conversion" also makes the CSR form from the dense matrix, as fresh activations would need.
@@ -106,7 +106,7 @@ def against_density(
 
 
 def density_record() -> Record:
-    """A recording of `against_density` on this machine's GPU, or its CPU, and of the dense product on zeros."""
+    """A record of `against_density` on this machine's GPU, or its CPU, and of a dense product of zeros."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows, columns, width = SIZES[device]

@@ -1,8 +1,9 @@
-"""One layer's forward pass, dense beside sparse: check first, then time, medians with spread (ops.measure)."""
+"""One layer's forward pass, dense beside sparse: checked first, then timed (ops.measure)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,16 @@ from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import ampere, dispatch, measure
-from ..ops import portable as launch
+from ..ops import ampere, dispatch, measure, portable
 from ..ops.measure import ROTATED, WrongResult, workload
 from ..plots.data import OTHER_KERNELS
 from ..records.record import Record
-from .rows import COMPILED, DENSE, check, describe, over, row, table
+from .rows import COMPILED, DENSE, check, clock_gpu, describe, first_projection, over, row, table
 
 
 def _check_seconds(seconds: float) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 2**31:
         raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
-
-
-# ---- benchmarks ----
 
 
 def ffn(
@@ -43,11 +40,26 @@ def ffn(
     seconds: float = 2.0,
     seed: int = 0,
 ) -> Record:
-    """Time a gated layer of the given size on a drawn workload (see `workload`), dense beside sparse.
+    """Time a gated layer of the given size on a drawn workload, dense beside sparse.
 
-    dtype: bfloat16 by default on a GPU, float32 on a CPU. compiled: also time torch.compile of the dense layer. others:
-    on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync"). seconds: how
-    long to measure on a CPU. Returns a Record with a row for each path."""
+    Args:
+        tokens, d_model, d_ff: the sizes of the input and of the layer.
+        nnz: how many neurons fire at a token, on average.
+        dtype: bfloat16, float16 or float32; by default bfloat16 on a GPU, float32 on a CPU.
+        device: by default a GPU where there is one.
+        workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.measure.firing_rates).
+        compiled: also time torch.compile of the dense layer.
+        others: on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
+        seconds: how long to measure on a CPU.
+        seed: of the workload.
+
+    Returns:
+        A Record with a row for each path, times in milliseconds.
+
+    Raises:
+        InputError, DeviceError: for a size, nnz, dtype or device that is not accepted.
+        WrongResult: where a result does not agree with float64; then nothing is timed.
+    """
     _check_seconds(seconds)
     device = measure.present_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -58,7 +70,9 @@ def ffn(
 def layer(
     module: nn.Module, x: Tensor, *, label: str = "trained", compiled: bool = False, seconds: float = 2.0
 ) -> Record:
-    """Time a feed-forward module on the real inputs x [tokens, d_model], dense beside its SparseFFN."""
+    """Time a feed-forward module on real inputs x [tokens, d_model], dense beside its SparseFFN.
+
+    label: what the rows call this workload. compiled, seconds, the Record and the errors: as for `ffn`."""
     _check_seconds(seconds)
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -71,10 +85,10 @@ def _compare(
     dense: nn.Module, inputs: list[Tensor], label: str, *, compiled: bool, seconds: float, others: bool = False
 ) -> Record:
     x = inputs[0]
-    (found,) = feed_forwards(dense)[:1]
+    found = feed_forwards(dense)[0]
     if found.module is not dense:
         raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
-    sparse = SparseFFN(found.module, _check=False)  # what the two compute is checked on these inputs now, in float64
+    sparse = SparseFFN(found.module, _check=False)  # `check` compares the two on these inputs
     worst = check(dense, sparse, inputs, every_row=False)
     shared = describe("ffn_forward", inputs, found.pattern.weight, label, found.pattern.bias)
     shared["error_over_allowed"] = round(worst, 4)
@@ -90,28 +104,25 @@ def _compare(
         samples |= {f"{name} (cold)": each for name, each in measure.time_cpu(calls, seconds / 2, cold=True).items()}
     else:
         with torch.cuda.device(x.device):
-            samples = measure.time_cuda({**calls, **_parts(sparse, inputs)})
-            if x.shape[0] <= measure.GRAPH_TOKENS:
-                replays = {f"{name} (graph)": measure.graphed(call) for name, call in calls.items() if name != COMPILED}
-                samples |= measure.time_cuda(replays)
+            samples = clock_gpu(calls, x.shape[0], parts=_parts(sparse, inputs))
             memory = {name: {"peak_bytes": measure.peak_bytes(call)} for name, call in calls.items()}
     rows = [each | memory.get(each["path"], {}) for each in table(shared, samples)]
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
 
 
 def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The layer on kernels that dispatch may pass over on this GPU, each checked: the portable ones behind torch's gate
-    GEMM, and, on Hopper, where they can be finished, those whose gate GEMM packs through mma.sync."""
+    """The layer on kernels that dispatch may not pick on this GPU, each checked: the portable ones behind torch's gate
+    GEMM; and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
     gate, up, down, *biases, _ = Weights.of(sparse.gate, sparse.up, sparse.down)
-    first = up if gate is None else gate
+    first, _ = first_projection(gate, up)
 
-    def portable(x):
+    def after_torch(x):
         return dispatch.twell(x, gate, up, sparse.down_t, *biases, sparse.tile, sparse.words)
 
     def through_mma(x):
         return dispatch.sm90(x, gate, up, down, sparse.down_t, *biases, None, 0, packs=ampere)
 
-    found = {OTHER_KERNELS[0]: portable}
+    found = {OTHER_KERNELS[0]: after_torch}
     if (sparse.tile, sparse.words) == (TILE, WORDS) and ampere.takes(inputs[0], first) and dispatch.fuses(first):
         found[OTHER_KERNELS[1]] = through_mma
     for call in found.values():
@@ -120,24 +131,24 @@ def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) ->
 
 
 def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[int], object]]:
-    """The portable forward cut into its three launches, each on the real output of the one before."""
+    """The three launches of the portable forward, each by itself, on the real output of the one before."""
     pattern, up, down = sparse.up if sparse.gate is None else sparse.gate, sparse.up, sparse.down
     gates = [linear(x, pattern.weight, pattern.bias) for x in inputs]
-    packs = [launch.pack(g, sparse.tile, sparse.words) for g in gates]
+    packs = [portable.pack(g, sparse.tile, sparse.words) for g in gates]
     none = (None, None, None)
 
     def project(turn):
         return linear(inputs[turn % len(inputs)], pattern.weight, pattern.bias)
 
     def pack(turn):
-        return launch.pack(gates[turn % len(inputs)], sparse.tile, sparse.words)
+        return portable.pack(gates[turn % len(inputs)], sparse.tile, sparse.words)
 
     def rest(turn):
         i = turn % len(inputs)
         if sparse.gate is None:
-            return launch.down(packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
+            return portable.down(packs[i], gates[i], none, sparse.down_t, down.bias, down.weight.shape[1], sparse.tile)
         weights = (up.weight, sparse.down_t, up.bias, down.bias)
-        return launch.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
+        return portable.gated(inputs[i], packs[i], gates[i], none, *weights, sparse.tile)
 
     return {"part: gate GEMM": project, "part: pack": pack, "part: sparse": rest}
 
@@ -148,38 +159,33 @@ def kernel_versions(
 ) -> list[dict]:
     """Rows of kind "kernel": every version of every portable kernel on one workload, bf16, on this GPU.
 
-    Each version is first compared with the newest one, which `ffn` has checked against float64.
+    Each version is first compared with the newest one, which `check` has compared with float64.
     """
     dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", torch.bfloat16, "cuda", seed=seed)
     sparse = SparseFFN.from_module(dense)
     check(dense, sparse, inputs[:1], every_row=False)
     gates = [linear(x, sparse.gate.weight) for x in inputs]
-    packs = [launch.pack(g, TILE, WORDS) for g in gates]
+    packs = [portable.pack(g, TILE, WORDS) for g in gates]
     none, down_t, up = (None, None, None), sparse.down_t, sparse.up.weight
 
-    def pack(version):
-        return lambda turn: launch.pack(gates[turn % ROTATED], TILE, WORDS, version)
+    def pack(turn, version):
+        return portable.pack(gates[turn % ROTATED], TILE, WORDS, version)
 
-    def down(version):
-        return lambda turn: launch.down(
-            packs[turn % ROTATED], gates[turn % ROTATED], none, down_t, None, d_ff, TILE, version
-        )
+    def down(turn, version):
+        i = turn % ROTATED
+        return portable.down(packs[i], gates[i], none, down_t, None, d_ff, TILE, version)
 
-    def gated(version):
-        def call(turn):
-            i = turn % ROTATED
-            return launch.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
+    def gated(turn, version):
+        i = turn % ROTATED
+        return portable.gated(inputs[i], packs[i], gates[i], none, up, down_t, None, None, TILE, version)
 
-        return call
-
-    families = {"pack": (pack, 4), "down": (down, 3), "gated": (gated, 4)}
-    calls = {f"{name}_v{v}": make(v) for name, (make, newest) in families.items() for v in range(1, newest + 1)}
-    for name, (make, newest) in families.items():
-        if name == "pack":
-            continue  # words past a count are unwritten, so packed tensors are compared by the tests, not here
-        best = make(newest)(0).float()
-        for v in range(1, newest):
-            if (off := float((make(v)(0).float() - best).norm() / best.norm())) > 0.01:
-                raise WrongResult(f"{name}_v{v} differs from v{newest} by {off:.3g} of its norm: nothing was timed")
+    newest = {pack: 4, down: 3, gated: 4}
+    calls = {f"{each.__name__}_v{v}": partial(each, version=v) for each in newest for v in range(1, newest[each] + 1)}
+    for each in (down, gated):  # a kernel leaves words past a count unwritten: the tests compare packed tensors
+        best = each(0, newest[each]).float()
+        for v in range(1, newest[each]):
+            if (off := float((each(0, v).float() - best).norm() / best.norm())) > 0.01:
+                name, right = f"{each.__name__}_v{v}", f"v{newest[each]}"
+                raise WrongResult(f"{name} differs from {right} by {off:.3g} of its norm: nothing was timed")
     shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
     return [row(shared, path, samples) for path, samples in measure.time_cuda(calls).items()]

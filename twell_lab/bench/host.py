@@ -1,8 +1,8 @@
 """What a plain call costs the host: the time until it returns, beside the time until its result is there.
 
-The GPU is idle before each call, so that nothing is waited for but what the call itself waits for. Python, torch's
-dispatcher, the allocator and the driver are in these times; the kernels only in `wall_ms`. Where the host time is the
-longer of the two, a faster kernel gains nothing. Paths take turns; every result is checked before any clock starts."""
+The GPU is idle before each call, so that a call waits for nothing but its own work. The host time (`ms`) holds what
+Python, torch's dispatcher, the allocator and the driver take; the kernels count only in `wall_ms`. Where the two are
+nearly equal, a faster kernel gains nothing. Paths take turns; every result is checked before any clock starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import differentiable, measure
 from . import inference, training
-from .rows import DENSE, check, describe, over, row
+from .rows import DENSE, check, describe, over, table
 
 D_MODEL, D_FF, NNZ = 2048, 5632, 29
 TOKENS = (1, 16, 256, 2048, 16384)
@@ -25,9 +25,9 @@ ROUNDS = 60
 
 
 def rows(tokens: tuple[int, ...] = TOKENS) -> list[dict]:
-    """Host and wall time of one gated layer, bf16, on each path at each of these token counts: a forward without
-    gradients, and a forward and backward pass. `ms` is the host's time, `wall_ms` until the GPU has finished; medians,
-    spread between quartiles."""
+    """Host and wall time of one gated layer, bf16, on each path and for each number of tokens: a forward pass without
+    gradients, and a forward and backward pass. `ms` is the host's time, `wall_ms` the time until the GPU has finished,
+    both medians; `spread` and `wall_spread` are the distances between the quartiles."""
     found = []
     for count in tokens:
         layer, inputs, _ = inference.drawn(count, D_MODEL, D_FF, NNZ)
@@ -73,28 +73,24 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
 
 def _rows(layer, inputs, what: str, calls: dict[str, Callable[[int], object]]) -> list[dict]:
     shared = describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
-    samples = _time(calls)
-    dense = measure.quartiles(samples[DENSE][0])[0]
-    found = []
-    for path, (host, wall) in samples.items():
-        wall_ms, wall_spread = measure.quartiles(wall)
-        found.append(row(shared, path, host, dense, wall_ms=wall_ms, wall_spread=wall_spread))
-    return found
+    host, wall = _time(calls)
+    facts = {path: dict(zip(("wall_ms", "wall_spread"), measure.quartiles(values))) for path, values in wall.items()}
+    return table(shared, host, facts)
 
 
-def _time(calls: dict[str, Callable[[int], object]]) -> dict[str, tuple[list[float], list[float]]]:
-    """For each call, milliseconds until it returned and until the GPU had finished, an idle GPU before each."""
-    samples = {name: ([], []) for name in calls}
+def _time(calls: dict[str, Callable[[int], object]]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds until each call returned, and until the GPU had finished; the GPU is idle before each call."""
+    until_returned, until_done = ({name: [] for name in calls} for _ in range(2))
     for turn in range(ROUNDS + 5):
         for name, call in calls.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
             kept = call(turn)
-            host = time.perf_counter()
+            returned = time.perf_counter()
             torch.cuda.synchronize()
-            wall = time.perf_counter()
+            done = time.perf_counter()
             del kept
             if turn >= 5:
-                samples[name][0].append(1e3 * (host - start))
-                samples[name][1].append(1e3 * (wall - start))
-    return samples
+                until_returned[name].append(1e3 * (returned - start))
+                until_done[name].append(1e3 * (done - start))
+    return until_returned, until_done

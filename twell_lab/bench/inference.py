@@ -1,8 +1,9 @@
 """The inference tables: each path of a layer beside torch's dense layer, eager and compiled, in one run.
 
 Every function returns rows (see twell_lab.records). Each result is checked before any clock starts: 64 rows of it
-against float64, all of it against the dense layer. Times are device events with cold L2 and rotated inputs, taken in
-turns (bench.time_cuda); for few tokens, CUDA-graph replays. The planner sees other tokens than those that are timed.
+with float64, all of it with the dense layer. Times are device events with a cold L2 cache and rotated inputs, the paths
+in turns (ops.measure.time_cuda); for few tokens also CUDA-graph replays. The planner sees other tokens than those that
+are timed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch.nn.functional import linear
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
+from ..formats.twell import TILE, WORDS
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import LayerPlan, one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..ops import measure
+from ..ops import ampere, hopper_pack, measure, portable
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from . import rows
 from .rows import COMPILED, DENSE, check, over
@@ -43,33 +45,13 @@ _DENSITY = 29 / 5632  # of the shapes' workload
 
 
 @functools.cache
-def _compiled(gated: bool):
-    """torch.compile of the dense layer as a function of its weights, so that one compilation serves every workload."""
-
-    def gated_layer(x, gate, up, down):
-        return linear(torch.relu(linear(x, gate)) * linear(x, up), down)
-
-    def plain_layer(x, gate, up, down):
-        return linear(torch.relu(linear(x, up)), down)
-
-    return torch.compile(gated_layer if gated else plain_layer, dynamic=False)
-
-
-def _compiled_dense(layer: nn.Module):
-    gate = getattr(layer, "gate_proj", None)
-    weights = (None if gate is None else gate.weight, layer.up_proj.weight, layer.down_proj.weight)
-    call = _compiled(gate is not None)
-    return lambda x: call(x, *weights)
-
-
-@functools.cache
 def rates_here() -> costs.Rates:
-    """This GPU's, measured once."""
+    """The rates of this GPU, measured once."""
     return costs.measure_rates("cuda", torch.bfloat16)
 
 
 def plan_for(layer: nn.Module, seen: list[Tensor]) -> Plan:
-    """The plan of one layer from the inputs `seen`: profiled on the first, timed on the others."""
+    """The plan of one layer, made from the inputs `seen`: profiled on the first, timed on the others."""
     tokens = seen[0].shape[0]
     return planner.plan(profile(layer, seen[:1]), layer, tokens=(tokens,), batches=seen[1:], rates=rates_here())
 
@@ -78,18 +60,18 @@ def plan_for(layer: nn.Module, seen: list[Tensor]) -> Plan:
 def compare(
     layer: nn.Module, inputs: list[Tensor], seen: list[Tensor], label: str, *, forced: bool = True
 ) -> list[dict]:
-    """Rows of every path for `layer` on `inputs`, planned on `seen`; forced: also each path on its own."""
+    """Rows of `layer` on `inputs`: dense, and as planned on `seen`. forced: also every path on its own."""
     plan = plan_for(layer, seen)
     chosen = plan.layers[0].choice(inputs[0].shape[0])
     planned = sparsify(copy.deepcopy(layer), plan)
     torch._dynamo.reset()
     calls = {
         DENSE: layer,
-        COMPILED: _compiled_dense(layer),
+        COMPILED: torch.compile(layer, dynamic=False),
         "planned": planned,
         "planned compiled": torch.compile(planned, fullgraph=True, dynamic=False),
     }
-    if forced:  # each path whatever the number of tokens: what the planner's choice is judged against
+    if forced:  # each path, whatever the number of tokens: the planner's choice is compared with these
         for choice in one_of_each(layer.up_proj.weight.shape[0], chosen.hot or _usual_hot(layer)):
             only = LayerPlan.forced(plan.layers[0], choice)
             calls[f"forced {choice}"] = SparseFFN.from_module(copy.deepcopy(layer), plan=only)
@@ -101,11 +83,7 @@ def compare(
     for name in ("planned", "planned compiled"):
         facts[name]["choice"] = str(chosen)
     shared = _describe(layer, inputs, label)
-    turns = {name: over(call, inputs) for name, call in calls.items()}
-    samples = measure.time_cuda(turns)
-    if inputs[0].shape[0] <= measure.GRAPH_TOKENS:
-        replayed = {f"{name} (graph)": measure.graphed(call) for name, call in turns.items() if "compiled" not in name}
-        samples |= measure.time_cuda(replayed)
+    samples = rows.clock_gpu({name: over(call, inputs) for name, call in calls.items()}, inputs[0].shape[0])
     return [*rows.table(shared, samples, facts), *_candidate_rows(shared, plan)]
 
 
@@ -114,7 +92,7 @@ def _usual_hot(layer: nn.Module) -> int:
 
 
 def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
-    """What the planner predicted and measured for each candidate: rows of kind "plan", with the GPU's time."""
+    """What the planner predicted and measured for each candidate, the GPU's time, as rows of kind "plan"."""
     found = []
     for entry in plan.layers[0].table():
         if entry["measured_us"] is None:
@@ -146,7 +124,7 @@ def _describe(layer: nn.Module, inputs: list[Tensor], label: str) -> dict:
 def drawn(
     tokens: int, d_model: int, d_ff: int, nnz: float, kind: str = "lognormal", *, gated: bool = True, seed: int = 0
 ):
-    """(layer, inputs to time, inputs to plan on): a drawn workload (bench.workload), bf16; plain if not gated."""
+    """(layer, inputs to time, inputs to plan on): a drawn workload (ops.measure.workload), bf16; plain if not gated."""
     layer, seen = measure.workload(tokens, d_model, d_ff, nnz, kind, torch.bfloat16, "cuda", seed=seed)
     generator = torch.Generator("cuda").manual_seed(seed + 1000)
     inputs = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in seen]
@@ -167,7 +145,7 @@ def table(tokens: int, nnzs, kind: str, *, forced: bool = True) -> list[dict]:
 
 
 def overflow_rows() -> list[dict]:
-    """nnz 60, then with 20% of the rows holding a tile of 40 positives, then with every row beyond the pool."""
+    """A layer of nnz 60 as it is, with a tile of 40 positives in 20% of its rows, and with all rows beyond the pool."""
     found = []
     for label, share, many in (
         ("no overflow", 0.0, 0),
@@ -201,14 +179,14 @@ def decode_rows() -> list[dict]:
 
 @torch.no_grad()
 def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
-    """A layer's share of a CUDA graph of `layers` layers, each with weights of its own, as a model is decoded: so many
-    that none of them is left in the L2 cache by the replay before."""
+    """One layer's share of a CUDA graph of `layers` layers, each with its own weights, as when a model decodes. There
+    are so many layers that the L2 cache holds none of their weights when the next replay starts."""
     stack = [drawn(tokens, D_MODEL, D_FF, nnz, seed=seed) for seed in range(layers)]
     sparse = [SparseFFN.from_module(layer) for layer, _, _ in stack]
     for (layer, inputs, _), each in zip(stack, sparse):
         check(layer, each, inputs)
     gate = [functools.partial(linear, weight=layer.gate_proj.weight) for layer, _, _ in stack]
-    ways = {"dense eager": [layer for layer, _, _ in stack], "forced twell": sparse, "gate GEMM (torch)": gate}
+    ways = {DENSE: [layer for layer, _, _ in stack], "forced twell": sparse, "gate GEMM (torch)": gate}
 
     def through(calls):
         return lambda turn: [call(inputs[turn % len(inputs)]) for call, (_, inputs, _) in zip(calls, stack)]
@@ -236,9 +214,6 @@ def shape_rows() -> list[dict]:
 def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
     """The gate GEMM with packing, version by version, beside torch's GEMM and torch's GEMM followed by the packing
     kernel."""
-    from ..formats.twell import TILE, WORDS
-    from ..ops import ampere, hopper_pack, portable
-
     found = []
     for nnz in nnzs:
         layer, inputs, _ = drawn(tokens, D_MODEL, D_FF, nnz)
@@ -264,7 +239,7 @@ def gate_rows(tokens: int = TOKENS, nnzs=(8, 29, 60)) -> list[dict]:
 
 
 def _same_counts(name: str, got, want: Tensor) -> None:
-    """Another order of summing may move a value across zero or by an ulp, so only nearly all counts can be equal."""
+    """WrongResult unless nearly all counts are equal: with another order of summing a value may move across zero."""
     packed = got[0] if isinstance(got, tuple) else got
     off = (packed[..., 0].long() != want[..., 0].long()).double().mean().item()
     if off > 0.01:
@@ -274,7 +249,7 @@ def _same_counts(name: str, got, want: Tensor) -> None:
 
 
 def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
-    """Layers that were trained here with each L1; every one timed on its own inputs, planned on others."""
+    """Layers that are trained here with each L1 coefficient, each timed on its own inputs and planned on others."""
     found = []
     for layer, seen, label, facts in trained_layers(l1s, steps):
         found += [{**each, **facts} for each in compare(layer, seen[:3], seen[3:], label)]
@@ -282,8 +257,8 @@ def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
 
 
 def trained_layers(l1s, steps: int) -> Iterator[tuple[nn.Module, list[Tensor], str, dict]]:
-    """The layers of four-layer models of d_model 2048, trained here with each L1: (the layer in bf16, five inputs of
-    TOKENS tokens of held-out text, what it is called, facts of its training)."""
+    """The layers of four-layer models of d_model 2048, trained here with each L1 coefficient: (the layer in bf16, five
+    inputs of TOKENS tokens of held-out text, the name of the workload, facts of its training)."""
     from ..training.config import TrainConfig
     from ..training.loop import train
 

@@ -1,5 +1,5 @@
-"""What all benchmarks do alike: say which layer and inputs are timed, check results before any clock starts, and make
-rows of the samples (see twell_lab.records)."""
+"""What all benchmarks share: the description of a timed layer, checks before any clock starts, the clock of a GPU, and
+rows of records made of the samples (see twell_lab.records)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..formats import twell
 from ..layers.anatomy import feed_forwards
 from ..ops import measure
 
-DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other one stands beside
+DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with
 
 
 def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: Tensor | None = None) -> dict:
     """What all rows of one comparison share: device, dtype and sizes, and how many neurons fire at a token on average.
 
-    inputs: [tokens, d_model] each; first, bias: of the projection whose positive outputs fire, [d_ff, d_model], [d_ff].
-    label: what the workload is called."""
+    inputs: [tokens, d_model] each. first, bias: weight [d_ff, d_model] and bias [d_ff] of the projection that decides
+    which neurons fire. label: the name of the workload."""
     x = inputs[0]
     with torch.no_grad():
         fired = [twell.fires(linear(each, first, bias)).sum(1).double().mean() for each in inputs]
@@ -44,8 +44,8 @@ def row(
     compiled_ms: float | None = None,
     **facts,
 ) -> dict:
-    """One row: median and spread of the samples, in milliseconds, and how many times as fast as the dense layer that
-    is."""
+    """One row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the dense
+    layer and as the compiled one, where their medians are given. facts: what else the row says."""
     ms, spread = measure.quartiles(samples)
     beside = {"dense_ms": dense_ms, "x_dense": None if dense_ms is None else dense_ms / ms}
     if compiled_ms is not None:
@@ -55,8 +55,9 @@ def row(
 
 
 def table(shared: dict, samples: dict[str, list[float]], facts: dict[str, dict] | None = None) -> list[dict]:
-    """A row for each path. What was run in another way, as "twell (graph)", stands beside the dense layer that was run
-    so too; a part of a layer stands beside nothing. facts: what else to say of a path, however it was run."""
+    """A row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense layer
+    that was run in the same way; a part of a layer ("part: pack") is compared with nothing. facts: what else the rows
+    of a path say, in whatever way it was run."""
     medians = {path: measure.quartiles(values)[0] for path, values in samples.items()}
     made = []
     for path, values in samples.items():
@@ -73,13 +74,28 @@ def over(call: Callable[[Tensor], object], inputs: list[Tensor]) -> Callable[[in
     return lambda turn: call(inputs[turn % len(inputs)])
 
 
+def clock_gpu(
+    calls: dict[str, Callable[[int], object]], tokens: int, parts: dict[str, Callable[[int], object]] | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each call by device events (measure.time_cuda), the calls in turn. For few tokens also "NAME
+    (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones. parts: calls that are timed beside
+    these, and never as graphs."""
+    samples = measure.time_cuda({**calls, **(parts or {})})
+    if tokens <= measure.GRAPH_TOKENS:
+        replays = {f"{name} (graph)": measure.graphed(call) for name, call in calls.items() if "compiled" not in name}
+        samples |= measure.time_cuda(replays)
+    return samples
+
+
 @torch.no_grad()
 def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor], *, every_row: bool = True) -> float:
-    """The worst ratio of error to what is allowed: 64 rows of each input against float64 (measure.check), and, where
-    asked for, every row of the first beside the dense layer's. layer: the dense feed-forward layer that `call` is to
-    compute. Raises measure.WrongResult where the ratio is above 1, or a row differs by 5% of its norm."""
-    judge = measure.As(feed_forwards(layer)[0], call)
-    worst = max(measure.check(layer, judge, each) for each in inputs)
+    """Check `call` before it is timed; returns the worst ratio of error to what is allowed.
+
+    64 rows of each input are compared with float64 (measure.check); every_row: also all rows of the first input with
+    the dense layer's. layer: the dense feed-forward layer that `call` is to compute. Raises measure.WrongResult where
+    the ratio is above 1, or a row differs from the dense layer's by more than 5% of its norm."""
+    found = feed_forwards(layer)[0]
+    worst = max(measure.check(layer, found, each, call=call) for each in inputs)
     if every_row:
         y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
         there = dense.isfinite().all(1)
@@ -91,20 +107,45 @@ def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tenso
     return worst
 
 
-def exact_gradients(tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
-    """y and the gradients of all tensors in float64, with the neurons that fire given.
+def error_over_allowed(ours: Tensor, dense: Tensor, exact: Tensor, slack: Tensor | float) -> float:
+    """The norm of our error over what is allowed: twice the norm of the dense layer's error, plus `slack`."""
+    allowed = 2 * (dense.double() - exact).norm() + slack
+    return float((ours.double() - exact).norm() / allowed)
 
-    tensors: x [tokens, d_model], gate, up, down and their biases, None for what is not there. keep: bool [tokens,
-    d_ff]. dy: [tokens, d_model]. dl1: [tokens], the gradient of each token's sum of |h|."""
+
+def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the projection that decides which neurons fire: the gate, or up in a plain layer."""
+    return (up, up_bias) if gate is None else (gate, gate_bias)
+
+
+def dense_hidden(
+    x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> Tensor:
+    """What torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer."""
+    first = torch.relu(linear(x, *first_projection(gate, up, gate_bias, up_bias)))
+    return first if gate is None else first * linear(x, up, up_bias)
+
+
+def exact_gradients(tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None]:
+    """y and the gradients of all tensors, in float64.
+
+    tensors: x [tokens, d_model], gate, up, down and their biases, None for what is not there. keep: boolean [tokens,
+    d_ff], which neurons fire. dy: [tokens, d_model], the gradient of y. dl1: [tokens], the gradient of each token's sum
+    of |h|."""
     x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1 = (
         None if t is None else t.double() for t in (*tensors, dy, dl1)
     )
-    g = torch.where(keep, linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias), 0.0)
-    u = None if gate is None else linear(x, up, up_bias)
-    h = g if u is None else g * u
-    y, dh = linear(h, down, down_bias), dy @ down + dl1[:, None] * h.sign()
-    dg = torch.where(keep, dh if u is None else dh * u, 0.0)
-    if u is None:
-        return [y, dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
-    du = dh * g
-    return [y, dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]
+    g = torch.where(keep, linear(x, *first_projection(gate, up, gate_bias, up_bias)), 0.0)
+    u = 1.0 if gate is None else linear(x, up, up_bias)
+    h = g * u
+    dh = torch.where(keep, dy @ down + dl1[:, None] * h.sign(), 0.0)
+    return [linear(h, down, down_bias), *gradient_sums(x, gate, up, dy, h, dh * u, dh * g)]
+
+
+def gradient_sums(x, gate, up, dy, h, dg, du) -> list[Tensor | None]:
+    """The gradients of x, gate, up, down, and of the three biases, from those of y and of the outputs of gate and up.
+
+    gate None: a plain layer, of which dg is the gradient of up's output; du is not used, and gate has no gradients."""
+    if gate is None:
+        return [dg @ up, None, dg.t() @ x, dy.t() @ h, None, dg.sum(0), dy.sum(0)]
+    return [dg @ gate + du @ up, dg.t() @ x, du.t() @ x, dy.t() @ h, dg.sum(0), du.sum(0), dy.sum(0)]

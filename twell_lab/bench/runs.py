@@ -1,9 +1,9 @@
 """Whole trainings, from the first step on, by one process and by several: dense and through the kernels, replicated and
 sharded.
 
-Where bench.training times steps of layers and models that stand still, these are runs of the trainer:
-the model starts dense, L1 silences it, each layer goes over to the kernels when it fires little enough, and a step
-includes the reading of windows, clipping, AdamW and the rows of the history.
+bench.training times steps of layers and models that do not change. These are runs of the trainer: the model starts
+dense, L1 silences it, and each layer changes to the kernels once few enough neurons fire. A step includes the reading
+of windows, clipping, AdamW and the rows of the history.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,10 +24,11 @@ from ..training.config import TrainConfig
 from ..training.loop import train
 from ..training.parallel import joined
 from ..training.presets import named
+from .rows import row
 
-LATE = 0.25  # the share of a run's rows, its last ones, that are timed: layers have gone over, and graphs are compiled
-# The paper's 0.5B with bytes for tokens. An L1 fifteen times the paper's, since 10 million tokens have to do for 10
-# billion.
+LATE = 0.25  # the last share of a run's rows is timed: by then layers have changed to the kernels and are compiled
+# The paper's 0.5B model, with bytes as tokens. L1 is fifteen times the paper's: there are 10 million tokens, not 10
+# billion, to silence the model.
 HALF = {
     **named("0.5B"),
     "tokenizer": None,
@@ -44,19 +45,25 @@ HALF = {
 
 
 class RunFailed(TwellError, RuntimeError):
-    """A training that was to be timed ended with an error: what it said."""
+    """A training that was to be timed ended with an error; the message holds the end of its output."""
 
 
 @dataclass(frozen=True)
 class How:
-    """By how many processes, joined by what, and through which kernels."""
+    """How a training runs: in how many processes, joined how ("ddp", "fsdp"), and with which kernels ("off", ...)."""
 
     processes: int
     parallel: str
     kernels: str
 
     @property
+    def dense(self) -> How:
+        """The run that this one is compared with."""
+        return replace(self, kernels="off")
+
+    @property
     def path(self) -> str:
+        """What a row calls it."""
         where = "1 GPU" if self.processes == 1 else f"{self.processes} GPUs, {self.parallel}"
         return f"{where}, {'dense' if self.kernels == 'off' else self.kernels}"
 
@@ -69,27 +76,21 @@ HOWS = tuple(
 
 
 def rows(config: dict = HALF, hows: tuple[How, ...] = HOWS, device: str = "cuda") -> list[dict]:
-    """Train once each way; a row for each: ms a step (median and quartiles over the last rows of the history), beside
-    the dense run by as many processes joined in the same way, and what the run had come to.
+    """Train once in each way; a row for each.
 
-    config: fields of TrainConfig. Raises RunFailed, with the end of what it said, where one of them fails, and
-    InputError for a way without the dense run that it is to be compared with."""
+    A row holds milliseconds a step (median and spread over the last rows of the history), how that compares with the
+    dense run by as many processes joined in the same way, and what the model had become. config: fields of TrainConfig.
+    Raises RunFailed where a run fails, and InputError, before any run, for a way without its dense run."""
     for how in hows:
-        if How(how.processes, how.parallel, "off") not in hows:
-            raise InputError(
-                f"hows has {how.path!r} without the dense run beside it; accepted: with "
-                f"{How(how.processes, how.parallel, 'off')}"
-            )
-    made = {how: _row(config, how, _history(config, how, device), device) for how in hows}
-    for how, each in made.items():
-        each["dense_ms"] = made[How(how.processes, how.parallel, "off")]["ms"]
-        each["x_dense"] = each["dense_ms"] / each["ms"]
-    return [*made.values()]
+        if how.dense not in hows:
+            raise InputError(f"hows has {how.path!r} without the dense run beside it; accepted: with {how.dense}")
+    histories = {how: _history(config, how, device) for how in hows}
+    late = {how: history[-max(1, round(LATE * len(history))) :] for how, history in histories.items()}
+    return [_row(TrainConfig(**config), how, late[how], late[how.dense], device) for how in hows]
 
 
 def _history(config: dict, how: How, device: str) -> list[dict]:
-    """The history of such a run, made in processes of its own that save nothing else: a checkpoint takes as long as
-    many steps."""
+    """The history of such a run. Its processes save nothing else, as a checkpoint takes as long as many steps."""
     several = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={how.processes}"]
         if how.processes > 1
@@ -112,48 +113,45 @@ def _history(config: dict, how: How, device: str) -> list[dict]:
 
 
 def _train(fields: str, out: str) -> None:
-    """One of the processes."""
+    """What each of the processes does. fields: of the TrainConfig, as JSON; out: the file for the history."""
     with joined(json.loads(fields)["device"]) as world:
         result = train(TrainConfig(**json.loads(fields)), progress=False)
         if world.lead:
             Path(out).write_text(json.dumps(result.history))
 
 
-def _row(config: dict, how: How, history: list[dict], device: str) -> dict:
-    whole = TrainConfig(**config)
-    tokens = whole.batch * whole.context
-    late = history[-max(1, round(LATE * len(history))) :]
-    samples = [1e3 * tokens / row["tokens_per_s"] for row in late]
-    ms, spread = measure.quartiles(samples)
-    mean = lambda name: sum(row[name] for row in late) / len(late)  # noqa: E731
-    return {
+def _row(config: TrainConfig, how: How, late: list[dict], dense: list[dict], device: str) -> dict:
+    """One row, of the last rows of a run's history, beside those of the dense run."""
+    last, tokens = late[-1], config.batch * config.context
+    samples, of_dense = ([1e3 * tokens / each["tokens_per_s"] for each in rows] for rows in (late, dense))
+    mean = lambda name: sum(each[name] for each in late) / len(late)  # noqa: E731
+    shared = {
         "kind": "training run",
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "dtype": whole.dtype,
-        "path": how.path,
+        "dtype": config.dtype,
         "processes": how.processes,
         "parallel": how.parallel,
         "kernels": how.kernels,
         "tokens": tokens,
-        "context": whole.context,
-        "d_model": whole.d_model,
-        "d_ff": whole.d_ff,
-        "layers": whole.layers,
-        "gated": whole.gated,
-        "l1": whole.l1,
-        "steps": whole.steps,
-        "compiled": whole.compile,
-        "ms": ms,
-        "spread": spread,
-        "tokens_per_s": round(1e3 * tokens / ms),
-        "nnz": round(mean("nnz"), 2),
-        "nnz_layers": [round(each, 1) for each in history[-1]["nnz_layers"]],
-        "ce": round(mean("ce"), 4),
-        "val_bits_per_byte": round(history[-1]["val_bits_per_byte"], 4),
-        "seconds": round(history[-1]["seconds"], 1),
-        **({"peak_bytes": history[-1]["peak_bytes"]} if "peak_bytes" in history[-1] else {}),
-        "samples": [round(each, 3) for each in samples],
+        "context": config.context,
+        "d_model": config.d_model,
+        "d_ff": config.d_ff,
+        "layers": config.layers,
+        "gated": config.gated,
+        "l1": config.l1,
+        "steps": config.steps,
+        "compiled": config.compile,
     }
+    facts = {
+        "tokens_per_s": round(1e3 * tokens / measure.quartiles(samples)[0]),
+        "nnz": round(mean("nnz"), 2),
+        "nnz_layers": [round(each, 1) for each in last["nnz_layers"]],
+        "ce": round(mean("ce"), 4),
+        "val_bits_per_byte": round(last["val_bits_per_byte"], 4),
+        "seconds": round(last["seconds"], 1),
+        **({"peak_bytes": last["peak_bytes"]} if "peak_bytes" in last else {}),
+    }
+    return row(shared, how.path, samples, measure.quartiles(of_dense)[0], **facts)
 
 
 if __name__ == "__main__":

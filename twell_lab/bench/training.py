@@ -3,11 +3,12 @@ model.
 
 Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
 before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device
-events, cold L2, inputs and output gradients rotated, taken in turns (bench.time_cuda). peak_bytes: what one call holds
-at most beyond what was there, its output and all gradients included."""
+events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.measure.time_cuda).
+peak_bytes: the most that one call holds beyond what was there before, its output and all gradients included."""
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
@@ -17,12 +18,13 @@ from torch.nn.functional import linear
 from ..analysis import switching
 from ..layers import learner
 from ..layers.anatomy import feed_forwards
+from ..layers.terms import layer_terms
 from ..layers.weights import Weights
 from ..models.swap import sparsify
+from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import differentiable, measure
-from . import inference
-from .rows import COMPILED, DENSE, describe, exact_gradients
-from .rows import table as table_of
+from . import inference, rows
+from .rows import COMPILED, DENSE
 
 D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
@@ -34,8 +36,7 @@ NAMES = ("y", "dx", "dgate", "dup", "ddown")
 
 def dense_layer(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """(y, l1) by torch's own operations; l1 is the mean over tokens of sum |h|."""
-    first = torch.relu(linear(x, up if gate is None else gate))
-    h = first if gate is None else first * linear(x, up)
+    h = rows.dense_hidden(x, gate, up)
     return linear(h, down), h.abs().sum(dtype=torch.float32) / len(x)
 
 
@@ -51,7 +52,7 @@ def our_layer(path: str):
 
 @functools.cache
 def _compiled(path: str):
-    """One compilation serves every workload of a shape."""
+    """The dense layer ("torch") or a path, compiled once for all workloads of a shape."""
     return torch.compile(dense_layer if path == "torch" else our_layer(path), fullgraph=True, dynamic=False)
 
 
@@ -70,15 +71,14 @@ def step_of(layer, weights: Weights, inputs: list[Tensor], grads: list[Tensor]):
 
 @torch.no_grad()
 def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[str, float]:
-    """For y and each gradient, the norm of our error against `right` over twice that of torch's dense layer.
+    """For y and each gradient, the norm of our error (from `right`, float64) over twice that of torch's dense layer.
 
-    Raises bench.WrongResult for a ratio above 1.
+    Raises measure.WrongResult for a ratio above 1.
     """
     names = NAMES if len(right) == len(NAMES) else [name for name in NAMES if name != "dgate"]
     ratios = {}
     for name, a, b, e in zip(names, ours, dense, right):
-        allowed = 2 * (b.double() - e).norm() + 1e-12 * e.norm()
-        ratios[name] = round(float((a.double() - e).norm() / allowed), 4)
+        ratios[name] = round(rows.error_over_allowed(a, b, e, 1e-12 * e.norm()), 4)
         if not ratios[name] <= 1.0:
             raise measure.WrongResult(f"{name} is off by {ratios[name]} times what is allowed: nothing was timed")
     return ratios
@@ -86,17 +86,17 @@ def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[
 
 @torch.no_grad()
 def exact(weights: Weights, x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
-    """y, dx and the gradients in float64, from the gate as torch rounds it: that decides which neurons fire, and
-    differs between orders of summing only where a value is all but zero."""
+    """y and the gradients of x and the weights, in float64. Which neurons fire is taken from the gate as torch rounds
+    it: another order of summing changes that only where a value is nearly zero."""
     gate, up, down = weights[:3]
-    keep = linear(x, up if gate is None else gate) > 0
+    keep = linear(x, *rows.first_projection(gate, up)) > 0
     dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
-    y, *gradients = exact_gradients((x, gate, up, down, None, None, None), keep, dy, dl1)
+    y, *gradients = rows.exact_gradients((x, gate, up, down, None, None, None), keep, dy, dl1)
     return [each for each in (y, *gradients[:4]) if each is not None]
 
 
 def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
-    """The path that switching chooses for a layer of this density: what "planned" means in these rows."""
+    """The path that `switching` chooses for a layer of this density: what "planned" means in these rows."""
     return learner.SPARSE if nnz < switching.break_even(inference.rates_here(), d_model, d_ff, gated) else learner.DENSE
 
 
@@ -106,8 +106,8 @@ def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | No
     inputs = [x.detach().requires_grad_() for x in inputs]
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
-    first = weights[1] if weights[0] is None else weights[0]
-    shared = describe("training", inputs, first, label) | {"gated": weights[0] is not None, **(facts or {})}
+    first, _ = rows.first_projection(*weights[:2])
+    shared = rows.describe("training", inputs, first, label) | {"gated": weights[0] is not None, **(facts or {})}
     path = planned(shared["nnz"], shared["d_model"], shared["d_ff"], shared["gated"])
     layers = {
         DENSE: dense_layer,
@@ -120,14 +120,14 @@ def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | No
     base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
     notes = {}
     for name, call in calls.items():
-        first = call(0)  # compiled, loaded
-        notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(first, base, right).values())}
-        del first
+        result = call(0)  # compiles and loads what is needed
+        notes[name] = {} if name == DENSE else {"error_over_allowed": max(check(result, base, right).values())}
+        del result
         notes[name]["peak_bytes"] = measure.peak_bytes(call)
     del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
-    return table_of(shared, measure.time_cuda(calls, rounds=20), notes)
+    return rows.table(shared, measure.time_cuda(calls, rounds=20), notes)
 
 
 # ---- the tables ----
@@ -138,12 +138,12 @@ def _weights(layer: nn.Module) -> Weights:
 
 
 def table(kind: str, nnzs=(8, 29, 60, 120)) -> list[dict]:
-    rows = []
+    found = []
     for nnz in nnzs:
         layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, nnz, kind)
-        rows += compare(_weights(layer), inputs, f"independent, {kind}")
+        found += compare(_weights(layer), inputs, f"independent, {kind}")
         torch.cuda.empty_cache()
-    return rows
+    return found
 
 
 def plain_rows() -> list[dict]:
@@ -154,23 +154,23 @@ def plain_rows() -> list[dict]:
 def overflow_rows() -> list[dict]:
     """nnz 29 with 20% of the rows holding a tile of 40 positives (in the pool), and with 1% holding one of 200
     (lost)."""
-    rows = []
+    found = []
     for label, share, many in (
         ("20% of rows with a tile of 40", 0.2, 40),
         ("1% of rows with a tile of 200", 0.01, 200),
     ):
         layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, 29)
         inference.overflow(layer, inputs, share, many)
-        rows += compare(_weights(layer), inputs, f"overflow: {label}")
-    return rows
+        found += compare(_weights(layer), inputs, f"overflow: {label}")
+    return found
 
 
 def trained_rows(l1s=(1e-4,), steps: int = 400) -> list[dict]:
-    """Layers that were trained here, each on its own inputs."""
-    rows = []
+    """Layers that are trained here, each timed on its own inputs."""
+    found = []
     for layer, seen, label, facts in inference.trained_layers(l1s, steps):
-        rows += compare(_weights(layer), seen[:3], label, {name: facts[name] for name in ("l1", "layer", "steps")})
-    return rows
+        found += compare(_weights(layer), seen[:3], label, {name: facts[name] for name in ("l1", "layer", "steps")})
+    return found
 
 
 # ---- whole steps ----
@@ -187,15 +187,11 @@ def model_rows(
     batch: int = 8,
     name: str = "",
 ) -> list[dict]:
-    """A training step of a model, by default a 0.5B-shaped one, optimizer included, dense beside layers as they are
-    planned, and beside sparse ones. name: what the workload is called beside "whole step".
+    """Whole training steps of a model, optimizer included: all layers dense, each as planned, and all sparse. By
+    default the model has the shape of a 0.5B one. name: of the workload, after "whole step".
 
-    The gate's thresholds are drawn so that the layers fire at about `nnz`: see _quiet. The learning rate is zero, so
-    that every step is the same step; AdamW does its work all the same."""
-    import copy
-
-    from ..models.tiny import LanguageModel, ModelConfig
-
+    The gates' thresholds are set so that about `nnz` neurons fire at a token (`_quiet`). The learning rate is zero, so
+    that every step is the same step; AdamW does its work nevertheless."""
     torch._dynamo.reset()
     config = ModelConfig(vocabulary=vocabulary, d_model=d_model, layers=layers, heads=heads, d_ff=d_ff, context=context)
     torch.manual_seed(0)
@@ -206,31 +202,28 @@ def model_rows(
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
     twin, sparse = sparsify(copy.deepcopy(dense), "twell"), sparsify(copy.deepcopy(dense), "twell")
     choice = plan(twin, tokens[0, :, :-1])
-    by_layer = copy.deepcopy(
-        twin
-    )  # as the trainer does with layers that may change their path; the loss is compiled in none of these
+    by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
     steps = {
-        "dense compiled": _model_step(dense, tokens, True),
+        COMPILED: _model_step(dense, tokens, True),
         "planned compiled": _model_step(twin, tokens, True),
         "planned, compiled by layer": _model_step(by_layer, tokens, False),
         "forced twell compiled": _model_step(sparse, tokens, True),
-        "dense eager": _model_step(dense, tokens, False),
+        DENSE: _model_step(dense, tokens, False),
         "planned": _model_step(twin, tokens, False),
     }
     losses = {name: float(call(0)) for name, call in steps.items()}
-    if max(losses.values()) - min(losses.values()) > 0.02 * losses["dense eager"]:
+    if max(losses.values()) - min(losses.values()) > 0.02 * losses[DENSE]:
         raise measure.WrongResult(f"the losses differ: {losses}; nothing was timed")
-    peaks = {
+    notes = {
         name: {"peak_bytes": measure.peak_bytes(call), "loss": round(losses[name], 4)} for name, call in steps.items()
     }
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
-        peaks[path]["choice"] = choice
-    peaks["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
-    peaks["dense compiled"]["gradients_apart"] = gradients_apart(
-        torch.compile(dense, dynamic=False), dense, tokens[0]
-    )  # a yardstick
+        notes[path]["choice"] = choice
+    notes["forced twell compiled"]["gradients_apart"] = gradients_apart(sparse, dense, tokens[0])
+    compiled = torch.compile(dense, dynamic=False)  # the same layers: how far apart gradients are anyway
+    notes[COMPILED]["gradients_apart"] = gradients_apart(compiled, dense, tokens[0])
     shared = {
         "kind": "training",
         "device": torch.cuda.get_device_name(),
@@ -245,14 +238,12 @@ def model_rows(
         "parameters": sum(p.numel() for p in dense.parameters()),
         "workload": f"whole step, {name or f'{layers} layers'}",
     }
-    return table_of(shared, measure.time_cuda(steps, rounds=10), peaks)
+    return rows.table(shared, measure.time_cuda(steps, rounds=10), notes)
 
 
 def plan(model: nn.Module, tokens: Tensor) -> str:
-    """Have each sparse layer take the path that switching chooses for it; returns in how many it is the sparse one, in
-    words."""
-    from ..layers.terms import layer_terms
-
+    """Have each sparse layer take the path that `switching` chooses for it; returns a sentence with how many of them
+    are sparse then."""
     with layer_terms(model) as terms:
         model(tokens)
     found = [layer.module for layer in feed_forwards(model)]
@@ -263,7 +254,7 @@ def plan(model: nn.Module, tokens: Tensor) -> str:
 
 
 def gradients_apart(model: nn.Module, other: nn.Module, windows: Tensor) -> float:
-    """How far two models' gradients of the loss with L1 are apart: the largest of |a - b| / |b| over parameters."""
+    """How far apart two models' gradients of the loss with L1 are: the largest |a - b| / |b| of all parameters."""
     a, b = (_gradients(each, windows) for each in (model, other))
     return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(a, b, strict=True))
 
@@ -277,8 +268,6 @@ def _gradients(model: nn.Module, windows: Tensor) -> list[Tensor]:
 
 
 def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
-    from ..layers.terms import layer_terms
-
     with layer_terms(model) as terms:
         scores = call(windows[:, :-1])
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
@@ -286,7 +275,7 @@ def _loss(model: nn.Module, call, windows: Tensor) -> Tensor:
 
 
 def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
-    """One step: loss with L1, backward, AdamW of learning rate 0. turn -> the loss, a tensor."""
+    """A call of one step: the loss with L1, backward, AdamW with learning rate 0. turn -> the loss, a tensor."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     call = torch.compile(model, dynamic=False) if compiled else model
 
@@ -302,10 +291,10 @@ def _model_step(model: nn.Module, tokens: Tensor, compiled: bool):
 
 @torch.no_grad()
 def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
-    """Lower the gates of every layer until it fires at about `nnz`, lognormal rates; returns what they do, on average.
+    """Lower the gates of every layer until about `nnz` neurons fire at a token; returns how many do, on average.
 
-    Coordinate 0 of the stream is made a constant that no layer changes, and each gate row gets there what its neuron's
-    quantile of the products asks for.
+    Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
+    gate row gets the weight with which its neuron fires at its rate, by the quantile of its products with these tokens.
     """
     model.embedding.weight[:, 0] = 8.0
     for block in model.layers:

@@ -1,7 +1,7 @@
-"""Every exception the library raises on purpose.
+"""The exceptions that the library raises on purpose.
 
-Each also derives from the built-in class a caller would expect, so `except ValueError` keeps working.
-A message names the value that was refused and what would have been accepted.
+Each also derives from the built-in class that one would expect, so `except ValueError` works too. A message names the
+value that was refused and what would have been accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DeviceError(TwellError, RuntimeError):
 
 
 class CompileError(TwellError, RuntimeError):
-    """A kernel did not compile; the compiler's log is in the message."""
+    """A kernel did not compile. The message holds the compiler's log."""
 
 
 class StackError(TwellError, RuntimeError):

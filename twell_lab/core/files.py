@@ -1,6 +1,6 @@
-"""Files read and written as a whole: JSON that is what it says, and writes that appear whole or not at all.
+"""Reading and writing whole files: strict JSON, writes that appear whole or not at all, and locks on open files.
 
-Needs neither torch nor anything else that is installed.
+Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from .errors import RecordError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks, and keeps what a killed process left
+except ImportError:  # Windows has no such locks, so the temporary files of killed processes stay there
     fcntl = None  # type: ignore[assignment]
 
-LARGEST = 2**30  # bytes of a JSON file: one given by mistake would fill the memory
-DEEPEST = 100  # lists and objects within each other: what takes a value apart step by step has to end
-WHOLE = 2**63  # whole numbers below this one are what tensors hold
+LARGEST = 2**30  # bytes of a JSON file; a larger one, given by mistake, would fill the memory
+DEEPEST = 100  # how many lists and objects may be nested: code that walks through a value must come to an end
+WHOLE = 2**63  # tensors hold whole numbers below this one
+
+
+def reason(error: Exception) -> str:
+    """Why an error was raised: the system's words, without number and path, where it has some."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
@@ -33,14 +38,15 @@ def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
 
     Args:
         path: of the file.
-        largest: the most bytes that it may have.
+        largest: how many bytes the file may have at most.
 
     Raises:
-        OSError: for whatever cannot be read: also a pipe, a device, a larger file, and a name that no file can have.
+        OSError: for whatever cannot be read, which includes a folder, a pipe, a device, a file that is too large, and
+            a name that no file can have.
     """
     try:
         found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and a device need not end
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe could wait for ever, and a device may have no end
             raise OSError(
                 None, f"it is {'a folder' if stat.S_ISDIR(found.st_mode) else 'a pipe or a device'}, not a file"
             )
@@ -53,20 +59,20 @@ def read(path: str | os.PathLike, largest: int | None = None) -> bytes:
 
 
 def read_json(path: str | os.PathLike, what: str):
-    """What a JSON file holds.
+    """The value that a JSON file holds.
 
     Args:
-        path: of the file, of at most LARGEST bytes.
-        what: what the file is ("record", "plan"), for the message of an error.
+        path: of the file, which may have LARGEST bytes.
+        what: what the file is ("record", "plan"), for error messages.
 
     Raises:
-        RecordError: where it cannot be read, or is no JSON as `parse_json` takes it.
+        RecordError: for a file that cannot be read, or that `parse_json` refuses.
     """
     where = f"{what} {os.fspath(path)!r}"
     try:
         content = read(path, LARGEST)
     except OSError as error:
-        raise RecordError(f"{where} cannot be read: {error.strerror or error}") from None
+        raise RecordError(f"{where} cannot be read: {reason(error)}") from None
     try:
         return parse_json(content)
     except ValueError as error:
@@ -74,12 +80,12 @@ def read_json(path: str | os.PathLike, what: str):
 
 
 def parse_json(content: bytes):
-    """What JSON text holds.
+    """The value that a JSON text holds.
 
     Raises:
-        ValueError: for what not every reader would understand alike: NaN, infinite numbers and those
-            that float64 does not hold, names that come twice in an object, other encodings than UTF-8, and more than
-            DEEPEST lists and objects within each other.
+        ValueError: for text that is no JSON, and for JSON that not all programs read alike: NaN, infinite numbers and
+            numbers too large for float64, a name that comes twice in one object, another encoding than UTF-8, and
+            more than DEEPEST nested lists and objects.
     """
     try:
         value = json.loads(content.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
@@ -90,7 +96,7 @@ def parse_json(content: bytes):
 
 
 def _no_number(name: str):
-    raise ValueError(f"{name} is no number there")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
@@ -102,7 +108,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _check_depth(value) -> None:
-    """ValueError for a value that is too deep, or has a number in it that float64 does not hold."""
+    """Raises ValueError for a value with too many nested lists and objects, or with an infinite number."""
     level = [value]
     for _ in range(DEEPEST + 1):
         if any(isinstance(each, float) and not math.isfinite(each) for each in level):
@@ -115,7 +121,7 @@ def _check_depth(value) -> None:
 
 
 def strict_json(value, indent: int | None = None) -> str:
-    """JSON text that any reader takes: NaN and infinite numbers, which JSON does not have, are null."""
+    """The value as JSON text. NaN and infinite numbers, which JSON does not have, become null."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
@@ -133,20 +139,20 @@ def _finite(value):
 def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_folder: bool = True) -> None:
     """Write a file whole or not at all: a temporary file beside it, then a rename.
 
-    First it removes what a process that was killed left of an earlier write of the same file; a temporary file that
-    another process is writing right now stays. A link is followed.
+    Before that it removes temporary files of the same target that killed processes left behind; one that another
+    process is writing right now stays. Where the path is a symbolic link, the file that it points to is written.
 
     Args:
         path: of the file.
         content: bytes, or text, which is written as UTF-8.
-        make_folder: make its folder if need be.
+        make_folder: whether to make the folder of the file where it is missing.
 
     Raises:
         RecordError: naming the folder, where that cannot be written (read-only, full), and for a path that is a
-            folder, a device or a pipe: a rename would put a file in its place.
+            folder, a device or a pipe, which the rename would replace by a file.
     """
     path = Path(path)
-    if isinstance(content, str):  # half characters, as in names that are no UTF-8, would be refused
+    if isinstance(content, str):  # lone surrogates, as in file names that are not UTF-8, are written as escapes
         content = content.encode("utf-8", "backslashreplace")
     try:
         target = Path(os.path.realpath(path))
@@ -157,7 +163,7 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
         _sweep(target)
         file = _temporary(target)
         try:
-            with file:  # locked until it is closed
+            with file:  # it is locked until it is closed
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -165,74 +171,92 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
         finally:
             Path(file.name).unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
         raise RecordError(
-            f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {why}; "
+            f"cannot write {path.name!r} in the folder {str(path.parent)!r}: {reason(error)}; "
             "name a folder with free space that you may write"
         ) from None
 
 
 def _why_no_file(target: Path) -> str | None:
-    """What stands where a file is to be written, if that is something else; None if a file can be written there."""
+    """What the target is, if it is there and not a file; None if a file can be written there."""
     if not target.exists():
         return "a link in a circle" if target.is_symlink() else None
     return None if target.is_file() else "a folder" if target.is_dir() else "a device or a pipe"
 
 
 def _temporary(target: Path) -> IO[bytes]:
-    """A new file beside the target, open and locked: one without a lock is a left-over, and may be removed."""
+    """A new file beside the target, open and locked. `_sweep` removes such files that nobody has locked."""
     while True:
         file = open(target.with_name(f".{target.name}.{secrets.token_hex(6)}"), "xb")
-        _lock(file)
-        if os.path.exists(file.name):  # else it was found before it had its lock
+        lock_file(file)
+        if os.path.exists(file.name):  # else another process removed it before it was locked
             return file
         file.close()
 
 
 def _sweep(target: Path) -> None:
-    """Remove the temporary files of this target that nobody is writing any more."""
+    """Remove the temporary files of this target that no process is writing any more."""
     ours = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{12}")
-    with suppress(OSError):  # a folder may be written without being listed
+    with suppress(OSError):  # some folders can be written but not listed
         for name in os.listdir(target.parent):
             if ours.fullmatch(name):
                 with suppress(OSError), open(target.with_name(name), "rb+") as file:
-                    if _lock(file, wait=False):
+                    if lock_file(file, wait=False):
                         os.unlink(file.name)
 
 
-def _lock(file: IO[bytes], wait: bool = True) -> bool:
-    """Lock the file until it is closed or this process ends; False if another one has it, or none can be locked."""
+def lock_file(file: int | IO[bytes], *, wait: bool = True) -> bool | None:
+    """Lock an open file until it is closed or this process ends.
+
+    Args:
+        file: an open file or its descriptor.
+        wait: whether to wait while another process holds the lock.
+
+    Returns:
+        True if the file is locked now, False if another process holds the lock, None where files cannot be locked
+        (Windows, some file systems).
+    """
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
+    return True
 
 
-def check_folder(folder: str | os.PathLike) -> None:
-    """Make the folder if need be, and a file in it for a moment. RecordError naming it where that fails."""
+def check_folder(folder: str | os.PathLike, free: int = 0) -> None:
+    """Check that files can be written in a folder, before work whose result would be lost otherwise.
+
+    Makes the folder where it is missing, and writes a temporary file in it.
+
+    Args:
+        folder: to look at.
+        free: bytes that must fit in it.
+
+    Raises:
+        RecordError: naming the folder, where it cannot be made or written, or is too full.
+    """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=Path(folder)):
-            pass
+        with tempfile.TemporaryFile(dir=Path(folder)) as file:
+            file.write(bytes(free))
     except (OSError, ValueError) as error:
+        wanted = f" and that has {free >> 20} MiB free" if free else ""
         raise RecordError(
-            f"cannot write in the folder {os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}; "
-            "name one that you may write"
+            f"cannot write in the folder {os.fspath(folder)!r}: {reason(error)}; name one that you may write{wanted}"
         ) from None
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """RecordError unless a file could be written there now; before work that would be lost otherwise."""
+    """Raises RecordError unless a file could be written there now. For use before work that would be lost otherwise."""
     path = Path(path)
     try:
         wrong = _why_no_file(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
-        raise RecordError(
-            f"{str(path)!r} is no file that can be written: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise RecordError(f"{str(path)!r} is not a file that can be written: {reason(error)}") from None
     if wrong:
         raise RecordError(f"{str(path)!r} is {wrong}; accepted: the name of a file")
     check_folder(path.parent)

@@ -1,4 +1,5 @@
-"""Where things live: kernel sources and data (in a checkout or in the wheel), and the cubin cache."""
+"""Where things lie: kernel sources and data (in a checkout or in the wheel) and the cache of compiled kernels; who else
+can write into a folder; and the removal of what killed processes left behind."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import stat
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +27,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _beside_or_inside(name: str) -> Path:
-    """`name` at the top of a checkout, or inside the installed package (the wheel ships a copy there)."""
+    """The folder `name`: inside the package where it was installed from a wheel, else at the top of the checkout."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
@@ -46,27 +48,27 @@ def records_dir() -> Path:
 
 
 def notebooks_dir() -> Path:
-    """The folder of the course's notebooks; an installed package has them without outputs."""
+    """The folder of the course's notebooks. In an installed package they have no outputs."""
     return _beside_or_inside("notebooks")
 
 
 def is_installed() -> bool:
-    """Whether the package was installed, with its data inside, which nobody writes into; False in a checkout."""
+    """Whether the package was installed from a wheel, with its data inside it; False in a checkout."""
     return data_dir().is_relative_to(_PACKAGE)
 
 
 def new_records_dir() -> Path:
-    """Where new records go unless told: a checkout's data/records; the working folder of an installed package."""
+    """Where new records are saved by default: in data/records of a checkout; in the working folder where the package
+    is installed, since nobody should write into that."""
     return Path.cwd() if is_installed() else records_dir()
 
 
 def cache_dir() -> Path | None:
-    """A folder for compiled kernels that nobody else can write in, or None where no candidate can be written.
+    """A folder for compiled kernels into which nobody else can write; None where no folder can be written.
 
-    It is the one that `TWELL_LAB_CACHE` names or, without that, the user's cache folder, or one in the system's
-    temporary folder. What is kept there runs with this user's rights, so a folder that `refusal` objects to is not
-    used: `private_folder` takes its place, with a warning. Whether a folder can be written is tried, not read off its
-    permission bits: root may write where they say no, and a read-only mount refuses where they say yes."""
+    It is the folder that `TWELL_LAB_CACHE` names or, without that, the first that can be written of the user's cache
+    folder and one in the system's temporary folder. Files in it are run with this user's rights, so a folder that
+    `refusal` objects to is not used: `private_folder` takes its place, and a warning says so."""
     folder, refused = find_cache()
     if refused:
         folder = folder or private_folder()
@@ -78,19 +80,22 @@ def cache_dir() -> Path | None:
 
 
 def find_cache() -> tuple[Path | None, list[str]]:
-    """The cache folder (None where there is none), and why candidates before it were refused."""
+    """The cache folder (None where there is none), and why candidates before it were refused.
+
+    Whether a folder can be written is tried, since its permission bits do not tell: root may write where they say no,
+    and a read-only mount refuses where they say yes."""
     named = os.environ.get("TWELL_LAB_CACHE")
     if named:
-        candidates = [lambda: Path(named)]
+        candidates = [Path(named)]
     else:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        owner = "user" if _user() is None else _user()
-        # gettempdir() raises where there is no temporary folder either.
-        candidates = [lambda: Path(base) / "twell-lab", lambda: Path(tempfile.gettempdir()) / f"twell-lab-{owner}"]
+        candidates = [Path(base) / "twell-lab"]
+        with suppress(OSError):  # no temporary folder can be written either
+            owner = "user" if _user() is None else _user()
+            candidates.append(Path(tempfile.gettempdir()) / f"twell-lab-{owner}")
     refused = []
-    for candidate in candidates:
+    for folder in candidates:
         try:
-            folder = candidate()
             make_folder(folder)
             if not named:
                 _close(folder)
@@ -106,7 +111,8 @@ def find_cache() -> tuple[Path | None, list[str]]:
 
 @cache
 def private_folder() -> Path | None:
-    """A new folder in the system's temporary folder, removed when this process ends; None where none is safe."""
+    """A new folder in the system's temporary folder, which is removed when this process ends. None where none can be
+    made, or where others could replace it."""
     try:
         system = Path(tempfile.gettempdir())
         sweep(system, "twell-lab")
@@ -118,7 +124,7 @@ def private_folder() -> Path | None:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """Removes a folder at the end of the process that made it: a forked one leaves it alone."""
+    """Remove a folder at the end of the process that made it, and not at the end of one forked from that."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -129,34 +135,39 @@ def _warn_once(message: str) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o700) -> None:
-    """Make the folder and those above it that are missing, with at most these rights, whatever the umask grants."""
+    """Make the folder and the missing ones above it, with these permissions less those that the umask takes away."""
     for missing in reversed([folder, *folder.parents]):
         if not missing.exists():
             missing.mkdir(mode=mode, exist_ok=True)
-    folder.mkdir(exist_ok=True)  # says what is wrong with something that is no folder
+    folder.mkdir(exist_ok=True)  # raises where a file has this name
 
 
 # ---- who else can write there ----
 
-_NOBODY = 65534  # what belongs to nobody in a container, to root outside of it
+_NOBODY = 65534  # in a container, the owner of files that belong to root outside of it
 
 
 def _user() -> int | None:
-    """The user whose rights this process has; None on Windows, whose folders are the user's own by other means."""
+    """The user whose rights this process has; None on Windows, which protects a user's folders in another way."""
     return os.geteuid() if hasattr(os, "geteuid") else None
 
 
 def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
-    """Why others could have put files into this folder, or could put another one in its place; None if nobody can.
+    """Why other users could have put files into this folder, or could replace it by another; None if nobody could.
 
-    It must belong to this user (`roots_too`: or to root), and neither group nor others may write there. The folders
-    above it may not be writable by all or by a group that others are in, unless they are sticky as the system's
-    temporary folder is; links must be this user's or root's. Raises OSError for a folder that is not there."""
+    The folder must belong to this user, and neither its group nor others may write into it. Each folder above it must
+    belong to this user or to root, and may be writable by all, or by a group with other members, only if it is sticky,
+    as the system's temporary folder is. Symbolic links on the way must belong to this user or to root.
+
+    Args:
+        folder: to look at. OSError is raised where it does not exist.
+        roots_too: whether the folder itself may also belong to root.
+    """
     user = _user()
     if user is None:
         return None
     at, left = Path(folder.absolute().anchor), list(folder.absolute().parts[1:])
-    for _ in range(1000):  # steps, for links may lead in a circle
+    for _ in range(1000):  # bounded, because links may lead in a circle
         facts = os.lstat(at)
         if stat.S_ISLNK(facts.st_mode):
             if facts.st_uid not in (user, 0):
@@ -166,7 +177,7 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
             at = Path(target.anchor) if target.is_absolute() else at.parent
         elif not left:
             if not stat.S_ISDIR(facts.st_mode):
-                return f"{at} is no folder"
+                return f"{at} is not a folder"
             return _not_ours(at, facts, (user, 0) if roots_too else (user,))
         else:
             if facts.st_uid not in (user, 0, _NOBODY):
@@ -185,7 +196,8 @@ def refusal(folder: Path, *, roots_too: bool = False) -> str | None:
 
 
 def read_trusted(path: Path) -> bytes:
-    """The content of a file that this user or root wrote and nobody else can. Raises PermissionError for another."""
+    """The content of a file that belongs to this user or to root and that nobody else can write. Raises PermissionError
+    for any other file."""
     with open(path, "rb") as file:
         if (user := _user()) is not None and (why := _not_ours(path, os.fstat(file.fileno()), (user, 0))):
             raise PermissionError(errno.EPERM, why)
@@ -205,11 +217,12 @@ def _name(user: int) -> str:
 
 
 def _is_own_group(group: int, user: int) -> bool:
-    """Whether nobody but root and this user is known to be in the group: root's own, or the one that many systems make
-    for each user, who then often lets it write everywhere (umask 002)."""
+    """Whether the group is root's or the user's own, and has no other members. Many systems make a group for each user,
+    whose files that group may then often write (umask 002)."""
     try:
-        name, own = (entry := pwd.getpwuid(user)).pw_name, entry.pw_gid
-    except KeyError:  # as in a container
+        entry = pwd.getpwuid(user)
+        name, own = entry.pw_name, entry.pw_gid
+    except KeyError:  # a user without an entry, as in some containers
         name, own = None, os.getegid()
     try:
         members = set(grp.getgrgid(group).gr_mem)
@@ -219,7 +232,7 @@ def _is_own_group(group: int, user: int) -> bool:
 
 
 def _close(folder: Path) -> None:
-    """Make a folder of this user's own writable by this user alone, whatever umask it was made with."""
+    """Take the rights to a folder of this user away from everybody else, if its group or others may write into it."""
     facts = os.lstat(folder)
     if stat.S_ISDIR(facts.st_mode) and facts.st_uid == _user() and facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.chmod(folder, 0o700)
@@ -227,18 +240,19 @@ def _close(folder: Path) -> None:
 
 # ---- what killed processes leave behind ----
 
-_OLD = 24 * 3600.0  # seconds: no build takes as long
+_OLD = 24 * 3600.0  # seconds; no build takes as long
 
 
 def temporary_prefix(kind: str = "building") -> str:
-    """How names of temporary files and folders begin, so that `sweep` knows whose they are."""
+    """How the names of this process's temporary files and folders begin, so that `sweep` can tell whose they are."""
     return f"{kind}-{_computer()}-{os.getpid()}-"
 
 
 def sweep(folder: Path, kind: str = "building") -> None:
-    """Remove what processes of this user left in `folder` under such names when they were killed.
+    """Remove the temporary files and folders that killed processes of this user left in `folder`.
 
-    Whether a process of another computer or container lives cannot be seen: what it left is removed after a day.
+    Whether a process of another computer or container still runs cannot be seen: its files are removed when they are a
+    day old.
     """
     name = re.compile(rf"{kind}-([0-9a-f]{{8}})-(\d+)-[a-z0-9_]{{8}}")
     for path in sorted(folder.glob(f"{kind}-*")):
@@ -246,13 +260,14 @@ def sweep(folder: Path, kind: str = "building") -> None:
             facts, found = path.lstat(), name.fullmatch(path.name)
             if not found or (_user() is not None and facts.st_uid != _user()):
                 continue
-            if _is_alive(int(found[2])) if found[1] == _computer() != _UNKNOWN else time.time() - facts.st_mtime < _OLD:
+            here = found[1] == _computer() != _UNKNOWN
+            if is_alive(int(found[2])) if here else time.time() - facts.st_mtime < _OLD:
                 continue
             if stat.S_ISDIR(facts.st_mode):
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except OSError:  # another one was faster
+        except OSError:  # another process removed it first
             continue
 
 
@@ -261,8 +276,8 @@ _UNKNOWN = "0" * 8
 
 @cache
 def _computer() -> str:
-    """Eight digits that stand for this computer since it started, and this container: where process numbers are one's
-    own."""
+    """Eight hexadecimal digits for this computer since its start and this container, within which a process id means
+    one process. _UNKNOWN where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -270,11 +285,14 @@ def _computer() -> str:
     return hashlib.sha256(boot.encode()).hexdigest()[:8]
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process with this id runs on this machine. True on Windows, where asking would send it a signal."""
+    if os.name == "nt":
+        return True
     try:
         os.kill(process, 0)
-    except PermissionError:
-        return True
     except (ProcessLookupError, OverflowError):
         return False
+    except OSError:  # it runs, and belongs to another user
+        pass
     return True

@@ -1,10 +1,10 @@
-"""One process at a time writes into a folder: a file in it is locked, and says by whom.
+"""A lock on a folder, so that one process at a time writes into it: a locked file in the folder, which names its owner.
 
-The system releases the lock of a process that ends, however it ends, so a killed process leaves no folder locked. Some
-network file systems keep locks within one machine, and no machine can see whether a process of another one lives: a
-folder that a process of another machine has locked is refused until somebody removes the file. Where there are no locks
-at all (Windows, some file systems) the owner's process number and start time are looked up; two processes that begin in
-the same instant may miss each other there."""
+The system releases a lock when its process ends, even if it was killed. On some network file systems a lock holds only
+within one machine, and no machine can tell whether a process of another one still runs: a folder that a process of
+another machine has locked is therefore refused until somebody removes the file. Where files cannot be locked (Windows,
+some file systems), the process id and start time in the file say whether the owner still runs; two processes that start
+at the same instant may then both get the folder."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from datetime import datetime
 from pathlib import Path
 
 from .errors import InputError
-from .files import parse_json
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from .files import lock_file, parse_json
+from .folders import is_alive
 
 NAME = ".twell-lab.lock"
 
 
 class Lock:
-    """A folder's lock, to `take` and to `release`; calling either twice does no harm.
+    """The lock of one folder. Calling `take` or `release` twice does no harm.
 
-    folder: what to lock. what: what its owner does there ("training"), for the message of a refusal.
+    Args:
+        folder: the folder to lock.
+        what: what its owner does there ("training"), for error messages.
     """
 
     def __init__(self, folder: str | os.PathLike, what: str) -> None:
@@ -37,16 +35,19 @@ class Lock:
         self.handle: int | None = None
 
     def take(self) -> None:
-        """Lock the folder, which must be there. InputError names the owner where there is another one, and says why
-        where the file can't be written."""
+        """Lock the folder, which must exist.
+
+        Raises:
+            InputError: naming the owner, where another process has it; saying why, where the file cannot be written.
+        """
         try:
             while self.handle is None:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
-                    locked, owner = _lock(handle), _read(handle)
+                    locked, owner = lock_file(handle, wait=False), _read(handle)
                     if locked is False or _elsewhere(owner) or locked is None and _runs(owner):
                         raise InputError(self._refusal(owner, locked))
-                    if self._is(handle):  # or its owner removed it just before it was locked here
+                    if self._is(handle):  # else its owner removed it just before it was locked here
                         self.handle = handle
                 finally:
                     if self.handle is None:
@@ -57,11 +58,12 @@ class Lock:
             raise InputError(f"cannot save in {str(self.path.parent)!r}: {error}") from None
 
     def release(self) -> None:
+        """Unlock the folder and remove the file, if this lock was taken."""
         if self.handle is None:
             return
         handle, self.handle = self.handle, None
         with suppress(OSError):  # the folder may be gone
-            if fcntl is None:  # no open file can be removed
+            if os.name == "nt":  # Windows removes no open file
                 os.close(handle)
                 self.path.unlink()
                 return
@@ -70,7 +72,7 @@ class Lock:
         os.close(handle)
 
     def _is(self, handle: int) -> bool:
-        """Whether the open file is the one of this name."""
+        """Whether the open file still is the one at `self.path`."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(handle), os.stat(self.path))
         return False
@@ -84,20 +86,8 @@ class Lock:
         )
 
 
-def _lock(handle: int) -> bool | None:
-    """Whether the file could be locked; None where nothing can."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
 def _write(handle: int) -> None:
+    """Note this process in the file as the owner."""
     owner = {
         "pid": os.getpid(),
         "started": _started(os.getpid()),
@@ -110,7 +100,7 @@ def _write(handle: int) -> None:
 
 
 def _read(handle: int) -> dict:
-    """Who wrote the file; {} where nobody did, or it can't be read."""
+    """The owner that the file names; {} where it is empty or something else stands in it."""
     os.lseek(handle, 0, os.SEEK_SET)
     content = os.read(handle, 4096)
     with suppress(ValueError):
@@ -125,22 +115,12 @@ def _elsewhere(owner: dict) -> bool:
 
 
 def _runs(owner: dict) -> bool:
-    """Whether that process of this machine still runs, and its number was not given to another one since."""
-    if not owner:
-        return False
-    if os.name == "nt":  # there is no asking without a signal
-        return True
-    try:
-        os.kill(owner["pid"], 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # somebody else's
-        pass
-    return owner.get("started") in (None, _started(owner["pid"]))
+    """Whether that process of this machine still runs, and its id does not belong to a newer process."""
+    return bool(owner) and is_alive(owner["pid"]) and owner.get("started") in (None, _started(owner["pid"]))
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None where it doesn't tell."""
+    """When a process started, in clock ticks since this machine did; None where the system does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, ValueError, IndexError):

@@ -1,8 +1,7 @@
-"""What this machine is (the provenance every record carries), and whether its packages belong together.
+"""What this machine is, as every record says it, and whether the installed packages fit each other.
 
-Nothing here raises but `check_stack`: a probe that fails reads as None, because a measurement must not be
-lost to a missing tool. No host name, user name or path is reported. The GPU is touched when asked, never
-on import.
+A probe that fails gives None, because a measurement must not be lost to a missing tool. No host name, user name or path
+is reported. Importing this file touches no GPU.
 """
 
 from __future__ import annotations
@@ -21,29 +20,19 @@ from pathlib import Path
 from . import folders
 from .errors import StackError
 
-
-def let_cupy_start() -> None:
-    """Let CuPy be imported: it makes a cache folder and fails where it cannot, so there it is given another one."""
-    if "CUPY_CACHE_DIR" in os.environ:
-        return
-    try:
-        folders.make_folder(Path("~/.cupy/kernel_cache").expanduser())
-    except (OSError, RuntimeError):
-        if folder := folders.cache_dir() or folders.private_folder():
-            os.environ["CUPY_CACHE_DIR"] = str(folder)
-
-
 CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 CUPY_BOUNDS = ">=14.0.1,<15"
-_SMI_SECONDS = 20  # a driver that is just loading can take ten
+_SMI_SECONDS = 20  # a driver that is being loaded can take ten
 
 
 def describe() -> dict:
-    """This machine and its packages as a JSON-able dict, for a record.
+    """This machine and its packages as a dict that JSON can hold, for a record.
 
-    os, cpu: str; cores: usable ones; python, torch, numpy, cupy, nvrtc: version or None; cupy_package: which
-    of CuPy's builds; torch_cuda: the CUDA that torch was built for (None: a CPU build); gpus: list of {name,
-    capability "9.0", memory_gib, driver}; cuda_driver: the newest CUDA the driver runs, for example "13.0".
+    Returns:
+        os, cpu: names. cores: how many this process may use. python, torch, numpy, cupy, nvrtc: versions, None for
+        what is missing. cupy_package: the installed build of CuPy. torch_cuda: the CUDA version torch was built for,
+        None for a CPU build. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. cuda_driver: the newest
+        CUDA version that the driver runs, for example "13.0".
     """
     return {
         "os": _guarded(_os),
@@ -62,8 +51,8 @@ def describe() -> dict:
 
 
 def memory() -> int | None:
-    """Bytes of memory that this process may use: all that the machine has, or what its container or `ulimit -v` allows,
-    if that is less; None where the system does not say. What is free is not asked: it changes."""
+    """Bytes of memory that this process may use: those of the machine, or fewer where its container or `ulimit -v` sets
+    a lower limit. None where the system does not say. How much is free right now does not count."""
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(_address_space)]
     for bound in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         bounds.append(_guarded(lambda file=bound: _number_in(file)))
@@ -79,11 +68,11 @@ def _address_space() -> int | None:
 
 def _number_in(file: str) -> int:
     with open(file, encoding="ascii") as opened:
-        return int(opened.read())  # "max" is none
+        return int(opened.read())  # ValueError for "max", which is no limit
 
 
 def gpu() -> str | None:
-    """The name of the GPU that torch would use, without the vendor's ("H100 80GB HBM3"), or None."""
+    """The name of the GPU that torch uses by default, without the vendor's ("H100 80GB HBM3"). None without a GPU."""
 
     def current() -> str | None:
         import torch
@@ -91,11 +80,11 @@ def gpu() -> str | None:
         return torch.cuda.get_device_name() if _torch_sees_gpu() else None
 
     name = _guarded(current)
-    return re.sub(r"^(NVIDIA|Tesla|GeForce)\s+", "", re.sub(r"^NVIDIA\s+", "", name)) if name else None
+    return re.sub(r"^(NVIDIA\s+)?((Tesla|GeForce)\s+)?", "", name) if name else None
 
 
 def gpus() -> list[dict]:
-    """Every GPU: the ones torch can use or, where it can use none, those that nvidia-smi lists."""
+    """The GPUs that torch can use or, where it can use none, those that nvidia-smi lists. As in `describe`."""
     listed = _guarded(_nvidia_smi) or []
     usable = _guarded(_torch_gpus) or []
     for found in usable:
@@ -103,18 +92,31 @@ def gpus() -> list[dict]:
     return usable or listed
 
 
-def check_stack() -> None:
-    """Raise StackError where torch and CuPy were built for different CUDA major versions.
+def let_cupy_start() -> None:
+    """Make sure that CuPy can be imported: it makes a cache folder and fails where it cannot, so that this process then
+    gives it another one."""
+    if "CUPY_CACHE_DIR" in os.environ:
+        return
+    try:
+        folders.make_folder(Path("~/.cupy/kernel_cache").expanduser())
+    except (OSError, RuntimeError):
+        if folder := folders.cache_dir() or folders.private_folder():
+            os.environ["CUPY_CACHE_DIR"] = str(folder)
 
-    Both would load, each with its own runtime and compiler, and fail later in ways that name neither. A CPU
-    build of torch, or no CuPy at all, is no mix.
+
+def check_stack() -> None:
+    """Raise StackError where torch and CuPy were built for different major versions of CUDA, or two builds of CuPy are
+    installed.
+
+    Both packages would load, each with its own runtime and compiler, and fail later with errors that name neither. A
+    CPU build of torch, or no CuPy, is accepted.
     """
     if fault := stack_fault():
         raise StackError(f"{fault[0]}; to mend it: {fault[1]}")
 
 
 def stack_fault() -> tuple[str, str] | None:
-    """What `check_stack` objects to and the command that mends it, or None where nothing is mixed."""
+    """What `check_stack` objects to, and the command that mends it. None where the packages fit."""
     builds, theirs = cupy_packages(), _guarded(torch_cuda)
     if not builds:
         return None
@@ -137,14 +139,15 @@ def major(cuda: str | None) -> int | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version torch was built for, for example "12.8"; None for a CPU build. Raises without torch."""
+    """The CUDA version torch was built for, for example "12.8"; None for a CPU build. Raises ImportError without
+    torch."""
     import torch
 
     return torch.version.cuda
 
 
 def cupy_packages() -> list[str]:
-    """The installed builds of CuPy, as pip names them; more than one is a fault."""
+    """The installed builds of CuPy, as pip names them. More than one is a fault."""
     return [name for name in CUPY_PACKAGES if _version(name) is not None]
 
 
@@ -156,16 +159,16 @@ def cuda_driver() -> str | None:
         except OSError:
             continue
         version = ctypes.c_int()
-        if driver.cuDriverGetVersion(ctypes.byref(version)) == 0:  # needs no cuInit, so touches no GPU
+        if driver.cuDriverGetVersion(ctypes.byref(version)) == 0:  # works without cuInit, so no GPU is touched
             return f"{version.value // 1000}.{version.value % 1000 // 10}"
     return None
 
 
 def _guarded(probe: Callable):
-    """What the probe returns, or None: broken installations raise anything, from ImportError to OSError."""
+    """What the probe returns; None if it raises, which broken installations do with errors of any kind."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about an old driver; the doctor says it better
+            warnings.simplefilter("ignore")  # of torch, about an old driver: `twell-lab doctor` says it better
             return probe()
     except Exception:
         return None
@@ -175,7 +178,7 @@ def _version(package: str) -> str | None:
     """The installed version of a package, without importing it."""
     try:
         return metadata.version(package)
-    except Exception:  # a half-removed package has no readable metadata, which raises more than NotFound
+    except Exception:  # not only PackageNotFoundError: a package that was removed in part has broken metadata
         return None
 
 
@@ -211,7 +214,8 @@ def _nvrtc() -> str:
 
 
 def _cupy_major() -> int:
-    """The CUDA major version of the installed CuPy: in the wheel's name, or compiled into a source build."""
+    """The CUDA major version that the installed CuPy was built for: the name of a wheel says it, a source build is
+    asked."""
     if numbered := re.search(r"cuda(\d+)x", cupy_packages()[0]):
         return int(numbered[1])
     from cupy.cuda import driver
@@ -243,17 +247,14 @@ def _nvidia_smi() -> list[dict]:
         return []
     query = [program, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
-    found = []
-    for line in answer.stdout.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and re.fullmatch(r"\d+\.\d+", fields[1]):
-            memory = float(fields[2]) / 1024 if fields[2].isdigit() else None
-            found.append(
-                {
-                    "name": fields[0],
-                    "capability": fields[1],
-                    "memory_gib": round(memory, 1) if memory else None,
-                    "driver": fields[3],
-                }
-            )
-    return found
+    lines = ([field.strip() for field in line.split(",")] for line in answer.stdout.splitlines())
+    return [
+        {
+            "name": fields[0],
+            "capability": fields[1],
+            "memory_gib": round(int(fields[2]) / 1024, 1) if fields[2].isdigit() else None,
+            "driver": fields[3],
+        }
+        for fields in lines
+        if len(fields) == 4 and re.fullmatch(r"\d+\.\d+", fields[1])
+    ]

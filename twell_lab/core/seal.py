@@ -1,7 +1,7 @@
-"""Digests of what is kept on disk: a file that changed since it was written is refused, not read.
+"""SHA-256 digests of saved files, so that a file that changed after it was written is refused.
 
-A JSON file holds the SHA-256 of its own content (its seal), and those of the files beside it. Files without a seal, of
-earlier releases, are read as they are."""
+A sealed JSON file holds the SHA-256 of its own other fields (its seal), and may list those of the files beside it.
+Files of earlier releases have no seal, and are read without this check."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ SEAL = "own_sha256"
 
 
 def seal(fields: dict) -> bytes:
-    """`fields` as JSON, with the SHA-256 of it as one field more. ValueError for a number that is not finite."""
+    """The fields as JSON, with one more field that holds their SHA-256. ValueError for a number that is not finite."""
     return _json({**fields, SEAL: _own(fields)})
 
 
 def unseal(content: bytes) -> dict:
-    """The fields that `seal` wrote, or those of a file that has no seal. ValueError says what is wrong with it."""
+    """The fields that `seal` was given, or those of a file without a seal. ValueError for text that is no JSON object,
+    and for one that was altered."""
     fields = parse_json(content)
     if not isinstance(fields, dict):
         raise ValueError(f"it holds a {type(fields).__name__}; accepted: an object")
@@ -40,12 +41,12 @@ def sha256(path: Path) -> str:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlast a power cut."""
+    """Wait until a file, or the list of files in a folder, is on the disk and would survive a power cut."""
     if not path.is_dir():
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
         return
-    with suppress(OSError):  # some systems open no folders, some file systems cannot wait for one
+    with suppress(OSError):  # not every system can open a folder, nor every file system wait for one
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

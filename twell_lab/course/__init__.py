@@ -1,5 +1,5 @@
-"""What the notebooks are made of, one folder a subject: data (computed or read), figures (drawn from it), widget
-(moved).
+"""What the notebooks import: a folder for each subject, with its data (computed or read), figures and widget.
 
-Shared: notebook (what a first cell does), exercises, recorded, drawing, widgets. Nothing else in the library uses any.
+Several subjects share notebook (for a notebook's first cell), exercises, recorded, drawing and widgets. Only the
+notebooks use this room.
 """

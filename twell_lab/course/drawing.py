@@ -9,9 +9,12 @@ import plotly.graph_objects as go
 from .. import plots
 from ..core.errors import InputError
 
+# A legend to the right of the figure, one entry a line.
+BESIDE = {"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}
+
 
 def row_at(rows: Sequence, index: int, what: str = "runs"):
-    """The row at this index, from 0. what: what to call the rows where there is none."""
+    """The row at this index, counted from 0. what: what an error message calls the rows."""
     if not 0 <= index < len(rows):
         raise InputError(f"index is {index!r}; there are {what} 0 to {len(rows) - 1}")
     return rows[index]
@@ -21,6 +24,36 @@ def flat(colours: Iterable[str]) -> list:
     """A colour scale of flat steps: each colour for an equal part of the way from zmin to zmax, without blending."""
     colours = list(colours)
     return [[(i + edge) / len(colours), colour] for i, colour in enumerate(colours) for edge in (0, 1)]
+
+
+def squares(figure: go.Figure, numbers: list, colours: Iterable[str], **looks) -> go.Figure:
+    """Add a matrix as squares to a figure: number i takes the i-th of the colours, None leaves a gap.
+
+    looks: other options of plotly's heatmap, such as row and col.
+    """
+    colours = list(colours)
+    return figure.add_heatmap(
+        z=numbers,
+        zmin=-0.5,
+        zmax=len(colours) - 0.5,
+        colorscale=flat(colours),
+        showscale=False,
+        hoverongaps=False,
+        **looks,
+    )
+
+
+def legend_key(figure: go.Figure, name: str, colour: str) -> go.Figure:
+    """Add a square of this colour to the legend, with a name."""
+    marker = {"color": colour, "symbol": "square", "size": 11, "line": {"color": plots.GREY, "width": 1}}
+    return figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=name)
+
+
+def become(figure: go.Figure, other: go.Figure) -> None:
+    """Give a figure (a FigureWidget too) the traces and the layout of another with as many traces of the same kinds."""
+    for shown, new in zip(figure.data, other.data, strict=True):
+        shown.update(new.to_plotly_json(), overwrite=True)
+    figure.update_layout(other.layout.to_plotly_json(), overwrite=True)
 
 
 def note(figure: go.Figure, text: str, **looks) -> go.Figure:

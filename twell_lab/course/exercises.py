@@ -1,7 +1,7 @@
-"""Instant checks of the course's exercises: `check(name, answer)` prints one line and never raises.
+"""Checks of the course's exercises: `check(name, answer)` says at once whether an answer is right.
 
-Each check calls the reader's function on fresh random input and compares with the library, so an answer that
-fits one example only is found out. The folded answers in the notebooks are run against these checks by the tests.
+Each check calls the reader's function on fresh random input and compares with the library, so an answer that fits only
+one example fails. The tests run the folded answers of the notebooks against these checks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .roofline.data import pool_table, waves
 from .training.data import firing_share
 
 RIGHT = "Right"
+CLOSE = 1e-4  # the largest error of an answer that passes, relative to the size of the exact result
 
 
 class NotYet(Exception):
@@ -27,9 +28,10 @@ class NotYet(Exception):
 
 
 def check(name: str, answer: Callable | str) -> None:
-    """Print whether the answer to the exercise of this name is right, and if not, one input where it is not.
+    """Print whether an answer is right and, if not, an input for which it is wrong. A wrong answer never raises.
 
-    answer: the reader's function, or the path of the reader's kernel file.
+    name: of the exercise. answer: the reader's function, or the path of the reader's kernel file. Raises KeyError for
+    an unknown name.
     """
     if name not in CHECKS:
         raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
@@ -42,7 +44,7 @@ def check(name: str, answer: Callable | str) -> None:
 
 
 def _written(got):
-    """What the reader's function gave back, unless that is nothing."""
+    """The result of the reader's function; NotYet if it is None."""
     if got is None:
         raise NotYet("the function gives None back; write its body first.")
     return got
@@ -58,15 +60,15 @@ def _same_list(got, want: list, asked: str, read: Callable = list) -> None:
         raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
 
 
-def _close(got, exact: Tensor, asked: str, tolerance: float = 1e-4) -> None:
+def _close(got, exact: Tensor, asked: str) -> None:
     if not isinstance(_written(got), Tensor) or got.shape != exact.shape:
         shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
     if got.isnan().any():
         raise NotYet(f"{asked} holds NaN: something was read that should not have been.")
     error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
-    if not error <= tolerance:
-        raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {tolerance:g} passes.")
+    if not error <= CLOSE:
+        raise NotYet(f"{asked} is off by {error:.2g} of its size; at most {CLOSE:g} passes.")
 
 
 def _weights_read(answer) -> str:

@@ -1,4 +1,4 @@
-"""What the first cell of every notebook does: name the machine, look for a compiler, choose how figures are drawn."""
+"""What the first cell of a notebook calls: name the machine, look for a compiler, choose how figures are drawn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def setup(seed: int = 0) -> str:
 
 
 def provenance() -> str:
-    """On what and when figures are made, as one line: processor or GPU, versions, the day."""
+    """What figures are made on, as one line: processor and GPU, versions, the day."""
     here = machine.describe()
     gpu = machine.gpu()
     threads = torch.get_num_threads()
@@ -44,11 +44,11 @@ def provenance() -> str:
 
 
 def ready() -> bool:
-    """Whether kernels can run in the simulator here, said in one line; if not, cells marked NEEDS are left out."""
+    """Whether kernels can run in the simulator here, which is printed; if not, cells marked NEEDS do not run."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     shell = _shell()
-    if shell is not None:  # from a first run of the set-up cell, when there may have been no compiler
+    if shell is not None:  # undo an earlier run of this cell, when there may have been no compiler
         shell.input_transformers_cleanup[:] = [t for t in shell.input_transformers_cleanup if t is not _left_out]
     try:
         found = compiler()
@@ -65,7 +65,7 @@ def ready() -> bool:
 
 
 def _left_out(lines: list[str]) -> list[str]:
-    """A cell as IPython hands it to its transformers, or in its place one that says why it does not run."""
+    """For IPython: the lines of a cell, or, if it needs a compiler, a line that prints that it does not run."""
     return [f"print({_LEFT_OUT!r})\n"] if any(line.strip() == NEEDS for line in lines) else lines
 
 
@@ -75,7 +75,7 @@ def _shell():
 
 
 def dtype_for(device: str) -> torch.dtype:
-    """What the kernels are fast in: bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU."""
+    """The fastest dtype: bfloat16 on a GPU that has it, float16 on an older GPU, float32 on a CPU."""
     if device != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
@@ -95,7 +95,7 @@ def use_renderer() -> str | None:
     if os.environ.get(STORING):
         picture = pio.renderers["png"]
         picture.width, picture.scale = 860, 1.25
-        # What draws the pictures logs a whole traceback for a message of its browser that it can do without.
+        # The package that draws the pictures logs whole tracebacks for harmless messages of its browser.
         logging.getLogger("choreographer").setLevel(logging.CRITICAL)
         pio.renderers.default = "plotly_mimetype+png"
     elif not os.environ.get("PLOTLY_RENDERER") and "+notebook" in (pio.renderers.default or ""):
@@ -104,7 +104,7 @@ def use_renderer() -> str | None:
 
 
 def on_colab() -> bool:
-    """Whether this kernel is Colab's, whose widgets need another way of drawing."""
+    """Whether this notebook runs on Colab, whose widgets need another way of drawing."""
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Times as several notebooks read them: rows of the records, or measured now, each with `where` they are from."""
+"""Rows of times, recorded or measured now, for several notebooks. `where` in each row says where it comes from."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from ..ops import measure
 
 LOGNORMAL = "independent, lognormal"
 GRAPH = " (graph)"
+LEAST = 0.97  # times as fast as dense: a lower figure counts as a loss; between it and 1 the difference may be noise
 
 
 def device_and_day(device: str, date: str, stale: bool = False) -> str:
-    """On what and when, as figures and tables name it: "NVIDIA H100, 2026-01-02", and that it is stale where it is."""
+    """Device and day of a record, as figures and tables say it: "NVIDIA H100, 2026-01-02"; and whether it is stale."""
     return f"{device}, {date[:10]}" + "; stale: code has changed since" * stale
 
 
 def same(row: dict) -> tuple:
-    """What two rows share that measure the same thing: kind, workload, sizes, and the first two digits of nnz."""
+    """What is equal in two rows that measure the same thing: kind, workload, sizes, and the first two digits of nnz."""
     nnz = row.get("nnz")
     keys = ("kind", "workload", "tokens", "d_model", "d_ff", "gated", "layer", "l1")
     return (*map(row.get, keys), nnz and f"{nnz:.2g}")
 
 
 def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]:
-    """The wanted rows of records whose name begins with this, made on a GPU with `device` in its name.
+    """The wanted rows of records whose name begins with `name`, made on a GPU with `device` in its name.
 
-    Each has `where`: "recorded on <device>, <day>". Of rows of different records that measure the same thing
-    (see `same`), only those of the newest record are there.
+    Each gets `where`: "recorded on <device>, <day>". Where several records measured the same thing (see `same`), the
+    rows are those of the newest.
     """
     found: list[dict] = []
     taken: set[tuple] = set()
@@ -45,8 +46,8 @@ def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]
 
 
 def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, **equal) -> list[dict]:
-    """The rows of this kind whose fields equal those given; nnz within 8%, as a drawn workload meets it only
-    roughly."""
+    """The rows of this kind whose fields equal those given. nnz may be 8% off, since a drawn workload only comes near
+    the mean that was asked for."""
     return [
         row
         for row in rows
@@ -56,8 +57,26 @@ def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, 
     ]
 
 
+def sources(rows: list[dict]) -> str:
+    """Where rows come from: each different `where`, once."""
+    return "; ".join(dict.fromkeys(row["where"] for row in rows))
+
+
+def extremes(what: str, rows: list[dict], at: Callable[[dict], str], called: str) -> str:
+    """The lowest and the highest `x` (times as fast as dense) of rows, and how many are below LEAST, in a sentence.
+
+    what: its subject. at: names a row. called: what to call rows, in the plural.
+    """
+    low, high = (pick(rows, key=lambda row: row["x"]) for pick in (min, max))
+    below = sum(row["x"] < LEAST for row in rows)
+    return (
+        f"{what}, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} "
+        f"({at(high)}), below {LEAST} in {below} of {len(rows)} {called}."
+    )
+
+
 def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
-    """What `measure` finds on this machine's GPU; empty where there is none, or none that can do it (which is said)."""
+    """What `measure` finds on this machine's GPU; [] without one, and, with a printed reason, if it cannot do it."""
     if not torch.cuda.is_available():
         return []
     try:
@@ -68,7 +87,7 @@ def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
 
 
 def rows_of(samples: dict[str, list[float]], kind: str, tokens: int, d_model: int, d_ff: int, nnz: float) -> list[dict]:
-    """Milliseconds of calls on this machine's GPU as rows of a record, a row a path; "dense eager" is one of them."""
+    """Rows like a record's from milliseconds measured on this machine's GPU: one for each path, with "dense eager"."""
     device, (dense, _) = torch.cuda.get_device_name(), measure.quartiles(samples["dense eager"])
     shared = {
         "kind": kind,

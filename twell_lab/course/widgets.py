@@ -1,7 +1,7 @@
-"""Interactive figures: ipywidgets on top of plots, with everything they show computed before the first move.
+"""Interactive figures: ipywidgets controls above plotly figures.
 
-A figure that can change in place (plotly's FigureWidget) is used where the notebook can show one; elsewhere,
-as on Colab or without anywidget, the same figure is drawn anew at each move.
+A figure that changes in place (plotly's FigureWidget) is used where the notebook can show one. Elsewhere, as on Colab
+or without anywidget, the figure is drawn anew at each move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ImportError:
 def live_figure(figure: go.Figure) -> go.Figure:
     """The figure as a FigureWidget where the notebook can show one, otherwise the figure itself."""
     if on_colab():
-        return figure  # its FigureWidget needs a foreign widget manager, and loses updates
+        return figure  # there a FigureWidget needs a third-party widget manager, and loses updates
     try:
         return go.FigureWidget(figure)
     except ImportError:  # plotly needs anywidget for it, and does not install it
@@ -31,7 +31,7 @@ def live_figure(figure: go.Figure) -> go.Figure:
 
 
 class Drawn(ipywidgets.VBox):
-    """Controls above a figure, which `.figure` holds."""
+    """Controls above a figure, which is `.figure`."""
 
     def __init__(self, controls: list, figure: go.Figure) -> None:
         self.figure = live_figure(figure)
@@ -51,9 +51,9 @@ class Drawn(ipywidgets.VBox):
 
 
 class Explorer(Drawn):
-    """A slider above a figure. `.slider` moves it from code too, `.figure` holds what is shown, `.index` where.
+    """A slider above a figure. Code can move it too, by `.slider`; `.figure` is what is shown, `.index` the choice.
 
-    change(figure, index) updates the figure in place; choices are the (label, value) pairs of the slider.
+    change: a function of (figure, index) that updates the figure in place. choices: the slider's (label, value) pairs.
     """
 
     def __init__(self, figure: go.Figure, change: Callable[[go.Figure, int], None], choices: list, label: str) -> None:

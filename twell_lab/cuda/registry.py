@@ -7,14 +7,12 @@ simulator and of the sanitizer must reach, and the check of arguments."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import folders
 from ..core.errors import InputError
@@ -70,7 +68,7 @@ class Kernel:
 
 
 # Who places a whole call's memory and arguments, besides the functions that launch one kernel alone:
-_PORTABLE, _HOPPER, _DECODE = "ops.dispatch._Portable", "ops.dispatch.Hopper", "ops.dispatch._Decode"
+_PORTABLE, _HOPPER, _DECODE = "ops.dispatch._Portable", "ops.dispatch._Hopper", "ops.dispatch._Decode"
 _TRAINED = ("ops.differentiable._forward_cuda", "ops.differentiable._backward_cuda")
 _TRAINED_ROWS = ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient")
 KERNELS: dict[str, Kernel] = {
@@ -174,55 +172,3 @@ def signature(name: str, entry: str, defines: sources.Macros = ()) -> Entry:
     if entry not in known:
         raise InputError(f"{kernel.file} has no entry {entry!r:.80}; it has {', '.join(known)}")
     return known[entry]
-
-
-_WHOLE = {"int": ctypes.c_int, "unsigned": ctypes.c_uint, "long long": ctypes.c_longlong}
-_BITS = {ctypes.c_int: 32, ctypes.c_uint: 32, ctypes.c_longlong: 64}
-
-
-def check_arguments(signature: Entry, arguments: Sequence) -> None:
-    """Raise InputError unless these are what the entry takes: as many, and each of its kind.
-
-    A pointer takes a tensor whose values are what it points to (of uint8, memory to be cut up, any pointer), None, or
-    an address (int or c_void_p); a number a whole one that its bits hold, or a ctypes number of its own type; a
-    structure its bytes."""
-    name, parameters = signature.name, signature.parameters
-    if len(arguments) != len(parameters):
-        names = ", ".join(parameter.name for parameter in parameters)
-        raise InputError(f"{name} takes {len(parameters)} arguments ({names}); {len(arguments)} were given")
-    for parameter, given in zip(parameters, arguments):
-        taken = _pointer_takes if parameter.pointer else _number_takes
-        if accepted := taken(parameter.type, given):
-            raise InputError(f"{parameter.name} of {name} is {_told(given)}; {accepted} is accepted")
-
-
-def _pointer_takes(pointee: str, given) -> str:
-    """What would be accepted, "" for what is."""
-    if given is None or type(given) is int or isinstance(given, ctypes.c_void_p):
-        return ""
-    if isinstance(given, Tensor) and given.dtype == torch.uint8:
-        return ""
-    if isinstance(given, Tensor):
-        from ..simulator.arguments import fits
-
-        if fits(pointee, str(given.dtype).removeprefix("torch.")):
-            return ""
-    return f"a tensor for {pointee}*, None or an address"
-
-
-def _number_takes(kind: str, given) -> str:
-    """What would be accepted, "" for what is."""
-    own = _WHOLE.get(kind)
-    if own is None:
-        by_value = isinstance(given, (bytes, ctypes.Array, ctypes.Structure))
-        return "" if by_value else f"the bytes of one {kind}"
-    if isinstance(given, own):
-        return ""
-    bits = _BITS[own]
-    low = 0 if kind == "unsigned" else -(2 ** (bits - 1))
-    inside = isinstance(given, int) and low <= given < low + 2**bits
-    return "" if inside else f"a whole number of {bits} bits ({kind})"
-
-
-def _told(given) -> str:
-    return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else f"{type(given).__name__} {given!r:.60}"

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 import torch
 
 from ..core.errors import DeviceError, InputError, StackError
+from .launcher import Structure
 
 MAP_WORDS = 16  # of 8 bytes
 _TYPE = {
@@ -95,16 +96,15 @@ def _check(address, dtype, dims, strides, box, swizzle) -> None:
         )
 
 
-def matrix_numbers(n: int, d: int, row: int, dtype: torch.dtype, rows: int, columns: int = 64) -> tuple:
-    """What tensor_map takes after the address, for a matrix [n, d] in boxes of `rows` x `columns` values.
+def map_at(address: torch.Tensor | int, *numbers) -> Structure:
+    """A launch's argument: the map of what lies at `address`, or where a tensor starts; numbers: as tensor_map takes
+    them after the address."""
+    return Structure(lambda at: tensor_map(at, *numbers), (address,))
 
-    row: values from one row to the next; each row lies in one piece."""
-    return dtype, (d, n), (row * dtype.itemsize,), (columns, rows)
 
-
-def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> bytes:
+def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> Structure:
     """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns`
     values."""
     n, d = matrix.shape
     row = matrix.stride(0) if n > 1 else d  # torch leaves the stride of a single row as it happens to be
-    return tensor_map(matrix.data_ptr(), *matrix_numbers(n, d, row, matrix.dtype, rows, columns))
+    return map_at(matrix, matrix.dtype, (d, n), (row * matrix.dtype.itemsize,), (columns, rows))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from .matrix import Format, as_matrix, row_pointers, rows_of, total_bytes
+from .matrix import Format, as_matrix, row_pointers, rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +47,6 @@ class COO(Format):
         """How many entries are stored."""
         return self.value.numel()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return total_bytes(self.row, self.column, self.value)
-
 
 @dataclass(frozen=True, eq=False)
 class CSR(Format):
@@ -85,11 +80,6 @@ class CSR(Format):
     def nnz(self) -> int:
         """How many entries are stored."""
         return self.value.numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return total_bytes(self.pointer, self.column, self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +134,6 @@ class ELL(Format):
         """How many entries are stored."""
         return int(self.count.sum())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return total_bytes(self.count, self.column, self.value)
-
 
 @dataclass(frozen=True, eq=False)
 class Hybrid(Format):
@@ -158,9 +143,9 @@ class Hybrid(Format):
     rows there may be.
 
     Attributes:
-        light, heavy: int64, the row numbers of the two parts.
+        light, heavy: int64, the numbers of the light rows and of the heavy ones.
         ell: the light rows.
-        dense: [heavy rows, columns], the others as they came.
+        dense: [heavy rows, columns], the heavy rows as they were given.
         shape: (rows, columns) of the matrix.
         limit: the most entries that a light row has.
     """
@@ -176,7 +161,7 @@ class Hybrid(Format):
     def from_dense(cls, x: Tensor, limit: int = 128) -> Hybrid:
         """Of a matrix [rows, columns]: a tensor of 16, 32 or 64-bit floating-point values, or an array that shares its
         memory (`twell_lab.formats.as_tensor`). Raises InputError for anything else, and for a
-        limit that is no whole number from 0 on."""
+        limit that is not a whole number from 0 up."""
         x = as_matrix(x)
         if not isinstance(limit, int) or limit < 0:
             raise InputError(f"limit is {limit!r}; a number of entries a row, 0 or more, is accepted")
@@ -188,7 +173,7 @@ class Hybrid(Format):
         """The matrix, [rows, columns], every value bit for bit (zeros as +0)."""
         out = self.dense.new_zeros(self.shape)
         out[self.light] = self.ell.to_dense()
-        # A heavy row is stored as it came; adding +0 makes its negative zeros +0 like everybody's.
+        # A heavy row is stored as it was given; its negative zeros become +0, as in the other formats.
         out[self.heavy] = torch.where(self.dense == 0, torch.zeros_like(self.dense), self.dense)
         return out
 
@@ -196,8 +181,3 @@ class Hybrid(Format):
     def nnz(self) -> int:
         """How many entries are stored."""
         return self.ell.nnz + int((self.dense != 0).sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return self.ell.nbytes + total_bytes(self.light, self.heavy, self.dense)

@@ -1,4 +1,4 @@
-"""What every format shares: which matrices are taken, row pointers, bytes, and when two of them are equal."""
+"""What all formats share: which matrices they accept, row pointers, and their base class (bytes, equality)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.flo
 def as_tensor(name: str, array: Any) -> Tensor:
     """A torch tensor over the memory of an array: a tensor is returned as it is, nothing is ever copied.
 
-    Taken are objects with `__dlpack__` (CuPy, NumPy, JAX and others) and those that offer `__cuda_array_interface__`
+    Accepted are objects with `__dlpack__` (CuPy, NumPy, JAX and others) and those that offer `__cuda_array_interface__`
     alone (Numba). With `__dlpack__`, the array's library makes torch's current stream wait for what is still being
     computed.
 
@@ -43,7 +43,7 @@ def as_tensor(name: str, array: Any) -> Tensor:
         raise InputError(f"{name} is a {kind} with strides {array.strides}; none below zero is accepted: copy it first")
     try:
         return torch.from_dlpack(array) if by_dlpack else torch.as_tensor(array, device="cuda")
-    except Exception as error:  # BufferError, TypeError, RuntimeError, AssertionError: as the library likes
+    except Exception as error:  # libraries raise BufferError, TypeError, RuntimeError or AssertionError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"{name} is a {kind} that torch cannot share: {reason:.200}; {accepted}") from error
 
@@ -73,11 +73,6 @@ def dtype_names(dtypes) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def total_bytes(*tensors: Tensor) -> int:
-    """How many bytes the values of these tensors take together."""
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def row_pointers(counts: Tensor) -> Tensor:
     """Where each row's entries begin and end, int64 [rows + 1], from how many each row has, [rows]."""
     return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
@@ -103,7 +98,14 @@ class Format:
 
     __hash__ = None  # tensors can be written to
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(each.nbytes for each in self._fields() if isinstance(each, (Tensor, Format)))
+
     def geometry(self) -> tuple:
-        """Whatever is said of the matrix beside its values: every field that holds no tensor."""
-        held = [getattr(self, field.name) for field in fields(self)]
-        return tuple(each for each in held if not isinstance(each, (Tensor, Format)))
+        """What describes the matrix beside its values: every field that holds no tensor."""
+        return tuple(each for each in self._fields() if not isinstance(each, (Tensor, Format)))
+
+    def _fields(self) -> list:
+        return [getattr(self, field.name) for field in fields(self)]

@@ -29,10 +29,10 @@ def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         packed: int32 [tokens, tiles, 32], as TwELL.packed.
         pool: int32 [ceil(tokens / 16), tiles, 64]. Words of both that nobody reads are 0 here; a kernel leaves them
             as they were.
-        lost: bool [tokens], the rows of which a tile reaches past the pool.
+        lost: bool [tokens], the rows with a tile that reaches past the pool.
 
     Raises:
-        InputError: for a gate that is no such matrix.
+        InputError: for any other gate.
     """
     gate = as_matrix(gate)
     if gate.dtype not in POOL_DTYPES:
@@ -53,7 +53,7 @@ def packed_and_pool(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool_used(packed: Tensor) -> Tensor:
-    """How many of its 64 words of the pool each group of 16 rows uses in each tile.
+    """How many of its 64 pool words each group of 16 rows uses in each tile.
 
     packed: int32 [tokens, tiles, 32], as `packed_and_pool` returns it. Returns int64 [ceil(tokens / 16), tiles].
     """

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..core.errors import InputError
-from .matrix import BITS_DTYPE, Format, as_matrix, dtype_names, row_pointers, rows_of, total_bytes
+from .matrix import BITS_DTYPE, Format, as_matrix, dtype_names, row_pointers, rows_of
 
 TILE, WORDS = 256, 32
 POOL_ROWS, POOL_WORDS = 16, 64  # each 16 rows share 64 words for each tile, for what its words cannot hold (pool.py)
@@ -71,10 +72,10 @@ class TwELL(Format):
             words: words of a tile, 2 to tile + 1: the count, and one for each value that it can hold.
 
         Raises:
-            InputError: for a matrix, a tile or a number of words that is none of these.
+            InputError: for any other matrix, tile or number of words.
         """
         gate = as_matrix(gate)
-        return _pack(gate, ~(gate <= 0), tile, words)
+        return _pack(gate, fires(gate), tile, words)
 
     @classmethod
     def from_dense(cls, x: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
@@ -124,11 +125,6 @@ class TwELL(Format):
         """Numbers of the rows in which at least one tile had more values than slots, int64."""
         return self.tail_pointer.diff().nonzero()[:, 0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return total_bytes(self.packed, self.tail_pointer, self.tail_column, self.tail_value)
-
 
 def join_words(value: Tensor, column: Tensor) -> Tensor:
     """Values and their columns within the tile, of one shape, as words of that shape (their bits: see TwELL)."""
@@ -146,33 +142,34 @@ def split_words(words: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def tail_of(x: Tensor, keep: Tensor, slots: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the tiles of x cannot hold when `keep` says which values are kept, both [rows, columns].
+    """What the tiles of x cannot hold, if `keep` says which values are kept; both are [rows, columns].
 
     Returns (how many in each row, int64 [rows]; their columns within the matrix, int32; their values), row by row.
     """
-    tiles = -(-x.shape[1] // tile)
-    padded = torch.nn.functional.pad(keep, (0, tiles * tile - x.shape[1])).view(-1, tiles, tile)
-    late = padded & (padded.cumsum(2, dtype=torch.int32) > slots)
-    late = late.view(-1, tiles * tile)[:, : x.shape[1]]
+    tiled = _tiled(keep, tile)
+    late = (tiled & (tiled.cumsum(2, dtype=torch.int32) > slots)).flatten(1)[:, : x.shape[1]]
     row, column = late.nonzero(as_tuple=True)
     return late.sum(1), column.to(torch.int32), x[row, column]
+
+
+def _tiled(keep: Tensor, tile: int) -> Tensor:
+    """keep, boolean [rows, columns], as [rows, tiles, tile], the last tile filled up with False."""
+    return pad(keep, (0, -keep.shape[1] % tile)).unflatten(1, (-1, tile))
 
 
 def _pack(x: Tensor, keep: Tensor, tile: int, words: int) -> TwELL:
     check_geometry(tile, words)
     x, word = x.detach(), word_dtype(x.dtype)
-    rows, width = x.shape
-    tiles = -(-width // tile)
-    padded = torch.nn.functional.pad(keep, (0, tiles * tile - width)).view(rows, tiles, tile)
-    slot = padded.cumsum(2, dtype=torch.int32)  # 1-based position among the kept: also the word's index
-    row, part, column = (padded & (slot < words)).nonzero(as_tuple=True)
-    packed = torch.zeros(rows, tiles, words, dtype=word, device=x.device)
-    packed[..., 0] = padded.sum(2)
+    tiled = _tiled(keep, tile)
+    slot = tiled.cumsum(2, dtype=torch.int32)  # 1-based position among the kept: also the word's index
+    row, part, column = (tiled & (slot < words)).nonzero(as_tuple=True)
+    packed = torch.zeros(*tiled.shape[:2], words, dtype=word, device=x.device)
+    packed[..., 0] = tiled.sum(2)
     packed[row, part, slot[row, part, column].long()] = join_words(x[row, part * tile + column], column)
     late, tail_column, tail_value = tail_of(x, keep, words - 1, tile)
-    return TwELL(packed, row_pointers(late), tail_column, tail_value, (rows, width), x.dtype, tile)
+    return TwELL(packed, row_pointers(late), tail_column, tail_value, tuple(x.shape), x.dtype, tile)
 
 
 def fires(gate: Tensor) -> Tensor:
-    """Which neurons pack() keeps: positives and NaN, boolean, the shape of gate."""
+    """Which neurons fire, and pack() keeps: positives and NaN. Boolean, in the shape of gate."""
     return ~(gate <= 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,33 @@ from torch import Tensor, nn
 from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
 
-# (gate, up, down, activation): attribute names; the first layout whose names are all there is taken.
+
+class Layout(NamedTuple):
+    """The attribute names of a layer's parts; gate is None in plain layers."""
+
+    gate: str | None
+    up: str
+    down: str
+    activation: str
+
+    @property
+    def projections(self) -> list[str]:
+        return [name for name in self[:3] if name]
+
+    def parts(self, module: nn.Module) -> list:
+        """Gate (or None), up, down and the activation of a module that has them."""
+        return [getattr(module, name) if name else None for name in self]
+
+    def carried(self, module: nn.Module) -> set[int]:
+        """The ids of the modules that go into a sparse layer as they are: the projections, and all within them."""
+        return {id(each) for name in self.projections for each in getattr(module, name).modules()}
+
+
+# The first layout whose names are all there is taken.
 LAYOUTS = (
-    ("gate_proj", "up_proj", "down_proj", "act_fn"),
-    (None, "up_proj", "down_proj", "act_fn"),
-    (None, "fc1", "fc2", "activation_fn"),
+    Layout("gate_proj", "up_proj", "down_proj", "act_fn"),
+    Layout(None, "up_proj", "down_proj", "act_fn"),
+    Layout(None, "fc1", "fc2", "activation_fn"),
 )
 IN_BLOCK = LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
 ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
@@ -49,10 +72,10 @@ class FeedForward:
 
 
 class StandIn:
-    """A module in the place of a feed-forward layer that says itself what it stands for."""
+    """A module that took the place of a feed-forward layer, and describes that layer itself."""
 
     def feed_forward(self, name: str) -> FeedForward:
-        """The layer as it is listed where the module was found under `name`."""
+        """The layer; name: where the module was found."""
         raise NotImplementedError
 
 
@@ -74,13 +97,12 @@ def is_linear(module) -> bool:
 
 
 class HandOn:
-    """The forward of a projection whose work is done in the activation's seat: it only keeps its parameters and their
-    names.
+    """The forward of a projection in a decoder layer whose activation does all the work: it returns its input.
 
-    InputError where a part was replaced since: another activation would get what the projection gets.
+    Raises InputError where a part was replaced since: another activation would get what the projection gets.
     """
 
-    def __init__(self, block: nn.Module, layout: tuple) -> None:
+    def __init__(self, block: nn.Module, layout: Layout) -> None:
         self.block, self.parts = block, [(seat, getattr(block, seat)) for seat in layout if seat]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,7 +114,7 @@ class HandOn:
         return x
 
 
-def named_parts(module: nn.Module) -> tuple | None:
+def named_parts(module: nn.Module) -> Layout | None:
     """The first layout whose names are all there, whatever they stand for."""
     if "_orig_mod" in vars(module).get("_modules", ()):  # torch.compile's wrapper answers to the names of what it wraps
         return None
@@ -102,10 +124,10 @@ def named_parts(module: nn.Module) -> tuple | None:
     return None
 
 
-def layout_of(module: nn.Module) -> tuple | None:
+def layout_of(module: nn.Module) -> Layout | None:
     """The first layout whose names are all there, whatever the activation; None if a projection is no plain Linear."""
     layout = named_parts(module)
-    return layout if layout and all(is_linear(getattr(module, name)) for name in layout[:3] if name) else None
+    return layout if layout and all(is_linear(getattr(module, name)) for name in layout.projections) else None
 
 
 def title(name: str, module: nn.Module) -> str:
@@ -121,23 +143,21 @@ def selected(only: Only | None, name: str, module: nn.Module) -> bool:
     return only is None or bool(only(name, module))
 
 
-def raise_all(reasons: list[str], most: int = 4) -> None:
-    """One InputError for all of them, should there be any."""
+def raise_all(reasons: list[str]) -> None:
+    """One InputError for all of them, should there be any; the first four are quoted."""
     if reasons:
-        more = f"; and {len(reasons) - most} more" if len(reasons) > most else ""
-        raise InputError("; ".join(reasons[:most]) + more)
+        more = f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+        raise InputError("; ".join(reasons[:4]) + more)
 
 
-def _describe(name: str, module: nn.Module) -> FeedForward | None:
+def _describe(name: str, module: nn.Module, fires: Callable[[object], bool] = is_relu) -> FeedForward | None:
+    """The module as a feed-forward layer, if it is one with an activation for which fires(activation) is true."""
     if isinstance(module, StandIn):
         return module.feed_forward(name)
     layout = layout_of(module)
-    if layout is None or not is_relu(getattr(module, layout[3])):
+    if layout is None or not fires(getattr(module, layout.activation)):
         return None
-    gate, up, down, _ = layout
-    return FeedForward(
-        name, module, getattr(module, gate) if gate else None, getattr(module, up), getattr(module, down)
-    )
+    return FeedForward(name, module, *layout.parts(module)[:3])
 
 
 def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
@@ -150,16 +170,18 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [f for name, module in model.named_modules() if (f := _describe(name, module))]
     if not found:
-        others = {m for m in model.modules() if (lay := layout_of(m)) and not is_relu(getattr(m, lay[3]))}
-        kinds = sorted({type(getattr(m, layout_of(m)[3])).__name__ for m in others})
-        seen = f"its feed-forward layers use {', '.join(kinds)}" if kinds else "none of its modules has the known parts"
+        kinds = {type(getattr(m, lay.activation)).__name__ for m in model.modules() if (lay := layout_of(m))}
+        seen = (
+            f"its feed-forward layers use {', '.join(sorted(kinds))}"
+            if kinds
+            else "none of its modules has the known parts"
+        )
         raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {ACCEPTED} and a ReLU")
     chosen = [f for f in found if selected(only, f.name, f.module)]
     if not chosen:
         raise InputError(
-            f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of "
-            f"which is "
-            f"{found[0].name!r}; accepted: one that is true for some"
+            f"`only` leaves none of the {len(found)} feed-forward layers of {type(model).__name__}, the first of which "
+            f"is {found[0].name!r}; accepted: one that is true for some"
         )
     return chosen
 
@@ -170,12 +192,7 @@ def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     Like feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
     if there is neither. only: as there.
     """
-    found = []
-    for name, module in model.named_modules():
-        layer, layout = _describe(name, module), layout_of(module)
-        if layer is None and layout and isinstance(getattr(module, layout[3]), SquaredReLU):
-            gate, up, down = (getattr(module, part) if part else None for part in layout[:3])
-            layer = FeedForward(name, module, gate, up, down)
-        if layer is not None and selected(only, layer.name, layer.module):
-            found.append(layer)
+    fires = lambda activation: is_relu(activation) or isinstance(activation, SquaredReLU)  # noqa: E731
+    layers = [layer for name, module in model.named_modules() if (layer := _describe(name, module, fires))]
+    found = [layer for layer in layers if selected(only, layer.name, layer.module)]
     return found or feed_forwards(model, only=only)  # which says what it found instead

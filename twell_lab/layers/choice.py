@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..records import record as records
+from ..records import record
 from .paths import PATHS
 from .paths.hot_cold import STEP, hot_first
 
@@ -34,7 +34,7 @@ class Choice:
             raise InputError(f"hot is {self.hot} on path {self.path!r}; {accepted} is accepted")
 
     def check(self, d_ff: int) -> None:
-        """InputError where a layer of d_ff neurons cannot be cut so."""
+        """InputError if a layer of d_ff neurons cannot be split in this way."""
         if not PATHS[self.path].accepts(d_ff, self.hot):
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; a multiple of {STEP} below {d_ff} is accepted")
 
@@ -46,7 +46,7 @@ DENSE = Choice("dense")  # what every other choice is compared with
 
 
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
-    """A choice of every path that takes a layer of d_ff neurons, with so many hot ones where it splits."""
+    """A choice of every path that takes a layer of d_ff neurons; a path that splits them has `hot` hot ones."""
     sizes = {path: hot if path.splits else 0 for path in PATHS.values()}
     return [Choice(path.name, size) for path, size in sizes.items() if path.accepts(d_ff, size)]
 
@@ -110,8 +110,8 @@ class LayerPlan:
 
     @classmethod
     def forced(cls, layer, choice: Choice) -> LayerPlan:
-        """One choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that says how it
-        fires."""
+        """A plan of one choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that
+        says how often the neurons fire."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
         counts = tuple(torch.as_tensor(layer.neuron_counts).tolist())
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
@@ -133,8 +133,8 @@ class LayerPlan:
         return self.packed_nnz(Choice())
 
     def packed_nnz(self, choice: Choice) -> float:
-        """How many of them the packed part of a choice is expected to keep: none, all, or the cold ones; NaN
-        unprofiled."""
+        """How many firing neurons of a token the packed part of a choice is expected to hold: none, all, or the cold
+        ones. NaN where no token was profiled."""
         if not PATHS[choice.path].packs:
             return 0.0
         rest = sorted(self.neuron_counts, reverse=True)[choice.hot :]
@@ -150,15 +150,7 @@ class LayerPlan:
 
     def __str__(self) -> str:
         rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
-        columns = {
-            "tokens": "tokens",
-            "path": "path",
-            "hot": "hot",
-            "predicted_us": "predicted us",
-            "measured_us": "measured us",
-            "chosen": "chosen",
-            "why": "why",
-        }
+        columns = {name: name.replace("_", " ") for name in rows[0]}
         kind = "gated" if self.gated else "plain"
         head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
-        return f"{head}\n{records.table(rows, columns)}"
+        return f"{head}\n{record.table(rows, columns)}"

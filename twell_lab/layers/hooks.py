@@ -1,9 +1,9 @@
-"""What others put on a feed-forward layer: hooks, adapters, forwards of their own. A sparse layer calls none of its
-parts, so nothing that is on a part would act: it is refused before a swap, and noticed after one.
+"""What users and other libraries put on a feed-forward layer: hooks, adapters, forwards of their own. A sparse layer
+calls none of its parts, so nothing that is on a part would act: it is refused before a swap, and noticed after one.
 
 Not noticed: hooks for every module (torch.nn.modules.module.register_module_forward_hook and the like), which see a
-SparseFFN but not its projections; and attributes changed after the swap on the dense module, which is set aside, or on
-its activation."""
+SparseFFN but not its projections; and attributes that are changed after the swap on the dense module, which is set
+aside, or on its activation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from .anatomy import (
     title,
 )
 
-_TABLES = ("_parameters", "_buffers", "_modules")
 _STATE_HOOKS = (
     "_state_dict_pre_hooks",
     "_state_dict_hooks",
@@ -70,39 +69,33 @@ def check_parts(sparse: nn.Module) -> None:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module with the parts of a feed-forward layer cannot be swapped though its own code were the formula:
-    something of other libraries or of the user's, on it or on a part of it, that a SparseFFN would never call. None if
-    there is nothing."""
+    """Why a module with the parts of a feed-forward layer cannot be swapped, even if its own code is the formula: a
+    library or the user put something on it or on a part of it that a SparseFFN would never call. None if there is
+    nothing."""
     layout = named_parts(module)
     if layout is None:
         return None
-    within = [] if layout == IN_BLOCK else [("", module)]  # a decoder layer stays, with all that is on it
-    for seat in filter(None, layout):
-        part = getattr(module, seat)
-        if isinstance(part, nn.Module):
-            within.append((seat, part))
-    seats = {id(part) for _, part in within}
-    if layout != IN_BLOCK:  # projections are carried whole, so what lies within them acts as before
-        carried = (
-            {id(each) for seat in layout[:3] if seat for each in getattr(module, seat).modules()}
-            if layout_of(module)
-            else seats
-        )
-        within += [(name, each) for name, each in module.named_modules() if id(each) not in seats | carried]
-    for seat, part in within:
-        if reason := on_part(part, whole=seat == "" or part is getattr(module, layout[3])):
+    named = zip(layout, layout.parts(module))
+    parts = {seat: part for seat, part in named if isinstance(part, nn.Module)}
+    if layout != IN_BLOCK:  # a decoder layer stays, with all that is on it
+        carried = layout.carried(module) if layout_of(module) else set()
+        within = {name: each for name, each in module.named_modules() if id(each) not in carried}
+        parts = {"": module, **parts, **within}
+    for seat, part in parts.items():
+        if reason := on_part(part, whole=seat in ("", layout.activation)):
             return f"{seat} {reason}".strip()
     return None
 
 
 def on_part(part: nn.Module, whole: bool = False) -> str | None:
-    """What is on this module that would be lost; whole: with what it does when it is saved and loaded."""
+    """What is on this module that would be lost; whole: the module itself goes, with what it does when it is saved and
+    loaded."""
     own = vars(part)
     if "_hf_hook" in own:
         return (
             f"has a hook of accelerate's ({type(own['_hf_hook']).__name__}), as device_map and dispatch_model put "
-            f"there; accepted: "
-            "a model loaded without device_map, or accelerate.hooks.remove_hook_from_submodules(model) first"
+            "there; accepted: a model loaded without device_map, or accelerate.hooks.remove_hook_from_submodules("
+            "model) first"
         )
     if any(each.__module__.partition(".")[0] == "peft" for each in type(part).__mro__):
         return f"is an adapter of PEFT's ({type(part).__name__}); accepted: a merged model (model.merge_and_unload())"
@@ -138,23 +131,23 @@ def _hooked(kind: str, hook) -> str:
     if "fsdp" in where.lower():
         return f"has a {kind} of FSDP's ({named}); accepted: a model that is swapped first and sharded then"
     return (
-        f"has a {kind} ({named}) that a sparse layer would never call; accepted: remove it, swap, and put it on "
-        f"the SparseFFN"
+        f"has a {kind} ({named}) that a sparse layer would never call; accepted: remove it, swap, and put it on the "
+        "SparseFFN"
     )
 
 
 def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
-    """InputError naming every layer with the parts of a ReLU feed-forward layer that has something of others on it."""
+    """InputError naming every layer that has the parts of a ReLU feed-forward layer, and an `obstacle`."""
     reasons = []
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         layout = None if isinstance(module, StandIn) else named_parts(module)
-        if layout is None or not is_relu(getattr(module, layout[3])) or not selected(only, name, module):
+        if layout is None or not is_relu(getattr(module, layout.activation)) or not selected(only, name, module):
             continue
         reason = obstacle(module)
         if layout != IN_BLOCK and name.rpartition(".")[2] == "_orig_mod":
             reason = (
-                "is compiled by itself, and torch.compile would go on with the dense layer; accepted: swap "
-                "first, compile then"
+                "is compiled by itself, and torch.compile would go on with the dense layer; accepted: swap first, "
+                "compile then"
             )
         if reason is not None:
             reasons.append(f"{title(name, module)}: {reason}")
@@ -162,24 +155,18 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
 
 
 def hand_over(sparse: nn.Module, dense: nn.Module) -> None:
-    """Set on the dense module what was set on the sparse one since it was made."""
+    """Set on the dense module what was set on the SparseFFN since it was made."""
     for kind, table in vars(sparse).items():
         if kind.startswith(("_forward_", "_backward_")) and table:
-            # The very table, where there is none: the handles that take hooks off again know it.
+            # The same table, if the dense module has none: the handles that take hooks off again know it.
             dense.__dict__[kind] = table if not vars(dense).get(kind) else type(table)({**vars(dense)[kind], **table})
     if sparse._is_full_backward_hook is not None:
         dense._is_full_backward_hook = sparse._is_full_backward_hook
     dense._non_persistent_buffers_set |= sparse._non_persistent_buffers_set - sparse._born
     for name in filter(None, sparse._names if sparse._borrowed is None else ()):
         dense._modules[name] = sparse._modules[name]  # another one, should it have been replaced
-    for of, to in (
-        (sparse.__dict__, dense.__dict__),
-        *((getattr(sparse, kind), getattr(dense, kind)) for kind in _TABLES),
-    ):
-        to.update(
-            {
-                name: each
-                for name, each in of.items()
-                if name not in sparse._born and not name.startswith("_") and not hasattr(type(sparse), name)
-            }
-        )
+    tables = [(getattr(sparse, kind), getattr(dense, kind)) for kind in ("_parameters", "_buffers", "_modules")]
+    for of, to in [(vars(sparse), vars(dense)), *tables]:
+        for name, each in of.items():
+            if name not in sparse._born and not name.startswith("_") and not hasattr(type(sparse), name):
+                to[name] = each

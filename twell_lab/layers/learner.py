@@ -1,4 +1,4 @@
-"""What SparseFFN does where gradients are needed: which path it takes, and whom it tells about its L1 norm."""
+"""What SparseFFN does where gradients are needed: which path it takes, and how it reports its L1 norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DENSE, SPARSE = differentiable.PATHS
 
 
 class Told(NamedTuple):
-    """What a layer tells of one forward pass: a LayerTerm without its name, which no compiled graph is to depend on."""
+    """What a layer reports of one forward pass: a LayerTerm without a name, on which a compiled graph would depend."""
 
     l1: Tensor
     nnz: Tensor
@@ -25,10 +25,10 @@ class Told(NamedTuple):
 class LayerTerm(NamedTuple):
     """One layer's part in one forward pass.
 
-    l1: scalar with gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without, the
-    neurons that fire at a token on average, float32. lost: the share of tokens that found no room in the sparse
-    kernels' lists and were finished densely, float32; None where those kernels did not run. Reading any of them waits
-    for the device.
+    l1: scalar with a gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without a
+    gradient, how many neurons fire at a token on average, float32. lost: the share of tokens that found no room in the
+    sparse kernels' lists and were finished densely, float32; None where those kernels did not run. Reading any of them
+    waits for the device.
     """
 
     name: str
@@ -38,12 +38,13 @@ class LayerTerm(NamedTuple):
 
 
 class Learner:
-    """The part of SparseFFN that trains. `learning` is what `learn` was told last."""
+    """The part of SparseFFN that trains. learning: the path that was given to `learn` last."""
 
     learning: str | None = None
-    # A list of this layer's own: one graph serves all layers where they are compiled one by one.
+    # A list for each layer: so one graph serves all layers where they are compiled one by one (see `tell`).
     _told: list[Told] | None = None
-    # Once asked, always by the operator that can: a recomputed forward must save what the first one saved.
+    # Once asked to report, a layer always takes the operator that can: a forward that is recomputed (checkpointing)
+    # must save what the first one saved.
     _reports = False
 
     def learn(self, path: str | None) -> None:
@@ -57,14 +58,14 @@ class Learner:
     def tell(self, told: list[Told] | None) -> None:
         """Append to `told` at each forward with gradients from now on; None: stop. See twell_lab.layers.terms.
 
-        A list for each layer: under FSDP2 layers are compiled one by one, and share a graph as long as nothing tells
-        them apart, be it a name or how many layers have appended before. A graph for each is more than torch.compile's
-        limit, past which it runs the rest without."""
+        Each layer gets a list of its own. Under FSDP2 layers are compiled one by one, and share a graph as long as they
+        do not differ in anything, such as a name or the length of a common list. A graph for each layer would exceed
+        torch.compile's limit, past which it compiles no more."""
         self._told = told
         self._reports |= told is not None
 
     def _learn(self, x: Tensor, weights: Weights, planned: Path) -> Tensor:
-        """The output for x [..., d_model], with gradients, and what there is to tell of it."""
+        """The output for x [..., d_model], with gradients; reports to the list of `tell`, if there is one."""
         skipping = None if self._reports or weights.up.is_cuda or self.learning == DENSE else self._skipping
         if skipping is not None:  # a CPU skips the silent neurons forwards
             w = skipping.ready(self, weights)

@@ -1,7 +1,7 @@
 """SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one.
 
-Which modules are feed-forward layers, and whether they compute what a SparseFFN computes, is twell_lab.layers.anatomy's
-and twell_lab.layers.probe's to say."""
+Which modules are feed-forward layers is in twell_lab.layers.anatomy, whether one computes what a SparseFFN computes in
+twell_lab.layers.probe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
-from ..ops import checks, copies
+from ..ops import checks, copies, streams
 from ..ops.inference import STATS
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
@@ -27,20 +27,22 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     Holds the source module's own projections under their own names, so parameters, their shapes and the state_dict stay
     what they were. Without a plan it always packs what fires ("twell"). plan: a LayerPlan picks the path by the number
-    of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons as they lie. What the
-    paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in buffers outside
-    the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says what they cost). A
-    weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it (0 *
-    NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it either:
-    ask `LayerTerms.finite` (twell_lab.layers.terms) now and then, as twell_lab.train does. Where a gradient is needed
-    (twell_lab.ops.differentiable), `learn` says whether all neurons are computed or those that fire.
+    of tokens (LayerPlan.choice); a Choice is one path for all, hot/cold then with the neurons in the order that they
+    have. What the paths want in another layout (`down` transposed, the weights with the hot neurons first) is kept in
+    buffers outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says
+    what they cost). Where a gradient is needed (twell_lab.ops.differentiable), `learn` says whether all neurons are
+    computed or those that fire.
+
+    A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
+    (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it
+    either: ask `LayerTerms.finite` (twell_lab.layers.terms) now and then, as twell_lab.train does.
 
     The source is run on a few rows beside the formula before it is taken (probe.check), and refused with an InputError
     where it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or
-    replaced forwards on it or on a part of it. What is put on a projection later, or in its place, is an InputError of
-    the next forward. Hooks belong on the SparseFFN itself, and go with `densify` to the dense layer. Hooks for every
-    module (register_module_forward_hook) see the SparseFFN but not its projections, and attributes changed on the dense
-    module or its activation later are not looked at."""
+    replaced forwards on it or on a part of it. If something is put on a projection later, or in its place, the next
+    forward raises an InputError. Hooks belong on the SparseFFN itself; `densify` moves them to the dense layer. Hooks
+    for every module (register_module_forward_hook) see the SparseFFN but not its projections. Attributes that are
+    changed later on the dense module or its activation have no effect."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         copies.check_finite(self._weights().named())
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
-        self.fuses_dense = False  # as the dense path found out last
+        self.fuses_dense = False  # what the dense path found out last (dispatch.fuses)
         self.follow(plan)
         buffers = {"order", "stats", *(copy.buffer for path in PATHS.values() for copy in path.copies)}
         self._born = buffers.union(vars(self), self._parameters, self._modules)
@@ -88,7 +90,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def from_module(
         cls, module: nn.Module, *, plan: LayerPlan | Choice | None = None, tile: int = TILE, words: int = WORDS
     ) -> SparseFFN:
-        """The sparse twin of a feed-forward module (or OPT decoder layer); the two share their parameters."""
+        """A SparseFFN for a feed-forward module (or an OPT decoder layer); the two share their parameters."""
         return cls(module, plan=plan, tile=tile, words=words)
 
     def _projection(self, index: int) -> nn.Linear | None:
@@ -126,23 +128,18 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
-        Raises InputError for a plan of another shape. Not while a captured CUDA graph is in use: it holds the old
-        buffers. Nor while another stream still computes a forward of this layer: wait for it first, since the copies
-        of weights that it reads are freed here."""
+        Other threads and streams may be in a forward: they finish it, on buffers that stay in memory until then. But a
+        captured CUDA graph, or a compiled layer on another stream, has to be done before: the buffers that it uses are
+        freed here. Raises InputError for a plan of another shape."""
         d_ff, d_model = self.up.weight.shape
-        if isinstance(plan, LayerPlan):
-            shape = (plan.d_model, plan.d_ff, plan.gated)
-            if shape != (d_model, d_ff, self.gate is not None):
-                kinds = "d_model {}, d_ff {}, gated {}"
-                raise InputError(
-                    f"the plan is for {kinds.format(*shape)}; {kinds.format(d_model, d_ff, self.gate is not None)} "
-                    "is accepted"
-                )
-            choices = [*plan.choices.items()]
-        elif plan is None or isinstance(plan, Choice):
-            choices = [(1, plan or Choice())]
-        else:
+        if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
+        choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan or Choice())]
+        if isinstance(plan, LayerPlan):
+            found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
+            if found != own:
+                sizes = "d_model {}, d_ff {}, gated {}"
+                raise InputError(f"the plan is for {sizes.format(*found)}; {sizes.format(*own)} is accepted")
         for _, choice in choices:
             choice.check(d_ff)
         if all(choice == choices[0][1] for _, choice in choices):
@@ -153,15 +150,21 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if hot:
             self.neurons = plan.order(hot).tolist() if isinstance(plan, LayerPlan) else [*range(d_ff)]
         weights, used = self._weights(), {choice.path for _, choice in choices}
-        for name, path in PATHS.items():
-            path.prepare(self, weights) if name in used else path.release(self)
+        for name in used:
+            PATHS[name].prepare(self, weights)
         self._renew_stats(choices)
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
-        self._choices = choices  # last: another thread may be in a forward
+        self._choices = choices  # not before all is there: another thread may be in a forward
+        for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
+            PATHS[name].release(self)
+
+    def takes(self, path: str) -> bool:
+        """Whether the plan sends inputs of some size this way."""
+        return any(choice.path == path for _, choice in self._choices)
 
     def watch(self, watch) -> None:
-        """Have the layer plan itself: dense, it shows each input to an analysis.auto.Watch, until that has a plan."""
+        """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
         self.follow(DENSE)
         self.plan, self._watch = None, watch
 
@@ -173,11 +176,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
 
-        For what torch itself does not notice, since it raises no version: a change in place of `down.weight.data` (as
-        `p.data += delta`) or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. A CUDA
-        graph that was captured while the copies were up to date reads them as they are: after a change, call the layer
-        once outside of it. What is followed without it: optimizers, `load_state_dict`, `p.add_` under no_grad, a
-        replaced parameter or `data`, and CPU memory that is shared with other processes."""
+        Call it after a change of which torch raises no version: in place of `down.weight.data` (as `p.data += delta`)
+        or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. Optimizers,
+        `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared with
+        other processes are followed without it. A CUDA graph that was captured while the copies were up to date reads
+        them as they are: after a change, call the layer once outside of the graph."""
         for each in self._buffers.values():
             copies.forget(each)
 
@@ -212,32 +215,31 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def status(self) -> dict:
         """What the layer does and has seen. Waits for the device; a forward never does.
 
-        plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; classes: for each class
-        of token counts tokens (its largest count, None for the last one), path, hot, and of what went through it
-        without gradients: rows; mean_nnz, the entries a row that were packed (of the cold neurons, with hot/cold);
-        pooled and lost, the share of rows that used the pool for overflow and that were computed densely after all;
-        planned_nnz, what the plan expects of mean_nnz, and drift, mean_nnz over it. What is not known is None: dense
-        paths count nothing, nor does a layer without a plan on a CPU, nor kernels for small batches that would be held
-        up by it."""
+        Returns:
+            plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; and classes, a
+            dictionary for each class of token counts: tokens (its largest count, None for the last class), path, hot,
+            and, of the calls without gradients, rows; mean_nnz, the packed entries of a row (with hot/cold those of the
+            cold neurons); pooled, the share of rows that used the pool for overflow; lost, the share that was computed
+            densely after all; planned_nnz, the mean_nnz that the plan expects; drift, mean_nnz over planned_nnz. What
+            is not known is None: dense paths count nothing, nor does a layer without a plan on a CPU, nor kernels for
+            small batches, which counting would slow down."""
         seen = self.stats.tolist() if "stats" in self._buffers else None
         classes = []
         for at, (tokens, choice) in enumerate(self._choices):
-            rows, kept, pooled, lost = (0, 0, 0, 0) if seen is None or not PATHS[choice.path].packs else seen[at]
-            share = lambda count, of=rows: count / of if of else None  # noqa: E731
-            expects = isinstance(self.plan, LayerPlan) and PATHS[choice.path].packs
-            planned = self.plan.packed_nnz(choice) if expects else None
-            drift = share(kept) / planned if rows and planned else None
+            packs = PATHS[choice.path].packs
+            rows, kept, pooled, lost = seen[at] if seen and packs else (0, 0, 0, 0)
+            planned = self.plan.packed_nnz(choice) if packs and isinstance(self.plan, LayerPlan) else None
             classes.append(
                 {
                     "tokens": tokens if at < len(self._choices) - 1 else None,
                     "path": choice.path,
                     "hot": choice.hot,
                     "rows": rows or None,
-                    "mean_nnz": share(kept),
-                    "pooled": share(pooled),
-                    "lost": share(lost),
+                    "mean_nnz": kept / rows if rows else None,
+                    "pooled": pooled / rows if rows else None,
+                    "lost": lost / rows if rows else None,
                     "planned_nnz": planned,
-                    "drift": drift,
+                    "drift": kept / rows / planned if rows and planned else None,
                 }
             )
         plan = "watching" if self._watch is not None else "none" if self.plan is None else "planned"
@@ -251,13 +253,16 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _see(self, x) -> None:
         """Let the watch count this input, where nothing but a plain forward is going on; follow what it decides."""
+        if torch.compiler.is_compiling() or type(x) is not Tensor:
+            return  # compiled code keeps what it was traced with
         if torch.is_grad_enabled() and self.up.weight.requires_grad:
             return
-        allowed = may_watch(x)
-        if not allowed:
-            self._watch = self._watch if allowed is False else None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._watch = None  # the graph will read the buffers that are there now
             return
-        watch, self._watch = self._watch, None  # taken away meanwhile: of two threads, one decides
+        if x.dim() == 0 or x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
+            return  # autocast: the plan is for the layer's own dtype
+        watch, self._watch = self._watch, None  # nobody else has it meanwhile: of several threads, one decides
         if watch is None:
             return
         plan = None
@@ -277,7 +282,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         stats = self._buffers.get("stats")  # once: another thread may have the layer follow another plan meanwhile
         if stats is not None and stats.device != weights.up.device:
             stats = self._renew_stats(choices)
-        return stats[at] if stats is not None and stats.shape[0] == len(choices) else None
+        if stats is None or stats.shape[0] != len(choices):
+            return None
+        if stats.is_cuda and not torch.compiler.is_compiling():
+            streams.enter(stats)
+        return stats[at]
 
     def _renew_stats(self, choices: list) -> Tensor | None:
         """Counters at zero, int64 [classes, 4]; none where no path packs."""
@@ -285,7 +294,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if any(PATHS[choice.path].packs for _, choice in choices):
             with torch.inference_mode(False):
                 stats = torch.zeros(len(choices), len(STATS), dtype=torch.int64, device=self.up.weight.device)
-        hold(self, "stats", stats)
+            streams.allocated(stats)
+        hold(self, {"stats": stats})
         return stats
 
     def _apply(self, fn, recurse=True):
@@ -296,17 +306,3 @@ class SparseFFN(Learner, nn.Module, StandIn):
             PATHS[name].moved(self, weights)
         self._renew_stats(self._choices)  # to_empty leaves anything in them
         return self
-
-
-def may_watch(x) -> bool | None:
-    """Whether a forward with x can be counted: None where the layer had better never change under its caller.
-
-    A captured CUDA graph keeps the addresses of the buffers that were there; compiled code keeps what it was traced
-    with."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
-        return False  # under autocast: the plan is for the layer's own dtype
-    return x.dim() > 0

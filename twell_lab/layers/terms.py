@@ -1,11 +1,12 @@
-"""What a training loop wants of every feed-forward layer at every step: its L1 norm, with a gradient, and who fires.
+"""What a training loop wants of every feed-forward layer at every step: its L1 norm, with a gradient, and how many
+neurons fire.
 
     with layer_terms(model) as terms:
         loss = cross_entropy(model, batch)
     loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
 
-Works on dense layers and on SparseFFN, and on models that have both. Sum over neurons, mean over tokens and layers: the
-convention of the published code of arXiv 2603.23198, whose 2e-5 is meant so.
+Works on dense layers and on SparseFFN, and on models that have both. The sum over neurons and the mean over tokens and
+layers are the convention of the published code of arXiv 2603.23198, for which its coefficient 2e-5 is meant.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def layer_nnz(h: Tensor) -> Tensor:
 class LayerTerms(Sequence[LayerTerm]):
     """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers.
 
-    Passes are told apart by counting, which a layer that is skipped in one of several, or runs twice in one, confuses.
+    Which pass a term belongs to is found by counting: the count is wrong where a layer is skipped in one of several
+    passes, or runs twice in one.
     """
 
     def __init__(self, told: dict[str, list[Told]], layers: list) -> None:
@@ -67,8 +69,8 @@ class LayerTerms(Sequence[LayerTerm]):
 
     def finite(self) -> Tensor:
         """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
-        together with the loss, now and then. Kernels that skip silent neurons never read what the dense layer's loss
-        would show: a NaN there."""
+        together with the loss, now and then. A NaN in the weights of a silent neuron would show in a dense layer's
+        loss; kernels that skip silent neurons never read it."""
         return all_finite(
             [
                 p.detach()
@@ -87,10 +89,10 @@ class LayerTerms(Sequence[LayerTerm]):
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     """Within this context each forward pass with gradients adds a LayerTerm for every feed-forward layer, in order.
 
-    Enter it for each pass anew, or `clear` the terms between them: each further pass has torch.compile make another
-    graph. One at a time for a model. A layer that runs twice, as under gradient checkpointing, adds two if the second
-    time falls into the context: leave it before the backward pass; of dense layers torch refuses such a second time,
-    which misses the hook of the first. Where a dense model is compiled, compile it within the context: torch does not
+    Enter it for each pass anew, or `clear` the terms between passes: for each further pass torch.compile makes another
+    graph. Do not enter it twice at once for a model. Leave it before the backward pass: under gradient checkpointing
+    layers run a second time there, and would add a second term; for dense layers torch would raise an error, since the
+    second run lacks the first one's hook. If a dense model is compiled, compile it within the context: torch does not
     look for hooks again. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer."""
     layers = firing_layers(model)
     told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
@@ -112,7 +114,7 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
 
 
 def _told_by_dense(told: list[Told]):
-    """A hook for a down projection, which gets the hidden activations h [..., d_ff] as a whole."""
+    """A hook for a down projection, whose input is the hidden activations h [..., d_ff] as a whole."""
 
     def tell(module: nn.Module, args: tuple) -> None:
         if torch.is_grad_enabled():

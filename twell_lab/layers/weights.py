@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Weights(NamedTuple):
-    """A layer's weights and biases, in the order in which the operators take them, and what a path made of them.
+    """A layer's weights and biases, in the order in which the operators take them.
 
     gate, up: [d_ff, d_model], gate None for a plain layer; down: [d_model, d_ff]; biases [d_ff], [d_ff], [d_model], or
     None; down_t: down transposed and contiguous, where a path keeps one."""
@@ -23,7 +23,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, gate: nn.Linear | None, up: nn.Linear, down: nn.Linear) -> Weights:
-        """Those of three projections, each read once: where a weight is parametrized, reading makes a new tensor."""
+        """The weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
         return cls(
             None if gate is None else gate.weight,
             up.weight,

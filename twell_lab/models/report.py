@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .. import records
 from ..analysis import auto
 from ..analysis.plan import chosen
 from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.sparse_ffn import SparseFFN
-from ..records import record as records
 
 _COLUMNS = {
     "layer": "layer",

@@ -78,7 +78,7 @@ def sparsify(
             sparse.follow(followed)
         elif layout_of(source) != IN_BLOCK:
             sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False)
-            model = _replace(model, source, sparse)
+            model = _put(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
@@ -127,7 +127,7 @@ def densify(model: nn.Module) -> nn.Module:
         if sparse.registered:
             hooks.hand_over(sparse, source)
             source.train(sparse.training)
-            model = _replace(model, sparse, source)
+            model = _put(model, sparse, source)
         else:
             (source.activation_fn,) = sparse._activation
             if isinstance(source.activation_fn, nn.Module):
@@ -136,7 +136,7 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """Put `new` in every seat of the model that holds `old`; the model itself may be that seat."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # named_children() skips a child's second seat

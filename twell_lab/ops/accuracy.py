@@ -1,13 +1,15 @@
-"""How exact a feed-forward result has to be, as functions that tests, benchmarks and the attack
-(twell_lab.bench.attack) share.
+"""How exact the result of a feed-forward layer has to be. Tests, benchmarks and the attack (twell_lab.bench.attack) all
+judge by the functions of this file.
 
 Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same
-dtype, plus one unit in the last place of the row's largest value. `worst_row` measures that where float64's result is
-given; `judge` and `Exact` work it out from the layer, and know which neurons may count as firing or as silent.
+dtype, plus one unit in the last place of the row's largest value. `worst_row` measures that where the float64 result is
+given. `judge` and `Exact` compute it from the layer, and know which neurons may count as firing or as silent.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,18 +19,24 @@ from torch.nn.functional import linear
 from ..formats import twell
 from . import reference
 
-_MOST_TRIED = (
-    200  # rows of one result whose doubtful neurons are counted the other way: more than those are no matter of luck
-)
 DOUBT = 2.0  # a gate below this many eps times the sum of |x w| has a sign that rounding decides
+# The limits of one search for another way of counting doubtful neurons: how many rows it is made for, and how many
+# neurons it counts the other way in all. A result that would need more is refused: that is no matter of luck.
+_MOST_ROWS, _MOST_FLIPS = 200, 10_000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `Exact.judge` found. ratio: error over what is allowed of the worst row, at most 1.0 keeps the promise; row:
-    its number, -1 without rows. Rows that keep it only because a neuron may count either way (excused), because the
-    dense layer overflows inside as well (overflowed), or if the gate that torch rounded is where both layers start
-    (rounded)."""
+    """What `Exact.judge` found.
+
+    Attributes:
+        ratio: the error of the worst row over what is allowed; at most 1.0 keeps the promise.
+        row: the number of that row, -1 without rows. Where the promise is broken, it is a row that breaks it; others
+            may be further off.
+        excused: how many rows keep the promise only because a neuron may count either way,
+        overflowed: only because the dense layer overflows inside as well,
+        rounded: only if both layers start from the gate as torch rounds it.
+    """
 
     ratio: float
     row: int
@@ -68,38 +76,41 @@ def judge(
     """Whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see
     `Exact`.
 
-    y, dense: [tokens, d_model], the layer under test and torch's in the same dtype. gate None: the up projection goes
-    through the ReLU and takes the place of the product. All else is as the layers got it.
+    y, dense: [tokens, d_model], the results of the layer under test and of torch's dense layer, in the same dtype. gate
+    None: a plain layer, relu(x up^T + up_bias) down^T + down_bias. x and the weights: as both layers got them.
     """
     return Exact(x, gate, up, down, gate_bias, up_bias, down_bias).judge(y, dense)
 
 
 class Exact:
-    """A layer worked out in float64, on its tensors' device, and the judge of what others make of it.
+    """A layer computed in float64, on its tensors' device, and the judge of other results for the same layer.
 
-    A neuron counts as either firing or silent if its gate in float64 is below 2 eps (of the working dtype) times the
-    sum of |x w| over its inputs: no order of rounded additions is held to a sign closer than that. So a row is right if
-    it keeps the bound for *some* way of counting those neurons. The plain one, by float64's signs, is tried first. Only
-    a row that fails it goes on: starting from float64's signs, and from those of torch's gate in the working dtype, one
-    doubtful neuron after the other is counted the other way as long as that brings the exact result closer to y. Each
+    A neuron is in doubt, and counts as either firing or silent, if its gate in float64 is below 2 eps (of the working
+    dtype) times the sum of |x w| over its inputs: no order of rounded additions can be held to a sign closer than that.
+    So a row is right if it keeps the bound for *some* way of counting those neurons.
+
+    The way that float64's signs give is tried first. Only for a row that fails it others are searched: starting from
+    float64's signs, and then from those of torch's gate in the working dtype, the doubtful neuron that brings the exact
+    result closest to y is counted the other way, then the next, until the row keeps the bound or no neuron helps. Each
     step is one of the allowed ways, so no row is accepted that none of them explains; one that only an unlikely
-    combination would explain may be refused. Where torch's own gate is handed to `judge`, a row may start from its
-    values instead, as paths behind torch's GEMM do: of a few float32 terms the dense layer's later roundings can undo
-    that one by luck, and the same error alone is no fault. What is allowed stays twice the dense layer's error by
-    float64's signs: if it took other signs itself, that error is its own, as it always was.
+    combination would explain may be refused. The first row that is refused decides the verdict and ends the search.
 
-    Where the dense layer overflows inside, so that it gives an infinity or NaN for a row that is finite, a value may be
-    infinite or NaN too; and what rounds over the end of the dtype may round the other way. A finite value is held to
-    the bound, beside a dense layer of the same precision whose exponents have no end."""
+    Where torch's own gate is handed to `judge`, a row may also start from its values, as paths behind torch's GEMM do:
+    the dense layer's later roundings can undo the gate's by luck, and then the gate's error alone would look like a
+    fault. What is allowed is always twice the dense layer's error by float64's signs: if that layer took other signs,
+    their error is its own.
+
+    Where the dense layer overflows inside, so that it gives an infinity or NaN for a row that is finite, the result may
+    be infinite or NaN too; and what rounds to just beyond the end of the dtype may round the other way. A finite value
+    is held to the bound, beside a dense layer of the same precision whose exponents have no end."""
 
     def __init__(
         self, x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, first: Tensor | None = None
     ) -> None:
         """first: the gate before its ReLU, [tokens, d_ff], where that was given to the layer under test, so that its
         rounding is not the layer's."""
-        self._first = (
-            (x, up, up_bias) if gate is None else (x, gate, gate_bias)
-        )  # what decides who fires, as it was given
+        # What decides who fires, as it was given.
+        self._first = (x, up, up_bias) if gate is None else (x, gate, gate_bias)
         wide = lambda t: None if t is None else t.detach().double()  # noqa: E731
         self.x, self._down, self._down_bias = wide(x), wide(down), wide(down_bias)
         self.first = linear(self.x, *map(wide, self._first[1:])) if first is None else wide(first)
@@ -115,32 +126,41 @@ class Exact:
             return Verdict(0.0, -1)
         ratio, excused, overflowed, rounded = _ratios(y, self.y, dense, self.y), 0, 0, 0
         if bool((ratio > 1.0).any()):
-            also = ~y.isfinite() & ~dense.isfinite() & self.x.isfinite().all(1, keepdim=True)
-            lost = ~dense.isfinite().all(1, keepdim=True) & self.x.isfinite().all(1, keepdim=True)
+            finite = self.x.isfinite().all(1, keepdim=True)
+            also = ~y.isfinite() & ~dense.isfinite() & finite
+            lost = ~dense.isfinite().all(1, keepdim=True) & finite
             beside = torch.where(lost, self._endless(y.dtype), dense.double()) if bool(lost.any()) else dense
-            held = _ratios(y, self.y, beside, self.y, also)
-            overflowed = int(((ratio > 1.0) & (held <= 1.0)).sum())
-            ratio = torch.minimum(ratio, held)
-            if first is not None:
-                keep = twell.fires(first)
-                value = first.double() * self._times if self._gated else first.double()
-                started = self._result(slice(None), keep, value)
-                held = _ratios(y, started, beside, started, also)
-                rounded = int(((ratio > 1.0) & (held <= 1.0)).sum())
+
+            def kept_beside(exact: Tensor) -> int:
+                """How many more rows keep the bound if this is the exact result."""
+                nonlocal ratio
+                held = _ratios(y, exact, beside, exact, also)
+                more = int(((ratio > 1.0) & (held <= 1.0)).sum())
                 ratio = torch.minimum(ratio, held)
-            for row in (ratio > 1.0).nonzero()[:_MOST_TRIED, 0].tolist():
-                found = self._best_way(row, y, dense)
-                excused += bool(found <= 1.0)
-                ratio[row] = torch.minimum(ratio[row], found)
+                return more
+
+            overflowed = kept_beside(self.y)
+            if first is not None:
+                value = first.double() * self._times if self._gated else first.double()
+                rounded = kept_beside(self._result(slice(None), twell.fires(first), value))
+            failed = (ratio > 1.0).nonzero()[:, 0]
+            if 0 < len(failed) <= _MOST_ROWS:
+                failed, flips = failed[ratio[failed].argsort(descending=True)], iter(range(_MOST_FLIPS))
+                for row, doubtful in zip(failed.tolist(), self.doubtful(failed, torch.finfo(y.dtype).eps)):
+                    ratio[row] = torch.minimum(ratio[row], self._best_way(row, doubtful, y, dense, flips))
+                    if not ratio[row] <= 1.0:
+                        return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
+                    excused += 1
         row = int(ratio.argmax())
         return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
 
     def doubtful(self, rows, eps: float) -> Tensor:
-        """Which neurons count as either in some rows, boolean [rows, d_ff]."""
+        """Which neurons are in doubt in some rows, boolean [rows, d_ff]. eps: of the dtype that was computed in."""
         return self.first[rows].abs() < DOUBT * eps * linear(self.x[rows].abs(), self._first[1].detach().double().abs())
 
     def _result(self, rows, keep: Tensor, value: Tensor | None = None) -> Tensor:
-        """y of some rows, where keep [rows, d_ff] fires; value: of their neurons, if not the exact one."""
+        """y of some rows if the neurons of `keep`, boolean [rows, d_ff], fire; value: what these are before the down
+        projection, if not the exact ones."""
         y = linear(torch.where(keep, self._value[rows] if value is None else value, 0.0), self._down, self._down_bias)
         return torch.where(reference.spoilt(self.x[rows], keep)[:, None], torch.nan, y) if self._gated else y
 
@@ -157,52 +177,53 @@ class Exact:
         hidden = rounded(torch.where(self.keep, hidden * rounded(self._times), 0.0)) if self._gated else hidden
         return rounded(linear(hidden, self._down, self._down_bias))
 
-    def _best_way(self, row: int, y: Tensor, dense: Tensor) -> Tensor:
-        """The ratio of a row for the best way of counting its doubtful neurons that is found."""
+    def _best_way(self, row: int, doubtful: Tensor, y: Tensor, dense: Tensor, flips: Iterator[int]) -> Tensor:
+        """The ratio of one row for the first way of counting its doubtful neurons, boolean [d_ff], that keeps the
+        bound, or else for the best way that is found. Counting a neuron the other way takes one of `flips`."""
         one, best = slice(row, row + 1), torch.full((), torch.inf, dtype=torch.float64, device=y.device)
-        doubtful = self.doubtful(one, torch.finfo(y.dtype).eps)[0].nonzero()[:, 0]
-        target = y[row].double()
-        if not doubtful.numel() or not (target.isfinite().all() and self.y[row].isfinite().all()):
+        target, which = y[row].double(), doubtful.nonzero()[:, 0]
+        if not which.numel() or not (target.isfinite().all() and self.y[row].isfinite().all()):
             return best
-        added = (
-            self._value[row, doubtful, None] * self._down.t()[doubtful]
-        )  # [doubtful, d_model]: what each adds if it fires
+        value, down = self._value[row, which], self._down.t()[which]  # neuron i adds value[i] * down[i] if it fires
+        square = value.square() * down.square().sum(1)
+
+        def ratio(exact: Tensor) -> Tensor:
+            return _ratios(y[one], exact, dense[one], self.y[one])[0]
+
         x, weight, bias = self._first
         for start in (self.keep[row], twell.fires(linear(x[one], weight, bias))[0]):
-            way = self.keep[row].clone()
-            way[doubtful] = start[doubtful]
+            way = torch.where(doubtful, start, self.keep[row])
             rest = target - self._result(one, way[None])[0]
-            for _ in range(len(doubtful)):
-                step = torch.where(way[doubtful], -1.0, 1.0)[:, None] * added
-                gain = (rest - step).norm(dim=1)
-                j = int(gain.argmin())
-                if gain[j] >= rest.norm():
+            for _ in itertools.islice(flips, len(which)):
+                change = torch.where(way[which], -value, value)
+                gain = 2 * change * (down @ rest) - square  # by how much each change lowers the square of the distance
+                i = int(gain.argmax())
+                if not gain[i] > 0 or ratio((target - rest)[None]) <= 1.0:
                     break
-                rest, way[doubtful[j]] = rest - step[j], ~way[doubtful[j]]
-            best = torch.minimum(best, _ratios(y[one], self._result(one, way[None]), dense[one], self.y[one])[0])
+                rest, way[which[i]] = rest - change[i] * down[i], ~way[which[i]]
+            best = torch.minimum(best, ratio(self._result(one, way[None])))
+            if best <= 1.0:
+                break
         return best
 
 
 def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, excepted: Tensor | None = None) -> Tensor:
-    """Error over what is allowed, float64 [rows]. exact: what y is held against; dense_exact: what the dense layer is.
+    """Error over what is allowed, float64 [rows]. exact: what y is compared with; dense_exact: what the dense layer is.
 
-    excepted: values that are not looked at. Where it is given, a number at the end of the dtype may be rounded over it:
-    an infinity where that is near counts as the least number that rounds to it, or as the exact one beyond."""
-    expected, most = exact.to(y.dtype), torch.finfo(y.dtype).max
-    finite = expected.isfinite() if excepted is None else exact.isfinite() & ~excepted
-    same = (
-        (y == expected) | (y.isnan() & expected.isnan())
-        if excepted is None
-        else (y == expected) | (y.isnan() & exact.isnan()) | excepted
-    )
+    excepted: boolean, values that are not looked at. Where it is given, a number at the end of the dtype may be rounded
+    to infinity: an infinity near the end counts as the least number that rounds to it, or as the exact one beyond."""
+    expected, most, eps = exact.to(y.dtype), torch.finfo(y.dtype).max, torch.finfo(y.dtype).eps
+    same = (y == expected) | (y.isnan() & exact.isnan())
+    if excepted is None:
+        finite = expected.isfinite()
+    else:
+        finite, same = exact.isfinite() & ~excepted, same | excepted
 
     def number(value: Tensor, right: Tensor) -> Tensor:
         if excepted is None:
             return value.double()
-        end = (most + most * torch.finfo(y.dtype).eps / 4) * right.sign()
-        over = (
-            value.isinf() & (value.sign() == right.sign()) & (right.abs() > most - 8 * most * torch.finfo(y.dtype).eps)
-        )
+        end = (most + most * eps / 4) * right.sign()
+        over = value.isinf() & (value.sign() == right.sign()) & (right.abs() > most - 8 * most * eps)
         return torch.where(over, torch.where(right.abs() < end.abs(), end, right), value.double())
 
     def norm(value: Tensor, right: Tensor) -> Tensor:
@@ -212,6 +233,6 @@ def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, except
     broken = (~finite & ~same) | (finite & ~given.isfinite())
     largest = torch.where(finite & expected.isfinite(), expected, 0).abs().amax(1)
     ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)).double() - largest.double()
-    ulp = torch.where(ulp.isfinite(), ulp, torch.finfo(y.dtype).eps * largest.double())
+    ulp = torch.where(ulp.isfinite(), ulp, eps * largest.double())
     ratio = norm(given, exact) / (2 * norm(beside, dense_exact) + ulp)
     return torch.where(broken.any(1), torch.inf, ratio)

@@ -5,7 +5,7 @@ GPU."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,21 +14,17 @@ from ..core.errors import InputError
 from ..cuda import launcher, registry, sources
 from ..cuda.macros import TENSOR_CORES_OF_BF16 as _AMPERE
 from ..cuda.macros import Setup, setup_for
+from ..cuda.tape import empty
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 VECTOR = 8  # values in 16 bytes
 _WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _FILE = "sm80_gate_pack.cu"
-# A block's tile and its threads:
-ROWS, COLUMNS, THREADS = (sources.number(_FILE, name) for name in ("BM", "BN", "THREADS"))
+ROWS, COLUMNS = (sources.number(_FILE, name) for name in ("BM", "BN"))  # of a block's tile
 
 
-@lru_cache
-def _device(index: int) -> tuple[tuple[int, int], int]:
-    """Compute capability of a GPU, and its multiprocessors."""
-    found = torch.cuda.get_device_properties(index)
-    return (found.major, found.minor), found.multi_processor_count
+_capability = cache(torch.cuda.get_device_capability)
 
 
 def takes(x: Tensor, gate: Tensor) -> bool:
@@ -39,7 +35,7 @@ def takes(x: Tensor, gate: Tensor) -> bool:
         return False
     if x.shape[1] % VECTOR or gate.shape[0] % VECTOR or not (x.is_contiguous() and gate.is_contiguous()):
         return False
-    capability, _ = _device(x.device.index)
+    capability = _capability(x.device.index)
     supported = capability >= (_AMPERE if x.dtype == torch.bfloat16 else registry.OLDEST)
     small = x.shape[1] <= _WIDEST and _tiles(x.shape[0], gate.shape[0]) < 2**30
     return supported and small and launcher.aligned(x, gate)
@@ -58,7 +54,7 @@ def gate_pack(
     Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0
     for the kernels that follow. version: as setup_for takes it. Raises InputError unless takes(x, gate)."""
     check(x, gate)
-    return _run(x, gate, gate_bias, lost, setup_for(_device(x.device.index)[0], version))
+    return _run(x, gate, gate_bias, lost, setup_for(_capability(x.device.index), version))
 
 
 def check(x: Tensor, gate: Tensor) -> None:
@@ -76,33 +72,15 @@ def check(x: Tensor, gate: Tensor) -> None:
 def _run(x: Tensor, gate: Tensor, bias: Tensor | None, lost: Tensor | None, setup: Setup) -> tuple[Tensor, Tensor]:
     (tokens, d_model), d_ff = x.shape, gate.shape[0]
     tiles = -(-d_ff // TILE)
-    packed = torch.empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
-    pool = torch.empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
-    if tokens == 0:
-        if lost is not None:
-            lost[:1].zero_()
-        return packed, pool
-    bias = None if bias is None else bias.contiguous()
-    GatePack(tokens, d_model, gate, bias, setup).launch(x, packed, pool, lost)
-    return packed, pool
-
-
-class GatePack:
-    """The launch for one gate [d_ff, d_model] and so many tokens, as hopper_pack.GatePack is.
-
-    row: values from one row of x to the next, d_model here: x is contiguous."""
-
-    def __init__(self, tokens: int, row: int, gate: Tensor, bias: Tensor | None, setup: Setup | None = None):
-        (d_ff, d_model), self.device = gate.shape, gate.device
-        setup = setup or setup_for(_device(self.device.index)[0])
+    packed = empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
+    pool = empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
+    if tokens:
+        bias = None if bias is None else bias.contiguous()
         blocks = _tiles(tokens, d_ff)
         if setup.version > 3:  # each block takes one tile after the other
-            blocks = min(blocks, _device(self.device.index)[1])
-        name, defines = f"gate_pack_v{setup.version}", setup.defines(gate.dtype)
-        self.kernel = launcher.kernel("sm80_gate_pack.cu", name, defines, "PPPPPPiii", THREADS, setup.shared)
-        self.grid, self.sizes = (blocks, 1), (tokens, d_model, d_ff)
-        self.gate, self.bias = launcher.address(gate), launcher.address(bias)
-
-    def launch(self, x, packed, pool, lost) -> None:
-        """All addresses, tensors or None."""
-        self.kernel.launch(self.device, self.grid, (x, self.gate, self.bias, packed, pool, lost, *self.sizes))
+            blocks = min(blocks, launcher.multiprocessors(x.device.index))
+        made = launcher.kernel(_FILE, f"gate_pack_v{setup.version}", setup.defines(gate.dtype), setup.shared)
+        made.launch(x.device, (blocks, 1), (x, gate, bias, packed, pool, lost, tokens, d_model, d_ff))
+    elif lost is not None:
+        lost[:1].zero_()
+    return packed, pool

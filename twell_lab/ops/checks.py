@@ -112,6 +112,21 @@ def check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias) 
     check_bias("down_bias", down_bias, d_model)
 
 
+def layer(x, gate, up, down, gate_bias, up_bias, down_bias, down_t=None) -> list[Tensor | None]:
+    """The tensors of a layer's call, in this order, as autocast wants them. x: [..., d_model]; gate is None for a plain
+    layer, down_t for who has no transpose of down.
+
+    Raises InputError, naming the tensor, for what kernels do not read and for what does not fit together."""
+    check_tensor("x", x)
+    tensors = autocast(x, gate, up, down, gate_bias, up_bias, down_bias, down_t)
+    x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
+    named = {} if gate is None else {"gate": gate}
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    check_together(x, x.dtype, **named, up=up, down=down, down_t=down_t, **biases)
+    check_weights(x.shape[-1], up.shape[0], gate, up, down, **biases)
+    return tensors
+
+
 def transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
     if down_t is None:
         return down.t().contiguous()

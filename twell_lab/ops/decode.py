@@ -1,12 +1,11 @@
-"""Launching the decode kernels: a whole sparse layer for 1 to 64 tokens in two launches, with little host time.
+"""Launching the decode kernels: a whole sparse layer for 1 to 64 tokens in two launches.
 
-What a launch needs is worked out once for a shape and kept: a call fills in addresses. CUDA only; torch's current
-stream, torch's allocator, no waiting for the GPU.
-"""
+CUDA only; torch's current stream, torch's allocator, no waiting for the GPU."""
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -17,11 +16,13 @@ from ..cuda import launcher, sources
 from ..cuda.macros import decode as specialisation
 from ..cuda.macros import decode_shape as shape_for
 from ..cuda.macros import decode_tokens as rounded_up
+from ..cuda.tape import empty
 
 MOST_TOKENS = 64
 VERSIONS = (1, 2)
 FILE = "sm80_decode.cu"
-_TILE, _SLAB, _DOWN_THREADS = (sources.number(FILE, name) for name in ("BAND", "SLAB", "DOWN_THREADS"))
+_TILE, _SLAB = (sources.number(FILE, name) for name in ("BAND", "SLAB"))
+_HIDDEN = Struct("<QQ").pack  # the structure Hidden of the source: where masks and values lie
 
 
 def takes(x: Tensor, up: Tensor) -> bool:
@@ -60,11 +61,9 @@ def _layer(index: int, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, v
         raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
     shape = shape_for(rows, d_ff, _capability(index), launcher.multiprocessors(index))
     defines, shared = specialisation(dtype, d_model, rows, shape)
-    found = dict(defines)
-    neurons, threads = (_TILE * found["BANDS"], 32 * found["BLOCK_WARPS"]) if version > 1 else (_TILE, 32 * _TILE)
-    shared = shared if version > 1 else 0
-    gate = launcher.kernel(FILE, f"decode_gate_v{version}", defines, "PPPPPPHPii", threads, shared, early=True)
-    down = launcher.kernel(FILE, "decode_down", defines, "HPPPi", _DOWN_THREADS, early=True)
+    neurons, shared = (_TILE * dict(defines)["BANDS"], shared) if version > 1 else (_TILE, 0)
+    gate = launcher.kernel(FILE, f"decode_gate_v{version}", defines, shared, early=True)
+    down = launcher.kernel(FILE, "decode_down", defines, early=True)
     return _Layer(gate, down, -(-d_ff // neurons), -(-d_ff // _TILE), -(-d_model // _SLAB))
 
 
@@ -90,39 +89,15 @@ def decode(
     """
     if not (_fit(gate) and _fit(down_t)):  # rare: copies are contiguous and aligned
         gate, down_t = (t if _fit(t) else t.clone(memory_format=torch.contiguous_format) for t in (gate, down_t))
-    biases = tuple(b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
-    return Decode(len(x), gate, up, down_t, *biases, version=version).run(x, stats)
-
-
-class Decode:
-    """Both launches for one layer's weights and so many tokens.
-
-    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. All are contiguous; gate, up
-    and down_t start on 16 bytes."""
-
-    def __init__(self, tokens, gate, up, down_t, gate_bias, up_bias, down_bias, version: int = VERSIONS[-1]):
-        (d_ff, d_model), self.device = up.shape, up.device
-        made = _layer(self.device.index, up.dtype, d_model, d_ff, rounded_up(tokens), version)
-        self.gate, self.down = made.gate, made.down
-        self.gate_grid, self.down_grid = (made.blocks, 1), (made.slabs, tokens)
-        first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
-        self.weights = tuple(map(launcher.address, (first, first_bias, second, up_bias, down_t)))
-        self.down_weights = launcher.address(down_t), launcher.address(down_bias)
-        self.sizes, self.tiles = (tokens, d_ff), made.tiles
-        # Of every token and neuron a float, of every token and tile a 16-bit mask.
-        self.floats, self.masks = tokens * made.tiles * (_TILE + 1), tokens * made.tiles * _TILE * 4
-
-    def run(self, x: Tensor, stats: Tensor | None) -> Tensor:
-        """x: contiguous, so many tokens in any number of dimensions -> y, of the same shape."""
-        work = torch.empty(self.floats, dtype=torch.float32, device=self.device)
-        y = torch.empty_like(x)
-        values = work.data_ptr()
-        masks = values + self.masks
-        self.gate.launch(self.device, self.gate_grid, (x, *self.weights, masks, values, stats, *self.sizes))
-        self.down.launch(self.device, self.down_grid, (masks, values, *self.down_weights, y, self.tiles))
-        return y
-
-
-def fit(gate: Tensor | None, down_t: Tensor, *biases: Tensor | None) -> bool:
-    """Whether these lie as `Decode` takes them; `decode` copies what does not."""
-    return _fit(gate) and _fit(down_t) and all(b is None or b.is_contiguous() for b in biases)
+    gate_bias, up_bias, down_bias = (b if b is None else b.contiguous() for b in (gate_bias, up_bias, down_bias))
+    (d_ff, d_model), tokens, device = up.shape, len(x), x.device
+    layer = _layer(device.index, x.dtype, d_model, d_ff, rounded_up(tokens), version)
+    values = empty(tokens, layer.tiles * _TILE, dtype=torch.float32, device=device)
+    masks = empty(tokens, layer.tiles, dtype=torch.int16, device=device)
+    y = empty(tokens, d_model, dtype=x.dtype, device=device)
+    hidden = launcher.Structure(_HIDDEN, (masks, values))
+    first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
+    weights = (first, first_bias, second, up_bias, down_t)
+    layer.gate.launch(device, (layer.blocks, 1), (x, *weights, hidden, stats, tokens, d_ff))
+    layer.down.launch(device, (layer.slabs, tokens), (hidden, down_t, down_bias, y, layer.tiles))
+    return y

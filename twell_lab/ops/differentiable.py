@@ -23,12 +23,12 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn.functional import linear
 
 from ..core.errors import InputError
+from ..cuda.tape import Tape
 from ..formats import twell
 from . import (
     ampere,
     checks,
     hopper_pack,
-    portable,
     reference,
     train_columns,
     train_dense,
@@ -36,7 +36,7 @@ from . import (
     train_rows,
     transpose,
 )
-from .prepared import Kept, parts, place
+from .kept import Kept, place
 
 PATHS = ("dense", "twell")
 _VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
@@ -98,15 +98,11 @@ def train_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`train_ffn`, and how many tokens did not fit into the compact form and were finished densely: an int32 scalar on
     the device, None where no such form was made (path "dense", and wherever `takes` says no)."""
-    checks.check_tensor("x", x)
-    x, gate, up, down, gate_bias, up_bias, down_bias = checks.autocast(x, gate, up, down, gate_bias, up_bias, down_bias)
-    named = dict(up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
-    checks.check_together(x, x.dtype, **named, **({} if gate is None else {"gate": gate}))
-    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    x, *weights, _ = checks.layer(x, gate, up, down, gate_bias, up_bias, down_bias)
     if path not in PATHS:
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
     rows = x.reshape(-1, x.shape[-1])
-    arguments = (rows, gate, up, down, gate_bias, up_bias, down_bias)
+    arguments = (rows, *weights)
     if checks.transformed():
         (y, l1, kept), lost = _by_torch(*arguments), None
     elif path == "dense":
@@ -134,93 +130,67 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
 # ---- the sparse path ----
 
 
+_tapes = Kept()  # of the layers that were trained: a Tape for each direction, by where weights and how x lie
+
+
+def _tapes_of(x, *weights) -> tuple[Tape, Tape] | None:
+    """The tapes of this layer for such an x, None where the kernels do not take them."""
+    key = (x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.device, *map(place, weights))
+    tapes = _tapes.get(key)
+    if tapes is None and takes(x, *weights[:2]):
+        checks.check_weights(x.shape[1], len(weights[1]), *weights)
+        _tapes.put(key, tapes := (Tape(), Tape()))
+    return tapes
+
+
 @torch.library.impl(_library, "train_forward", "CUDA")
 @torch.no_grad()
 def _forward_cuda(x, gate, up, down, gate_bias, up_bias, down_bias):
-    made = _prepared(x, gate, up, down, gate_bias, up_bias, down_bias)
-    if made is None:
-        return _forward_dense(x, gate, up, down, gate_bias, up_bias, down_bias)
-    if not made.plain:
-        x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
-    down_t = transpose.transposed(down, checked=made.plain)
-    # Words and pool are one piece of memory, which is free again as soon as the survivors are listed.
-    memory, (packed, pool) = parts(x.device, *((torch.int32, (words,)) for words in made.words))
-    made.pack(x, gate, up, gate_bias, up_bias).launch(x.data_ptr(), packed, pool, None)
-    multiplied = (None, None) if gate is None else (up, up_bias)
-    s = train_rows.survivors(x, packed, pool, *multiplied, up.shape[0], checked=True)
-    del memory
-    y = train_rows.weighted_rows(s, down_t, down_bias, checked=True)
-    layer = (gate, up, down_t, gate_bias, up_bias, down_bias)
-    train_lost.lost_forward(s.lost, x, *layer, y, s.l1, s.kept, checked=True)
-    ups = x.new_empty(0, dtype=torch.float32) if s.ups is None else s.ups
-    return y, s.l1, s.kept, down_t, s.spans, s.words, ups, s.lost
+    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    tapes = _tapes_of(x, *weights)
+    if tapes is None:
+        return _forward_dense(x, *weights)
+    y, l1, kept, down_t, spans, words, ups, lost = tapes[0].play(_forward_sparse, (x,), weights)
+    return y, l1, kept, down_t, spans, words, x.new_empty(0, dtype=torch.float32) if ups is None else ups, lost
 
 
-class _Prepared:
-    """A training step of one layer for so many tokens, looked at once: the kernels take it.
-
-    plain: whether x and the weights lie as the kernels read them; else they are copied on each call."""
-
-    def __init__(self, x, gate, up, down, *biases):
-        first = up if gate is None else gate
-        checks.check_weights(x.shape[1], len(up), gate, up, down, *biases)
-        tensors = (x, gate, up, *biases)
-        self.plain = all(t is checks.plain(t) for t in tensors) and down is checks.plain(down)
-        self.words = portable.packed_sizes(len(x), len(up))
-        self.packs = hopper_pack if hopper_pack.takes(checks.plain(x), checks.plain(first)) else ampere
-        self.packs.check(checks.plain(x), checks.plain(first))
-        self.kept = None
-
-    def pack(self, x, gate, up, gate_bias, up_bias):
-        """The gate GEMM of these tensors, which are plain."""
-        if self.kept is not None:
-            return self.kept
-        first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
-        made = self.packs.GatePack(len(x), x.shape[1], first, bias)
-        if self.plain:
-            self.kept = made
-        return made
-
-
-_calls = Kept()
-
-
-def _prepared(x, gate, up, down, *biases) -> _Prepared | None:
-    """What is kept for this layer and x, None where the kernels do not take them."""
-    how = (x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.device)
-    key = (how, *map(place, (gate, up, down, *biases)))
-    made = _calls.get(key)
-    if made is None and takes(x, gate, up):
-        made = _Prepared(x, gate, up, down, *biases)
-        _calls.put(key, made)
-    return made
+def _forward_sparse(x, gate, up, down, gate_bias, up_bias, down_bias) -> tuple[Tensor | None, ...]:
+    x, gate, up, gate_bias, up_bias, down_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias, down_bias))
+    down_t = transpose.transposed(down)
+    first, bias, *multiplied = (up, up_bias, None, None) if gate is None else (gate, gate_bias, up, up_bias)
+    packs = hopper_pack if hopper_pack.takes(x, first) else ampere
+    s = train_rows.survivors(x, *packs.gate_pack(x, first, bias), *multiplied, up.shape[0])
+    y = train_rows.weighted_rows(s, down_t, down_bias)
+    train_lost.lost_forward(s.lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, s.l1, s.kept)
+    return y, s.l1, s.kept, down_t, s.spans, s.words, s.ups, s.lost
 
 
 @torch.library.impl(_library, "train_backward", "CUDA")
 @torch.no_grad()
 def _backward_cuda(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, spans, words, ups, lost):
-    made = _prepared(x, gate, up, down, gate_bias, up_bias, down_bias)
-    if made is None:
-        return _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias)
-    if not made.plain:
-        x, gate, up, gate_bias, up_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias))
-    dy, dl1 = checks.plain(dy), checks.plain(dl1)
-    s = train_rows.Survivors(spans, words, None if gate is None else ups, lost, kept, None)
-    dh = train_rows.hidden_gradient(dy, s, down_t, dl1, checked=True)
+    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    tapes = _tapes_of(x, *weights)
+    if tapes is None:
+        return _backward_dense(dy, dl1, x, *weights)
+    dy = checks.plain(dy)
+    inputs = (dy, checks.plain(dl1), x, kept, down_t, spans, words, None if gate is None else ups, lost)
+    found = tapes[1].play(_backward_sparse, inputs, weights)
+    return [_or_nothing(x, t) for t in (*found, None if down_bias is None else dy.sum(0))]
+
+
+def _backward_sparse(
+    dy, dl1, x, kept, down_t, spans, words, ups, lost, gate, up, down, gate_bias, up_bias, down_bias
+) -> tuple[Tensor | None, ...]:
+    x, gate, up, gate_bias, up_bias = map(checks.plain, (x, gate, up, gate_bias, up_bias))
+    s = train_rows.Survivors(spans, words, ups, lost, kept, None)
+    dh = train_rows.hidden_gradient(dy, s, down_t, dl1)
     biased = gate_bias is not None or up_bias is not None
-    # The weights' gradients first: their workspace is freed before dx is there.
-    gradients = train_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased, checked=True)
-    dx = train_rows.input_gradient(s, dh, gate, up, checked=True)
-    layer = (gate, up, down_t, gate_bias, up_bias)
-    train_lost.lost_backward(lost, x, dy, dl1, *layer, dx, *gradients, checked=True)
+    gradients = train_columns.weight_gradients(x, dy, s, dh, up.shape[0], biased)
+    dx = train_rows.input_gradient(s, dh, gate, up)
+    train_lost.lost_backward(lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, *gradients)
     dgate, dup, ddown_t, dgate_bias, dup_bias = gradients
-    ddown = transpose.transposed(ddown_t, checked=True)
-    biases = (
-        None if gate_bias is None else dgate_bias,
-        None if up_bias is None else dup_bias,
-        None if down_bias is None else dy.sum(0),
-    )
-    return [_or_nothing(x, t) for t in (dx, dgate, dup, ddown, *biases)]
+    biases = None if gate_bias is None else dgate_bias, None if up_bias is None else dup_bias
+    return dx, dgate, dup, transpose.transposed(ddown_t), *biases
 
 
 def _or_nothing(like: Tensor, t: Tensor | None) -> Tensor:

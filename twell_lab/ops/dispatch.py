@@ -11,25 +11,25 @@ may be a slice of columns; everything runs on torch's current stream, and nothin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..cuda.launcher import address
-from ..formats.twell import word_dtype
+from ..cuda.tape import Tape, empty
 from . import decode, hopper_dense, hopper_pack, portable
-from .prepared import Kept, place, places
+from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
-_PIECE = (
-    32768  # tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost
-)
+# Tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost.
+_PIECE = 32768
 LEAST_TWELL = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
 LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
 LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
 
 
-calls = Kept()  # the calls that were prepared, by `key_of` them
+calls = Kept()  # the calls that were looked at, by `key_of` them
 
 
 def key_of(x, weights, stats, path, hot, tile, words):
@@ -48,77 +48,85 @@ def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path,
     """One layer without gradients on the named path. x: [tokens, d_model]; gate is None for a plain layer."""
     weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
     key = key_of(x, weights, stats, path, hot, tile, words)
+    return _kept(key, lambda: _chosen(x, weights, path, hot, tile, words)).run(x, weights, stats)
+
+
+def _kept(key: Hashable, make: Callable[[], Call]) -> Call:
+    """The call that is kept under this key, or else a new one. Under the key None nothing is kept."""
     call = None if key is None else calls.get(key)
     if call is None:
-        call = _prepare(x, weights, path, hot, tile, words)
+        call = make()
         if key is not None:
             calls.put(key, call)
-    return call.run(x, weights, stats)
+    return call
 
 
 class Call:
-    """A call of `infer` that was looked at once: which kernels, their grids, and where the weights lie.
+    """A call of `infer` that was looked at once, and its launches as they were recorded. It holds no tensor alive.
 
-    flat: whether x has to have two dimensions; else any contiguous x of as many rows will do. checked: set by who
-    knows that its arguments passed every check."""
+    checked: set by who knows that its arguments passed every check."""
 
-    flat, checked = True, False
+    checked = False
 
     def run(self, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:
         raise NotImplementedError
 
 
-def _prepare(x, weights, path, hot, tile, words) -> Call:
-    gate, up, down, down_t, *biases = weights
+def _chosen(x, weights, path, hot, tile, words) -> Call:
+    gate, up, down, *_ = weights
     if path == "dense":
-        return _Dense(x, gate, up, biases)
+        return _Dense(x, gate, up)
     if not hot and decode.takes(x, up) and (tile, words) == (256, 32):
-        return _Decode(x, weights) if decode.fit(gate, down_t, *biases) else _DecodeCopying()
-    if not _hopper(x, gate, up, down, hot, tile, words):
-        return _Portable(x, weights, hot, tile, words)
-    lies = all(t is None or t.is_contiguous() for t in (x, gate, up, down_t)) and hopper_dense.biases_fit(*biases)
-    if lies and len(x) <= _PIECE:
-        return Hopper(x, weights, hot)
-    return _HopperPieces(hot)
+        return _Decode()
+    if _hopper(x, gate, up, down, hot, tile, words):
+        return _Hopper(x, gate, up, hot)
+    return _Portable(hot, tile, words)
 
 
 class _Decode(Call):
-    flat = False
+    """Few tokens."""
 
-    def __init__(self, x, weights):
-        gate, up, _, down_t, *biases = weights
-        self.made = decode.Decode(len(x), gate, up, down_t, *biases)
-
-    def run(self, x, weights, stats):
-        return self.made.run(x, stats)
-
-
-class _DecodeCopying(Call):
-    """Few tokens, and weights that the kernels cannot read where they lie."""
+    def __init__(self) -> None:
+        self.tape = Tape()
 
     def run(self, x, weights, stats):
-        gate, up, _, down_t, *biases = weights
-        return decode.decode(x, gate, up, down_t, *biases, stats)
+        gate, up, _, *rest = weights
+        return self.tape.play(_decode, (x, stats), (gate, up, *rest))
 
 
-class _HopperPieces(Call):
-    """More tokens than one pass takes, or weights that lie otherwise than they do for the kernels."""
+def _decode(x, stats, *weights) -> Tensor:
+    return decode.decode(x, *weights, stats)
 
-    def __init__(self, hot):
-        self.hot = hot
 
-    def run(self, x, weights, stats):
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
-            sm90(piece, *weights, stats, self.hot, out)
-        return y
+class _Hidden:
+    """relu(x gate^T) * (x up^T), or relu(x up^T), of the first neurons of these weights for so many tokens."""
+
+    def __init__(self, x, gate, up, neurons: int):
+        parts = [w[:neurons] for w in (gate, up) if w is not None]
+        self.neurons, self.tape = neurons, Tape()
+        self.fused = x.shape[0] >= LEAST_DENSE and hopper_dense.takes(x, *parts)
+
+    def run(self, x, *weights) -> Tensor:
+        if self.fused:
+            return self.tape.play(self._fused, (x,), weights)
+        gate, up, gate_bias, up_bias = self._first(weights)
+        first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
+        return first if gate is None else first.mul_(linear(x, up, up_bias))
+
+    def _fused(self, x, *weights) -> Tensor:
+        return hopper_dense.gate_up(x, *self._first(weights))
+
+    def _first(self, weights: tuple) -> tuple:
+        if self.neurons == len(weights[1]):
+            return weights
+        return tuple(t if t is None else t[: self.neurons] for t in weights)
 
 
 class _Dense(Call):
     """Every neuron: on Hopper relu(gate) * up in one GEMM, so that neither is written; elsewhere torch's operations."""
 
-    def __init__(self, x, gate, up, biases):
-        self.hidden = _Hidden(x, gate, up, *biases[:2])
+    def __init__(self, x, gate, up) -> None:
+        self.hidden = _Hidden(x, gate, up, len(up))
 
     def run(self, x, weights, stats):
         gate, up, down, _, gate_bias, up_bias, down_bias = weights
@@ -127,29 +135,7 @@ class _Dense(Call):
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
     """Every neuron of a layer, x [tokens, d_model]."""
-    weights = (gate, up, down, None, gate_bias, up_bias, down_bias)
-    return _Dense(x, gate, up, (gate_bias, up_bias, down_bias)).run(x, weights, None)
-
-
-class _Hidden:
-    """relu(x gate^T) * (x up^T), or relu(x up^T), of these weights for so many tokens."""
-
-    def __init__(self, x, gate, up, gate_bias, up_bias):
-        biases = gate_bias, up_bias
-        fused = x.shape[0] >= LEAST_DENSE and hopper_dense.takes(x, *(w for w in (gate, up) if w is not None))
-        self.made, self.copying = None, fused and not hopper_dense.biases_fit(*biases)
-        if fused and not self.copying:
-            hopper_dense.check(x, gate, up, gate_bias=gate_bias, up_bias=up_bias)
-            self.made = hopper_dense.GateUp(gate, up, *biases)
-            self.maps = self.made.maps_of(x.shape[0], hopper_dense.row_of(x))
-
-    def run(self, x, gate, up, gate_bias, up_bias) -> Tensor:
-        if self.made is not None:
-            return self.made.run(x, self.maps)
-        if self.copying:
-            return hopper_dense.gate_up(x, gate, up, gate_bias, up_bias)
-        first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
-        return first if gate is None else first.mul_(linear(x, up, up_bias))
+    return _Dense(x, gate, up).run(x, (gate, up, down, None, gate_bias, up_bias, down_bias), None)
 
 
 def fuses(weight: Tensor) -> bool:
@@ -170,14 +156,52 @@ def _hopper(x, gate, up, down, hot, tile, words) -> bool:
     return hopper_pack.takes(x, first) and hopper_dense.takes(x, up, down)
 
 
-def _split(hot, gate, up, down, down_t, gate_bias, up_bias):
-    """The hot and the cold part of permuted weights: (gate, up, down, down_t, gate_bias, up_bias) each."""
+class _Hopper(Call):
+    """The packed path on Hopper: packed inside the gate GEMM, finished by the readers with a pool; rows that the pool
+    lost are computed densely. hot: neurons, the first ones, that are computed densely beforehand.
 
-    def part(rows):
-        first = lambda t: None if t is None else t[rows]  # noqa: E731
-        return first(gate), up[rows], down[:, rows], down_t[rows], first(gate_bias), first(up_bias)
+    packs: hopper_pack, or ampere to time its GEMM in the same place."""
 
-    return part(slice(None, hot)), part(slice(hot, None))
+    def __init__(self, x, gate, up, hot: int, packs=hopper_pack) -> None:
+        self.hot, self.packs = hot, packs
+        self.warm = {len(part): _Hidden(part, gate, up, hot) for part in x.split(_PIECE)} if hot else {}
+        self.cold = {len(part): Tape() for part in x.split(_PIECE)}
+
+    def run(self, x, weights, stats):
+        if len(x) <= _PIECE:
+            return self._pass(x, None, weights, stats)
+        y = torch.empty_like(x)
+        for piece, out in zip(x.split(_PIECE), y.split(_PIECE)):
+            self._pass(piece, out, weights, stats)
+        return y
+
+    def _pass(self, x, y, weights, stats) -> Tensor:
+        start = None
+        if self.hot:
+            gate, up, down, _, gate_bias, up_bias, _ = weights
+            start = _start(self.warm[len(x)].run(x, gate, up, gate_bias, up_bias), down[:, : self.hot])
+        return self.cold[len(x)].play(self._packed, (x, y, start, stats), weights)
+
+    def _packed(self, x, y, start, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
+        """The neurons that are not hot, added to `start`."""
+        x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
+        gate, up, down_t, gate_bias, up_bias = (
+            t if t is None else t[self.hot :] for t in (gate, up, down_t, gate_bias, up_bias)
+        )
+        down = down[:, self.hot :]
+        gate_bias, up_bias, down_bias = map(hopper_dense.fitting, (gate_bias, up_bias, down_bias))
+        (tokens, d_model), device = x.shape, x.device
+        lost = empty(1 + tokens, dtype=torch.int32, device=device)
+        lost_x = empty(tokens, d_model, dtype=x.dtype, device=device)
+        first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
+        packed, pool = self.packs.gate_pack(x, first, bias, lost)
+        rest = (start, lost, lost_x, stats)
+        if gate is None:
+            y = portable.down_pooled(x, packed, pool, down_t, down_bias, *rest, y=y)
+        else:
+            y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest, y=y)
+        hopper_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down, down_bias, start, y)
+        return y
 
 
 def _start(h: Tensor, down: Tensor) -> Tensor:
@@ -185,142 +209,48 @@ def _start(h: Tensor, down: Tensor) -> Tensor:
     return torch.mm(h, down.t(), out_dtype=torch.float32)
 
 
-def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, y=None, packs=hopper_pack) -> Tensor:
-    """Packed inside the gate GEMM, finished by the readers with a pool; rows that the pool lost are computed densely.
-
-    packs: hopper_pack, or ampere to time its GEMM in the same place.
-    """
-    x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
-    gate_bias, up_bias, down_bias = map(hopper_dense.fitting, (gate_bias, up_bias, down_bias))
+def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, packs=hopper_pack) -> Tensor:
+    """The packed path on Hopper, for any number of tokens; see _Hopper."""
     weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if not len(x):
-        return torch.empty_like(x) if y is None else y
-    key = (None if packs is hopper_pack else "sm80", *key_of(x, weights, stats, "sm90", hot, 256, 32))
-    call = calls.get(key)
-    if call is None:
-        calls.put(key, call := Hopper(x, weights, hot, packs))
-    return call.run(x, weights, stats, y)
-
-
-class Hopper(Call):
-    """One pass of the packed path on Hopper: the gate GEMM that packs, the readers, and the rows that the pool lost.
-
-    What lies between its kernels is one piece of memory: h of the lost rows is written where the packed words were,
-    which nobody reads by then. Everything is contiguous, but for `down`."""
-
-    def __init__(self, x, weights, hot, packs=hopper_pack):
-        tokens, d_model = x.shape
-        self.hot, self.flat, self.device = hot, bool(hot), x.device
-        self.warm = None
-        if hot:
-            (gate, up, _, _, gate_bias, up_bias), _ = _split(hot, *weights[:6])
-            self.warm = _Hidden(x, gate, up, gate_bias, up_bias)
-            _, (gate, up, down, down_t, gate_bias, up_bias) = _split(hot, *weights[:6])
-        else:
-            gate, up, down, down_t, gate_bias, up_bias = weights[:6]
-        down_bias, first = weights[6], up if gate is None else gate
-        biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-        packs.check(x, first)
-        hopper_dense.check(x, gate, up, down, **biases)
-        portable.check_rows(x, (x, up, down_t, down_bias))
-        d_ff, value = up.shape[0], x.dtype.itemsize
-        self.packed = packs.GatePack(tokens, d_model, first, up_bias if gate is None else gate_bias)
-        sizes, kinds = (x.dtype, tokens, d_model, d_ff, self.device), (up, down_t, up_bias, down_bias)
-        if gate is None:
-            self.readers, kinds = portable.DownPooled(*sizes), (down_t, down_bias)
-        else:
-            self.readers = portable.GatedPooled(*sizes)
-        self.gated, self.weights = gate is not None, tuple(map(address, kinds))
-        made = hopper_dense.GateUp(gate, up, gate_bias, up_bias)
-        self.finish = hopper_dense.FinishLost(tokens, d_model, made, down, down_bias)
-        words, pool = (4 * n for n in portable.packed_sizes(tokens, d_ff))
-        between = self.readers.room if self.gated else (0, 0)
-        h, parts = self.finish.room
-        kept, end = places(0, 4 * (1 + tokens), tokens * d_model * value, parts)
-        first_use, first_end = places(end, words, pool, *between)
-        self.places, self.bytes = (*kept, *first_use, end), max(first_end, end + h)
-
-    def run(self, x, weights, stats, y=None):
-        start = None
-        if self.hot:
-            gate, up, down, _, gate_bias, up_bias, _ = weights
-            warm = down[:, : self.hot]
-            if self.warm.made is None:
-                gate, up, gate_bias, up_bias = (
-                    t if t is None else t[: self.hot] for t in (gate, up, gate_bias, up_bias)
-                )
-            start = _start(self.warm.run(x, gate, up, gate_bias, up_bias), warm)
-        memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
-        y = torch.empty_like(x) if y is None else y
-        base = memory.data_ptr()
-        lost, lost_x, parts, packed, pool, hidden, beside, h = [base + at for at in self.places]
-        at, out, begun = x.data_ptr(), y.data_ptr(), address(start)
-        self.packed.launch(at, packed, pool, lost)
-        if self.gated:
-            between = (begun, lost, lost_x, stats, hidden, beside)
-            self.readers.launch(out, at, packed, pool, *self.weights, *between)
-        else:
-            self.readers.launch(out, at, packed, pool, *self.weights, begun, lost, lost_x, stats)
-        self.finish.launch(lost, lost_x, begun, out, h, parts)
-        return y
+        return torch.empty_like(x)
+    x = x.contiguous()
+    key = key_of(x, weights, stats, packs.__name__, hot, 256, 32)
+    return _kept(key, lambda: _Hopper(x, gate, up, hot, packs)).run(x, weights, stats)
 
 
 class _Portable(Call):
-    """Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself
+    """torch's gate GEMM, and behind it the portable kernels: any width and type, any GPU from sm_75.
+
+    Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself
     may overflow float16 where the whole does not, or cancel against the hot one and leave its rounding."""
 
-    def __init__(self, x, weights, hot, tile, words):
-        self.how = tile, words, hot
-        gate, up, _, down_t, gate_bias, up_bias, down_bias = weights
-        d_ff, d_model = up.shape
-        lies = all(t is None or t.is_contiguous() for t in (x, up, down_t, up_bias, down_bias))
-        self.pack = None
-        if not lies or not len(x):
-            return
-        tokens, tiles = len(x), -(-d_ff // tile)
-        portable.check_tiles(tokens, d_ff, tile, words)
-        vectors = portable.in_vectors(x.dtype, d_ff, tile)
-        self.pack = portable.Pack(x.dtype, tokens, d_ff, tile, words, vectors, x.device)
-        self.packed = (tokens, tiles, words), word_dtype(x.dtype)
-        sizes = x.dtype, tokens, d_model, d_ff, tile, words
-        self.counted = (tokens >= LEAST_TWELL, hot // tile, words)
-        if gate is None:
-            aligned = portable.aligned(down_t, down_bias)
-            self.rows = portable.TokenRows("down", 2, *sizes, aligned, x.device)
-        else:
-            aligned = portable.aligned(x, up, down_t, down_bias)
-            self.rows = portable.TokenRows("gated", 3, *sizes, aligned, x.device)
+    def __init__(self, hot: int, tile: int, words: int) -> None:
+        self.hot, self.tile, self.words, self.tape = hot, tile, words, Tape()
 
     def run(self, x, weights, stats):
         gate, up, _, down_t, gate_bias, up_bias, down_bias = weights
-        if self.pack is None:
-            tile, words, hot = self.how
-            return twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats, hot)
         g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
-        shape, dtype = self.packed
-        packed = torch.empty(shape, dtype=dtype, device=x.device)
-        self.pack.launch(g, packed)
-        enough, first, words = self.counted
-        if stats is not None and enough:
-            _count(packed[:, first:], stats, words)
-        y = torch.empty_like(x)
-        if gate is None:
-            self.rows.launch(packed, g, *_NO_TAIL, down_t, down_bias, y)
-        else:
-            self.rows.launch(x, packed, g, *_NO_TAIL, up, down_t, up_bias, down_bias, y)
+        left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
+        y, packed = self.tape.play(self._plain if gate is None else self._gated, (x, g), left)
+        if stats is not None and x.shape[0] >= LEAST_TWELL:  # below, the extra launches would be felt
+            _count(packed[:, self.hot // self.tile :], stats, self.words)
         return y
 
+    def _plain(self, x, g, down_t, down_bias) -> tuple[Tensor, Tensor]:
+        packed = portable.pack(g, self.tile, self.words)
+        return portable.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], self.tile), packed
 
-def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words, stats=None, hot=0) -> Tensor:
-    """The portable kernels behind torch's gate GEMM: any width and dtype, any GPU from sm_75. hot: neurons that stats
-    leave out."""
-    g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
-    packed = portable.pack(g, tile, words)
-    if stats is not None and x.shape[0] >= LEAST_TWELL:  # below, the extra launches would be felt
-        _count(packed[:, hot // tile :], stats, words)
-    if gate is None:
-        return portable.down(packed, g, _NO_TAIL, down_t, down_bias, g.shape[1], tile)
-    return portable.gated(x, packed, g, _NO_TAIL, up, down_t, up_bias, down_bias, tile)
+    def _gated(self, x, g, up, down_t, up_bias, down_bias) -> tuple[Tensor, Tensor]:
+        packed = portable.pack(g, self.tile, self.words)
+        return portable.gated(x, packed, g, _NO_TAIL, up, down_t, up_bias, down_bias, self.tile), packed
+
+
+def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words) -> Tensor:
+    """The portable kernels behind torch's gate GEMM, also where others would be chosen."""
+    x, weights = x.contiguous(), (gate, up, None, down_t, gate_bias, up_bias, down_bias)
+    key = key_of(x, weights, None, "portable", 0, tile, words)
+    return _kept(key, lambda: _Portable(0, tile, words)).run(x, weights, None)
 
 
 def _count(packed: Tensor, stats: Tensor, words: int) -> None:

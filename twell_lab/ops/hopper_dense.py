@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources, tma
-from ..cuda.launcher import DEFINE, address, kernel
-from .hopper_pack import BM, BN, THREADS, VECTOR, fits, multiprocessors
+from ..cuda.launcher import DEFINE, kernel, multiprocessors
+from ..cuda.tape import empty
+from .hopper_pack import BM, BN, VECTOR, fits
 
 CHUNK = 8192  # lost rows whose h has room at a time
 _number = partial(sources.number, "sm90_down_rows.cu")
@@ -34,7 +35,7 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
 def _grid(rows: int, columns: int, columns_a_tile: int, device: torch.device) -> tuple[int, int]:
     """As many clusters as there are tiles, or as run at a time: a block takes a multiprocessor."""
     tiles = -(-rows // (BM * _CLUSTER)) * -(-columns // columns_a_tile)
-    return min(multiprocessors(device) // _CLUSTER, tiles) * _CLUSTER, 1
+    return min(multiprocessors(device.index) // _CLUSTER, tiles) * _CLUSTER, 1
 
 
 def fitting(bias: Tensor | None) -> Tensor | None:
@@ -42,11 +43,6 @@ def fitting(bias: Tensor | None) -> Tensor | None:
     if bias is None:
         return None
     return bias.contiguous() if bias.data_ptr() % 4 == 0 else bias.clone(memory_format=torch.contiguous_format)
-
-
-def biases_fit(*biases: Tensor | None) -> bool:
-    """Whether `fitting` leaves them as they are."""
-    return all(b is None or (b.is_contiguous() and b.data_ptr() % 4 == 0) for b in biases)
 
 
 def check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None, **biases: Tensor | None) -> None:
@@ -92,55 +88,23 @@ def gate_up(
     check(x, gate, up, gate_bias=gate_bias, up_bias=up_bias)
     if not len(x):
         return x.new_empty(0, up.shape[0])
-    gate_bias, up_bias = fitting(gate_bias), fitting(up_bias)
-    made = GateUp(gate, up, gate_bias, up_bias)
-    return made.run(x, made.maps_of(len(x), row_of(x)))
+    h = empty(len(x), len(up), dtype=x.dtype, device=x.device)
+    _gate_up(x, gate, up, fitting(gate_bias), fitting(up_bias), h)
+    return h
 
 
-def row_of(x: Tensor) -> int:
-    """Values from one row of x to the next."""
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+def _gate_up(x, gate, up, gate_bias, up_bias, h, first=0, rows=None, lost=None, counters=None) -> None:
+    """Fill the first `rows` rows of h from rows first, first + 1, ... of x.
 
-
-class GateUp:
-    """The launches of gate_up for one layer's weights, with everything but x, h and how many rows.
-
-    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. Biases are contiguous and
-    start on 4 bytes."""
-
-    def __init__(self, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None):
-        (self.d_ff, self.d_model), self.dtype, self.device = up.shape, up.dtype, up.device
-        gated, of_up = gate is not None, tma.matrix_map(up, BM)
-        self.maps = tma.matrix_map(gate, BM) if gated else of_up, of_up
-        self.biases = address(gate_bias) if gated else 0, address(up_bias)
-        self.columns = BN // 2 if gated else BN  # of a tile
-        defines = (DEFINE[self.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gated))
-        self.kernel = kernel("sm90_gate_up.cu", "gate_up", defines, "MMMMPPPiiiiPi", THREADS, _SHARED)
-
-    def maps_of(self, rows: int, row: int):
-        """(address of x, address of h) -> their maps, for x [rows, d_model] with `row` values from one row to the next,
-        and as many rows of h [., d_ff]."""
-        x = tma.matrix_numbers(rows, self.d_model, row, self.dtype, BM)
-        h = tma.matrix_numbers(rows, self.d_ff, self.d_ff, self.dtype, _OUT_ROWS)
-        return lambda at, h_at: (tma.tensor_map(at, *x), tma.tensor_map(h_at, *h))
-
-    def run(self, x: Tensor, maps) -> Tensor:
-        """h [..., d_ff] of x [..., d_model]; maps: `maps_of` x."""
-        h = torch.empty(*x.shape[:-1], self.d_ff, dtype=self.dtype, device=self.device)
-        self.launch(maps(x.data_ptr(), h.data_ptr()), 0, x.shape[:-1].numel())
-        return h
-
-    def launch(
-        self, x_and_h: tuple[bytes, bytes], first: int, rows: int, lost=None, counters: int = 0, counted=0
-    ) -> None:
-        """Fill the first rows of h from rows first, first + 1, ... of x.
-
-        With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
-        there are rows, `counted` words at the address `counters` are set to 0."""
-        x, h = x_and_h
-        grid = _grid(rows, self.d_ff, self.columns, self.device)
-        sizes = first, rows, self.d_model, self.d_ff, counters, counted
-        self.kernel.launch(self.device, grid, (x, *self.maps, h, *self.biases, lost, *sizes))
+    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
+    there are rows, the words of `counters` are set to 0."""
+    (d_ff, d_model), rows = up.shape, len(x) if rows is None else rows
+    defines = (DEFINE[up.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gate is not None))
+    maps = tma.matrix_map(x, BM), tma.matrix_map(up if gate is None else gate, BM), tma.matrix_map(up, BM)
+    numbers = first, rows, d_model, d_ff, counters, 0 if counters is None else counters.numel()
+    arguments = (*maps, tma.matrix_map(h, _OUT_ROWS), None if gate is None else gate_bias, up_bias, lost, *numbers)
+    made = kernel("sm90_gate_up.cu", "gate_up", defines, _SHARED)
+    made.launch(x.device, _grid(rows, d_ff, BN if gate is None else BN // 2, x.device), arguments)
 
 
 def finish_lost(
@@ -171,41 +135,18 @@ def finish_lost(
     if tokens == 0:
         return
     down_bias, gate_bias, up_bias = fitting(down_bias), fitting(gate_bias), fitting(up_bias)
-    made = FinishLost(tokens, row_of(lost_x), GateUp(gate, up, gate_bias, up_bias), down, down_bias)
-    h, parts = (torch.empty(room, dtype=torch.uint8, device=y.device) for room in made.room)
-    made.launch(lost, lost_x.data_ptr(), start, y, h.data_ptr(), parts.data_ptr())
-
-
-class FinishLost:
-    """The launches of finish_lost for one layer's weights and so many tokens.
-
-    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. row: values from one row of
-    lost_x to the next. room: bytes that a call needs for h, and for the tiles that clusters share."""
-
-    def __init__(self, tokens: int, row: int, gate_up: GateUp, down: Tensor, down_bias: Tensor | None):
-        d_ff, d_model, self.device = gate_up.d_ff, gate_up.d_model, down.device
-        self.gate_up, self.tokens, slots = gate_up, tokens, min(tokens, CHUNK)
-        self.x = tma.matrix_numbers(tokens, d_model, row, down.dtype, BM)
-        self.h_written = tma.matrix_numbers(slots, d_ff, d_ff, down.dtype, _OUT_ROWS)
-        self.h_read = tma.matrix_numbers(slots, d_ff, d_ff, down.dtype, BM)
-        self.down, self.down_bias = tma.matrix_map(down, BM), address(down_bias)
-        clusters = multiprocessors(self.device) // _CLUSTER
-        self.grid = clusters * _CLUSTER, 1  # all of them: few tiles are shared
-        self.counted, self.counters = clusters * _WARPS, clusters * _WARPS * _PART_BYTES  # the counters come last
-        self.room = slots * d_ff * down.dtype.itemsize, clusters * _WARPS * (_PART_BYTES + 4)
-        self.sizes = d_ff, d_model
-        defines = (DEFINE[down.dtype], True), ("CLUSTER", _CLUSTER)
-        self.kernel = kernel("sm90_down_rows.cu", "down_rows", defines, "MMPPPPiiiiPP", THREADS, _SHARED)
-
-    def launch(self, lost, lost_x: int, start, y, h: int, parts: int) -> None:
-        """lost_x, h, parts: addresses; lost, start, y: addresses, tensors or None."""
-        x_and_h = tma.tensor_map(lost_x, *self.x), tma.tensor_map(h, *self.h_written)
-        maps, counters = (tma.tensor_map(h, *self.h_read), self.down), parts + self.counters
-        for first in range(0, self.tokens, CHUNK):
-            slots = min(CHUNK, self.tokens - first)
-            self.gate_up.launch(x_and_h, first, slots, lost, counters, self.counted)
-            rest = first, slots, *self.sizes, counters, parts
-            self.kernel.launch(self.device, self.grid, (*maps, self.down_bias, start, y, lost, *rest))
+    d_ff, slots, device = len(up), min(tokens, CHUNK), y.device
+    clusters = multiprocessors(device.index) // _CLUSTER
+    h = empty(slots, d_ff, dtype=up.dtype, device=device)
+    parts = empty(clusters * _WARPS * _PART_BYTES, dtype=torch.uint8, device=device)  # of tiles that clusters share
+    counters = empty(clusters * _WARPS, dtype=torch.int32, device=device)
+    finish = kernel("sm90_down_rows.cu", "down_rows", ((DEFINE[up.dtype], True), ("CLUSTER", _CLUSTER)), _SHARED)
+    maps = tma.matrix_map(h, BM), tma.matrix_map(down, BM)
+    for first in range(0, tokens, CHUNK):
+        slots = min(CHUNK, tokens - first)
+        _gate_up(lost_x, gate, up, gate_bias, up_bias, h, first, slots, lost, counters)
+        arguments = (*maps, down_bias, start, y, lost, first, slots, d_ff, d_model, counters, parts)
+        finish.launch(device, (clusters * _CLUSTER, 1), arguments)  # all of them: few tiles are shared
 
 
 def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:

@@ -5,7 +5,7 @@ GPU."""
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -13,32 +13,28 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..cuda import launcher, sources, tma
 from ..cuda.macros import PACK_VERSIONS
+from ..cuda.tape import empty
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 
 _number = partial(sources.number, "sm90_gate_pack.cu")
-CLUSTER, BM, BN, BK, THREADS = map(_number, ("CLUSTER", "BM", "BN", "BK", "THREADS"))  # for all but version 1
+CLUSTER, BM, BN, BK = map(_number, ("CLUSTER", "BM", "BN", "BK"))  # for all but version 1
 VECTOR = 8  # values in 16 bytes: the copy engine moves rows in steps of these
 _MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
 _DTYPES = (torch.bfloat16, torch.float16)
 _PACK_SHARED = _number("SHARED_BYTES")
 
 
-@lru_cache
-def _device(index: int) -> tuple[bool, int]:
-    """Whether this GPU runs the kernels, and its multiprocessors."""
-    found = torch.cuda.get_device_properties(index)
-    return (found.major, found.minor) == (9, 0), found.multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    return _device(device.index)[1]
+@cache
+def _runs_on(index: int) -> bool:
+    """Whether this GPU runs the kernels."""
+    return torch.cuda.get_device_capability(index) == (9, 0)
 
 
 def fits(*matrices: Tensor) -> bool:
     """Whether the copy engine can read these matrices [n, d]: 16-bit values of one dtype on one Hopper GPU, whole
     vectors."""
     first = matrices[0]
-    if not (first.is_cuda and first.dtype in _DTYPES and _device(first.device.index)[0]):
+    if not (first.is_cuda and first.dtype in _DTYPES and _runs_on(first.device.index)):
         return False
     return all(m.dtype == first.dtype and m.device == first.device and _rows_fit(m) for m in matrices)
 
@@ -73,14 +69,13 @@ def gate_pack(
     check(x, gate)
     if version not in (None, *PACK_VERSIONS):
         raise InputError(f"version is {version}; {PACK_VERSIONS[0]} to {PACK_VERSIONS[-1]} are accepted")
-    (tokens, _), tiles = x.shape, -(-gate.shape[0] // TILE)
-    packed = torch.empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
-    pool = torch.empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
-    if tokens == 0:
-        if lost is not None:
-            lost[:1].zero_()
-        return packed, pool
-    _gate(x, gate, gate_bias, packed, pool, lost, version or PACK_VERSIONS[-1])
+    tokens, tiles = len(x), -(-gate.shape[0] // TILE)
+    packed = empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
+    pool = empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
+    if tokens:
+        _launch(x, gate, gate_bias, packed, pool, lost, version or PACK_VERSIONS[-1])
+    elif lost is not None:
+        lost[:1].zero_()
     return packed, pool
 
 
@@ -90,7 +85,7 @@ def dense_gate(x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, store: 
     check(x, gate)
     out = torch.empty(x.shape[0], gate.shape[0], dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        _gate(x, gate, gate_bias, out if store else None, None, None, 0)
+        _launch(x, gate, gate_bias, out.view(torch.int32) if store else None, None, None, 0)
     return out
 
 
@@ -105,50 +100,29 @@ def check(x: Tensor, gate: Tensor) -> None:
         )
 
 
-def _gate(x, gate, bias, out, pool, lost, version) -> None:
-    row = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    made = GatePack(x.shape[0], row, gate, bias, version)
-    made.launch(x.data_ptr(), out, pool, lost)
+def _launch(x, gate, bias, packed, pool, lost, version) -> None:
+    (tokens, d_model), d_ff, cluster = x.shape, gate.shape[0], 1 if version == 1 else CLUSTER
+    defines = ((launcher.DEFINE[x.dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
+    made = launcher.kernel("sm90_gate_pack.cu", f"gate_pack_v{version}", defines, _PACK_SHARED)
+    tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
+    grid = min(launcher.multiprocessors(x.device.index) // cluster, tiles) * cluster, 1
+    maps = tma.matrix_map(x, BM), *_gate_maps(gate, cluster)
+    made.launch(x.device, grid, (*maps, packed, bias, pool, lost, tokens, d_model, d_ff))
 
 
-class GatePack:
-    """The launch for one gate [d_ff, d_model] and so many tokens; only addresses of x and of what is written change.
-
-    Holds addresses, not tensors: whoever keeps one knows that the weights are still there. row: values from one row of
-    x to the next."""
-
-    def __init__(self, tokens: int, row: int, gate: Tensor, bias: Tensor | None, version: int = PACK_VERSIONS[-1]):
-        (d_ff, d_model), dtype, self.device = gate.shape, gate.dtype, gate.device
-        cluster = 1 if version == 1 else CLUSTER
-        defines = ((launcher.DEFINE[dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
-        name = f"gate_pack_v{version}"
-        self.kernel = launcher.kernel("sm90_gate_pack.cu", name, defines, "MMMPPPPiii", THREADS, _PACK_SHARED)
-        self.x = tma.matrix_numbers(tokens, d_model, row, dtype, BM)
-        self.maps = _gate_maps(gate.data_ptr(), dtype, d_ff, d_model, gate.stride(0), cluster)
-        tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
-        self.grid = min(multiprocessors(self.device) // cluster, tiles) * cluster, 1
-        self.bias, self.sizes = launcher.address(bias), (tokens, d_model, d_ff)
-
-    def launch(self, x: int, packed, pool, lost) -> None:
-        """x: an address. packed, pool, lost: addresses, tensors or None."""
-        x_map = tma.tensor_map(x, *self.x)
-        self.kernel.launch(self.device, self.grid, (x_map, *self.maps, packed, self.bias, pool, lost, *self.sizes))
-
-
-@lru_cache(maxsize=1024)
-def _gate_maps(address: int, dtype: torch.dtype, d_ff: int, d_model: int, row: int, cluster: int) -> tuple:
+def _gate_maps(gate: Tensor, cluster: int) -> tuple[launcher.Structure, launcher.Structure]:
     """Two maps of the gate's rows in the order in which the packing epilogue wants the columns: whole tiles, narrow
     tile.
 
     After wgmma, lane q of a quad holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the weights is put
     there, so that a lane holds `span` neighbouring columns in order: a view [tile, j, q, e, k] of the weights, which
     moves no data. span is 64, and a quarter of the width in a narrow last tile."""
-    row *= dtype.itemsize
+    (d_ff, d_model), row = gate.shape, gate.stride(0) * gate.dtype.itemsize
     box = (BK, 2, 4, 32 // cluster, 1)
 
     def view(first, tiles, span):
-        dims = (d_model, 2, 4, span // 2, tiles)
-        return tma.tensor_map(address + first * row, dtype, dims, (row, span * row, 2 * row, BN * row), box)
+        dims, strides = (d_model, 2, 4, span // 2, tiles), (row, span * row, 2 * row, BN * row)
+        return tma.map_at(gate.data_ptr() + first * row, gate.dtype, dims, strides, box)
 
     tiles, width = divmod(d_ff, BN)
     last = view(tiles * BN, 1, width // 4) if width else None

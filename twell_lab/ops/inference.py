@@ -59,17 +59,11 @@ def infer(
     seen = x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats, path, hot, tile, words
     if not torch.compiler.is_compiling() and (y := _again(*seen)) is not None:
         return y
-    checks.check_tensor("x", x)
     check_geometry(tile, words)
-    x, gate, up, down, down_t, gate_bias, up_bias, down_bias = checks.autocast(
-        x, gate, up, down, down_t, gate_bias, up_bias, down_bias
-    )
-    named = dict(up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
-    checks.check_together(x, x.dtype, **named, **({} if gate is None else {"gate": gate}))
-    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    tensors = checks.layer(x, gate, up, down, gate_bias, up_bias, down_bias, down_t)
+    x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
     _check_path(path, hot, up.shape[0], tile)
     _check_stats(stats, x)
-    tensors = (x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise InputError(
             "infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable"
@@ -106,7 +100,7 @@ def _again(x, weights, stats, *how) -> Tensor | None:
     call = _kept_call(x, weights, stats, *how)
     if call is None or not call.checked:
         return None
-    if call.flat and x.dim() != 2:
+    if x.dim() != 2:
         return call.run(x.view(-1, x.shape[-1]), weights, stats).view(x.shape)
     return call.run(x, weights, stats)
 

@@ -1,8 +1,9 @@
-"""How things are measured here: drawn workloads, a check in float64 before any clock starts, and the clocks.
+"""How layers are measured: drawn workloads, a check in float64 before any clock starts, and the clocks.
 
-On a GPU: device events around one call, inputs rotated, the L2 cache emptied before each call; for few tokens also
-CUDA-graph replays, which leave out the gaps between launches. On a CPU: wall time, with the weights as warm as repeated
-calls leave them, and cold. Calls take turns, so that whatever else the machine does falls on all of them.
+On a GPU: device events around each call, with rotated inputs and an L2 cache that was emptied before; for few tokens
+also replays of CUDA graphs, which leave out the gaps between launches. On a CPU: wall time, with the weights as far in
+the cache as repeated calls leave them, and with a cold cache. Calls take turns, so that whatever else the machine does
+slows all of them alike.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ..formats.twell import VALUE_DTYPES
 from . import accuracy
 from .reference import GatedFeedForward, PlainFeedForward
 
-GRAPH_TOKENS = 256  # up to here a layer is about as short as its launches: time graph replays too
-ROTATED = 3  # input sets a timing rotates through
+GRAPH_TOKENS = 256  # up to so many tokens a layer takes about as long as its launches: graph replays are timed too
+ROTATED = 3  # how many inputs take turns in a timing
 Name = TypeVar("Name", bound=Hashable)  # of a call that is timed
 
 
@@ -34,10 +35,11 @@ class WrongResult(TwellError, ArithmeticError):
 
 
 def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 0) -> Tensor:
-    """Probability with which each neuron fires, float64 [d_ff], summing to nnz.
+    """The probability with which each neuron fires, float64 [d_ff]; their sum is nnz.
 
-    kind "lognormal": 30% of the neurons never fire, the others' rates are lognormal with sigma 1.5 (as trained
-    models roughly are), none above 0.95; "uniform": every neuron fires equally often.
+    kind "lognormal": 30% of the neurons never fire, and the others' rates are lognormal with sigma 1.5 (roughly as in
+    trained models), none above 0.95. "uniform": every neuron fires equally often. Raises InputError for anything else,
+    and for an nnz above 0.6 d_ff.
     """
     _check_sizes(d_ff=(d_ff, 1))
     _check_room(16 * d_ff, f"d_ff {d_ff}")
@@ -50,42 +52,42 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
     generator = torch.Generator().manual_seed(seed)
     rate = torch.randn(d_ff, generator=generator, dtype=torch.float64).mul(1.5).exp()
     rate[torch.randperm(d_ff, generator=generator)[: round(0.3 * d_ff)]] = 0
-    for _ in range(100):  # clamping takes some of the sum away: scale again until it is there
+    for _ in range(100):  # clamping lowers the sum: scale again until it is reached
         rate = (rate * (nnz / rate.sum().clamp(min=1e-30))).clamp(max=0.95)
     return rate
 
 
 def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype, device, *, seed: int = 0):
-    """A dense gated layer and `ROTATED` inputs [tokens, d_model] whose neurons fire at the wanted rates.
+    """A drawn workload: (a dense gated layer, a list of `ROTATED` inputs [tokens, d_model]), on which about nnz neurons
+    fire at a token, at the rates of `firing_rates`.
 
-    The first component of every input is a constant, and the gate's weights for it set each neuron's threshold:
-    the rest of the product is standard normal, so neurons fire independently, at their own rate, through a real GEMM.
+    The first component of every input is a constant, and the gate's weights for it set each neuron's threshold. The
+    rest of the product is standard normal: so neurons fire independently, each at its own rate, through a real GEMM.
+    Raises InputError for a size, nnz, kind, dtype or seed that is not accepted, or more than fits the device's memory.
     """
     _check_sizes(tokens=(tokens, 1), d_model=(d_model, 8), d_ff=(d_ff, 1))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
-    needed = dtype.itemsize * (
-        3 * d_model * d_ff + tokens * (ROTATED * d_model + d_ff)
-    )  # the layer, and what goes through it
-    _check_room(needed, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
+    values = 3 * d_model * d_ff + tokens * (ROTATED * d_model + d_ff)  # of the layer, and of what goes through it
+    _check_room(dtype.itemsize * values, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
     rates = firing_rates(d_ff, nnz, kind, seed=seed)
     return drawn(rates, tokens, d_model, dtype, device, shrink=max(nnz, 1.0) ** 0.5, seed=seed)
 
 
 def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: float, gated: bool = True, seed: int = 0):
-    """As `workload`, for firing rates [d_ff] that are at hand. shrink: what the down projection is divided by."""
+    """As `workload`, for given firing rates [d_ff]. gated: whether the layer has a gate. shrink: a number by which the
+    down projection is divided."""
     d_ff = rates.numel()
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
-    layer = (
-        (GatedFeedForward if gated else PlainFeedForward)(d_model, d_ff).requires_grad_(False).to_empty(device=device)
-    )
+    kind = GatedFeedForward if gated else PlainFeedForward
+    layer = kind(d_model, d_ff).requires_grad_(False).to_empty(device=device)
     constant = d_model**0.5
     threshold = -torch.special.ndtri(rates.clamp(1e-30, 1 - 1e-7)).to(device, torch.float32)
     pattern = normal(d_ff, d_model)
-    if d_model > 1:  # exactly standard, or a narrow layer would miss its rates
+    if d_model > 1:  # rows of length exactly 1, or a narrow layer would miss its rates
         pattern /= pattern[:, 1:].norm(dim=1, keepdim=True)
     pattern[:, 0] = -threshold.clamp(max=12.0) / constant
     (layer.gate_proj if gated else layer.up_proj).weight.data = pattern
@@ -101,36 +103,38 @@ def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: fl
 
 
 def _check_sizes(**sizes: tuple[int, int]) -> None:
-    """InputError naming the first of the sizes, each given with its least, that is not one."""
+    """InputError for the first size that is no whole number, or below its least; each is given as (size, least)."""
     for name, (size, least) in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
             raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
 
 
 def _check_room(needed: int, what: str, device: torch.device | None = None) -> None:
-    """InputError where so many bytes are more than the device's memory, before any of it is taken."""
+    """InputError where so many bytes are more than the device has, before any of them is allocated."""
     kind = "cpu" if device is None else device.type
     there = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else machine.memory()
     if there is not None and needed > there:
         raise InputError(
             f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {kind} has {there / 2**30:,.1f}; "
-            f"smaller sizes "
-            "are accepted"
+            "smaller sizes are accepted"
         )
 
 
 # ---- correctness, before any clock starts ----
 
 
-def check(dense: nn.Module, sparse, x: Tensor, rows: int = 64) -> float:
-    """Compare sparse with float64 on `rows` rows spread over x; returns the worst ratio to what is allowed.
+def check(
+    dense: nn.Module, layer, x: Tensor, rows: int = 64, *, call: Callable[[Tensor], Tensor] | None = None
+) -> float:
+    """Compare a layer with float64 on `rows` rows spread over x; returns the worst ratio of error to what is allowed.
 
-    sparse: what has gate, up and down projections, and is called like the layer. Raises WrongResult, naming the row, if
-    the promise of twell_lab.ops.accuracy is broken; and if the dense module is not the layer that the sparse one's
-    weights make, since its error is what the promise allows for."""
+    layer: what has gate, up and down projections (gate None: a plain layer). call: what computes its result, by default
+    the layer itself. Raises WrongResult, naming the row, if the promise of twell_lab.ops.accuracy is broken. Raises it
+    too if the dense module computes something else than the layer's weights say, since the promise allows for its
+    error."""
     picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
-    y, reached = sparse(x)[picked], dense(x)[picked]
-    gate, up, down = sparse.gate, sparse.up, sparse.down
+    y, reached = (call or layer)(x)[picked], dense(x)[picked]
+    gate, up, down = layer.gate, layer.up, layer.down
     first = up if gate is None else gate
     biases = (None if gate is None else gate.bias, up.bias, down.bias)
     exact = accuracy.Exact(x[picked], None if gate is None else gate.weight, up.weight, down.weight, *biases)
@@ -139,10 +143,10 @@ def check(dense: nn.Module, sparse, x: Tensor, rows: int = 64) -> float:
     if off > 0.05:  # 16-bit values make a few thousandths
         raise WrongResult(f"the dense {type(dense).__name__} is off by {float(off):.3g} of its norm: nothing was timed")
     verdict = exact.judge(y, reached, linear(x, first.weight, first.bias)[picked])
-    ratio, row = verdict.ratio, verdict.row
-    if not ratio <= 1.0:
-        raise WrongResult(f"row {int(picked[row])} is off by {ratio:.3g} times what is allowed: nothing was timed")
-    return ratio
+    if not verdict.ratio <= 1.0:
+        row = int(picked[verdict.row])
+        raise WrongResult(f"row {row} is off by {verdict.ratio:.3g} times what is allowed: nothing was timed")
+    return verdict.ratio
 
 
 # ---- clocks ----
@@ -158,12 +162,11 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
 def time_cpu(
     calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False
 ) -> dict[str, list[float]]:
-    """Milliseconds a call, for the named calls in turn, until `seconds` are used (at least two turns, cold
-    ten).
+    """Milliseconds of each call, for the named calls in turn, until `seconds` have passed.
 
-    A turn is a block of twenty calls, one after the other: a layer that is used again and again, whose weights stay
-    in the cache as far as they fit. cold: a turn is one call, after 128 MiB of something else were read: a layer as it
-    is met inside a large model, where it has to come from memory in full.
+    A turn is twenty calls, one after the other, as of a layer that is used again and again, whose weights stay in the
+    cache as far as they fit; there are at least two turns. cold: a turn is one call after 128 MiB of something else
+    were read, as of a layer inside a large model, whose weights have to come from memory; there are at least ten.
     """
     other = torch.zeros(2**25) if cold else None
     block, least = (1, 10) if cold else (20, 40)
@@ -184,10 +187,10 @@ def time_cpu(
 
 
 def time_cuda(calls: dict[Name, Callable[[int], object]], rounds: int = 30) -> dict[Name, list[float]]:
-    """Milliseconds of GPU time a call, by device events, cold L2, for each named call in turn.
+    """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times.
 
-    Before each call a gigabyte is read: that leaves nothing in the L2 cache of what the call wants, and keeps the GPU
-    busy for longer than the host needs to prepare the launches. So these are times of the device, not of the host.
+    Before each call a gigabyte is read. Afterwards the L2 cache holds nothing that the call needs, and meanwhile the
+    host has had the time to prepare the launches: so these are times of the device, not of the host.
     """
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
     for call in calls.values():
@@ -240,7 +243,7 @@ def time_bursts(
 
 
 def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
-    """The call captured into one CUDA graph for each input set, so that a replay costs one launch."""
+    """The call as CUDA graphs, one for each input, so that a replay costs a single launch."""
     graphs = []
     for turn in range(ROTATED):
         call(turn)
@@ -258,7 +261,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_bytes(call: Callable[[int], object]) -> int:
-    """Most memory that one call held on the GPU beyond what was there before it."""
+    """The most bytes that one call holds on the GPU beyond what was there before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -278,13 +281,3 @@ def present_device(name: str | torch.device | None) -> torch.device:
     if found is None or found.type not in there:
         raise DeviceError(f"device is {str(name)!r}; accepted here: {', '.join(there)}")
     return found
-
-
-class As:
-    """The projections of a layer with another way through it: what `check` wants."""
-
-    def __init__(self, layer, call: Callable[[Tensor], Tensor]) -> None:
-        self.gate, self.up, self.down, self.call = layer.gate, layer.up, layer.down, call
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.call(x)

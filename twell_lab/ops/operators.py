@@ -141,26 +141,9 @@ def gated_ffn(
     torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN
     there is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that
     is not finite; else nobody looks (SparseFFN does, once for each change). Method: arXiv 2603.23198, section 3."""
-    checks.check_tensor("x", x)
-    check_geometry(tile, words)
-    tensors = checks.autocast(x, gate, up, down, down_t, gate_bias, up_bias, down_bias)
-    x, gate, up, down, down_t, gate_bias, up_bias, down_bias = tensors
-    named = dict(gate=gate, up=up, down=down, down_t=down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
-    checks.check_together(x, x.dtype, **named)
-    checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
-    if _learning(x, gate, up, down, gate_bias, up_bias, down_bias) and backend is None or checks.transformed():
-        return differentiable.train_ffn(x, gate, up, down, gate_bias, up_bias, down_bias)[0]
-    _check_unprepared(down_t, gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
-    down_t = checks.transposed(down, down_t)
-    rows, simulated = (
-        x.reshape(-1, x.shape[-1]),
-        checks.check_backend(backend, x, gate, up, down, down_t, gate_bias, up_bias, down_bias),
-    )
-    rows, gate, up = _as_kernels_read(simulated, rows, gate, up)
-    tensors = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias)
-    operator = _gated_ffn_cuda if simulated else _pick("gated_ffn", tensors, _gated_ffn_cpu, _gated_ffn_cuda)
-    y = operator(*tensors, tile, words)
-    return y.view(x.shape)
+    checks.check_tensor("gate", gate)
+    biases = (gate_bias, up_bias, down_bias)
+    return _layer(_gated_ffn_cpu, _gated_ffn_cuda, x, gate, up, down, biases, down_t, tile, words, backend)
 
 
 def plain_ffn(
@@ -176,51 +159,50 @@ def plain_ffn(
     backend: str | None = None,
 ) -> Tensor:
     """relu(x up^T + up_bias) down^T + down_bias, skipping what the ReLU silences. See gated_ffn."""
-    checks.check_tensor("x", x)
+    biases = (None, up_bias, down_bias)
+    return _layer(_plain_ffn_cpu, _plain_ffn_cuda, x, None, up, down, biases, down_t, tile, words, backend)
+
+
+def _layer(on_cpu, on_cuda, x, gate, up, down, biases, down_t, tile, words, backend) -> Tensor:
+    """gated_ffn, or plain_ffn where gate is None, by its operator's implementations."""
     check_geometry(tile, words)
-    x, up, down, down_t, up_bias, down_bias = checks.autocast(x, up, down, down_t, up_bias, down_bias)
-    checks.check_together(x, x.dtype, up=up, down=down, down_t=down_t, up_bias=up_bias, down_bias=down_bias)
-    checks.check_weights(x.shape[-1], up.shape[0], None, up, down, None, up_bias, down_bias)
-    if _learning(x, up, down, up_bias, down_bias) and backend is None or checks.transformed():
-        return differentiable.train_ffn(x, None, up, down, None, up_bias, down_bias)[0]
-    _check_unprepared(down_t, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
-    down_t = checks.transposed(down, down_t)
-    rows, simulated = x.reshape(-1, x.shape[-1]), checks.check_backend(backend, x, up, down, down_t, up_bias, down_bias)
-    rows, up = _as_kernels_read(simulated, rows, up)
-    tensors = (rows, up, down, down_t, up_bias, down_bias)
-    operator = _plain_ffn_cuda if simulated else _pick("plain_ffn", tensors, _plain_ffn_cpu, _plain_ffn_cuda)
-    y = operator(*tensors, tile, words)
-    return y.view(x.shape)
+    tensors = checks.layer(x, gate, up, down, *biases, down_t)
+    x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
+    if _learning(*tensors) and backend is None or checks.transformed():
+        return differentiable.train_ffn(*tensors[:7])[0]
+    if down_t is None:
+        _check_unprepared(gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    down_t, simulated = checks.transposed(down, down_t), checks.check_backend(backend, *tensors)
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda or simulated:  # on a CPU as they came: torch's dense layer sums over other strides in another order
+        rows, gate, up = (t if t is None else t.contiguous() for t in (rows, gate, up))
+    if gate is None:
+        arguments = (rows, up, down, down_t, up_bias, down_bias)
+    else:
+        arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias)
+    # torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and
+    # for gradients. Where neither is, the implementation is called itself.
+    run = on_cuda if x.is_cuda or simulated else on_cpu
+    if not simulated and (checks.watched(*arguments) or _needs_gradient(*arguments)):
+        run = torch.ops.twell_lab.plain_ffn if gate is None else torch.ops.twell_lab.gated_ffn
+    return run(*arguments, tile, words).view(x.shape)
 
 
-def _check_unprepared(down_t: Tensor | None, **weights: Tensor | None) -> None:
-    """Refuse weights that are not finite where the call itself prepares them, on a CPU and outside of training."""
-    if down_t is None and not weights["up"].is_cuda and not torch.compiler.is_compiling():
-        if not (torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights.values())):
-            copies.check_finite(weights)
+def _check_unprepared(**weights: Tensor | None) -> None:
+    """Refuse weights that are not finite where nobody prepared them, on a CPU and outside of training."""
+    on_gpu = any(w is not None and w.is_cuda for w in weights.values())
+    if not on_gpu and not torch.compiler.is_compiling() and not _needs_gradient(*weights.values()):
+        copies.check_finite(weights)
 
 
-def _as_kernels_read(simulated: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous for the kernels. On a CPU as they came: torch's dense layer sums over other strides in another
-    order."""
-    return tuple(t.contiguous() if t.is_cuda or simulated else t for t in tensors)
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _learning(*tensors: Tensor | None) -> bool:
     """Whether a gradient is asked for on a GPU: a forward pass for training saves what its sparse backward pass
     needs."""
-    return tensors[0].is_cuda and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _pick(name: str, tensors: tuple, on_cpu, on_cuda):
-    """The operator, or, where nothing but its kernel would see the call, the kernel itself.
-
-    torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and
-    for gradients."""
-    seen = checks.watched(*tensors) or (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    )
-    return getattr(torch.ops.twell_lab, name) if seen else on_cuda if tensors[0].is_cuda else on_cpu
+    return tensors[0] is not None and tensors[0].is_cuda and _needs_gradient(*tensors)
 
 
 # ---- CPU ----

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import launcher, sources
+from ..cuda.tape import empty
 from . import portable
-from .prepared import parts
 from .train_rows import Survivors
 
 MOST_COLUMNS = 65536  # a survivor's column has 16 bits
@@ -23,7 +23,7 @@ _number = partial(sources.number, "smxx_columns.cu")
 _MOST_CHUNKS = _number("MOST_CHUNKS")
 _COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
 _LEAST_ROWS = 16  # rows of a chunk
-_COUNT_SLAB, _FILL_SLAB, _THREADS = map(_number, ("COUNT_SLAB", "FILL_SLAB", "COUNT_THREADS"))
+_COUNT_SLAB, _FILL_SLAB = map(_number, ("COUNT_SLAB", "FILL_SLAB"))
 _BLOCK_WARPS, _CLASSES = map(_number, ("BLOCK_WARPS", "CLASSES"))
 _PLAN_INTS = 2 + 2 * (_CLASSES + 1)  # of a Plan of columns.cuh
 _UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
@@ -53,16 +53,25 @@ def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: i
 
     pieces: what the longest lists may be cut into, in all. Raises InputError for more tokens than the counts have bits
     for."""
-    ints = lambda *shape: torch.empty(*shape, dtype=torch.int32, device=dh.device)  # noqa: E731
-    chunks, rows = _chunks(len(s.spans), d_ff)
-    found = Columns(*(ints(*shape) for shape in _shapes(len(s.words), d_ff, pieces)))
-    _sort(s, dh, d_ff, dtype, pieces, ints(chunks, d_ff), ints(d_ff), found)
+    tokens, device = len(s.spans), dh.device
+    chunks, rows = _chunks(tokens, d_ff)
+    defines = ((launcher.DEFINE[dtype], True),)
+    shapes = [(len(s.words), 4), (d_ff + 1,), (d_ff,), (pieces, 2), (d_ff,), (_PLAN_INTS,)]
+    counts, totals, *columns = (
+        empty(*shape, dtype=torch.int32, device=device) for shape in ((chunks, d_ff), (d_ff,), *shapes)
+    )
+    found = Columns(*columns)
+
+    def run(name, grid, *arguments):
+        launcher.kernel("smxx_columns.cu", f"columns_{name}_v2", defines).launch(device, grid, arguments)
+
+    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), s.spans, s.words, counts, tokens, d_ff, rows)
+    run("scan", (-(-d_ff // 32), 1), counts, totals, chunks, d_ff)
+    lists = (totals, found.starts, found.order, found.pieces, found.first_piece, found.plan)
+    run("plan", (1, 1), *lists, d_ff, _UNITS_A_PIECE * pieces)
+    entries = (s.spans, s.words, s.ups, dh, counts, found.starts, found.records)
+    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), *entries, tokens, d_ff, rows)
     return found
-
-
-def _shapes(capacity: int, d_ff: int, pieces: int) -> list[tuple[int, ...]]:
-    """Those of Columns."""
-    return [(capacity, 4), (d_ff + 1,), (d_ff,), (pieces, 2), (d_ff,), (_PLAN_INTS,)]
 
 
 def _chunks(tokens: int, d_ff: int) -> tuple[int, int]:
@@ -74,27 +83,8 @@ def _chunks(tokens: int, d_ff: int) -> tuple[int, int]:
     return -(-tokens // rows), rows
 
 
-def _sort(s: Survivors, dh, d_ff: int, dtype: torch.dtype, pieces: int, counts, totals, found: Columns) -> None:
-    """Fill `found`; counts int32 [chunks, d_ff] and totals int32 [d_ff] are workspace."""
-    tokens, device = len(s.spans), dh.device
-    chunks, rows = _chunks(tokens, d_ff)
-    defines = ((launcher.DEFINE[dtype], True),)
-
-    def run(name, grid, threads, tensors, *numbers):
-        kinds = "P" * len(tensors) + "i" * len(numbers)
-        made = launcher.kernel("smxx_columns.cu", f"columns_{name}_v2", defines, kinds, threads)
-        made.launch(device, grid, (*tensors, *numbers))
-
-    run("count", (chunks, -(-d_ff // _COUNT_SLAB)), _THREADS, (s.spans, s.words, counts), tokens, d_ff, rows)
-    run("scan", (-(-d_ff // 32), 1), 1024, (counts, totals), chunks, d_ff)
-    lists = (totals, found.starts, found.order, found.pieces, found.first_piece, found.plan)
-    run("plan", (1, 1), 1024, lists, d_ff, _UNITS_A_PIECE * pieces)
-    entries = (s.spans, s.words, s.ups, dh, counts, found.starts, found.records)
-    run("fill", (chunks, -(-d_ff // _FILL_SLAB)), _THREADS, entries, tokens, d_ff, rows)
-
-
 def weight_gradients(
-    x: Tensor, dy: Tensor, s: Survivors, dh: Tensor, d_ff: int, biases: bool, version: int = 2, checked: bool = False
+    x: Tensor, dy: Tensor, s: Survivors, dh: Tensor, d_ff: int, biases: bool, version: int = 2
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """(dgate, dup, ddown_t, dgate_bias, dup_bias), of x's dtype: [d_ff, d_model], the biases' [d_ff].
 
@@ -103,39 +93,35 @@ def weight_gradients(
     x[t], dup[j] = sum of du x[t], ddown_t[j] = sum of h dy[t], the biases' the sums of dg and du. A plain layer (s.ups
     is None) has neither dgate nor dgate_bias; its dg is dh, and dup and dup_bias are made of that. Without `biases`
     both are None. Lost rows add nothing. Every row is written, with zeros for a neuron that never fired. Sums are
-    float32 and rounded once. version: 1 or 2. checked: the caller knows that all of it fits and is contiguous. Raises
-    InputError for what the kernels do not take."""
-    if not checked:
-        x, dy, dh = x.contiguous(), dy.contiguous(), dh.contiguous()
-        _check(x, dy, s, dh, d_ff, version)
+    float32 and rounded once. version: 1 or 2. Raises InputError for what the kernels do not take."""
+    x, dy, dh = x.contiguous(), dy.contiguous(), dh.contiguous()
+    _check(x, dy, s, dh, d_ff, version)
     (tokens, d_model), gated = x.shape, s.ups is not None
-    rows = lambda wanted: torch.empty(d_ff, d_model, dtype=x.dtype, device=x.device) if wanted else None  # noqa: E731
-    bias = lambda wanted: torch.empty(d_ff, dtype=x.dtype, device=x.device) if wanted else None  # noqa: E731
+    rows = lambda wanted: empty(d_ff, d_model, dtype=x.dtype, device=x.device) if wanted else None  # noqa: E731
+    bias = lambda wanted: empty(d_ff, dtype=x.dtype, device=x.device) if wanted else None  # noqa: E731
     outputs = (rows(gated), rows(True), rows(True), bias(biases and gated), bias(biases))
     if tokens == 0:
         return tuple(t if t is None else t.zero_() for t in outputs)
     sums = 3 if gated else 2
     pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PARTIAL_BYTES // (4 * sums * d_model)))
-    ints = [(torch.int32, shape) for shape in (*_shapes(len(s.words), d_ff, pieces), (_chunks(tokens, d_ff)[0], d_ff))]
-    floats = [(torch.float32, (pieces, width)) for width in (sums * d_model, 2)]
-    _memory, made = parts(x.device, *ints, (torch.int32, (d_ff,)), *floats)
-    columns, (counts, totals, partials, bias_partials) = Columns(*made[:6]), made[6:]
-    _sort(s, dh, d_ff, x.dtype, pieces, counts, totals, columns)
+    columns = by_column(s, dh, d_ff, x.dtype, pieces)
+    partials, bias_partials = (
+        empty(pieces, width, dtype=torch.float32, device=x.device) for width in (sums * d_model, 2)
+    )
     defines = ((launcher.DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
 
-    def run(name, grid, threads, *tensors):
-        kinds = "P" * (len(tensors) + len(outputs)) + "i"
-        made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines, kinds, threads)
+    def run(name, grid, *tensors):
+        made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines)
         made.launch(x.device, grid, (*tensors, *outputs, d_model))
 
     if version == 1:
-        run("v1", (d_ff, -(-d_model // 128)), 128, x, dy, columns.starts, columns.records)
+        run("v1", (d_ff, -(-d_model // 128)), x, dy, columns.starts, columns.records)
         return outputs
     blocks = _most_blocks(d_ff, pieces)
     plan = (columns.starts, columns.order, columns.pieces, columns.plan, columns.records)
-    run("v2", (blocks, -(-d_model // _WIDTH)), 256, x, dy, *plan, partials, bias_partials)
+    run("v2", (blocks, -(-d_model // _WIDTH)), x, dy, *plan, partials, bias_partials)
     finish = (columns.starts, columns.order, columns.first_piece, columns.plan, partials, bias_partials)
-    run("finish_v2", (pieces // 2, -(-sums * d_model // 1024)), 256, *finish)
+    run("finish_v2", (pieces // 2, -(-sums * d_model // 1024)), *finish)
     return outputs
 
 

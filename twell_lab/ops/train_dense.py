@@ -82,6 +82,5 @@ def _rows(name: str, version: int | None, g: Tensor, arguments: tuple, vectors: 
             f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})"
         )
     version = version or 1 + wide
-    kinds = "P" * len(arguments) + "qi"
-    made = kernel(FILE, f"{name}_v{version}", ((DEFINE[g.dtype], True),), kinds, 32 * _ROWS_A_BLOCK)
+    made = kernel(FILE, f"{name}_v{version}", ((DEFINE[g.dtype], True),))
     made.launch(g.device, (-(-rows // _ROWS_A_BLOCK), 1), (*arguments, rows, d_ff))

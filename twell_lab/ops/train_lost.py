@@ -16,12 +16,12 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..cuda import sources
 from ..cuda.launcher import DEFINE, aligned, kernel, multiprocessors
+from ..cuda.tape import empty
 from .portable import pooled_takes
-from .prepared import parts
 
 FILE, WEIGHTS_FILE = "smxx_train_lost.cu", "smxx_lost_weights.cu"
 _number = partial(sources.number, WEIGHTS_FILE)
-_THREADS, _ROWS, _NEURONS = map(_number, ("THREADS", "ROWS", "NEURONS"))
+_ROWS, _NEURONS = map(_number, ("ROWS", "NEURONS"))
 _OWN, _PIECE = map(_number, ("BLOCK_NEURONS", "SLAB"))  # neurons of a block, and columns that it takes at a time
 _BLOCKS_A_MULTIPROCESSOR = 2
 _BLOCKS_ON_CPU = 6  # few enough that small tests meet every way of dealing the rows
@@ -41,25 +41,23 @@ def lost_forward(
     y: Tensor,
     l1: Tensor,
     kept: Tensor,
-    checked: bool = False,
 ) -> None:
     """Write the lost rows of y, l1 and kept.
 
     x and y [tokens, d_model]; gate (None: a plain layer), up, down_t [d_ff, d_model]; biases [d_ff], [d_ff], [d_model]
     or None; l1 float32 [tokens]: sum of |h|; kept int32 [tokens]: neurons that fire. bfloat16 or float16, d_model a
     multiple of 8 up to 16384. The gate is rounded to x's type before it is tested and used, as torch's linear gives it;
-    u and h are not rounded, y once. Where x's row is not finite, y's row and l1 are NaN. checked: the caller knows that
-    all of it fits. Raises InputError."""
-    if not checked:
-        _check(lost, x, gate, up, down_t, gate_bias, up_bias, l1)
-        _same("y and down_bias", x, (y, x.shape), (down_bias, x.shape[1:]))
-        if kept.dtype != torch.int32 or kept.shape != x.shape[:1] or l1 is None:
-            raise InputError(f"kept is {kept.dtype} {list(kept.shape)}; int32 [{len(x)}], beside an l1, is accepted")
+    u and h are not rounded, y once. Where x's row is not finite, y's row and l1 are NaN. Raises InputError."""
+    _check(lost, x, gate, up, down_t, gate_bias, up_bias, l1)
+    _same("y and down_bias", x, (y, x.shape), (down_bias, x.shape[1:]))
+    if kept.dtype != torch.int32 or kept.shape != x.shape[:1] or l1 is None:
+        raise InputError(f"kept is {kept.dtype} {list(kept.shape)}; int32 [{len(x)}], beside an l1, is accepted")
     if not len(x):
         return
     blocks = _blocks(x)
-    of_rows = (torch.float32, (blocks, _ROWS)), (torch.int32, (blocks, _ROWS))
-    _memory, (sums, part_l1, part_kept) = parts(x.device, (torch.float32, (blocks, _ROWS, x.shape[1])), *of_rows)
+    sums = empty(blocks, _ROWS, x.shape[1], dtype=torch.float32, device=x.device)
+    part_l1 = empty(blocks, _ROWS, dtype=torch.float32, device=x.device)
+    part_kept = empty(blocks, _ROWS, dtype=torch.int32, device=x.device)
     _run(
         "lost_forward_v1",
         blocks,
@@ -86,7 +84,6 @@ def lost_backward(
     ddown_t: Tensor,
     dgate_bias: Tensor | None,
     dup_bias: Tensor | None,
-    checked: bool = False,
 ) -> None:
     """Write the lost rows of dx, and add what they give to the weights' and biases' gradients.
 
@@ -94,10 +91,9 @@ def lost_backward(
     ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to each row of a neuron that
     fired the sum over the lost rows, ascending, is added in float32, and the result rounded once; other rows are not
     touched. Where x's row is not finite, dx's row is NaN and nothing is added. Otherwise see lost_forward."""
-    if not checked:
-        _check_gradients(
-            lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias
-        )
+    _check_gradients(
+        lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias
+    )
     if not len(x):
         return
     (d_ff, d_model), planes, groups = up.shape, 2 if gate is None else 3, -(-up.shape[0] // _NEURONS)
@@ -107,7 +103,8 @@ def lost_backward(
         planes * _OWN * _PIECE * -(-d_model // _PIECE)
     )  # where entries find no room, sums of one block at least must
     most = max(planes * groups * room * _NEURONS, least)
-    _memory, (sums, entries) = parts(x.device, (torch.float32, (blocks, _ROWS, d_model)), (torch.float32, (most,)))
+    sums = empty(blocks, _ROWS, d_model, dtype=torch.float32, device=x.device)
+    entries = empty(most, dtype=torch.float32, device=x.device)
     layer = (lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx)
     _run("lost_backward_v1", blocks, x, up, (*layer, sums, entries), room=room)
     gradients = (dgate, dup, ddown_t, dgate_bias, dup_bias)
@@ -145,8 +142,7 @@ def _blocks(x: Tensor) -> int:
 
 def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
     numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
-    file, kinds = WEIGHTS_FILE if "weights" in name else FILE, "P" * len(tensors) + "i" * len(numbers)
-    made = kernel(file, name, ((DEFINE[x.dtype], True),), kinds, _THREADS)
+    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, ((DEFINE[x.dtype], True),))
     made.launch(x.device, (grid, 1), (*tensors, *numbers))
 
 

@@ -17,9 +17,9 @@ from ..core.errors import InputError
 from ..cuda import launcher, sources
 from ..cuda.macros import SLAB_SHAPES as _SHAPES
 from ..cuda.macros import slabs as _slab_defines
+from ..cuda.tape import empty
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from . import portable
-from .prepared import parts
 
 MOST_COLUMNS = 65536  # a word has 16 bits for the column
 ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
@@ -27,7 +27,7 @@ _MOST_ENTRIES = 2**31 - 2
 _VECTOR = 8  # values in 16 bytes
 _MOST_SLABS = 16  # of which the pieces of dot products are kept at once
 SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
-_PLACE_THREADS, _PACKED_ROWS = (sources.number(SURVIVORS, name) for name in ("PLACE_THREADS", "BLOCK_ROWS"))
+_PACKED_ROWS = sources.number(SURVIVORS, "BLOCK_ROWS")
 _SLAB_WARPS = sources.number(SLABS, "BLOCK_WARPS")
 
 
@@ -76,23 +76,20 @@ def survivors(
     up_bias: Tensor | None,
     d_ff: int,
     capacity: int | None = None,
-    checked: bool = False,
 ) -> Survivors:
     """The entries of x's packed gate, with u beside each where `up` is given.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
     (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if a value of x's row is not finite, if a
     tile of it reached past the pool, or if its entries would end past `capacity` (None: capacity_for), which then holds
-    for all rows behind it. checked: the caller knows that all of it fits and is contiguous; packed and pool may then be
-    addresses. Raises InputError for what the kernels do not take."""
+    for all rows behind it. Raises InputError for what the kernels do not take."""
     tokens, d_model = x.shape
     capacity = capacity_for(tokens, d_ff) if capacity is None else capacity
-    if not checked:
-        _check_survivors(x, packed, pool, up, d_ff, capacity)
-        x, packed, pool, up, up_bias = (t if t is None else t.contiguous() for t in (x, packed, pool, up, up_bias))
+    _check_survivors(x, packed, pool, up, d_ff, capacity)
+    x, packed, pool, up, up_bias = (t if t is None else t.contiguous() for t in (x, packed, pool, up, up_bias))
 
     def new(*shape, dtype=torch.int32):
-        return torch.empty(*shape, dtype=dtype, device=x.device)
+        return empty(*shape, dtype=dtype, device=x.device)
 
     spans, words, lost, kept = new(tokens, 2), new(capacity), new(1 + tokens), new(tokens)
     l1, ups = new(tokens, dtype=torch.float32), None if up is None else new(capacity, dtype=torch.float32)
@@ -101,18 +98,17 @@ def survivors(
         lost.zero_()
         return made
     blocks = -(-tokens // _PACKED_ROWS)
-    _memory, (counts, totals) = parts(x.device, (torch.int32, (tokens,)), (torch.int32, (blocks, 2)))
+    counts, totals = new(tokens), new(blocks, 2)
     defines = portable.specialisation(x.dtype, d_model)
 
-    def run(name, blocks, threads, tensors, *numbers):
-        made = launcher.kernel(SURVIVORS, name, defines, "P" * len(tensors) + "i" * len(numbers), threads)
-        made.launch(x.device, (blocks, 1), (*tensors, *numbers))
+    def run(name, blocks, *arguments):
+        launcher.kernel(SURVIVORS, name, defines).launch(x.device, (blocks, 1), arguments)
 
-    run("survivor_counts_v2", blocks, 32 * _PACKED_ROWS, (x, packed, pool, counts, totals), tokens, d_ff)
-    run("survivor_places_v2", 1, _PLACE_THREADS, (counts, totals, lost), tokens, capacity)
+    run("survivor_counts_v2", blocks, x, packed, pool, counts, totals, tokens, d_ff)
+    run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity)
     alone = l1 if up is None else None  # of a gated layer, l1 comes with u
     placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
-    run("survivor_words_v2", blocks, 32 * _PACKED_ROWS, placed, tokens, d_ff, capacity)
+    run("survivor_words_v2", blocks, *placed, tokens, d_ff, capacity)
     if up is not None:
         _dots(x, made, up, "up_values_v1", (up_bias, ups, l1))
     return made
@@ -131,32 +127,26 @@ def _check_survivors(x, packed, pool, up, d_ff, capacity) -> None:
         raise InputError(f"up is {list(up.shape)}; {[d_ff, d_model]} is accepted")
 
 
-def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: int = 2, checked: bool = False) -> Tensor:
+def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: int = 2) -> Tensor:
     """y [tokens, d_model] = sum of h * down_t[column] + bias; down_t: [d_ff, d_model]. Lost rows are left unwritten.
 
-    version: 1 (whole rows in registers) or 2 (slabs of columns). checked: the caller knows that all of it fits and is
-    contiguous.
-    """
-    y = torch.empty(s.tokens, down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
-    if not checked:
-        down_t, bias = down_t.contiguous(), None if bias is None else bias.contiguous()
-        _check(y.dtype, y.shape[1], down_t.shape[0], s.capacity, (down_t, bias))
+    version: 1 (whole rows in registers) or 2 (slabs of columns)."""
+    y = empty(s.tokens, down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
+    down_t, bias = down_t.contiguous(), None if bias is None else bias.contiguous()
+    _check(y.dtype, y.shape[1], down_t.shape[0], s.capacity, (down_t, bias))
     _rows("weighted_rows", version, y, (s.spans, s.words, s.ups, down_t, bias, y))
     return y
 
 
-def hidden_gradient(
-    dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None, version: int = 2, checked: bool = False
-) -> Tensor:
+def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None, version: int = 2) -> Tensor:
     """dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32
-    [tokens]. checked: the caller knows that all of it fits and is contiguous."""
-    dh = torch.empty(s.capacity, dtype=torch.float32, device=dy.device)
-    if not checked:
-        dy, down_t = dy.contiguous(), down_t.contiguous()
-        _check(dy.dtype, dy.shape[1], down_t.shape[0], s.capacity, (dy, down_t))
-        if dl1 is not None and (dl1.dtype != torch.float32 or dl1.shape != (s.tokens,)):
-            raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)}; float32 [{s.tokens}] is accepted")
-        dl1 = None if dl1 is None else dl1.contiguous()
+    [tokens]."""
+    dh = empty(s.capacity, dtype=torch.float32, device=dy.device)
+    dy, down_t = dy.contiguous(), down_t.contiguous()
+    _check(dy.dtype, dy.shape[1], down_t.shape[0], s.capacity, (dy, down_t))
+    if dl1 is not None and (dl1.dtype != torch.float32 or dl1.shape != (s.tokens,)):
+        raise InputError(f"dl1 is {dl1.dtype} {list(dl1.shape)}; float32 [{s.tokens}] is accepted")
+    dl1 = None if dl1 is None else dl1.contiguous()
     if version == 2:
         _dots(dy, s, down_t, "hidden_gradient_v2", (s.ups, dl1, dh))
     else:
@@ -164,21 +154,16 @@ def hidden_gradient(
     return dh
 
 
-def input_gradient(
-    s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, version: int = 2, checked: bool = False
-) -> Tensor:
+def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, version: int = 2) -> Tensor:
     """dx [tokens, d_model]: sum of dh * u * gate[column] + dh * g * up[column], of a plain layer dh * up[column].
 
-    dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are left unwritten.
-    checked: the caller knows that all of it fits and is contiguous.
-    """
+    dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are left unwritten."""
     if (gate is None) != (s.ups is None):
         is_none = tuple("None" if t is None else "a tensor" for t in (gate, s.ups))
         raise InputError("gate is {} and ups is {}; both or neither are accepted".format(*is_none))
-    dx = torch.empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
-    if not checked:
-        gate, up = None if gate is None else gate.contiguous(), up.contiguous()
-        _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
+    dx = empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
+    gate, up = None if gate is None else gate.contiguous(), up.contiguous()
+    _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
     _rows("input_gradient", version, dx, (s.spans, s.words, s.ups, dh, gate, up, dx))
     return dx
 
@@ -204,7 +189,7 @@ def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, tens
     """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
     defines = _slab_defines(rows.dtype, rows.shape[1], shape)
     grid = (-(-len(rows) // (_SLAB_WARPS * (32 // shape[0] if slabs else 1))), max(slabs, 1))
-    made = launcher.kernel(SLABS, name, defines, "P" * len(tensors) + "i" * len(numbers), 32 * _SLAB_WARPS)
+    made = launcher.kernel(SLABS, name, defines)
     made.launch(rows.device, grid, (*tensors, *numbers))
 
 
@@ -218,7 +203,7 @@ def _rows(name: str, version: int, rows: Tensor, tensors: tuple) -> None:
         shape = _SHAPES[name]
         return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), tensors, len(rows))
     defines = portable.specialisation(rows.dtype, rows.shape[1])
-    made = launcher.kernel(ROWS, f"{name}_v1", defines, "P" * len(tensors), 32 * dict(defines)["WARPS"])
+    made = launcher.kernel(ROWS, f"{name}_v1", defines)
     made.launch(rows.device, (len(rows), 1), tensors)
 
 
@@ -230,7 +215,7 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) 
     shape = _SHAPES["dots"]
     slabs = _slabs(rows.shape[1], shape[0])
     capacity = s.capacity
-    pieces = torch.empty(min(slabs, _MOST_SLABS), capacity, dtype=torch.float32, device=rows.device)
+    pieces = empty(min(slabs, _MOST_SLABS), capacity, dtype=torch.float32, device=rows.device)
     sizes = len(rows), capacity
     for first in range(0, slabs, _MOST_SLABS):
         some = min(_MOST_SLABS, slabs - first)

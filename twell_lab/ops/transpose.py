@@ -9,34 +9,25 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..cuda import launcher, sources
 from ..cuda.macros import value
+from ..cuda.tape import empty
+from .checks import plain
 
 FILE = "smxx_transpose.cu"
-SIDE, THREADS = (sources.number(FILE, name) for name in ("SIDE", "THREADS"))
+SIDE = sources.number(FILE, "SIDE")
 VECTOR = 8
 
 
-def transposed(m: Tensor, checked: bool = False) -> Tensor:
-    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for anything else.
-
-    checked: the caller knows that m is so, contiguous and on 16 bytes."""
-    if not checked:
-        m = _fitting(m)
-    rows, columns = m.shape
-    out = torch.empty(columns, rows, dtype=m.dtype, device=m.device)
-    if m.numel():
-        grid = (-(-columns // SIDE), -(-rows // SIDE))
-        made = launcher.kernel(FILE, "transpose_v1", value(m.dtype), "PPii", THREADS)
-        made.launch(m.device, grid, (m, out, rows, columns))
-    return out
-
-
-def _fitting(m: Tensor) -> Tensor:
+def transposed(m: Tensor) -> Tensor:
+    """m^T, contiguous. m: [rows, columns] of 16-bit values, both multiples of 8. Raises InputError for others."""
     if m.dim() != 2 or m.dtype not in (torch.bfloat16, torch.float16) or m.shape[0] % VECTOR or m.shape[1] % VECTOR:
         raise InputError(
             f"the matrix is {m.dtype} {list(m.shape)}; bfloat16 or float16, rows and columns multiples of {VECTOR} "
             f"are accepted"
         )
-    m = m.contiguous()
-    if not launcher.aligned(m):
-        m = m.clone()
-    return m
+    m = plain(m)
+    rows, columns = m.shape
+    out = empty(columns, rows, dtype=m.dtype, device=m.device)
+    if m.numel():
+        grid = (-(-columns // SIDE), -(-rows // SIDE))
+        launcher.kernel(FILE, "transpose_v1", value(m.dtype)).launch(m.device, grid, (m, out, rows, columns))
+    return out

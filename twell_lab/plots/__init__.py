@@ -1,7 +1,7 @@
-"""Plotly figures, from rows and numbers alone. May import formats and core.
+"""Plotly figures, made of rows and numbers alone. May import formats and core.
 
-The names below come from `figures`, which needs plotly and is imported when the first of them is used; `data` beside
-it needs no package."""
+The names below are those of `figures`, which needs plotly and is imported when the first of them is used. The module
+`data` needs no package."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,23 +1,30 @@
-"""What the figures and the page draw, as dicts, lists and numbers. Needs neither torch nor plotly."""
+"""What the figures and the tour's page draw, as dicts, lists and numbers. Needs neither torch nor plotly."""
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 
 from ..core.errors import InputError
 
-# Paths of rows that say how long a layer takes on kernels that were not picked for it.
+# Rows of these paths say how long a layer takes on kernels that would not be picked for it.
 OTHER_KERNELS = ("portable", "mma.sync")
 
 
+# The format of notes["tour"] in a tour's record, without which another version would misread it, and the names of the
+# two trainings there.
+FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
+
+
 def picked(path: str) -> bool:
-    """Whether a row's path is the layer as it runs, or the dense one, and not kernels measured for comparison."""
+    """Whether a row's path is the layer as it runs, or the dense layer; False for kernels timed for comparison only."""
     return path.partition(" (")[0] not in OTHER_KERNELS
 
 
 def layer_names(names: list[str]) -> list[str]:
-    """`layers.3.mlp` -> `layer 3`, for a list of module names; as they are where that would not be unique."""
+    """Short names of modules, such as `layer 3` for `layers.3.mlp`; the full names where those would not be unique."""
     numbers = [next((part for part in name.split(".") if part.isdigit()), None) for name in names]
     if None in numbers or len(set(numbers)) < len(numbers):
         return [name or "layer" for name in names]
@@ -25,29 +32,27 @@ def layer_names(names: list[str]) -> list[str]:
 
 
 def layer_rows(tour: dict) -> list[dict]:
-    """A tour's findings (notes["tour"] of its record) layer by layer, ready to be printed.
+    """What a tour found (notes["tour"] of its record), a row for each layer, ready to be printed.
 
     Each row: layer; before, after (share of neurons firing without and with L1); dead_before, dead_after;
     overflow (share of rows with a tile beyond its slots), used (share of slots that hold a value), and the
     bytes a token takes in each format.
     """
-    without, sparse = tour["runs"]["without L1"], tour["runs"]["with L1"]
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
     names = layer_names([layer["name"] for layer in tour["profile"]["layers"]])
-    rows = []
-    for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True)):
-        rows.append(
-            {
-                "layer": name,
-                "before": share(without["density"][i]),
-                "after": share(sparse["density"][i]),
-                "dead_before": without["dead"][i],
-                "dead_after": sparse["dead"][i],
-                "overflow": share(packed["overflow_rows"] / packed["tokens"]),
-                "used": share(packed["slots_used"] / packed["slots"]),
-                **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()},
-            }
-        )
-    return rows
+    return [
+        {
+            "layer": name,
+            "before": share(without["density"][i]),
+            "after": share(sparse["density"][i]),
+            "dead_before": without["dead"][i],
+            "dead_after": sparse["dead"][i],
+            "overflow": share(packed["overflow_rows"] / packed["tokens"]),
+            "used": share(packed["slots_used"] / packed["slots"]),
+            **{kind: round(size / packed["tokens"]) for kind, size in packed["bytes"].items()},
+        }
+        for i, (name, packed) in enumerate(zip(names, tour["packing"]["layers"], strict=True))
+    ]
 
 
 def share(value: float) -> str:
@@ -62,9 +67,9 @@ def tile_of(twell, row: int, tile: int) -> dict:
     """One tile of one row of a formats.TwELL as a dict, which packed_tile draws and JSON can hold.
 
     {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
-    are used, as whole numbers, the count first), tail (what did not fit, written as such words too)}.
+    are used, as whole numbers, the count first), tail (the values that did not fit, as words too)}.
     """
-    from ..formats.twell import join_words  # here: the other functions of this module do without torch
+    from ..formats.twell import join_words  # not at the top: the other functions of this module need no torch
 
     rows, tiles, words = twell.packed.shape
     for name, value, end in (("row", row, rows), ("tile", tile, tiles)):
@@ -100,13 +105,7 @@ def decode(word: int, dtype: str) -> tuple[float, int]:
 
 
 def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
-    """The 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts."""
-    counts = [int(count) for count in histogram]
-    total, seen, low = sum(counts), 0, None
-    for number, count in enumerate(counts):
-        seen += count
-        if low is None and seen > 0.05 * total:
-            low = number
-        if seen >= 0.95 * total:
-            return low or 0, number
-    return 0, 0
+    """The 5th and 95th percentile of what a histogram over 0, 1, 2, ... counts; zeros where it counts nothing."""
+    seen = list(accumulate(int(count) for count in histogram))
+    total = seen[-1] if seen else 0
+    return (bisect_right(seen, 0.05 * total), bisect_left(seen, 0.95 * total)) if total else (0, 0)

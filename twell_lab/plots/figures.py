@@ -1,8 +1,8 @@
-"""Figures, each a function that returns a plotly `go.Figure`: nothing is shown and nothing measured here.
+"""Figures. Each function returns a plotly `go.Figure`; none shows or measures anything.
 
-Arguments are what the library returns (a FiringProfile, TrainResults, a TwELL, rows of records) or the same
-as dicts and lists, as read back from JSON; so a figure can be drawn on a machine without torch.
-Recorded measurements are always named "recorded on <device>, <date>", the reader's own "yours, now".
+Arguments are what the library returns (a FiringProfile, TrainResults, a TwELL, rows of records), or the same as dicts
+and lists read back from JSON, so that a figure can be drawn on a machine without torch. Recorded measurements are
+always called "recorded on <device>, <date>", and the reader's own "yours, now".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS = ("dense", "CSR", "ELL", "TwELL")
 
 
 def training_curves(results: Mapping[str, object]) -> go.Figure:
-    """Loss and firing during training, one colour a run.
+    """Loss and firing during training, one colour for each run.
 
     Left: bits per byte, training as a thin line, validation as dots. Right: neurons that fire for a token, in percent
     of d_ff.
@@ -88,7 +88,7 @@ def firing_by_layer(profile, without=None) -> go.Figure:
 
     Args:
         profile: a FiringProfile, or its layers as dicts.
-        without: densities (0 to 1) of the layers of the model trained without L1, drawn beside.
+        without: the densities (0 to 1) of the layers of the model trained without L1, to be drawn beside.
 
     Raises:
         InputError: for a profile without layers.
@@ -98,7 +98,7 @@ def firing_by_layer(profile, without=None) -> go.Figure:
     upper, lower = [], []
     for layer, here in zip(layers, mean, strict=True):
         low, high = percentiles(_get(layer, "nnz_histogram"))
-        # A heavy tail can pull the mean above the 95th percentile; a whisker never points inwards.
+        # With a heavy tail the mean can lie above the 95th percentile: then the whisker has length 0.
         upper.append(max(0.0, 100 * high / _get(layer, "d_ff") - here))
         lower.append(max(0.0, here - 100 * low / _get(layer, "d_ff")))
     figure = go.Figure()
@@ -127,11 +127,11 @@ def firing_by_layer(profile, without=None) -> go.Figure:
 
 
 def neuron_frequency(profile, layer: int = 0) -> go.Figure:
-    """On which share of tokens each neuron of one layer fires, most used first; the dead ones are counted.
+    """On which share of the tokens each neuron of one layer fires, most used first, and how many never fire.
 
     Args:
         profile: a FiringProfile, or its layers as dicts.
-        layer: which of them, from 0.
+        layer: which of its layers, from 0.
 
     Raises:
         InputError: for a layer that is not there.
@@ -177,8 +177,8 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
     """One tile before and after packing: its columns above, its words below (a count, then the values).
 
     Args:
-        twell: a formats.TwELL, or what `data.tile_of` made of one, which then says row and tile.
-        row, tile: which tile, from 0.
+        twell: a formats.TwELL, or the dict that `data.tile_of` made of one, which holds row and tile.
+        row, tile: which tile of a TwELL, from 0.
 
     Raises:
         InputError: for a row or tile that is not there.
@@ -222,19 +222,14 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
         **colours,
         hovertemplate="column %{customdata}: %{z:.4g}<extra></extra>",
     )
-    values, texts, hover = ([[None] * each for _ in range(lines)] for _ in range(3))
-    for i in range(at["slots"] + 1):
-        line, place = divmod(i, each)
-        values[line][place], texts[line][place] = 0.0, ""
-        hover[line][place] = f"word {i}: unused, never read"
-        if i == 0:
-            texts[line][place] = f"<b>{at['count']}</b>"
-            hover[line][place] = f"word 0: the count, {at['count']}"
-        elif i <= len(entries):
-            value, column = entries[i - 1]
-            values[line][place] = value
-            texts[line][place] = f"{column}:<br>{value:.2g}"
-            hover[line][place] = f"word {i}: 0x{at['words'][i]:08x} = value {value:.4g}, column {column}"
+    # One (shade, text, text while the pointer is over it) for each word; None where the last line has no words left.
+    words = [(0.0, f"<b>{at['count']}</b>", f"word 0: the count, {at['count']}")]
+    for i, (value, column) in enumerate(entries, start=1):
+        stored = f"0x{at['words'][i]:08x}"
+        words.append((value, f"{column}:<br>{value:.2g}", f"word {i}: {stored} = value {value:.4g}, column {column}"))
+    words += [(0.0, "", f"word {i}: unused, never read") for i in range(len(words), at["slots"] + 1)]
+    words += [(None, None, None)] * (lines * each - len(words))
+    values, texts, hover = ([list(part[i : i + each]) for i in range(0, len(part), each)] for part in zip(*words))
     figure.add_heatmap(
         z=values,
         text=texts,
@@ -259,13 +254,13 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> go.Figure:
 def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "yours, now") -> go.Figure:
     """How many times as fast as torch's dense layer (eager, same run), over the number of tokens.
 
-    One line for each device, dtype, path and workload; the eager dense rows are the line at 1 and are not
-    drawn. Recorded lines are dotted, grey where the kernels have changed since.
+    One line for each device, dtype, path and workload. The eager dense layer is the line at 1; its rows are not drawn.
+    Recorded lines are dotted, and grey where the kernels have changed since.
 
     Args:
         rows: the reader's measurement rows.
         recorded: flat rows of records (`records.flat_rows`).
-        mine: what the reader's lines are called.
+        mine: the name of the reader's lines.
     """
     figure, ticks = go.Figure(), set()
     for own, part in ((True, rows), (False, recorded or [])):
@@ -311,7 +306,7 @@ def formats_bytes(table: list[dict]) -> go.Figure:
     """Bytes that each format takes for one token's activations, layer by layer.
 
     Args:
-        table: one dict a layer: {"layer": name, "tokens": rows packed, "bytes": {"dense": ..., "CSR": ..., ...}}.
+        table: one dict per layer: {"layer": name, "tokens": rows packed, "bytes": {"dense": ..., "CSR": ..., ...}}.
     """
     names = layer_names([row["layer"] for row in table])
     figure = go.Figure()
@@ -367,7 +362,7 @@ def _percent(value: float) -> str:
 
 
 def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
-    """Measurement rows grouped into named lines, in the order in which they come; mine None: recorded."""
+    """Measured rows grouped into named lines, in their order. mine: the name of the reader's rows; None: recorded."""
     rows = [
         row
         for row in rows
@@ -399,8 +394,8 @@ def _series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
 
 
 def _alike(rows: list[dict]) -> list[list[dict]]:
-    """Rows split by how many neurons fire. A drawn workload meets its mean only roughly, so what lies within
-    a factor of 1.5 counts as one workload."""
+    """Rows grouped by how many neurons fire. A drawn workload has its mean only roughly, so rows within a factor of
+    1.5 count as one workload."""
     groups: list[list[dict]] = []
     for row in sorted(rows, key=lambda row: row.get("nnz") or 0):
         if not groups or (row.get("nnz") or 0) > 1.5 * (groups[-1][0].get("nnz") or 0):

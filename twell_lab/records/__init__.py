@@ -1,4 +1,5 @@
-"""A measurement as JSON, what ran for it, and whether that is still what is here. May import ops and all below."""
+"""Recorded measurements as JSON, which kernels ran for them, and whether those have changed since. May import ops and
+all below."""
 
 from .record import (
     FLAT_KEYS,

@@ -1,8 +1,8 @@
-"""What ties the simulator to a GPU: the same launches on both, their outputs bit by bit, and what the hardware counted.
+"""Evidence that the simulator does what a GPU does: the same launches on both, with their outputs and memory accesses.
 
-`cases()` and `counted()` list the launches; every input comes from integer arithmetic, so that any machine makes the
-same one. `outputs_record` and `counters_record` run them on the GPU at hand (`twell-lab record gpu-outputs`,
-`gpu-counters`); the ordinary tests run them in the simulator and compare.
+`cases()` and `counted()` list the launches. All inputs come from integer arithmetic, so every machine makes the same
+ones. `outputs_record` and `counters_record` run the launches on a GPU (`twell-lab record gpu-outputs`, `gpu-counters`);
+the ordinary tests run them in the simulator and compare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..formats.twell import TwELL
 from ..ops import portable
 from .record import Record
 
-COUNTERS = {  # our name: the profiler's
+COUNTERS = {  # our name for a count: the profiler's
     "global_read_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
     "global_read_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
     "global_write_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
@@ -37,7 +37,7 @@ COUNTERS = {  # our name: the profiler's
     "shared_write_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
 }
 
-UTILISATION = {  # in percent; of what each part of the GPU could do while the kernel ran
+UTILISATION = {  # in percent of what each part of the GPU could have done while the kernel ran
     "issue_slots_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "l1_data_pipe_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
     "l1_hits_percent": "l1tex__t_sector_hit_rate.pct",
@@ -49,7 +49,8 @@ UTILISATION = {  # in percent; of what each part of the GPU could do while the k
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size, all versions. run(tensors, version) launches it where the tensors are."""
+    """One kernel at one size, with the versions to launch. `run(tensors, version)` launches one on the tensors' device
+    and returns its output."""
 
     name: str
     kernel: str
@@ -59,7 +60,8 @@ class Case:
 
 
 def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Numbers from -1 to 1, float64 of this shape, the same on every machine: splitmix64 of each element's number."""
+    """Pseudo-random numbers from -1 to 1, float64 of this shape: splitmix64 of each element's position, which gives the
+    same numbers on every machine."""
     z = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -68,13 +70,14 @@ def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _gate(rows: int, columns: int, density: float, dtype: torch.dtype) -> Tensor:
-    """A gate before its ReLU, of which `density` is positive."""
+    """A gate before its ReLU, [rows, columns]; the share `density` of its values is positive."""
     size, draw = np.abs(noise((rows, columns), 1)) + 1e-3, (noise((rows, columns), 2) + 1) / 2
     return torch.from_numpy(np.where(draw < density, size, -size)).to(dtype)
 
 
 def _adversarial(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Row 0 silent, 1 full, 2 with 31 positives in its first tile, 3 with 32; then NaN, infinity, -0 and denormals."""
+    """A gate with hard cases: row 0 has no positive value, row 1 only positive ones, row 2 has 31 and row 3 has 32 in
+    the first tile; row 4 has NaN, infinities, -0 and denormal numbers."""
     gate = _gate(rows, columns, 0.04, dtype)
     gate[0], gate[1] = -1.0, gate[1].abs()
     gate[2:4, :256] = -1.0
@@ -96,7 +99,7 @@ def _weights(dtype: torch.dtype, rows: int, d_model: int, d_ff: int) -> dict[str
 
 
 def _packed(gate: Tensor, tail: bool) -> dict[str, Tensor]:
-    """What the layer kernels read: TwELL words, and for overflow either the dense gate or the tail."""
+    """What the layer kernels read: the TwELL words and, for values that do not fit, the tail or the dense gate."""
     p = TwELL.from_gate(gate)
     if not tail:
         return {"packed": p.packed, "gate": gate}
@@ -115,7 +118,7 @@ def _tail(t: dict[str, Tensor]) -> tuple:
 def _run_pack(t: dict[str, Tensor], version: int) -> Tensor:
     packed = portable.pack(t["gate"], 256, 32, version)
     slots = torch.arange(packed.shape[2], device=packed.device)
-    return torch.where(slots <= packed[..., :1], packed, 0)  # what lies past a count was there before
+    return torch.where(slots <= packed[..., :1], packed, 0)  # words past the count are never written
 
 
 def _run_down(t: dict[str, Tensor], version: int) -> Tensor:
@@ -139,11 +142,19 @@ def _run_gated(t: dict[str, Tensor], version: int) -> Tensor:
     )
 
 
+_ALL = (("pack", (1, 2, 3, 4), _run_pack), ("down", (1, 2, 3), _run_down), ("gated", (1, 2, 3, 4), _run_gated))
+
+
+def _every_version(name: str, inputs: dict[str, Tensor]) -> list[Case]:
+    """All versions of the three portable kernels on the same inputs."""
+    return [Case(name, kernel, versions, inputs, run) for kernel, versions, run in _ALL]
+
+
 def cases() -> list[Case]:
-    """Three small cases with everything that can happen in them, for comparing outputs bit by bit."""
+    """Three small cases with odd values, full and overflowing tiles, for comparing outputs bit by bit."""
     gate = _adversarial(7, 520, torch.bfloat16)
     two_warps = _weights(torch.bfloat16, 5, 1032, 300)
-    two_warps["x"][4, 3] = torch.inf  # the whole row follows the dense layer: NaN
+    two_warps["x"][4, 3] = torch.inf  # as in the dense layer, this makes the whole row of the output NaN
     finite = _adversarial(5, 300, torch.bfloat16).nan_to_num(1.0, 2.0, -2.0)
     wide = _weights(torch.float32, 5, 260, 300)
     second_half = {name: wide[name] for name in ("down_t", "down_bias")}
@@ -167,33 +178,28 @@ def cases() -> list[Case]:
 
 
 def counted() -> list[Case]:
-    """Every portable kernel and version at sizes whose accesses are worth counting: a warp a token, and two."""
+    """Every version of the portable kernels at two sizes whose memory accesses are counted: one where a warp computes a
+    token, one where two do."""
     found = []
     for tokens, d_model, d_ff in ((64, 256, 1024), (8, 2048, 512)):
         t = _weights(torch.bfloat16, tokens, d_model, d_ff)
         del t["up_bias"], t["down_bias"]
         t |= _packed(_gate(tokens, d_ff, 0.05, torch.bfloat16), tail=False)
-        size = f"{tokens} tokens, d_model {d_model}, d_ff {d_ff}, 5% firing, bf16"
-        found += [
-            Case(size, "pack", (1, 2, 3, 4), t, _run_pack),
-            Case(size, "down", (1, 2, 3), t, _run_down),
-            Case(size, "gated", (1, 2, 3, 4), t, _run_gated),
-        ]
+        found += _every_version(f"{tokens} tokens, d_model {d_model}, d_ff {d_ff}, 5% firing, bf16", t)
     return found
 
 
 def counts_of(counts) -> dict[str, int]:
-    """A simulated launch's counts (simulator.Counts) under the names of COUNTERS."""
-    c = counts
+    """The counts of a simulated launch (simulator.Counts) under the names of COUNTERS."""
     return {
-        "global_read_requests": c.global_reads.requests,
-        "global_read_sectors": c.global_reads.sectors,
-        "global_write_requests": c.global_writes.requests,
-        "global_write_sectors": c.global_writes.sectors,
-        "shared_read_requests": c.shared_reads.requests,
-        "shared_read_wavefronts": c.shared_reads.wavefronts,
-        "shared_write_requests": c.shared_writes.requests,
-        "shared_write_wavefronts": c.shared_writes.wavefronts,
+        "global_read_requests": counts.global_reads.requests,
+        "global_read_sectors": counts.global_reads.sectors,
+        "global_write_requests": counts.global_writes.requests,
+        "global_write_sectors": counts.global_writes.sectors,
+        "shared_read_requests": counts.shared_reads.requests,
+        "shared_read_wavefronts": counts.shared_reads.wavefronts,
+        "shared_write_requests": counts.shared_writes.requests,
+        "shared_write_wavefronts": counts.shared_writes.wavefronts,
     }
 
 
@@ -201,7 +207,7 @@ def counts_of(counts) -> dict[str, int]:
 
 
 def encode(t: Tensor) -> dict:
-    """A tensor as JSON: dtype, shape, and its bytes compressed."""
+    """A tensor as a dict that JSON can hold: its dtype, its shape, and its bytes, compressed."""
     data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return {
         "dtype": str(t.dtype).removeprefix("torch."),
@@ -211,15 +217,15 @@ def encode(t: Tensor) -> dict:
 
 
 def decode(found: dict) -> Tensor:
-    """The tensor that `encode` was given, on the CPU."""
+    """The tensor, on the CPU, of which `encode` made this dict."""
     data = bytearray(zlib.decompress(base64.b64decode(found["zlib"])))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(getattr(torch, found["dtype"])).reshape(found["shape"])
 
 
 def outputs_record() -> Record:
-    """Inputs and outputs of `cases()` on this GPU. Raises DeviceError without one."""
-    _need_gpu()
+    """The inputs and outputs of `cases()` on this GPU. Raises DeviceError without a GPU."""
+    need_gpu()
     rows = []
     for case in cases():
         here = {name: t.cuda() for name, t in case.inputs.items()}
@@ -236,7 +242,7 @@ def outputs_record() -> Record:
 
 
 def large() -> list[Case]:
-    """Every portable kernel and version on the workload that `bench.kernel_versions` times, on this GPU."""
+    """Every version of the portable kernels on the workload that `bench.kernel_versions` times, on this GPU."""
     from ..ops import measure
 
     dense, (x, *_) = measure.workload(16384, 2048, 5632, 29, "lognormal", torch.bfloat16, "cuda")
@@ -248,19 +254,15 @@ def large() -> list[Case]:
         "up": dense.up_proj.weight.detach(),
         "down_t": dense.down_proj.weight.detach().t().contiguous(),
     }
-    size = "16,384 tokens, d_model 2048, d_ff 5632, mean nnz 29, bf16"
-    return [
-        Case(size, "pack", (1, 2, 3, 4), t, _run_pack),
-        Case(size, "down", (1, 2, 3), t, _run_down),
-        Case(size, "gated", (1, 2, 3, 4), t, _run_gated),
-    ]
+    return _every_version("16,384 tokens, d_model 2048, d_ff 5632, mean nnz 29, bf16", t)
 
 
 def counters_record() -> Record:
-    """What the profiler (ncu) says of each launch of `counted()` and `large()` on this GPU. Raises StackError without
-    ncu."""
-    _need_gpu()
-    rows = _profiled("counted", COUNTERS, int) + _profiled("large", UTILISATION, float)
+    """What the profiler ncu counts in each launch of `counted()` and `large()` on this GPU.
+
+    Raises DeviceError without a GPU, StackError without ncu."""
+    need_gpu()
+    rows = _profiled(counted, COUNTERS, int) + _profiled(large, UTILISATION, float)
     return Record.new(
         "gpu-counters",
         "memory accesses of the portable kernels as the hardware counts them",
@@ -269,8 +271,8 @@ def counters_record() -> Record:
     )
 
 
-def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
-    """A row for each launch of this module's function `which`, with these metrics of ncu's."""
+def _profiled(listed: Callable[[], list[Case]], metrics: dict[str, str], number: type) -> list[dict]:
+    """A row for each launch that `listed`, a function of this module, lists, with these metrics of ncu as numbers."""
     if not (ncu := shutil.which("ncu")):
         raise StackError("gpu-counters needs ncu (Nsight Compute) on the PATH; it comes with the CUDA toolkit")
     command = [
@@ -288,7 +290,7 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
         ",".join(metrics.values()),
         sys.executable,
         "-c",
-        f"from twell_lab.records import evidence; evidence.run_all(evidence.{which}())",
+        f"from twell_lab.records import evidence; evidence.run_all(evidence.{listed.__name__}())",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -296,10 +298,10 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
     if done.returncode or start is None:
         raise DeviceError(f"ncu counted nothing (exit status {done.returncode}): {(done.stdout + done.stderr)[-2000:]}")
     found = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the first row holds the units
-    launches = [(case, v) for case in (counted() if which == "counted" else large()) for v in case.versions]
-    found = found[-len(launches) :]  # preparing the large ones packs once
+    launches = [(case, v) for case in listed() for v in case.versions]
+    found = found[-len(launches) :]  # preparing the inputs of `large` launches pack once before
     if [row["Kernel Name"].split("(")[0] for row in found] != [f"{case.kernel}_v{v}" for case, v in launches]:
-        raise DeviceError(f"ncu saw {[row['Kernel Name'] for row in found]}, not one launch of each version")
+        raise DeviceError(f"ncu saw the launches {[row['Kernel Name'] for row in found]}, not one of each version")
     return [
         {
             "kernel": f"{case.kernel}_v{v}",
@@ -312,7 +314,7 @@ def _profiled(which: str, metrics: dict[str, str], number: type) -> list[dict]:
 
 
 def run_all(found: list[Case]) -> None:
-    """Launch each version of each case once on the GPU, in order, for the profiler of `counters_record` to count."""
+    """Launch each version of each case once on the GPU, in order, where ncu counts them for `counters_record`."""
     for case in found:
         here = {name: t.cuda() for name, t in case.inputs.items()}
         for v in case.versions:
@@ -320,6 +322,7 @@ def run_all(found: list[Case]) -> None:
     torch.cuda.synchronize()
 
 
-def _need_gpu() -> None:
+def need_gpu() -> None:
+    """Raises DeviceError without a GPU."""
     if not torch.cuda.is_available():
         raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")

@@ -1,10 +1,11 @@
-"""What ran: the commit, and for each kernel a hash of its sources and of the code that launches it.
+"""What ran for a record: the commit, and a hash of each kernel's sources and launch code.
 
-The hash of a kernel is a SHA-256 over the tokens of its source, headers included, and over the syntax trees of its
-launch functions and of everything of the package that these reach: functions, classes, constants. Comments, docstrings,
-annotations, white space, and the names and places of files are left out, so that a file may move and evidence stays.
-What decides nothing about a launch is not followed (`_NOT_FOLLOWED`): the simulator, errors, where files lie, how
-numbers are read from a source (whose tokens are hashed), and the table of all kernels."""
+The hash of a kernel is a SHA-256 over the tokens of its source with its headers, and over the syntax trees of its
+declaration in `cuda/registry.py`, of its launch functions, and of all functions, classes and constants of the package
+that these use, directly or through others. Comments, docstrings, annotations, white space, and the names and folders of
+files are left out, so that a file may move without a new hash. So is code that decides nothing about a launch
+(`_NOT_FOLLOWED`): `core` (errors, where files lie), the simulator, the table of all kernels, and `sources`, which reads
+numbers from sources that are hashed themselves."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from importlib.util import resolve_name
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -28,24 +30,28 @@ _NOT_FOLLOWED = {"core", "simulator", "sources", "KERNELS"}
 
 
 class Sources(NamedTuple):
-    """Where a tree's kernels and its package lie."""
+    """The folders of the kernels and of the package in a checkout."""
 
     kernels: Path
     package: Path
 
     @classmethod
     def of(cls, tree: str | Path | None = None) -> Sources:
-        """Those of a checkout, given by its top; by default those in use."""
+        """Those of the checkout with this top folder; by default those that are in use."""
         if tree is None:
             return cls(folders.kernels_dir(), Path(__file__).resolve().parents[1])
         return cls(Path(tree) / "kernels", Path(tree) / "twell_lab")
 
 
 def kernel_hashes(tree: str | Path | None = None) -> dict[str, str]:
-    """The hash of every kernel by its name: 64 hexadecimal digits. tree: the top of a checkout, by default the code in
-    use.
+    """The hash of every kernel, 64 hexadecimal digits, by the kernel's name.
 
-    Raises RecordError for a source, a header or a launch function that is not there, and for one that cannot be read.
+    Args:
+        tree: the top folder of a checkout; by default the code in use.
+
+    Raises:
+        RecordError: for a source, a header or a launch function that is missing or cannot be read, and for a source
+            that is not declared.
     """
     return dict(_present()) if tree is None else _hashes(Sources.of(tree))
 
@@ -61,12 +67,13 @@ def _hashes(tree: Sources) -> dict[str, str]:
     if undeclared:
         raise RecordError(f"{min(undeclared)}.cu is in kernels/, and twell_lab/cuda/registry.py does not declare it")
     package = _Package(tree.package)
-    return {name: _hash(tree.kernels, name, package, functions) for name, functions in declared.items()}
+    return {name: _hash(tree.kernels, name, package, *declaration) for name, declaration in declared.items()}
 
 
-def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
-    """Each kernel that the text of a cuda/registry.py declares, and what launches it: the first two arguments of its
-    `Kernel(...)`. Read and not imported, since that needs torch, and a record can be read without."""
+def _declared(registry: Path) -> dict[str, tuple[tuple[str, ...], list[ast.AST]]]:
+    """The kernels that a cuda/registry.py declares. For each: the functions that launch it, which are the second
+    argument of its `Kernel(...)`, and the arguments after that. The file is read and not imported: it may be of another
+    checkout, and importing it needs torch."""
     known: dict[str, object] = {}
     found = {}
     try:
@@ -75,7 +82,7 @@ def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Kernel":
                     name, functions = (_constant(each, known) for each in node.args[:2])
-                    found[name] = functions
+                    found[name] = functions, [*node.args[2:], *node.keywords]
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], (ast.Name, ast.Tuple)):
                 with suppress(ValueError):
                     names, value = _names_of(statement), _constant(statement.value, known)
@@ -86,7 +93,7 @@ def _declared(registry: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _constant(node: ast.expr, known: dict):
-    """The value of a string, a known name, or a tuple of them; ValueError for anything else."""
+    """The value of a string, of a name in `known`, or of a tuple of these. ValueError for anything else."""
     if isinstance(node, ast.Tuple):
         values: list = []
         for each in node.elts:
@@ -96,13 +103,16 @@ def _constant(node: ast.expr, known: dict):
         return known[node.id]
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError(f"line {node.lineno} is neither a text nor a tuple of texts")
+    raise ValueError(f"line {node.lineno} holds neither a string nor a tuple of strings")
 
 
-def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...]) -> str:
+def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...], declaration: list[ast.AST]) -> str:
+    writer = _Writer(package, "twell_lab.cuda.registry")
+    declared = [writer.text(each) for each in declaration]
+    code = package.reached(functions, writer.references)
     digest = hashlib.sha256()
-    for part in (*_source(kernels, f"{name}.cu", set()), "launch code", *package.reached(functions)):
-        # The length before each part keeps two different lists from ever reading the same.
+    for part in (*_source(kernels, f"{name}.cu", set()), "declaration", *declared, "launch code", *code):
+        # With the length before each part, two different lists of parts never give the same bytes.
         data = part.encode()
         digest.update(len(data).to_bytes(4, "little") + data)
     return digest.hexdigest()
@@ -112,7 +122,7 @@ def _hash(kernels: Path, name: str, package: _Package, functions: tuple[str, ...
 
 
 def _source(kernels: Path, name: str, seen: set[str]) -> Iterator[str]:
-    """The tokens of a source with those of its headers in the place of their #include, each header once."""
+    """The tokens of a source, with each #include replaced by the tokens of that header where it comes first."""
     seen.add(name)
     try:
         tokens = sources.tokens((kernels / name).read_text(encoding="utf-8"))
@@ -130,11 +140,11 @@ def _source(kernels: Path, name: str, seen: set[str]) -> Iterator[str]:
         at += 1 if header is None else 4  # #, include, the name, the end of the line
 
 
-# ---- Python: what launch functions reach ----
+# ---- Python: launch functions and all that they use ----
 
 
 class _Module:
-    """The top level of one Python file: what it defines, and what its imports are called."""
+    """The definitions at the top level of a Python file by name, and what each imported name stands for."""
 
     def __init__(self, path: Path, dotted: str):
         try:
@@ -149,19 +159,18 @@ class _Module:
                 self.defined.setdefault(name, []).append(statement)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
-                above = self.package.split(".")[: len(self.package.split(".")) - node.level + 1] if node.level else []
-                source = ".".join([*above, *([node.module] if node.module else [])])
+                source = resolve_name("." * node.level + (node.module or ""), self.package)
                 self.imported |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
 
 
 class _Package:
-    """A Python package read from its files, none of it imported."""
+    """A Python package, read from its files and not imported."""
 
     def __init__(self, folder: Path):
         self.folder, self.modules = folder, {}
 
     def module(self, dotted: str) -> _Module | None:
-        """The module of this name, None for one that is not of the package."""
+        """The module with this dotted name; None if it is not in the package."""
         if dotted not in self.modules:
             top, *parts = dotted.split(".")
             base = self.folder.joinpath(*parts)
@@ -171,11 +180,13 @@ class _Package:
         return self.modules[dotted]
 
     def find(self, dotted: str, name: str) -> tuple[str, str] | None:
-        """(module, name) where `name`, as that module knows it, is defined; name "" for a module; None for what is not
-        ours."""
+        """Where the name that the module `dotted` uses is defined, as (module, name). The second is "" if the name
+        stands for a module. None for a name that is not of the package."""
         module = self.module(dotted)
-        if module is None or name in module.defined:
-            return None if module is None else (dotted, name)
+        if module is None:
+            return None
+        if name in module.defined:
+            return dotted, name
         if name in module.imported:
             source, there = module.imported[name]
             if self.module(f"{source}.{there}") is not None:
@@ -183,11 +194,11 @@ class _Package:
             return self.find(source, there)
         return (f"{dotted}.{name}", "") if self.module(f"{dotted}.{name}") is not None else None
 
-    def reached(self, functions: tuple[str, ...]) -> list[str]:
-        """The code of these and of all that they reach, each definition as its name and one line, in the order of
-        these."""
+    def reached(self, functions: tuple[str, ...], others: list[tuple[str, str]]) -> list[str]:
+        """The definitions of these functions, of others given as (module, name), and of all that they use, each as its
+        name and its code in one line, sorted."""
         found: dict[tuple[str, str], str] = {}
-        waiting = []
+        waiting = list(others)
         for each in functions:
             dotted, _, name = f"twell_lab.{each}".rpartition(".")
             if self.module(dotted) is None or name not in self.module(dotted).defined:
@@ -204,7 +215,7 @@ class _Package:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, those under an `if` or a `try` too."""
+    """The statements of a module, including those in an `if` or a `try`."""
     for statement in body:
         if isinstance(statement, (ast.If, ast.Try)):
             handlers = [each.body for each in getattr(statement, "handlers", [])]
@@ -215,6 +226,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _names_of(statement: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
@@ -224,7 +236,7 @@ def _names_of(statement: ast.stmt) -> list[str]:
 
 
 class _Writer:
-    """One definition's syntax tree as text, and which others of the package it names (`references`)."""
+    """Writes the syntax tree of a definition as text, and collects the definitions that it names (`references`)."""
 
     _LEFT_OUT = {"ctx", "type_comment", "type_params", "kind", "annotation", "returns", "lineno"}
 
@@ -238,7 +250,7 @@ class _Writer:
         if found is not None:
             self.references += [found] if found[1] else []
             return f"<{found[1] or 'module'}>"
-        if isinstance(node, ast.AnnAssign):  # a note for people and type checkers alone
+        if isinstance(node, ast.AnnAssign):  # as an assignment without the annotation
             value = "" if node.value is None else self.text(node.value, local)
             return f"Assign([{self.text(node.target, local)}], {value})"
         if isinstance(node, ast.JoinedStr):
@@ -253,7 +265,7 @@ class _Writer:
         return f"{type(node).__name__}({', '.join(fields)})"
 
     def _pieces(self, node: ast.JoinedStr, local: frozenset[str]) -> Iterator[str]:
-        """The parts of an f-string, texts beside each other as one: Python versions cut them differently."""
+        """The parts of an f-string. Neighbouring texts are joined, because Python versions split them differently."""
         for is_text, group in groupby(node.values, lambda part: isinstance(part, ast.Constant)):
             parts = list(group)
             if is_text:
@@ -275,7 +287,7 @@ class _Writer:
         return f"[{', '.join(texts)}]"
 
     def _reference(self, node: ast.AST, local: frozenset[str]) -> tuple[str, str] | None:
-        """What of the package this names, if it does: a name, or an attribute of a module of ours."""
+        """The definition of the package that a name, or an attribute of a module of the package, stands for."""
         if isinstance(node, ast.Name) and node.id not in local:
             return self.package.find(self.dotted, node.id)
         if isinstance(node, ast.Attribute):
@@ -285,7 +297,7 @@ class _Writer:
 
 
 def _bound_in(function: ast.AST) -> frozenset[str]:
-    """The names that a function binds itself: its arguments and what it assigns; those hide the module's."""
+    """The names of a function's own variables, which hide those of the module: its arguments and what it assigns."""
     nodes = list(ast.walk(function))
     shared = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     names = {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -297,10 +309,11 @@ def _bound_in(function: ast.AST) -> frozenset[str]:
 
 
 def source_commit() -> tuple[str | None, bool | None]:
-    """The checkout this package runs from: (commit, whether the tree differs from it), or (None, None).
+    """The commit of the checkout that this package runs from, and whether files differ from it. (None, None) outside a
+    checkout.
 
-    A tree that was copied without its `.git` can say where it came from through TWELL_LAB_COMMIT, in the form
-    of `git describe --always --abbrev=40 --dirty --exclude='*'`.
+    For a copy without `.git`, the environment variable TWELL_LAB_COMMIT can say it, in the form of
+    `git describe --always --abbrev=40 --dirty --exclude='*'`.
     """
     told = os.environ.get("TWELL_LAB_COMMIT", "").strip()
     if told:
@@ -312,7 +325,7 @@ def source_commit() -> tuple[str | None, bool | None]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
-        # An installed package may lie inside some other project's checkout; that commit is not ours.
+        # An installed package may lie in the checkout of another project, whose commit says nothing about it.
         if Path(git("rev-parse", "--show-toplevel")).resolve() != top:
             return None, None
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))

@@ -1,22 +1,20 @@
-"""Recorded measurements with their provenance.
+"""Records: JSON files that say where, when and with which software something was measured, and what was measured.
 
-A record is one JSON file: where, when and with which software something was measured, the rows that were
-measured, and notes. `data/records` holds the project's own; `Record.save` writes a reader's.
-
-Kernels and their GPU evidence must not drift apart. So each record carries a hash of each kernel that ran, over its
-sources and launch code (twell_lab.records.provenance). `verify()` fails for a kernel whose present hash is not in the
-newest GPU test report, unless `UNVERIFIED.json` names the kernel with its hash and says why it has not run on a GPU
-yet.
+`data/records` holds those of the project; `Record.save` writes new ones. A record holds a hash of each kernel that ran,
+over its sources and its launch code (twell_lab.records.provenance), which shows whether the kernel has changed since.
+`verify()` fails for a kernel whose present hash is not in the newest report of the GPU tests, unless `UNVERIFIED.json`
+names the kernel with that hash and says why it has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..core import folders, machine
 from ..core.errors import RecordError
@@ -48,25 +46,26 @@ FLAT_KEYS = (
 
 @dataclass
 class Record:
-    """One measurement, as it is kept. Times in rows are in milliseconds, memory in bytes.
+    """What was measured in one run, and where it was measured. Times in rows are in milliseconds, memory in bytes.
 
     Attributes:
-        name: of the file: lower-case letters, digits, "-", "_" and ".".
-        purpose: what was measured, a sentence.
-        rows: a row with a `kind` is a measurement, and must also name its `device`, its `path` and its median time
-            `ms`; other rows (those of test reports, for one) are free in form.
+        name: how the names of its files begin: lower-case letters, digits, "-", "_" and ".".
+        purpose: what was measured, as a sentence.
+        rows: dicts. A row with a `kind` is a measurement, and must also have its `device`, its `path` (see
+            twell_lab.layers.paths) and its median time `ms`. Other rows, such as those of test reports, may hold
+            anything.
         date: UTC, as "2026-11-22T10:53:58Z".
         commit: the commit that the code came from; None outside a checkout.
         dirty: whether the code differed from that commit.
-        machine: what `core.machine.describe` says.
-        notes: anything more, JSON-able.
-        kernels: the hash of each kernel that ran on a GPU, by name; None in a file of schema 1, which does not say.
-        kernel_hash: one hash over all kernel sources and launch code with their file names, as schema 1 had it; None
-            in records made since.
-        schema: of the file: 1 or 2.
+        machine: what `core.machine.describe` returns.
+        notes: anything else that JSON can hold.
+        kernels: the hash of each kernel that ran on a GPU, by name; None in schema 1, which does not say it.
+        kernel_hash: one hash over all kernel sources and launch code with their file names, in schema 1; None in
+            schema 2.
+        schema: the version of the file format, 1 or 2.
 
     Raises:
-        RecordError: for a field that is of another type, naming it.
+        RecordError: naming a field with a value that it may not have.
     """
 
     name: str
@@ -94,15 +93,15 @@ class Record:
         *,
         kernels: Iterable[str] | None = None,
     ) -> Record:
-        """A record of what was just measured here: date, commit, hashes and machine are filled in.
+        """A record of what was just measured on this machine, with date, commit, hashes and machine filled in.
 
         Args:
-            name, purpose, rows, notes: see Record.
-            kernels: names of those that ran, where other processes ran them; by default those that this process
-                loaded.
+            name, purpose, rows, notes: as in Record.
+            kernels: names of the kernels that ran, where other processes ran them; by default those that this process
+                has loaded.
 
         Raises:
-            RecordError: for rows that are none, and kernels whose sources are not there.
+            RecordError: as Record does, and where the sources of a kernel are missing.
         """
         from ..cuda import launcher
 
@@ -122,7 +121,7 @@ class Record:
         )
 
     def to_json(self) -> str:
-        """The record as JSON text. Raises RecordError for a value JSON has no form for, NaN included."""
+        """The record as JSON text. Raises RecordError for a value that JSON cannot hold, such as NaN."""
         order = (
             "schema",
             "name",
@@ -146,11 +145,11 @@ class Record:
             ) from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write `name-date.json` into a folder, whole or not at all; an older record is never overwritten.
+        """Write `name-date.json` into a folder, whole or not at all. Another record is never overwritten.
 
         Args:
-            folder: by default the records of this checkout, or, where the package is installed, the working folder;
-                made if need be.
+            folder: by default data/records of this checkout or, where the package is installed, the working folder.
+                It is made where it is missing.
 
         Returns:
             The path of the file.
@@ -167,72 +166,97 @@ class Record:
         return target
 
 
-def _check(record: Record) -> None:
-    """Raise RecordError naming the first field that is of the wrong type."""
+# ---- what a record may hold ----
 
-    def refuse(name: str, value, accepted: str):
-        raise RecordError(f"record {record.name!r}: {name} is {value!r:.120}; accepted: {accepted}")
 
-    if type(record.schema) is not int or not 1 <= record.schema <= SCHEMA:
-        refuse("schema", record.schema, f"1 to {SCHEMA} (a newer file needs a newer twell-lab)")
-    if not (isinstance(record.name, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", record.name)):
-        refuse("name", record.name, "lower-case letters, digits, '-', '_' and '.'")
-    if not (isinstance(record.purpose, str) and record.purpose.strip()):
-        refuse("purpose", record.purpose, "a sentence")
+class _Rule(NamedTuple):
+    """Whether a value may stand in a field, and what may, for the error message."""
+
+    holds: Callable[[Any], bool]
+    accepted: str
+
+
+def _kind(kind: type, accepted: str) -> _Rule:
+    return _Rule(lambda value: isinstance(value, kind), accepted)
+
+
+def _or_null(rule: _Rule) -> _Rule:
+    return _Rule(lambda value: value is None or rule.holds(value), f"{rule.accepted}, or null")
+
+
+def _matching(pattern: str, accepted: str) -> _Rule:
+    return _Rule(lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, accepted)
+
+
+def _is_date(value) -> bool:
     try:
-        datetime.strptime(record.date, "%Y-%m-%dT%H:%M:%SZ")
+        datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ")
     except (TypeError, ValueError):
-        refuse("date", record.date, "UTC as YYYY-MM-DDTHH:MM:SSZ")
-    if not (record.commit is None or isinstance(record.commit, str)):
-        refuse("commit", record.commit, "a commit's hexadecimal name, or null")
-    if not (record.dirty is None or isinstance(record.dirty, bool)):
-        refuse("dirty", record.dirty, "true, false or null")
-    if not (record.kernel_hash is None and record.schema > 1 or _is_hash(record.kernel_hash)):
-        refuse("kernel_hash", record.kernel_hash, "64 hexadecimal digits" + ", or null" * (record.schema > 1))
-    if not (record.kernels is None and record.schema == 1):
-        if not isinstance(record.kernels, dict):
-            refuse("kernels", record.kernels, "an object of kernel names and hashes")
-        for name, value in record.kernels.items():
-            if not _is_hash(value):
-                refuse(f"kernels[{name!r}]", value, "64 hexadecimal digits")
-    for name in ("machine", "notes"):
-        if not isinstance(getattr(record, name), dict):
-            refuse(name, getattr(record, name), "an object")
-    if not isinstance(record.rows, list):
-        refuse("rows", record.rows, "a list of objects")
-    for i, row in enumerate(record.rows):
-        if not isinstance(row, dict):
-            refuse(f"rows[{i}]", row, "an object")
-        if "kind" not in row:
-            continue
-        for key in ("kind", "device", "path"):
-            if not (isinstance(row.get(key), str) and row[key]):
-                refuse(f"rows[{i}].{key}", row.get(key), "a name")
-        ms = row.get("ms")
-        if not _is_number(ms) or ms <= 0:
-            refuse(f"rows[{i}].ms", ms, "a time in milliseconds above zero")
-        for key in ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread"):
-            if row.get(key) is not None and not _is_number(row[key]):
-                refuse(f"rows[{i}].{key}", row[key], "a finite number, or null")
-        for key in ("dtype", "workload"):
-            if not isinstance(row.get(key), (str, type(None))):
-                refuse(f"rows[{i}].{key}", row[key], "a name, or null")
-
-
-def _is_hash(value) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+        return False
+    return True
 
 
 def _is_number(value) -> bool:
-    """Whether it is a number as one is measured: finite, and within what tensors hold."""
+    """Whether it is a number that can be measured: finite, and below the bound of what tensors hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
+
+
+_OBJECT = _kind(dict, "an object")
+_HASH = _matching("[0-9a-f]{64}", "64 hexadecimal digits")
+_HASHES = _kind(dict, "an object of kernel names and hashes")
+_FIELDS = {
+    "schema": _Rule(
+        lambda value: type(value) is int and 1 <= value <= SCHEMA,
+        f"1 to {SCHEMA} (a newer file needs a newer twell-lab)",
+    ),
+    "name": _matching("[a-z0-9][a-z0-9_.-]*", "lower-case letters, digits, '-', '_' and '.'"),
+    "purpose": _Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a sentence"),
+    "date": _Rule(_is_date, "UTC as YYYY-MM-DDTHH:MM:SSZ"),
+    "commit": _or_null(_kind(str, "a commit's hexadecimal name")),
+    "dirty": _Rule(lambda value: value is None or isinstance(value, bool), "true, false or null"),
+    "machine": _OBJECT,
+    "notes": _OBJECT,
+    "rows": _kind(list, "a list of objects"),
+}
+_MEASUREMENT = {  # the fields of a row with a `kind`
+    **dict.fromkeys(("kind", "device", "path"), _Rule(lambda value: isinstance(value, str) and value != "", "a name")),
+    "ms": _Rule(lambda value: _is_number(value) and value > 0, "a time in milliseconds above zero"),
+    **dict.fromkeys(
+        ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread"),
+        _or_null(_Rule(_is_number, "a finite number")),
+    ),
+    **dict.fromkeys(("dtype", "workload"), _or_null(_kind(str, "a name"))),
+}
+
+
+def _check(record: Record) -> None:
+    """Raises RecordError that names the first field with a value that it may not have."""
+
+    def check(name: str, value, rule: _Rule) -> None:
+        if not rule.holds(value):
+            raise RecordError(f"record {record.name!r}: {name} is {value!r:.120}; accepted: {rule.accepted}")
+
+    for name, rule in _FIELDS.items():
+        check(name, getattr(record, name), rule)
+    # Schema 1 had one hash over all kernels, schema 2 has one for each that ran.
+    check("kernel_hash", record.kernel_hash, _HASH if record.schema == 1 else _or_null(_HASH))
+    check("kernels", record.kernels, _or_null(_HASHES) if record.schema == 1 else _HASHES)
+    for kernel, value in (record.kernels or {}).items():
+        check(f"kernels[{kernel!r}]", value, _HASH)
+    for i, row in enumerate(record.rows):
+        check(f"rows[{i}]", row, _OBJECT)
+        for key, rule in _MEASUREMENT.items() if "kind" in row else ():
+            check(f"rows[{i}].{key}", row.get(key), rule)
+
+
+# ---- reading, listing, and whether a record still holds ----
 
 
 def load(path: str | Path) -> Record:
     """Read one record.
 
     Raises:
-        RecordError: naming the file, and the field that is missing, unknown or of another type.
+        RecordError: naming the file, and the field that is missing, unknown or has a value that it may not have.
     """
     path = Path(path)
     data = _read_object(path)
@@ -254,10 +278,10 @@ def load_all(folder: str | Path | None = None) -> list[Record]:
     """Every record of a folder, oldest first.
 
     Args:
-        folder: by default the project's records; one that is not there holds none.
+        folder: by default the project's records. A folder that does not exist holds none.
 
     Raises:
-        RecordError: as `load`.
+        RecordError: as `load` does.
     """
     folder = folders.records_dir() if folder is None else Path(folder)
     if not folder.is_dir():
@@ -267,10 +291,10 @@ def load_all(folder: str | Path | None = None) -> list[Record]:
 
 
 def flat_rows(records: list[Record]) -> list[dict]:
-    """The measurements of these records, one flat dict each, with exactly the keys of FLAT_KEYS.
+    """The measurements of these records, one dict each, with exactly the keys of FLAT_KEYS.
 
-    What a row does not say is None. `stale` marks a GPU time taken with kernels other than the present ones; for a CPU
-    time no kernel ran, so it is never stale.
+    What a row does not say is None. `stale` is True for a time on a GPU with kernels that have changed since. No kernel
+    runs for a time on a CPU, which is never stale.
     """
     flat = []
     for record in records:
@@ -290,17 +314,17 @@ def flat_rows(records: list[Record]) -> list[dict]:
 
 
 def table(rows: list[dict], columns: dict[str, str]) -> str:
-    """Rows as lines of aligned text, numbers to the right: floats with four digits, None as a dash.
+    """Rows as lines of aligned text: numbers flush right, floats with four digits, None as a dash.
 
     Args:
-        rows: dicts; a key that is missing counts as None.
-        columns: key in a row -> heading of its column, in the order shown.
+        rows: dicts. A missing key counts as None.
+        columns: the heading of each column by the key in a row, in the order of the columns.
     """
 
     def shown(value) -> str:
         if value is None or value == "":
             return "-"
-        if isinstance(value, str):  # it comes from a file, and a terminal would obey control characters in it
+        if isinstance(value, str):  # it may come from a file, and a terminal would obey control characters in it
             return value if value.isprintable() else repr(value)[1:-1]
         if isinstance(value, float):
             return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
@@ -324,10 +348,10 @@ def is_cpu(device: str) -> bool:
 
 
 def stale(record: Record) -> bool:
-    """Whether this record was made with other kernels than the present ones.
+    """Whether the kernels that ran for this record have changed since.
 
-    True where a kernel that ran has other sources or launch code now, or is gone. A record of schema 1 does not say
-    which ran: it counts as stale, unless its notes say under "kernels" that they were off.
+    True where the sources or launch code of a kernel that ran are different now, or are gone. A record of schema 1 does
+    not say which kernels ran, so it is stale unless its notes say under "kernels" that they were off.
     """
     if record.kernels is None:
         return not str(record.notes.get("kernels", "")).startswith("off")
@@ -335,38 +359,26 @@ def stale(record: Record) -> bool:
 
 
 def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> str:
-    """Check that each kernel, as it is now, was tested on a GPU or is named as not tested yet.
+    """Check that each kernel, as it is now, was tested on a GPU, or is named as not tested yet.
 
-    The newest record whose notes hold `gpu_tests` must report no failure. The present hash of each kernel must be in
-    it, or in `UNVERIFIED.json` in the same folder: {"kernels": {name: present hash, ...}, "why": a reason, "date":
-    ...}.
+    The newest record with `gpu_tests` in its notes must report no failure. The present hash of each kernel must be in
+    that record, or in `UNVERIFIED.json` in the same folder: {"kernels": {name: present hash, ...}, "why": a reason,
+    "date": ...}.
 
     Args:
         folder: of the records; by default the project's, or those of `tree`.
-        tree: the top of another checkout to look at.
+        tree: the top folder of another checkout to look at.
 
     Returns:
-        One sentence that says which of the two holds.
+        A sentence that says whether all kernels were tested, or else which were not, and why.
 
     Raises:
-        RecordError: naming the kernels for which neither holds.
+        RecordError: naming the kernels that were neither tested nor named, or saying what is wrong with the report.
     """
     if folder is None:
         folder = folders.records_dir() if tree is None else Path(tree) / "data" / "records"
     folder, now = Path(folder), provenance.kernel_hashes(tree)
-    reports = [record for record in load_all(folder) if "gpu_tests" in record.notes]
-    tested: set[str] = set()
-    if reports:
-        report = reports[-1]
-        tests = report.notes["gpu_tests"]
-        passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))
-        if type(failed) is not int or failed != 0 or type(passed) is not int or passed <= 0:
-            raise RecordError(
-                f"the GPU test report {report.name} of {report.date} is no evidence: "
-                f"notes.gpu_tests is {tests!r:.200}; accepted: passed above 0 and failed 0"
-            )
-        tested = set((report.kernels or {}).values())
-    said = f"tested on a GPU on {reports[-1].date}" if reports else "there is no GPU test report"
+    tested, said = _tested(folder)
     untested = {name: value for name, value in now.items() if value not in tested}
     if not untested:
         return f"all {len(now)} kernels as they are were {said}"
@@ -387,6 +399,22 @@ def verify(folder: str | Path | None = None, tree: str | Path | None = None) -> 
     return (
         f"{len(untested)} of {len(now)} kernels have no GPU test report of their own yet ({', '.join(untested)}): {why}"
     )
+
+
+def _tested(folder: Path) -> tuple[set[str], str]:
+    """The hashes of the kernels in the newest report of the GPU tests, and a few words on when those ran. RecordError
+    unless all of them passed."""
+    report = next((record for record in reversed(load_all(folder)) if "gpu_tests" in record.notes), None)
+    if report is None:
+        return set(), "there is no GPU test report"
+    tests = report.notes["gpu_tests"]
+    passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))
+    if not (type(passed) is type(failed) is int and passed > 0 and failed == 0):
+        raise RecordError(
+            f"the GPU test report {report.name} of {report.date} is no evidence: "
+            f"notes.gpu_tests is {tests!r:.200}; accepted: passed above 0 and failed 0"
+        )
+    return set((report.kernels or {}).values()), f"tested on a GPU on {report.date}"
 
 
 def _read_object(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""What a kernel is called with: arrays and numbers, checked against the kernel's parameters."""
+"""The arguments of a kernel, arrays and numbers, checked against its parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Array:
     itemsize: int
     shape: tuple[int, ...]
     owner: object
-    past_aligned: int  # bytes from the start of the memory it is a part of
+    past_aligned: int  # how far past an aligned address it begins: bytes
     moved: int = 0  # where a watched launch has its copy
 
     @property
@@ -76,8 +76,10 @@ class Array:
 
 
 def array(kernel: str, parameter, given) -> Array:
-    """The memory of a tensor or NumPy array for a pointer parameter; a read-only array is copied, so it stays as it
-    is."""
+    """The memory of a tensor or NumPy array for a pointer parameter.
+
+    A kernel gets a copy of a read-only array, which thus stays as it is.
+    """
     name = parameter.name
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu" or given.layout != torch.strided or not given.is_contiguous():
@@ -140,7 +142,7 @@ def _struct(kernel: str, parameter, given, size: int):
 
 
 def merged(spans) -> list[tuple[int, int]]:
-    """Overlapping spans put together: arguments that share memory must still share it."""
+    """Joins overlapping (begin, end) spans: arguments that share memory must share it in a copy, too."""
     found: list[list[int]] = []
     for begin, end in sorted(spans):
         if found and begin < found[-1][1]:

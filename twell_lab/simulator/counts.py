@@ -143,14 +143,14 @@ class Counts(Tally):
     def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Iterable, threads: int) -> Counts:
         """From what the runtime recorded.
 
-        sites: one row a place in the code (fields path, depth, kind, space and the counts), summed over the
-        grid; footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into
-        `arrays`; lines: the pc of each path entry -> an object with file, number, text and function.
+        sites: a row for each place in the code (fields path, depth, kind, space and the counts), summed over the
+        grid. footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into
+        `arrays`, which are report.ArrayInfo. lines: the pc of each path entry -> symbols.Line.
         """
         arrays = list(arrays)
         touched = {
             array.name: Footprint(
-                int(row["read_sectors"]), int(row["written_sectors"]), int(row["block_read_sectors"]), _size(array)
+                int(row["read_sectors"]), int(row["written_sectors"]), int(row["block_read_sectors"]), array.nbytes
             )
             for row in footprint
             for array in [arrays[row["array"]]]
@@ -358,12 +358,6 @@ def _tally(sites: np.ndarray) -> dict:
         "barriers": int(sites["requests"][kind == BARRIER].sum()),
         "divergent_branches": int(sites["divergent"][kind == BRANCH].sum()),
     }
-
-
-def _size(array) -> int:
-    """The bytes of an array, from its shape and dtype ("bfloat16" is one that numpy lacks)."""
-    item = 2 if isinstance(array.dtype, str) and array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
-    return math.prod(array.shape) * item
 
 
 def _shown(value: float) -> str:

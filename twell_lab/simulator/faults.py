@@ -29,7 +29,7 @@ class Fault(TwellError, RuntimeError):
 class OutOfBounds(Fault):
     """An access that lies in no array that the kernel was given, nor in its shared memory.
 
-    Without watch it is seen only where the address is no memory of this process at all.
+    Without `watch` it is found only where no memory of this process is at the address.
     """
 
 
@@ -70,7 +70,7 @@ class StackOverflow(Fault):
 
 
 class BrokenHeap(Fault):
-    """Memory given back (free, delete) twice or that malloc and new did not give, or found broken by the C library."""
+    """Memory freed twice, memory freed that malloc or new never gave, or a heap that the C library found damaged."""
 
 
 class ProcessEnd(Fault):

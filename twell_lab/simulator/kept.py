@@ -1,4 +1,5 @@
-"""The folder of built libraries: whose it is, whether what it holds is whole, and what takes its place."""
+"""The cache folder of built libraries: whether it can be trusted, whether a file in it is whole, and the folder that
+replaces it where it cannot be used."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from pathlib import Path
 from ..core import folders
 from ..core.errors import StackError
 
-# What says that a disk is full; the last is what the linker ends with there.
+# Messages of a full disk; the last one is how the linker ends there.
 FULL = re.compile("No space left on device|Disk quota exceeded|signal 7 .Bus error")
 
 
 def writable(folder: Path | None) -> Path:
-    """`folder`, or, with a warning, one that lasts as long as this process where nothing can be written there."""
+    """`folder` if it can be written; otherwise, with a warning, a folder that lasts as long as this process."""
     reason = "no cache folder can be written"
     try:
         if folder is not None:
@@ -42,10 +43,12 @@ def session() -> Path:
 
 
 def sha256(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file; OSError where it cannot be read."""
     return hashlib.sha256(folders.read_trusted(path)).hexdigest()
 
 
 def text(path: Path) -> str:
+    """The text of a file; "" where it cannot be read."""
     try:
         return folders.read_trusted(path).decode()
     except (OSError, UnicodeDecodeError):
@@ -53,6 +56,7 @@ def text(path: Path) -> str:
 
 
 def is_whole(path: Path, digest: str) -> bool:
+    """Whether the file is there and has this SHA-256."""
     try:
         return bool(digest) and sha256(path) == digest
     except OSError:
@@ -60,7 +64,10 @@ def is_whole(path: Path, digest: str) -> bool:
 
 
 def move(start: Path, folder: Path, *names: str) -> None:
-    """Each file appears whole; a pair of two processes that does not belong together is seen by its digest."""
+    """Moves files from `start` to `folder`, each in one step.
+
+    Two processes that do so at once may leave a library of the one beside the digest of the other: is_whole tells.
+    """
     for name in names:
         os.chmod(start / name, 0o600)  # whatever the umask: what others can write is not loaded
         os.replace(start / name, folder / name)

@@ -14,14 +14,16 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..core.errors import InputError
 from . import arguments as args
+from . import faults, source, toolchain
 from . import report as raw
-from . import toolchain
 from .counts import Counts
 from .report import ArrayInfo
 from .stacks import GUARD, STACKS
@@ -105,17 +107,16 @@ class Program:
             grid, block: one to three sizes each; a block has at most 1,024 threads.
             arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
             watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
-                finds only what cannot go on: threads that wait for each other in vain, a division by zero, no memory
-                left for a thread's own arrays, an address that is no memory, memory given back that malloc did not
-                give, a call that would end the process; an access out of bounds may damage this process, as anywhere
-                in C++. "address" is for processes that were started with AddressSanitizer's runtime, which ends them
-                at an access out of bounds.
+                finds only what makes a kernel stop: threads that wait for each other for ever, a division by zero, too
+                little memory for a thread's own arrays, an address without memory, a wrong free, a call that would end
+                the process. An access out of bounds may then damage this process, as anywhere in C++. "address" is for
+                processes that were started with AddressSanitizer's runtime, which ends them at such an access.
             trace: number of a block whose steps are kept (Run.trace).
-            values: expressions to keep beside the steps, after a source line: {"smxx_pack.cu:69": "count"}, or with
-                the text of the line in the place of its number.
+            values: expressions whose values are kept among the steps, each after a source line:
+                {"smxx_pack.cu:69": "count"}, or with the text of the line instead of its number.
             shared_bytes: size of an `extern __shared__` array.
             steps: the most steps that a trace keeps.
-            seconds: the most that the launch may take.
+            seconds: how long the launch may take at most.
             cores: how many blocks run at a time; all cores by default.
 
         Raises:
@@ -125,17 +126,17 @@ class Program:
                 meeting others.
         """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
-        if block[0] * block[1] * block[2] > _MOST_THREADS:
-            raise InputError(f"block is {block}, {block[0] * block[1] * block[2]} threads; at most 1024 are accepted")
+        if math.prod(block) > _MOST_THREADS:
+            raise InputError(f"block is {block}, {math.prod(block)} threads; at most {_MOST_THREADS} are accepted")
         if kernel not in self.kernels:
             known = ", ".join(self.kernels) or "none (a kernel is marked __global__; templates are not counted)"
             raise InputError(f"{self.file} has no kernel {kernel!r}; it has {known}")
         if watch not in WATCHES:
             raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
-        blocks = grid[0] * grid[1] * grid[2]
+        blocks = math.prod(grid)
         if trace is not None and not 0 <= trace < blocks:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
-        sources, names = toolchain.with_watches(self.sources, dict(values or {}))
+        sources, names = source.with_watches(self.sources, dict(values or {}))
         if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
             raise InputError(
                 "watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so python ..."
@@ -151,22 +152,22 @@ class Program:
         if not watched:
             return call.run(workers, names, **options)
         with call.arrays_apart():
-            if min(workers, blocks) > 1:
-                start = time.perf_counter()
-                try:
-                    return call.run(workers, names, **options)
-                except raw.faults.TooLong:
-                    raise
-                except raw.faults.Fault as fault:
-                    met = fault
-                # Which of several faults is met first depends on the cores; one core, if it has the time, always meets
-                # the same.
-                call.reset_arrays()
-                try:
-                    return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
-                except raw.faults.TooLong:
-                    raise met from None
-            return call.run(1, names, **options)
+            if min(workers, blocks) == 1:
+                return call.run(1, names, **options)
+            start = time.perf_counter()
+            try:
+                return call.run(workers, names, **options)
+            except faults.TooLong:
+                raise
+            except faults.Fault as fault:
+                met = fault
+            # On several cores it is chance which of several faults is met first. On one core it is always the same, so
+            # the launch is repeated there, if there is time left.
+            call.reset_arrays()
+            try:
+                return call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
+            except faults.TooLong:
+                raise met from None
 
 
 class _Library:
@@ -182,9 +183,9 @@ class _Library:
         self.handle.sim_guard_begin.restype = ctypes.c_void_p
 
     def sizes(self, kernel: str) -> list[int]:
-        table = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
-        sizes = iter(table)
-        return list(iter(lambda: next(sizes), 0))
+        """The bytes of each parameter of a kernel."""
+        ended_by_zero = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
+        return list(takewhile(bool, ended_by_zero))
 
 
 def _interruptible(library: _Library, launch: raw.Launch):
@@ -217,9 +218,9 @@ def _interruptible(library: _Library, launch: raw.Launch):
     try:
         while not wait([done], 0.1).done:
             pass
-    except BaseException:  # of a signal's handler, as KeyboardInterrupt is
+    except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
         launch.cancel = 1
-        # Nobody else frees it now, also where it is still to come.
+        # Nobody waits for the report any more: free it here, also where it comes later.
         done.add_done_callback(lambda it: it.exception() or library.handle.sim_free(it.result()))
         wait([done], 5)
         raise
@@ -247,7 +248,8 @@ class _Call:
                 f"shared {large[0].name} has {large[0].size:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays of "
                 "fixed size, more only in an `extern __shared__` array with shared_bytes"
             )
-        others = set(library.built.kernels) - {kernel}  # their arrays lie beside this one's here, though not on a GPU
+        # In this library the shared arrays of all kernels lie side by side; on a GPU a launch has its own alone.
+        others = set(library.built.kernels) - {kernel}
         own = [s for s in library.built.shared if s.function not in others]
         self.shared_arrays = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
         sizes = library.sizes(kernel)
@@ -258,7 +260,7 @@ class _Call:
         self.nulls = [p.name for p, a in zip(signature.parameters, arguments) if p.pointer and a is None]
         self.values = [self._value(p, a, size) for p, a, size in zip(signature.parameters, arguments, sizes)]
         self.copy: np.ndarray | None = None
-        # Memory that is copied as one: its address, its bytes, and where it begins in the copy.
+        # (address, bytes, offset in the copy) of each piece of memory that is copied as one.
         self.groups: list[tuple[int, int, int]] = []
 
     def _value(self, parameter, given, size: int):
@@ -269,7 +271,7 @@ class _Call:
             return self.arrays[-1]
         return args.number(self.kernel, parameter, given, size)
 
-    # Watched launches work on copies that lie far apart: an access past the end of one array is never one into another.
+    # Watched launches work on copies that lie far apart: an access past the end of one array never meets another array.
 
     @contextmanager
     def arrays_apart(self) -> Iterator[None]:
@@ -306,24 +308,24 @@ class _Call:
         buffers = (raw.Buffer * len(self.arrays))(*((place(a), a.nbytes) for a in self.arrays))
         shared = (raw.Shared * len(self.shared_arrays))(*((s.offset, s.size) for s in self.shared_arrays))
         before = [bytes(args.bytes_at(place(a), a.nbytes)) for a in self.arrays] if trace >= 0 else []
-        workers = min(workers, self.grid[0] * self.grid[1] * self.grid[2])
+        workers = min(workers, math.prod(self.grid))
         launch = raw.Launch(
-            ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
-            ctypes.addressof(addresses),
-            self.grid,
-            self.block,
-            workers,
-            watch,
-            trace,
-            steps,
-            seconds,
-            ctypes.addressof(buffers),
-            ctypes.addressof(shared),
-            len(buffers),
-            len(shared),
-            max((s.offset + s.size for s in library.built.shared), default=0),
+            call=ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
+            arguments=ctypes.addressof(addresses),
+            grid=self.grid,
+            block=self.block,
+            workers=workers,
+            watch=watch,
+            trace_block=trace,
+            trace_limit=steps,
+            seconds=seconds,
+            buffers=ctypes.addressof(buffers),
+            shared=ctypes.addressof(shared),
+            n_buffers=len(buffers),
+            n_shared=len(shared),
+            thread_local_bytes=max((s.offset + s.size for s in library.built.shared), default=0),
         )
-        # It may run for longer than this call, and needs these as long.
+        # The launch may run for longer than this call, and needs these as long as it runs.
         launch.holds = (self, values, addresses, buffers, shared)
         start = time.perf_counter()
         report = _interruptible(library, launch)
@@ -340,8 +342,7 @@ class _Call:
         if watch & raw.WATCH_COUNTS:
             sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
-            threads = self.grid[0] * self.grid[1] * self.grid[2] * self.block[0] * self.block[1] * self.block[2]
-            counts = Counts.of(sites, footprint, lines, self._infos(None), threads)
+            counts = Counts.of(sites, footprint, lines, self._infos(None), math.prod(self.grid + self.block))
         if trace >= 0:
             table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
             steps = Trace.of(
@@ -420,11 +421,10 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
 
 @dataclass
 class _Session:
-    watch: str | None = None
-    trace: int | None = None
-    values: Mapping[str, str] | None = None
+    """options: what `Program.launch` gets. replace: file of kernels/ -> one's own. runs: filled by the launches."""
+
+    options: dict[str, Any]
     replace: Mapping[str, str | Path] = field(default_factory=dict)
-    cores: int | None = None
     runs: list[Run] = field(default_factory=list)
 
 
@@ -444,7 +444,7 @@ def watching(
 
     Args:
         watch, trace, values, cores: as for `Program.launch`.
-        replace: {"smxx_pack.cu": "my_pack.cu"} takes one's own file in the place of one of kernels/.
+        replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file instead of the one in kernels/.
 
     Yields:
         The list that the Run of each launch is added to.
@@ -454,7 +454,7 @@ def watching(
     """
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
-    session = _Session(watch, trace, values, dict(replace or {}), cores)
+    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, dict(replace or {}))
     token = _session.set(session)
     try:
         yield session.runs
@@ -464,19 +464,9 @@ def watching(
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments) -> None:
     """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
-    session = _session.get() or _Session()
+    session = _session.get() or _Session({"watch": None})
     program = _program(str(session.replace.get(file, file)), defines, _stamp(session.replace.get(file)))
-    run = program.launch(
-        kernel,
-        grid,
-        block,
-        arguments,
-        watch=session.watch,
-        trace=session.trace,
-        values=session.values,
-        cores=session.cores,
-    )
-    session.runs.append(run)
+    session.runs.append(program.launch(kernel, grid, block, arguments, **session.options))
 
 
 def _stamp(own: str | Path | None):

@@ -1,8 +1,10 @@
-"""The structures that the C++ runtime hands over (runtime.h has the same), and a fault's way from there to words."""
+"""The structures that Python and the C++ runtime exchange (the same as in runtime.h), and the words for a fault."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Iterable
 from ctypes import c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 
@@ -120,14 +122,27 @@ LANES = np.dtype([("thread", "i4"), ("array", "i4"), ("offset", "i8"), ("value",
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """An array that a launch used. space: "global" (an argument) or "shared"; dtype: np.dtype or "bfloat16"; before:
-    its bytes (uint8) when the launch began, None for shared memory."""
+    """An array that a launch used.
+
+    space: "global" (an argument) or "shared". dtype: np.dtype, or "bfloat16", which numpy lacks. before: its bytes
+    (uint8) when the launch began; None for shared memory and where no steps are kept.
+    """
 
     name: str
     space: str
     dtype: object
     shape: tuple[int, ...]
     before: np.ndarray | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of one element."""
+        return 2 if str(self.dtype) == "bfloat16" else np.dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
 
 
 def table(report: Report, name: str, dtype: np.dtype) -> np.ndarray:
@@ -152,9 +167,10 @@ _WAITS = (
 class Describer:
     """Puts a fault of one launch into words.
 
-    lines_of: path -> list of Lines. arrays: (name, begin, bytes, bytes of an element, words for what it is) of each
-    array argument; shared: the same of each shared array, begin counted from the start of the thread-local block.
-    nulls: the arguments that were given as None."""
+    lines_of: path -> list of Lines. arrays: (name, begin, bytes, bytes of an element, a description) of each array
+    argument; shared: the same of each shared array, begin counted from the start of the thread-local block. nulls:
+    names of the arguments that were given as None.
+    """
 
     def __init__(self, kernel, grid, block, lines_of, arrays, shared, nulls=()) -> None:
         self.kernel, self.grid, self.block, self.lines_of = kernel, grid, block, lines_of
@@ -198,7 +214,7 @@ class Describer:
         return [f"  at {line.file}:{line.number} in {line.function}: {line.text}" for line in reversed(path)]
 
     def _place(self, fault) -> tuple[str, str | None, int | None]:
-        """(words for an address, the array it is in or nearest to, element)."""
+        """(description of the fault's address, the array that holds it or is nearest, the element there)."""
         address, size, best = fault.address, fault.size, None
         if fault.shared_offset == OWN_MEMORY:
             return "past one of the thread's own variables", None, None
@@ -364,14 +380,20 @@ class Describer:
         )
 
 
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of consecutive numbers, for numbers in ascending order."""
+    found: list[tuple[int, int]] = []
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1] = (found[-1][0], n)
+        else:
+            found.append((n, n))
+    return found
+
+
 def _span(numbers: list[int]) -> str:
     """ "threads 0-31, 64" """
-    spans: list[list[int]] = []
-    for n in sorted(numbers):
-        if spans and n == spans[-1][1] + 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
+    spans = runs(sorted(numbers))
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:6]) + (", ..." if len(spans) > 6 else "")
     return f"thread{'s' if len(numbers) > 1 else ''} {text}"
 

@@ -1,4 +1,4 @@
-"""What every library of the process shares: memory for the threads of blocks, and the handlers of their crashes."""
+"""What all built libraries of a process share: stacks for the threads of a block, and handlers for their crashes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 
 class Stacks:
-    """Stacks for the threads of blocks, one address a worker, that every library of this process uses in turn.
+    """Stacks for the threads of a block, which the libraries of this process use in turn: one address for each worker.
 
-    On Linux before 6.13 the closed end of each thread's stack splits the memory in 2048 pieces, of which a process may
-    have 65,530: only the first workers get them.
+    A stack's lower end is closed, so that a thread that needs too much memory is stopped. On Linux before 6.13 that
+    splits the memory of one worker into 2,048 mappings, and a process may have 65,530 of them. There, only the first
+    CLOSED workers get closed ends.
     """
 
     CLOSED = 8
@@ -38,8 +39,10 @@ class Stacks:
 
 
 class Guard:
-    """The signal handlers under which kernels run (guard.cpp): those of the first library that was launched serve
-    all."""
+    """The signal handlers under which kernels run (guard.cpp).
+
+    The handlers of the library that was launched first serve all.
+    """
 
     def __init__(self) -> None:
         self._library: Any = None  # a ctypes.CDLL, whose functions have no annotations
@@ -47,7 +50,7 @@ class Guard:
 
     @contextmanager
     def held(self, library) -> Iterator[int | None]:
-        """The handlers stand inside it. Gives what a launch takes as `guard`."""
+        """A context in which the handlers are installed. Yields what a launch takes as `guard`."""
         with self._lock:
             self._library = self._library or library
         guard = self._library.sim_guard_begin()

@@ -1,4 +1,4 @@
-"""Reads a built library: where its __shared__ variables lie, and which source line an address belongs to."""
+"""What is read from a built library: where its __shared__ variables lie, and the source line of an address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SharedVariable:
     """A __shared__ variable of a library. offset, size: bytes, from the start of the thread-local block.
 
     function: what it is declared in, "" for none. type: typedefs resolved ("char" where the declaration was not
-    found). shape: of its elements; a dynamic array's is as much as there can be.
+    found). shape: in elements; a dynamic array has the most that there can be.
     """
 
     name: str
@@ -107,7 +107,10 @@ def _bytes(d: SharedDeclaration) -> int:
 
 
 def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[str, str]) -> dict[int, Line]:
-    """The line of each return address of `library`: of the call, one byte before it. One call of addr2line for all."""
+    """The source line of each return address of `library`, from one run of addr2line.
+
+    The call stands before its return address, so the byte before that is looked up.
+    """
     program = tool("addr2line", "llvm-addr2line", "llvm-symbolizer")
     if not program:
         raise StackError("the simulator needs binutils (readelf, c++filt, addr2line), which come with g++")
@@ -128,7 +131,7 @@ def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[s
             function = None
     if len(found) != len(pcs):
         return dict.fromkeys(pcs, UNKNOWN)
-    # Of functions compiled into one another, the innermost that is the user's.
+    # Where functions are inlined into one another: the innermost one of the user's own sources.
     chosen = (next((x for x in frames if x.text), (*frames, UNKNOWN)[0]) for frames in found)
     return dict(zip(pcs, chosen, strict=True))
 

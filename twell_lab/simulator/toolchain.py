@@ -30,26 +30,8 @@ from ..core import folders
 from ..core.errors import CompileError, InputError, StackError
 from . import kept, source
 from .complaint import UNIT, complaint
-from .source import OwnText, Parameter, SharedDeclaration, Signature, with_watches
+from .source import OwnText, Parameter, SharedDeclaration, Signature
 from .symbols import Line, SharedVariable, find_lines, find_shared
-
-__all__ = [
-    "Built",
-    "Compiler",
-    "Line",
-    "Listing",
-    "Parameter",
-    "SharedDeclaration",
-    "SharedVariable",
-    "Signature",
-    "available",
-    "build",
-    "compiler",
-    "listing",
-    "refuse",
-    "sources",
-    "with_watches",
-]
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
@@ -130,7 +112,7 @@ def available() -> bool:
 def _run(command: list, folder: Path | None = None, text: str = "") -> subprocess.CompletedProcess:
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
     if folder is not None:
-        environment["TMPDIR"] = str(folder)  # what is left of a compiler that was killed goes with the folder
+        environment["TMPDIR"] = str(folder)  # so that what a killed compiler leaves behind is removed with the folder
     return subprocess.run(
         [str(part) for part in command],
         cwd=folder,
@@ -145,15 +127,15 @@ def _run(command: list, folder: Path | None = None, text: str = "") -> subproces
 
 def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
     flags = ["-std=c++17", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer"]
-    # Lines and what was compiled into what, no more: a quarter of the size. DWARF 4, in this order (gcc): of version 5
-    # some binutils (2.40) take a unit's first header for the unit itself.
+    # Debug information about lines and inlined functions alone: a quarter of the size. DWARF 4, since some binutils
+    # (2.40) misread the headers of version 5; gcc needs the two flags in this order.
     flags += ["-gdwarf-4", "-g1"]
     flags.append("-fstack-clash-protection")  # a large frame then cannot skip the closed end of its stack
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
-    # A unique symbol is one for the whole process: two builds of a file would share their __shared__ arrays.
+    # A unique symbol exists once in a process: two builds of a file would share their __shared__ arrays.
     flags += ["-fno-gnu-unique", "-fmax-errors=5"] if cxx.name == "g++" else ["-ferror-limit=5"]
-    if kind == "watched":  # clang leaves out blocks that follow from others, unless told
+    if kind == "watched":  # without no-prune, clang leaves out basic blocks whose visit follows from another's
         flags += (
             ["-fsanitize=bounds-strict"]
             if cxx.name == "g++"
@@ -200,7 +182,7 @@ def _collect(name: str, path: Path, own: Path, common: Path, found: dict[str, st
 
 
 def _write(texts: Mapping[str, str], folder: Path) -> Path:
-    """Writes the sources below `folder`; the folder to compile in, so deep that names with ../ stay inside."""
+    """Writes the sources below `folder`, and returns where to compile: so deep that names with ../ stay inside."""
     inside = folder.resolve() / "in" / "a" / "b" / "c"
     for name, text in texts.items():
         path = Path(normpath(inside / name))
@@ -223,15 +205,13 @@ class Listing(NamedTuple):
 
 
 def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
-    """The kernels and shared variables of `entry` with these macros. Raises CompileError; Unsupported as `refuse`."""
+    """The kernels and shared variables of `entry` with these macros.
+
+    Raises CompileError, and Unsupported for the first thing in the active code that only a GPU can do.
+    """
     own = _own_text(sources, entry, defines)
     source.refuse(own)
     return Listing(source.kernels(own), source.shared(own))
-
-
-def refuse(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> None:
-    """Raises Unsupported for the first thing in the active code that only a GPU can do, with file and line."""
-    source.refuse(_own_text(sources, entry, defines))
 
 
 def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
@@ -371,10 +351,11 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, folder: Path, 
     return kernels, shared, dynamic
 
 
-# The C library's functions that kernels must not call as they are; heap.cpp has what takes their place.
+# Functions of the C library that kernels must not call as they are; heap.cpp has their replacements.
 _WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRKSt9nothrow_t _ZdlPv _ZdaPv _ZdlPvm 
     _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
-# Linked behind the kernels and before the runtime, which must not be left at any moment: it may hold a lock.
+# Marks the end of the kernels' code: linked after the kernels and before the runtime. A kernel can be stopped
+# anywhere; the runtime cannot, since it may hold a lock.
 _KERNELS_END = 'extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
@@ -388,7 +369,7 @@ def _compile(command: list, entry: str, temporary: Path, inside: Path) -> None:
 
 
 def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
-    """The objects of the simulator's own C++, which watches and is not watched: compiled once for a compiler."""
+    """The object files of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
     flags = [*_flags(cxx, "fast", {}), "-g0"]
     digest = _digest(cxx, flags)
 
@@ -422,7 +403,7 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
 
 
 def _own_digest(about: dict) -> str:
-    """Of what the file beside a library says, but for this digest itself."""
+    """The digest of what the file beside a library says, without the digest itself."""
     said = {key: value for key, value in about.items() if key != "own_sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -441,7 +422,7 @@ def _read_cached(folder: Path, name: str) -> tuple[dict, tuple, tuple] | None:
 
 
 def _temporary() -> str | None:
-    """Where temporary folders go: the system's place, or the cache where there is none."""
+    """Where temporary folders go: the system's place for them, or the cache folder where it has none."""
     try:
         return tempfile.gettempdir()
     except OSError:

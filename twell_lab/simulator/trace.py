@@ -1,7 +1,7 @@
 """The steps of one block, as the simulator recorded them, and the contents of every array after any of them.
 
 A step is one instruction of one warp. Warps take turns in the simulator at barriers and where their lanes
-exchange something; a GPU may order the steps of different warps otherwise wherever nothing makes them wait.
+exchange something; a GPU may run the steps of different warps in another order wherever nothing makes them wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..core.errors import InputError
-from ..plots.data import decode
+from .report import runs
 from .symbols import Line
 
 KINDS = {0: "read", 1: "write", 2: "atomic", 4: "warp", 5: "barrier", 6: "watch"}
@@ -285,7 +285,7 @@ class Trace(Sequence):
 
     def _contents(self, number: int, step: int, first: int, count: int) -> np.ma.MaskedArray:
         array = list(self.arrays.values())[number]
-        item = _itemsize(array)
+        item = array.itemsize
         begin, end = first * item, (first + count) * item
         known = np.full(end - begin, array.before is not None)
         content = (
@@ -298,12 +298,6 @@ class Trace(Sequence):
         return np.ma.MaskedArray(_decoded(content, array.dtype), mask=~known.reshape(-1, item).all(1))
 
 
-def word_text(word: int, dtype: str = "bfloat16") -> str:
-    """A TwELL word as "column: value", for the dtype of its values; signed and unsigned words alike."""
-    value, column = decode(int(word) % 2 ** (64 if dtype == "float32" else 32), dtype)
-    return f"{column}: {value:.3g}"
-
-
 # ---- decoding ----
 
 
@@ -311,7 +305,7 @@ def _step(index: int, row, lanes: np.ndarray, values: list, lines: Mapping, arra
     kind = KINDS[int(row["kind"])]
     path = tuple(lines[int(pc)] for pc in row["path"][: row["depth"]])
     owners = [arrays[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
-    items = [_itemsize(array) if array is not None else 0 for array in owners]
+    items = [array.itemsize if array is not None else 0 for array in owners]
     elements = tuple(
         offset // item if item else None for offset, item in zip(lanes["offset"].tolist(), items, strict=True)
     )
@@ -349,7 +343,7 @@ def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: lis
             size, dtype = 8, "<f8"
         elif word not in MEMORY:
             size, dtype = 8, "<i8"
-        elif number < 0 or size % _itemsize(arrays[number]):
+        elif number < 0 or size % arrays[number].itemsize:
             dtype = f"<u{size}" if size in (1, 2, 4, 8) else "u1"
         else:
             dtype = arrays[number].dtype
@@ -370,16 +364,8 @@ def _changes(number: int, steps: np.ndarray, owner: np.ndarray, lanes: np.ndarra
     return places[within], lanes["value"][chosen][within], np.repeat(owner[chosen], sizes)
 
 
-def _itemsize(array) -> int:
-    return 2 if _is_bfloat16(array.dtype) else np.dtype(array.dtype).itemsize
-
-
-def _is_bfloat16(dtype) -> bool:
-    return isinstance(dtype, str) and dtype == "bfloat16"
-
-
 def _decoded(bytes_: np.ndarray, dtype) -> np.ndarray:
-    if _is_bfloat16(dtype):  # the upper half of a float
+    if str(dtype) == "bfloat16":  # the upper half of a float
         return (bytes_.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return bytes_.view(np.dtype(dtype))
 
@@ -399,12 +385,6 @@ def _span(values: tuple) -> str:
 
 
 def _elements(elements: Sequence[int]) -> str:
-    """[33, 34, 35] -> "33..35"; a few runs are listed, of many the first two and the last."""
-    runs: list[list[int]] = []
-    for element in elements:
-        if runs and element == runs[-1][1] + 1:
-            runs[-1][1] = element
-        else:
-            runs.append([element, element])
-    texts = [f"{first}..{last}" if last > first else f"{first}" for first, last in runs]
+    """[33, 34, 35] -> "33..35"; up to four runs are listed, of more the first two and the last."""
+    texts = [f"{first}..{last}" if last > first else f"{first}" for first, last in runs(elements)]
     return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "..", texts[-1]])

@@ -7,12 +7,13 @@
                           optimizer.safetensors  AdamW's moments and step counts, counts of dead neurons
 
 A checkpoint is written into a folder of another name (checkpoint-000300.part), forced to the disk and then renamed, so
-that a folder with a checkpoint's name is always whole. Then the older ones are renamed too, and removed. Where a step
-is saved once more, the one before is called checkpoint-000300.old until the new one is there, and is read like any
-other. What a process that was killed left half written or half removed, the next `save` removes.
+that a folder with a checkpoint's name is always whole. Then the older checkpoints are renamed to .part too, and
+removed. Where a step is saved once more, its earlier checkpoint is called checkpoint-000300.old until the new one is
+there; until then it is read like any other. Whatever a killed process left half written or half removed ends in .part,
+and the next `save` removes it.
 
-torch.distributed.checkpoint would write a file a process and a pickled index, which none but torch reads, and no digest
-of them: here every process gathers the tensors, and the first writes two safetensors files."""
+torch.distributed.checkpoint would write a file for each process and a pickled index, which only torch reads, and no
+digests. Here every process gathers the tensors, and the first one writes two safetensors files."""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ FORMAT = 1  # of state.json; raised when an older reader would misread it
 TOKENIZER = "tokenizer.json"  # training writes it into the folder, unless the text is read as bytes
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", TOKENIZER)  # of a checkpoint, beside state.json
 OLD = ".old"  # ends the name of a checkpoint whose step is being saved again
+# Fields of State that state.json holds as they are.
+AS_THEY_ARE = ("step", "seconds", "history", "config", "model_config", "text", "paths")
+GENERATORS = ("order", "noise")  # and those that it holds as hexadecimal digits
 
-# What may differ between a run and its resumption: where and how it computes, and how often it saves.
+# Fields of the config that may change when a run is resumed: where and how it computes, and how often it saves.
 FREE = ("device", "compile", "kernels", "parallel", "checkpoint_every", "text")
 
 
@@ -63,17 +67,17 @@ class State:
 
     Attributes:
         step: steps made.
-        config: what the run was told, but for its text.
+        config: the fields of its TrainConfig, except the text.
         model_config: the model's sizes.
-        text: name, sha256 and size of the text, and the path where there is one.
-        seconds: trained so far.
-        history: the rows so far.
-        order, noise: states of the generators of windows and of fresh gate rows, uint8.
-        weights: of the model, by name.
-        optimizer: {"<what>.<parameter>": tensor}.
-        counts: of twell_lab.training.dead.Tracker; empty if not tracked.
+        text: what `describe` says of the text.
+        seconds: how long it has trained so far.
+        history: its rows so far.
+        order, noise: states of the generators that draw windows and fresh gate rows, uint8.
+        weights: the model's, by name.
+        optimizer: AdamW's state, {"<what>.<parameter>": tensor}, where what is exp_avg, exp_avg_sq or step.
+        counts: state of twell_lab.training.dead.Tracker; empty if dead neurons are not tracked.
         paths: with kernels "auto": {"device", "below": break-evens by layer or None, "layers": path by layer,
-            "graphs": of twell_lab.training.compiled.Compiled, if it is compiled}; otherwise empty.
+            "graphs": state of twell_lab.training.compiled.Compiled, if the run is compiled}; otherwise empty.
     """
 
     step: int
@@ -91,8 +95,10 @@ class State:
 
 
 def describe(text: Text | PreparedText, given, training_size: int) -> dict:
-    """What a checkpoint says of its text. given: the config's `text`; only a path is kept, for the resumption.
-    training_size: bytes of its training part."""
+    """What a checkpoint says of its text: what the text says of itself, its path and the size of its training part.
+
+    given: the config's `text`, of which a path, or the name of a dataset, is kept for the resumption.
+    training_size: bytes of the training part."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if path is not None and not path.startswith("hf:"):
         path = os.path.abspath(path)  # a resumption may begin in another folder
@@ -100,7 +106,7 @@ def describe(text: Text | PreparedText, given, training_size: int) -> dict:
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The checkpoints in a folder, by step, ascending; a folder that is one itself is the only one."""
+    """The checkpoints in a folder, by ascending step. Of a folder that is a checkpoint itself, that one alone."""
     folder = Path(folder)
     return [folder] if (folder / "state.json").is_file() else _below(folder)
 
@@ -113,23 +119,24 @@ def _below(folder: Path) -> list[Path]:
 
 
 def text_of(folder: str | os.PathLike) -> dict:
-    """What the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where there is
-    none."""
+    """What the newest checkpoint in a folder says of the text it was trained on (see `describe`); {} where the folder
+    has no checkpoint."""
     found = checkpoints(folder)
     return _fields(found[-1])["text"] if found else {}
 
 
 def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -> Path:
-    """Write `state` below `folder`, whole or not at all; returns its folder. Then the other checkpoints there are
-    removed, unless keep_older. InputError where it can't be written; nothing of it is left behind then."""
+    """Write `state` as a checkpoint in `folder`, whole or not at all, and return the checkpoint's own folder.
+
+    Then the other checkpoints there are removed, unless keep_older. InputError where it can't be written; what was
+    written of it is removed then."""
     from safetensors import SafetensorError
 
     folder = Path(folder)
     target = folder / f"checkpoint-{state.step:06d}"
     part = target.with_name(target.name + ".part")
-    fields = {name: value for name, value in vars(state).items() if not isinstance(value, (Tensor, dict))}
-    fields |= {name: getattr(state, name) for name in ("config", "model_config", "text", "paths")}
-    fields |= {name: getattr(state, name).numpy().tobytes().hex() for name in ("order", "noise")}
+    fields = {name: getattr(state, name) for name in AS_THEY_ARE}
+    fields |= {name: getattr(state, name).numpy().tobytes().hex() for name in GENERATORS}
     extra = {**state.optimizer, **{f"counts.{name}": value for name, value in state.counts.items()}}
     model_config = {"format": MODEL_FORMAT, **state.model_config}
     try:
@@ -141,7 +148,7 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
             whole = {key: value.contiguous() for key, value in tensors.items()}
             safetensors.torch.save_file(whole, part / f"{name}.safetensors", metadata=about)
         (part / "config.json").write_text(json.dumps(model_config, indent=1, allow_nan=False) + "\n")
-        if (folder / TOKENIZER).is_file():  # a checkpoint taken elsewhere is to read its text as it was trained
+        if (folder / TOKENIZER).is_file():  # so that a checkpoint can be copied elsewhere and used without its run
             shutil.copyfile(folder / TOKENIZER, part / TOKENIZER)
         written = sorted(part.iterdir())
         sizes = {path.name: path.stat().st_size for path in written}
@@ -150,7 +157,7 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
         for path in (*part.iterdir(), part):
             to_disk(path)
         before = target.with_name(target.name + OLD)
-        if target.exists():  # the same step, reached again from an older checkpoint
+        if target.exists():  # the same step was saved before, and reached again from an older checkpoint
             if before.exists():
                 _remove(before)
             target.rename(before)
@@ -168,7 +175,7 @@ def save(folder: str | os.PathLike, state: State, *, keep_older: bool = False) -
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; whatever becomes of this, no half of one has its name."""
+    """Remove a checkpoint. It is renamed first, so that no half-removed folder ever has a checkpoint's name."""
     part = path.with_name(path.name + ".part")
     with suppress(OSError):
         path.rename(part)
@@ -176,8 +183,9 @@ def _remove(path: Path) -> None:
 
 
 def load(folder: str | os.PathLike) -> State:
-    """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format; a
-    checkpoint from before there were digests is taken as it is, if its types and shapes are those of one."""
+    """The newest checkpoint in `folder`. InputError names what is missing, truncated, altered or of another format.
+
+    A checkpoint written before there were digests is read without comparing any, but its values are checked."""
     path = newest(folder)
     fields = _fields(path)
     tensors = {}
@@ -203,9 +211,8 @@ def load(folder: str | os.PathLike) -> State:
                 raise InputError(f"{name} in the checkpoint {str(path)!r} is damaged: {error}") from None
     optimizer = tensors["optimizer.safetensors"]
     counts = {name[7:]: optimizer.pop(name) for name in list(optimizer) if name.startswith("counts.")}
-    as_read = {name: fields[name] for name in ("step", "config", "model_config", "text", "seconds", "history")}
     states = {}
-    for name in ("order", "noise"):
+    for name in GENERATORS:
         try:
             states[name] = torch.frombuffer(bytearray.fromhex(fields[name]), dtype=torch.uint8)
             torch.Generator().set_state(states[name])
@@ -214,17 +221,16 @@ def load(folder: str | os.PathLike) -> State:
                 f"{name} in state.json of the checkpoint {str(path)!r} is no state of a generator: {error}"
             ) from None
     return State(
-        **as_read,
+        **{name: fields[name] for name in AS_THEY_ARE},
         **states,
         weights=tensors["model.safetensors"],
         optimizer=optimizer,
         counts=counts,
-        paths=fields.get("paths", {}),
     )
 
 
 def newest(folder: str | os.PathLike) -> Path:
-    """The newest checkpoint's own folder; InputError where there is none."""
+    """The folder of the newest checkpoint in `folder`. InputError where there is none."""
     found = checkpoints(folder)
     if not found:
         beside = checkpoints(Path(folder).parent) if Path(folder).name.startswith("checkpoint-") else []
@@ -243,7 +249,7 @@ def home(folder: str | os.PathLike) -> Path:
 
 
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
-    """The config of the newest checkpoint in `folder`, its text named by the path it had, with `changes`."""
+    """The config of the newest checkpoint in `folder`, with `changes`. Its `text` is the path that the text had."""
     fields = _fields(newest(folder))
     known = {each.name for each in dataclasses.fields(TrainConfig)}
     if unknown := sorted(set(fields["config"]) - known):
@@ -254,10 +260,10 @@ def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
 def check_same(
     state: State, config: TrainConfig, model: ModelConfig, text: Text | PreparedText, training_size: int
 ) -> None:
-    """InputError naming the field and both values unless `config` and `text` go on with the run in `state`."""
+    """InputError naming the field and both values where the run in `state` began with another config, model or text."""
     for name, value in vars(config).items():
-        saved = state.config.get(name, _default(name))
-        if name == "tokenizer":  # two names of one
+        saved = state.config.get(name, getattr(TrainConfig, name))  # early releases lacked some fields
+        if name == "tokenizer":  # None and "bytes" name the same one
             saved, value = ("bytes" if each is None else each for each in (saved, value))
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if name not in FREE and saved != value:
@@ -265,14 +271,13 @@ def check_same(
                 f"{name} is {value!r}, and {saved!r} in the checkpoint; accepted: what the run began with "
                 f"(what may change: {', '.join(each for each in FREE if each != 'text')}, and where the text lies)"
             )
-    for name in ("sha256", "size"):
-        if state.text[name] != getattr(text, name):
-            raise InputError(
-                f"the text's {name} is {getattr(text, name)!r} ({text.name}), and {state.text[name]!r} "
-                f"({state.text['name']}) in the checkpoint; accepted: the text the run began with"
-            )
+    if state.text["sha256"] != text.sha256:
+        raise InputError(
+            f"the text's sha256 is {text.sha256!r} ({text.name}), and {state.text['sha256']!r} "
+            f"({state.text['name']}) in the checkpoint; accepted: the text the run began with"
+        )
     held = state.text.get("training_size", training_size)
-    if held != training_size:  # a prepared text is cut at another place than the same text read as it is
+    if held != training_size:  # a text is split at another place once it is prepared
         raise InputError(
             f"the text's training part has {training_size} bytes, and {held} in the checkpoint; accepted: the text as "
             "the run read it, prepared or not"
@@ -291,12 +296,12 @@ def check_same(
 
 
 def prepare(folder: str | os.PathLike) -> Path:
-    """The folder to save in, made if need be. InputError if it can't be written, or holds a run or a model, which would
-    be lost, or mixed with this one."""
+    """The folder for a new run to save in, made if need be. InputError where it can't be written, or holds a run or a
+    model, which the new run would overwrite."""
     folder = writable(folder)
     if found := checkpoints(folder):
         fields = _fields(found[-1])
-        step, steps = fields["step"], fields["config"].get("steps", _default("steps"))
+        step, steps = fields["step"], fields["config"].get("steps", TrainConfig.steps)
         holds, resume = (
             (f"a run stopped at step {step} of {steps}", "to resume it, or ")
             if step < steps
@@ -311,7 +316,7 @@ def prepare(folder: str | os.PathLike) -> Path:
 
 
 def tidy(folder: str | os.PathLike) -> None:
-    """Remove what processes that were killed left half written there. Only for who has the folder's lock."""
+    """Remove what killed processes left half written in the folder. Only for the process that has its lock."""
     for left in Path(folder).glob("checkpoint-*.part"):
         shutil.rmtree(left, ignore_errors=True)
     for name in (*FILES, "metrics.jsonl"):
@@ -329,8 +334,8 @@ def writable(folder: str | os.PathLike) -> Path:
 
 
 def _fields(path: Path) -> dict:
-    """What state.json holds, each field of its type. InputError where it can't be read, was altered or holds something
-    else."""
+    """What state.json of a checkpoint holds, each field checked. InputError where it can't be read, was altered, lacks
+    a field or has a value that cannot be."""
     where = f"state.json in the checkpoint {str(path)!r}"
     try:
         fields = unseal((path / "state.json").read_bytes())
@@ -338,8 +343,8 @@ def _fields(path: Path) -> dict:
         raise InputError(f"{where} cannot be read: {error}") from None
     if fields.get("format") != FORMAT or isinstance(fields["format"], bool):
         raise InputError(f"{where} is not of format {FORMAT}, the one read")
-    wanted = {"sizes", *(each.name for each in dataclasses.fields(State))} - {"weights", "optimizer", "counts", "paths"}
-    if missing := sorted(wanted - fields.keys()):
+    fields.setdefault("paths", {})  # which checkpoints of early releases lack
+    if missing := sorted({"sizes", *AS_THEY_ARE, *GENERATORS} - fields.keys()):
         raise InputError(f"{where} lacks {', '.join(missing)}")
     for name, (fits, accepted) in _ACCEPTED.items():
         if name in fields and not fits(fields[name]):
@@ -349,10 +354,10 @@ def _fields(path: Path) -> dict:
             f"{where} names {sorted(fields['files'])} and sizes of {sorted(fields['sizes'])}; accepted: the same files"
         )
     known = {each.name for each in dataclasses.fields(TrainConfig)} - {"text"}
-    try:  # which checks each value
+    try:  # TrainConfig checks each value
         TrainConfig(**{name: value for name, value in fields["config"].items() if name in known})
     except InputError as error:
-        raise InputError(f"the config in {where} cannot be: {error}") from None
+        raise InputError(f"the config in {where} is not valid: {error}") from None
     return fields
 
 
@@ -373,7 +378,7 @@ def _a_text(value) -> bool:
 
 
 def _paths(value) -> bool:
-    """Of kernels "auto": see State."""
+    """Whether it is what State.paths says."""
     if not isinstance(value, dict) or not value:
         return value == {}
     layers, below = value.get("layers"), value.get("below", False)
@@ -392,7 +397,7 @@ def _paths(value) -> bool:
 
 
 def _graphs(value) -> bool:
-    """Of twell_lab.training.compiled.Compiled."""
+    """Whether it is what Compiled.state_dict (twell_lab.training.compiled) gives."""
     return (
         isinstance(value, dict)
         and _whole(value.get("changed_at"))
@@ -406,8 +411,8 @@ def _number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-# What state.json may hold in a field, as a test of it and in words. A config's values are checked by TrainConfig
-# itself.
+# What state.json may hold in each field: a test of the value, and the same in words. The values in "config" are checked
+# by TrainConfig.
 _ACCEPTED = {
     "sizes": (
         lambda it: isinstance(it, dict) and {*FILES[:2]} <= it.keys() <= {*FILES} and all(map(_whole, it.values())),
@@ -430,7 +435,3 @@ _ACCEPTED = {
     "noise": (lambda it: isinstance(it, str), "hexadecimal digits"),
     "paths": (_paths, "a path for each layer"),
 }
-
-
-def _default(name: str):
-    return next(each.default for each in dataclasses.fields(TrainConfig) if each.name == name)

@@ -1,10 +1,11 @@
-"""What torch.compile is given while the layers of a model may change their path: see twell_lab.analysis.switching.
+"""What torch.compile compiles while the layers of a model may change their path (see twell_lab.analysis.switching).
 
-One graph of model and loss is the fastest: it fuses what lies between layers, 3 to 5% of a step on an H100 (the
-"training" record has whole models, and models compiled layer by layer, both without the loss). But every combination
-of paths needs another graph, which takes 10 seconds and more to compile, and after eight of them torch goes on without
-compiling. Compiled one by one, all layers on the same path share a graph. So layers are compiled one by one at first,
-and the whole model once no layer has changed its path for a while and enough steps are left for that to pay."""
+One graph of model and loss is the fastest: it fuses what lies between layers, which saves 3 to 5% of a step on an H100
+(the "training" record has whole models, and models compiled layer by layer, both without the loss). But every
+combination of paths needs another graph. Compiling one takes 10 seconds and more, and after eight of them torch goes on
+without compiling. Where layers are compiled one by one, all layers on the same path share a graph. So they are compiled
+one by one at first, and the whole model once no layer has changed its path for a while and enough steps are left for
+that to pay."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from .objective import Objective
 
-QUIET = 500  # steps without a change, after which none is expected
-# Passes (forwards and backwards) that must be left: 4% of them, at 70 ms each, is what compiling 8 layers takes.
+QUIET = 500  # steps without a change of a path, after which no further change is expected
+# Passes (forward and backward) that must be left: 4% of so many, at 70 ms each, is how long compiling 8 layers takes.
 WORTH = 5000
 # The most graphs of the whole model in a run: torch compiles one function eight times in a process, for all its runs.
 WHOLES = 4
@@ -23,8 +24,8 @@ WHOLES = 4
 class Compiled:
     """An objective as it is called, compiled.
 
-    joined: the same, perhaps inside DDP. whole: whether a graph of the whole may be made; where FSDP2 gathers the
-    weights layer by layer it would break there all the same."""
+    joined: the objective, inside DDP where that is used. whole: whether a graph of the whole model may be made; with
+    FSDP2, which gathers the weights of each layer, the graph would break between layers anyway."""
 
     def __init__(self, objective: Objective, joined: nn.Module, whole: bool) -> None:
         for layer in objective.model.layers:
@@ -33,14 +34,15 @@ class Compiled:
         self.by_layer, self.whole = joined, torch.compile(joined) if whole else None
         self.call = self.by_layer
         self.changed_at = 0  # the step after which a layer changed its path last
-        self.combinations: set[tuple[str, ...]] = set()  # of paths, that have a graph of the whole
+        self.combinations: set[tuple[str, ...]] = set()  # of paths, those with a graph of the whole model
 
     def __call__(self, *arguments) -> tuple[Tensor, ...]:
         return self.call(*arguments)
 
     def follow(self, paths: tuple[str, ...], changed: bool, step: int, left: int) -> None:
-        """Told after some of the steps, by every process alike: each layer's path, whether one has just changed, how
-        many steps were made, and how many passes are left."""
+        """Choose what the next steps call. Every process must call it after the same steps.
+
+        paths: of each layer. changed: whether one has just changed. step: steps made. left: passes still to come."""
         if changed:
             self.changed_at = step
         if step - self.changed_at < QUIET:
@@ -51,7 +53,7 @@ class Compiled:
                 self.call = self.whole
 
     def state_dict(self) -> dict:
-        """For a checkpoint: a resumed run is to compute its steps as the unbroken one does."""
+        """What a checkpoint keeps, so that a resumed run computes its steps as the unbroken one does."""
         return {
             "changed_at": self.changed_at,
             "whole": self.call is not self.by_layer,

@@ -1,10 +1,9 @@
-"""What a training run is told (TrainConfig), what it gives back (TrainResult), and its two schedules."""
+"""What a training run is told (TrainConfig), and what it gives back (TrainResult)."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -16,13 +15,44 @@ from ..models.tiny import LanguageModel, ModelConfig
 from .text.prepared import PreparedText
 from .text.source import Text
 
+# What the fields that are numbers may be, in words: the names of the fields, their types, and a test of the value.
+_NUMBERS = {
+    "a whole number from 1 up": (
+        ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"),
+        int,
+        lambda value: value >= 1,
+    ),
+    "a whole number from 0 up": (
+        ("warmup", "l1_delay", "l1_warmup", "dead_window", "seed"),
+        int,
+        lambda value: value >= 0,
+    ),
+    "a whole number from 0 up, or None for about every five minutes": (
+        ("checkpoint_every",),
+        (int, type(None)),
+        lambda value: value is None or value >= 0,
+    ),
+    "a finite number from 0 up": (
+        ("weight_decay", "reinit_sigma"),
+        (int, float),
+        lambda value: 0 <= value < math.inf,
+    ),
+    "a number from 0 up that float32 holds": (
+        ("l1",),
+        (int, float),
+        lambda value: 0 <= value <= torch.finfo(torch.float32).max,
+    ),
+    "a finite number above 0": (("lr", "clip"), (int, float), lambda value: 0 < value < math.inf),
+    "a number from 0 to 1": (("reinit",), (int, float), lambda value: 0 <= value <= 1),
+}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     """What to train, on what, and how long. A wrong value raises InputError that names the field.
 
     The fields below are also the options of `twell-lab train`, whose help is read from here. The defaults are the
-    tour's; what they were chosen from stands beside TOUR, at the end of twell_lab/training/loop.py.
+    tour's; the comment at TOUR, at the end of twell_lab/training/loop.py, says what else was tried.
 
     text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless ?bytes=500e6
         follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a PreparedText);
@@ -114,30 +144,17 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "log_every", "eval_every", "eval_windows", "accumulate", "dead_every"):
-            self._check(name, int, lambda value: value >= 1, "a whole number from 1 up")
-        for name in ("warmup", "l1_delay", "l1_warmup", "dead_window"):
-            self._check(name, int, lambda value: value >= 0, "a whole number from 0 up")
-        if self.checkpoint_every is not None:
-            self._check(
-                "checkpoint_every",
-                int,
-                lambda value: value >= 0,
-                "a whole number from 0 up, or None for about every five minutes",
-            )
-        self._check("seed", int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1")
-        for name in ("l1", "weight_decay", "reinit_sigma"):
-            self._check(name, (int, float), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
-        if self.l1 > torch.finfo(torch.float32).max:
-            raise InputError(f"l1 is {self.l1!r}; accepted: a number from 0 up that float32 holds")
-        if self.dead_window >= 2**63:
-            raise InputError(f"dead_window is {self.dead_window!r}; accepted: a whole number from 0 to 2**63 - 1")
-        for name in ("lr", "clip"):
-            self._check(name, (int, float), lambda value: 0 < value < math.inf, "a finite number above 0")
-        self._check("reinit", (int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1")
+        for accepted, (names, kind, fits) in _NUMBERS.items():
+            for name in names:
+                value = getattr(self, name)
+                # Larger whole numbers do not fit into a tensor, and some of them not into a float.
+                endless = isinstance(value, int) and abs(value) >= 2**63
+                if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
+                    raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
         for name, kind in get_type_hints(TrainConfig).items():
-            if get_origin(kind) is Literal:
-                self._check(name, str, lambda value: value in get_args(kind), " or ".join(map(repr, get_args(kind))))
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                words = " or ".join(map(repr, get_args(kind)))
+                raise InputError(f"{name} is {getattr(self, name)!r:.80}; accepted: {words}")
         if self.kernels != "off" and self.activation != "relu":
             raise InputError(
                 f"kernels is {self.kernels!r} with activation {self.activation!r}; accepted: kernels 'off', or "
@@ -166,16 +183,8 @@ class TrainConfig:
             ) from error
         self.model()
 
-    def _check(self, name: str, kind, fits: Callable[[float], bool], accepted: str) -> None:
-        value = getattr(self, name)
-        # torch counts no further, and some of these no float holds
-        endless = isinstance(value, int) and abs(value) >= 2**63
-        if isinstance(value, bool) or not isinstance(value, kind) or endless or not fits(value):
-            raise InputError(f"{name} is {value!r:.80}; accepted: {accepted}{', below 2**63' * endless}")
-
     def model(self, vocabulary: int = 256) -> ModelConfig:
-        """The sizes of the model to train; `vocabulary` is the text's, 256 for bytes."""
-        more = {} if self.activation == "relu" else {"activation": self.activation}
+        """The sizes of the model to train. vocabulary: the text's; 256 for bytes."""
         return ModelConfig(
             vocabulary=vocabulary,
             d_model=self.d_model,
@@ -184,7 +193,7 @@ class TrainConfig:
             d_ff=self.d_ff,
             context=self.context,
             gated=self.gated,
-            **more,
+            activation=self.activation,
         )
 
 
@@ -199,14 +208,15 @@ class TrainResult:
             1), loss, ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and
             layers), nnz_layers and l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|,
             one number a layer), dead_layers (neurons that have not fired within dead_window tokens; None if not
-            tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely, where they may
-            run), lr, tokens_per_s (since the row before, validations left out), seconds since the start; on a GPU
-            peak_bytes (the most that this process has held there so far); where the model was validated also
+            tracked), lost_layers (the share of tokens that the sparse kernels had to finish densely; where they may
+            run), lr, tokens_per_s (since the row before, validations left out), seconds (since the start), on a GPU
+            peak_bytes (the most memory that this process has held there so far), and where the model was validated
             val_bits_per_byte.
         validation_bits_per_byte: cross-entropy on held-out text at the end, in bits a byte.
-        mean_nnz: neurons firing at a token of that text (see twell_lab.profile), averaged over tokens and layers.
-        density: the share of neurons firing there, by layer.
-        dead: neurons that never fire there, by layer.
+        mean_nnz: how many neurons fire at a token of the held-out text (see twell_lab.profile), averaged over tokens
+            and layers.
+        density: the share of neurons that fire at a token of it, by layer.
+        dead: how many neurons never fire on it, by layer.
         text: name, sha256 and size in bytes of the whole text, and the sizes of its training and validation parts.
         seconds: wall time of the loop, validations included.
         tokens: how many it was trained on.
@@ -224,7 +234,7 @@ class TrainResult:
     tokens: int
 
     def summary(self) -> dict:
-        """Everything but the weights, JSON-able, without any path of this machine."""
+        """Everything but the weights, ready for JSON, without any path of this machine."""
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
         if config["tokenizer"] is not None:
             config["tokenizer"] = os.path.basename(config["tokenizer"])

@@ -1,13 +1,14 @@
 """Dead neurons: which ones have not fired for a while, and the paper's way to bring them back.
 
-A neuron is dead where it fired at none of the last `window_tokens` tokens. The paper (arXiv 2603.23198, appendix
-D.1) counts over one training step, just above a million tokens; at its recommended L1 more than 30% of the neurons
-are dead so. Its remedy (appendix C.3, equation 6) moves the gate row of each dead neuron a little towards a fresh one,
+A neuron fires at a token where its gate's output, or in a plain layer its up projection's, is positive (see
+twell_lab.analysis.profile). It is dead if it fired at none of the last `window_tokens` tokens. The paper (arXiv
+2603.23198, appendix D.1) counts over one training step, just above a million tokens: at the L1 it recommends, more than
+30% of the neurons are dead. Its remedy (appendix C.3, equation 6) moves the gate row of each dead neuron a little
+towards a fresh one,
 
-    Wg[j] <- (1 - lambda) Wg[j] + lambda N(0, sigma^2)        lambda 0.1, sigma 0.02 (its initialisation)
+    Wg[j] <- (1 - lambda) Wg[j] + lambda N(0, sigma^2)        lambda 0.1, sigma 0.02 (as the weights were initialised)
 
-after every training step, which removes almost all of them. What fires is the gate's positive outputs, those of the
-up projection in a plain layer (see twell_lab.analysis.profile).
+after every training step, which leaves almost no neuron dead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..analysis.profile import on_gate
 from ..core.errors import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import FeedForward, firing_layers
+from . import parallel
 
 STRENGTH, SIGMA = 0.1, 0.02  # the paper's lambda and sigma
 
@@ -32,7 +33,7 @@ class Tracker:
     """For each neuron, how many tokens have passed since it last fired, counted in whole calls of `see`.
 
     layers: the model's feed-forward layers (layers.anatomy.firing_layers), or their widths d_ff.
-    window_tokens: a neuron silent for this many tokens or more is dead. Until that many have been seen none is.
+    window_tokens: a neuron that was silent for this many tokens or more is dead. Before so many tokens, none is.
 
     The counts are int64 tensors on the device of what `see` is given; nothing here waits for it. Raises InputError
     for no layers, and for a window or a width that is no whole number from 1 up.
@@ -51,7 +52,7 @@ class Tracker:
     def see(self, fired: Sequence[Tensor], tokens: int) -> None:
         """Count a batch of `tokens` tokens. fired: for each layer bool [d_ff], whether a neuron fired at any of them.
 
-        With several processes, `fired` is to be true where it fired in any, and `tokens` their sum.
+        With several processes, `fired` is to say whether it fired in any of them, and `tokens` to be their sum.
         """
         shapes, wanted = [tuple(each.shape) for each in fired], [tuple(each.shape) for each in self.silent]
         if shapes != wanted or any(each.dtype != torch.bool for each in fired):
@@ -97,11 +98,11 @@ class Tracker:
 
 @contextmanager
 def collect_fired(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
-    """A context that notes which neurons fire in the forward passes of the model, and gives a function that tells.
+    """A context that notes which neurons fire in the model's forward passes. It gives a function that returns them.
 
     For each layer, in the order of layers.anatomy.firing_layers, that function returns bool [d_ff]: whether a neuron
-    fired at any token since the function was last called. For layers swapped by `sparsify` each pass computes the gate
-    once more. In a compiled model nothing is noted. Raises InputError for a model without layers that fire.
+    fired at any token since the function was last called. For layers swapped by `sparsify`, each pass computes the gate
+    a second time. Passes of a compiled model are not noticed. Raises InputError for a model without such layers.
     """
     layers = firing_layers(model)
     seen: list[Tensor | None] = [None] * len(layers)
@@ -148,16 +149,21 @@ def reinitialise(
 ) -> int:
     """Move the gate rows of dead neurons towards fresh ones, in place; returns how many rows that were.
 
-    layer: its gate's rows are changed, or in a plain layer the up projection's. Up and down rows of a gated layer,
-    and what an optimizer remembers of the rows, stay as they are, as in the paper.
-    dead: bool [d_ff]. strength, sigma: lambda and the deviation of the noise (see the module). A bias, which the
-    paper's layers lack, shrinks by 1 - strength towards the zero it began at.
-    generator: the noise is drawn from it in float32, on its device, for the dead rows alone, in their order: the
-    same generator gives the same rows. None: torch's global CPU generator.
+    Waits for the device, to know which rows are dead.
 
-    Waits for the device, to know which rows are dead. A weight sharded by FSDP2 changes in every process alike if
-    each of them has the same `dead` and a generator in the same state. Raises InputError for a mask of another shape
-    or dtype, a strength outside [0, 1] and a sigma that is negative or not finite.
+    Args:
+        layer: the rows of its gate are changed, or of the up projection in a plain layer. As in the paper, the other
+            projections, and the optimizer's state of these rows, stay as they are.
+        dead: which rows, bool [d_ff].
+        strength: lambda above. A bias, which the paper's layers lack, is multiplied by 1 - strength: it began at zero.
+        sigma: the deviation of the fresh row's numbers.
+        generator: draws the fresh rows in float32, on its device, for the dead rows alone and in their order, so that
+            the same generator gives the same rows. None: torch's global CPU generator. With a weight that FSDP2
+            sharded, every process must call with the same `dead` and a generator in the same state.
+
+    Raises:
+        InputError: for a mask of another shape or dtype, a strength outside [0, 1], and a sigma that is negative or
+            not finite.
     """
     weight, bias = layer.pattern.weight, layer.pattern.bias
     if dead.dtype != torch.bool or dead.shape != weight.shape[:1]:
@@ -180,18 +186,7 @@ def reinitialise(
 
 def _move(parameter: Tensor, rows: Tensor, strength: float, towards: Tensor) -> None:
     """parameter[rows] <- (1 - strength) parameter[rows] + strength towards, computed in float32, in place."""
-    if hasattr(parameter, "to_local"):  # a DTensor: every process makes the whole change, and keeps its own rows
-        from torch.distributed.tensor import DTensor, Replicate
-
-        keep = torch.ones(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        keep[rows] = 1 - strength
-        add = torch.zeros_like(keep)
-        add[rows] = (strength * towards).to(add)
-        sharded = cast(DTensor, parameter)
-        mesh = sharded.device_mesh
-        for whole, change in ((keep, parameter.mul_), (add, parameter.add_)):
-            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            change(replicated.redistribute(placements=sharded.placements))
-        return
-    rows, towards = rows.to(parameter.device), towards.to(parameter.device)
-    parameter[rows] = ((1 - strength) * parameter[rows].float() + strength * towards).to(parameter.dtype)
+    whole = parallel.whole(parameter)  # which shares its memory, unless FSDP2 sharded it
+    rows, towards = rows.to(whole.device), towards.to(whole.device)
+    whole[rows] = ((1 - strength) * whole[rows].float() + strength * towards).to(whole.dtype)
+    parallel.put(parameter, whole)

@@ -2,14 +2,14 @@
 
 The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where
 h is what enters the down projection. This is the convention of the published code of "Sparser, Faster,
-Lighter Transformer Language Models" (arXiv 2603.23198), whose 2e-5 is meant so; the paper's formula averages
-over neurons as well, so the same pressure takes a coefficient d_ff times larger there.
+Lighter Transformer Language Models" (arXiv 2603.23198), and of the 2e-5 that it recommends. The paper's formula
+averages over neurons as well: there the same pressure takes a coefficient d_ff times larger.
 
-Nothing in a step waits for a GPU: numbers are read where a row of the history is made, and only there.
+No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a re-initialisation.
 
     torchrun --nproc-per-node 2 -m twell_lab train --steps 1000 --out build/model
 
-trains on two GPUs what `twell-lab train` with the same options trains on one (see twell_lab.training.parallel).
+trains on two GPUs the model that `twell-lab train` with the same options trains on one (twell_lab.training.parallel).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .schedule import l1_coefficient, learning_rate
 from .text.load import load_any
 from .text.source import BYTES, check_apart, check_enough, spread_windows
 
-SAVE_EVERY = 300.0  # seconds between two checkpoints, unless the config says after how many steps
-SAVE_SHARE = 10  # times as long as the last one took, if that is more
+SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
+SAVE_SHARE = 10  # and at least so many times as long as the last one took to save
 
 
 def train(
@@ -56,18 +56,17 @@ def train(
 ) -> TrainResult:
     """Train a model from scratch, validate it, and count which of its neurons fire.
 
-    Warns when no neuron fires any more, when the steps read the text more than four times over, and where a run that
-    is resumed had ended already.
+    Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
+    resumed had made all of its steps.
 
     Args:
         config: what to train, on what, and how long.
-        out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints: one at the end,
-            every `checkpoint_every` steps (or about every five minutes), where the loss stops being a number and on
-            Ctrl-C, SIGTERM or SIGHUP; each replaces the one before. Under torchrun, processes agree to stop at the
-            next row of the history. Only one process trains into a folder at a time.
+        out: a folder for the trained model, metrics.jsonl (the rows of the history) and checkpoints. A checkpoint is
+            saved every `checkpoint_every` steps (or about every five minutes), at the end, where the loss is no finite
+            number, and on Ctrl-C, SIGTERM or SIGHUP; each replaces the one before. Under torchrun, the processes stop
+            together, at the next row of the history. Only one run at a time trains into a folder.
         resume: such a folder, or a checkpoint in it: go on from there, as if the run had never stopped. The config
-            must be the one it began with, but for the fields in checkpoint.FREE. `out` is then that folder unless
-            given.
+            must be the one it began with, but for the fields in checkpoint.FREE. `out` is that folder unless given.
         progress: show a bar on stderr, where that is a terminal.
         on_step: called with each row of the history as it is made.
 
@@ -77,9 +76,9 @@ def train(
     Raises:
         TextError: for a text that cannot be read or is too short for the batch.
         DeviceError: for a device that is not there, and for more processes than GPUs.
-        InputError: when the loss stops being a number; for a config that is no TrainConfig; for a checkpoint that is
+        InputError: where the loss is no finite number; for a config that is no TrainConfig; for a checkpoint that is
             truncated, altered or of another model or config; for an `out` that holds a run or a model, that another
-            process is training into, or that lies in the folder that is the text.
+            process is training into, or that lies in the folder of the text.
         checkpoint.Interrupted: a KeyboardInterrupt, once an interrupted run is saved.
     """
     if not isinstance(config, TrainConfig):
@@ -95,15 +94,16 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
         )
     home = None if resume is None else checkpoint.home(resume)
-    own = home / checkpoint.TOKENIZER if home is not None else None  # the one it began with, not one trained again
-    whole = load_any(config.text, tokenizer=own if own is not None and own.is_file() else config.tokenizer)
+    # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
+    kept = home is not None and (home / checkpoint.TOKENIZER).is_file()
+    whole = load_any(config.text, tokenizer=home / checkpoint.TOKENIZER if kept else config.tokenizer)
     training, validation = whole.split()
     check_enough(training, validation, config.batch, config.context)
     if world.lead:
         warn_if_repeated(config, len(training.tokens))
     run = Run(config, initial_model(config, whole.vocabulary), training.tokens, world)
     described = checkpoint.describe(whole, config.text, training.size)
-    # whether it goes on in the folder it began in
+    # Whether the run goes on in the folder it began in.
     goes_on = home is not None and (out is None or os.path.realpath(out) == os.path.realpath(home))
     out = home if goes_on else out
 
@@ -128,7 +128,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 stacklevel=3,
             )
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
-    lengths = None if validation.tokenizer == BYTES else validation.tokenizer.lengths.to(world.device)
+    lengths = validation.tokenizer.lengths.to(world.device)
     metrics = _Metrics()
 
     def begin() -> None:
@@ -167,21 +167,17 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 logged = validate or step == 1 or step % config.log_every == 0
                 revive = config.reinit > 0 and step % config.dead_every == 0
                 numbers = _step(run, step, logged)
-                # Processes must agree to stop, and that it is time to save: a message between them, only where there is
-                # one anyway.
+                # Several processes must agree to stop, and that it is time to save. Agreeing takes a message between
+                # them, so they do it only at the rows of the history, which take one anyway.
                 agree = world.size == 1 or logged
                 if stopping := agree and world.any(stop.asked):
                     stop.agreed.set()
-                late = (
-                    out is not None
-                    and config.checkpoint_every is None
-                    and agree
-                    and world.any(time.perf_counter() >= due)
-                )
-                keep = out is not None and (
-                    last or late or bool(config.checkpoint_every) and step % config.checkpoint_every == 0
-                )
-                if logged or revive or keep or stopping:
+                if (every := config.checkpoint_every) is None:
+                    in_turn = out is not None and agree and world.any(time.perf_counter() >= due)
+                else:
+                    in_turn = every > 0 and step % every == 0
+                keep = out is not None and (last or stopping or in_turn)
+                if logged or revive or keep:
                     run.guard.check()
                 run.step = step
                 if revive:
@@ -193,8 +189,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
                     )
                     if validate:
-                        # compiling a validation would take longer than running it
-                        with _autocast(config, world.device), torch.compiler.set_stance("force_eager"):
+                        # Compiling a validation would take longer than running it.
+                        with autocast(config.dtype, world.device), torch.compiler.set_stance("force_eager"):
                             row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
                         if not math.isfinite(row["val_bits_per_byte"]):
                             raise Diverged(config, step, row["val_bits_per_byte"], math.nan)
@@ -214,7 +210,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     if on_step is not None:
                         on_step(row)
                 run.seconds = time.perf_counter() - start
-                if keep or stopping and not last:
+                if keep:
                     before = time.perf_counter()
                     save()
                     saved = step
@@ -224,23 +220,24 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 if stopping and not last:
                     raise checkpoint.Interrupted(out, step, config.steps)
         model = run.trained_model()
-        with _autocast(config, world.device):
+        with autocast(config.dtype, world.device):
             firing = profile(model, (windows[:, :-1] for windows in held_out.split(eval_batch(model, held_out))))
         model.eval()
         if out is not None:
             world.led(lambda: model.save(out))
     except Diverged as error:
-        if out is None or error.broken:  # then there is no good state to save: an earlier checkpoint may hold one
+        # Broken weights are not saved: an earlier checkpoint may hold good ones.
+        if out is None or error.broken:
             raise
         if run.step and run.step != saved:
-            save(keep_older=saved is not None)  # an older checkpoint of this run may be the better start
+            save(keep_older=saved is not None)  # this run's older checkpoint may be the better one to go on from
         where = (
             f"in {os.fspath(out)!r}, and resuming it leads there again: begin anew in another folder"
             if run.step
             else "the one it began with"
         )
         raise InputError(f"{error}; the last good state, after step {run.step}, is {where}") from None
-    except KeyboardInterrupt as error:  # a second one, or between the last step and the end
+    except KeyboardInterrupt as error:  # a second Ctrl-C, or one after the last step
         if isinstance(error, checkpoint.Interrupted) or saved is None:
             raise
         raise checkpoint.Interrupted(out, saved, config.steps) from None
@@ -261,8 +258,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
 
 
 def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
-    """One optimizer step. Returns what Objective gave for each part of its windows, without gradients; where `count` is
-    False the numbers by layer may be missing."""
+    """One optimizer step. Returns what Objective gave for each part of its windows, without gradients. Unless `count`,
+    the numbers by layer may be empty."""
     config, world, parts = run.config, run.world, run.config.accumulate
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
@@ -274,11 +271,10 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
     run.guard.begin(step)
     numbers = []
     for number, windows in enumerate(world.share(run.order.next()).chunk(parts), start=1):
-        if world.size > 1 and parts > 1:
-            parallel.sync_gradients(run.joined, run.model, number == parts)
-        with _autocast(config, world.device):
+        parallel.sync_gradients(run.joined, run.model, number == parts)
+        with autocast(config.dtype, world.device):
             loss, *others = run.measure(windows, l1, count or config.compile)
-        (loss / parts if parts > 1 else loss).backward()
+        (loss / parts).backward()
         numbers.append([loss.detach(), *others])
     if run.tracker is not None:
         run.see_dead(config.batch * config.context)
@@ -290,32 +286,27 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
 
 
 def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
-    """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and
-    one more for the dead. Layers that choose their path by it do so here."""
-    loss, terms, l1, nnz, lost = (
-        torch.stack(each).mean(0) if len(numbers) > 1 else each[0] for each in zip(*numbers, strict=True)
-    )
-    layers = len(nnz)
+    """A row of the history, averaged over the parts of the step and over processes. Takes one transfer from the device,
+    and one more for the dead. Layers that choose their path by how many neurons fire do so here."""
+    loss, terms, l1, nnz, lost = (torch.stack(each).mean(0) for each in zip(*numbers, strict=True))
     values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, lost])).tolist()
+    by_layer, layers = values[4:], len(nnz)
     row = {
         "step": step,
-        "loss": values[0],
-        "ce": values[1],
-        "l1_term": values[2],
-        "nnz": values[3],
-        "nnz_layers": values[4 + layers : 4 + 2 * layers],
-        "l1_layers": values[4 : 4 + layers],
+        **dict(zip(("loss", "ce", "l1_term", "nnz"), values)),
+        "nnz_layers": by_layer[layers : 2 * layers],
+        "l1_layers": by_layer[:layers],
         "dead_layers": None,
         "lr": learning_rate(run.config, step),
     }
-    if not math.isfinite(row["loss"]):  # of several processes' losses the guard sees the gradients alone
+    if not math.isfinite(row["loss"]):  # with several processes the guard looks at the gradients alone
         raise Diverged(run.config, step, row["loss"], math.nan)
     if run.tracker is not None:
         row["dead_layers"] = torch.stack([silent.sum() for silent in run.tracker.dead()]).tolist()
     if run.config.kernels != "off":
-        row["lost_layers"] = values[4 + 2 * layers :]
+        row["lost_layers"] = by_layer[2 * layers :]
     if run.switch is not None:
-        with _autocast(run.config, run.world.device):
+        with autocast(run.config.dtype, run.world.device):
             run.follow(row["nnz_layers"], row["lost_layers"])
     return row
 
@@ -327,22 +318,23 @@ def initial_model(config: TrainConfig, vocabulary: int = 256) -> LanguageModel:
         return LanguageModel(config.model(vocabulary))
 
 
-def _autocast(config: TrainConfig, device: torch.device):
-    # Not torch.autocast(enabled=False): that would switch off a caller's own.
-    return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
+def autocast(dtype: str, device: torch.device):
+    """A context that computes in a config's `dtype`. For float32 it does nothing, and leaves a caller's autocast on."""
+    return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
 class _Metrics:
-    """metrics.jsonl: one row of the history a line, written as soon as it is made. Before `open`, `write` does nothing.
+    """metrics.jsonl: one row of the history a line, written as soon as it is made. Until `open`, `write` does nothing.
 
-    Where a row can't be written any more (a full disk), it warns and stops: the checkpoints hold the rows as well.
+    Where no more can be written (a full disk), `write` warns once and writes nothing from then on: the checkpoints hold
+    the rows as well.
     """
 
     def __init__(self) -> None:
         self.file = None
 
     def open(self, path: Path, history: list[dict]) -> None:
-        """Begin the file with the rows of a resumed run; what was there is replaced as a whole."""
+        """Begin the file anew, with the rows that a resumed run has made so far."""
         try:
             write_atomically(path, "".join(json.dumps(row) + "\n" for row in history))
             self.file = open(path, "ab", buffering=0)
@@ -372,17 +364,17 @@ class _Metrics:
             self.file = None
 
 
-# What the tour trains: once like this, once with l1=0. Measured on 2026-11-21 on an AMD EPYC (Zen 5), torch
-# 2.13.0, the standard library of Python 3.11.7; 461 kB read, 16 kB of held-out text. Seeds 0, 1, 2:
+# What the tour trains: once like this, once with l1=0. Measured on 2026-11-21 on an AMD EPYC (Zen 5), with torch
+# 2.13.0 and the standard library of Python 3.11.7: 461 kB read, 16 kB of held-out text. Seeds 0, 1, 2:
 #   l1                       0                       2e-3
 #   bits per byte            2.294 2.269 2.259       2.292 2.273 2.280
 #   mean nnz of 512          137   134   143         18.5  17.9  19.7
 #   dead neurons of 2048     0     0     0           66    58    63
-# A step takes 60 ms on one core, 37 to 46 on two that have nothing else to do. Chosen from (seed 0, l1=0):
+# A step takes 60 ms on one core, 37 to 46 on two idle ones. Tried beside it (seed 0, l1=0), in bits per byte:
 #   600 steps of 8 windows of 128   2.322   the same 614 kB as 1200 steps of 8 windows of 64: 2.185
 #   lr 4e-3 instead of 2e-3         2.330   instead of 2.322, and a density of 20% instead of 31%
 #   embedding begins at 0.02, not 1 2.525   instead of 2.322 (the last two at 8 windows of 128)
 #   l1=3e-3                         2.306   and nnz 11.6, 142 dead
 #   3 layers, 1000 steps            2.265   2.296 with l1=2e-3, nnz 19; 48 s of one core
-# So small a model, read so little, says nothing about what L1 costs a large one.
+# So small a model, trained on so little text, says nothing about what L1 costs a large one.
 TOUR = TrainConfig(l1=2e-3)

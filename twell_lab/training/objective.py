@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from ..layers.learner import Told
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import layer_l1, layer_nnz
 
-EVAL_BATCH = 64  # windows at a time, when nothing is learned from them
-EVAL_SCORES = 2**28  # or fewer: so many scores of next tokens take 1 GiB in float32
+EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
+EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
 
 
 def cross_entropy(
@@ -26,13 +26,13 @@ def cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy of each next token, in nats: int64 windows [batch, context + 1] -> a scalar.
 
-    of_scores: what computes it from scores [tokens, vocabulary] and the tokens that came."""
+    of_scores: computes it from the scores [tokens, vocabulary] and the tokens that followed [tokens]."""
     return of_scores(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 def eval_batch(model: nn.Module, windows: Tensor) -> int:
-    """How many of the windows [n, context + 1] to read at a time: EVAL_BATCH, fewer where a large vocabulary would take
-    more memory for it than training does."""
+    """How many of the windows [n, context + 1] to read at a time: EVAL_BATCH, or fewer where the scores of a large
+    vocabulary would take more memory than training does."""
     vocabulary = getattr(getattr(model, "config", None), "vocabulary", 1)
     return max(1, min(EVAL_BATCH, EVAL_SCORES // (vocabulary * windows.shape[1])))
 
@@ -40,8 +40,8 @@ def eval_batch(model: nn.Module, windows: Tensor) -> int:
 def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = None) -> float:
     """Cross-entropy in bits a byte on int64 windows [n, context + 1]; each window is read with nothing before it.
 
-    lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Counted are the bytes of
-    the tokens that are predicted, not of the whole text: windows spread over a text need not be like all of it."""
+    lengths: bytes that each token stands for, int [vocabulary]; None where a token is a byte. Only the bytes of the
+    predicted tokens count: in these windows a token may stand for more or fewer bytes than in the whole text."""
     with torch.no_grad():
         nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(eval_batch(model, windows)))
     bits = (nats / len(windows)).item() / math.log(2)
@@ -54,32 +54,25 @@ def l1_penalty(hidden: list[Tensor]) -> Tensor:
 
 
 def mean_nnz(hidden: list[Tensor]) -> float:
-    """Neurons with h != 0 at a token, averaged over tokens and layers."""
+    """How many neurons have h != 0 at a token, averaged over tokens and layers: one tensor [..., d_ff] a layer."""
     return torch.stack([layer_nnz(h) for h in hidden]).mean().item()
 
 
 @contextmanager
 def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Within this context, each forward pass appends what enters every down projection to the list given.
+    """A context with a list, to which each forward pass appends what enters the down projection of every layer.
 
-    The tensors carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
-    `sparsify`: it never forms them as a whole.
+    The tensors [..., d_ff] carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
+    `sparsify`, which never computes such a tensor.
     """
-    hidden: list[Tensor] = []
-    hooks = [catch_hidden(layer, hidden) for layer in _dense_layers(model)]
-    try:
-        yield hidden
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _dense_layers(model: nn.Module) -> list[FeedForward]:
     layers = firing_layers(model)
-    swapped = [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]
-    if swapped:
+    if swapped := [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]:
         raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
-    return layers
+    hidden: list[Tensor] = []
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(catch_hidden(layer, hidden))
+        yield hidden
 
 
 def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool] = lambda: True) -> RemovableHandle:
@@ -94,26 +87,29 @@ def catch_hidden(layer: FeedForward, into: list[Tensor], when: Callable[[], bool
 
 
 class Objective(nn.Module):
-    """Model, cross-entropy and penalty as one module: what is compiled, and what several processes share.
+    """Model, cross-entropy and penalty as one module, which torch.compile and DDP take as a whole.
 
-    The hooks on the model stay from the making of this module to `remove`, because torch.compile reads them
-    once. Everything stays on the device: reading a number is left to who needs it.
+    It puts hooks on the model, which stay there until `remove`, because torch.compile looks at them only once. All
+    numbers stay on the device: whoever needs one reads it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        # Whether `forward` runs: a validation of the model alone must not fill the lists with gigabytes.
+        # Whether `forward` runs: a validation calls the model alone, and must not fill the lists with gigabytes.
         self.running = False
         layers = firing_layers(model)
-        self.sparse = [layer for layer in layers if isinstance(layer.module, SparseFFN)]  # `sparsify` swaps all or none
-        # A list for each layer: see Learner.tell.
-        self.hidden: list[list[Tensor]] = [[] for _ in layers if not self.sparse]
-        self.told: list[list[Told]] = [[] for _ in self.sparse]
-        for layer, told in zip(self.sparse, self.told, strict=True):
-            layer.module.tell(told)
-        self.hooks = [catch_hidden(layer, own, lambda: self.running) for layer, own in zip(layers, self.hidden)]
+        # A list for each layer (see Learner.tell), empty unless `forward` runs: of what a SparseFFN tells, or of what
+        # enters the down projection of a dense layer.
+        self.seen: list[list] = [[] for _ in layers]
+        self.hooks = ExitStack()
+        for layer, seen in zip(layers, self.seen, strict=True):
+            if isinstance(layer.module, SparseFFN):
+                layer.module.tell(seen)
+                self.hooks.callback(layer.module.tell, None)
+            else:
+                self.hooks.enter_context(catch_hidden(layer, seen, lambda: self.running))
 
     def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
         """Loss and penalty of some windows.
@@ -124,39 +120,38 @@ class Objective(nn.Module):
             count: whether to return the numbers by layer.
 
         Returns:
-            Five tensors: the loss, with gradient; and without: cross-entropy and what the penalty adds, [2]; l1, nnz
-            and the share of lost tokens (layers.learner.LayerTerm) by layer, float32 [layers] each, or three empty
-            tensors if not `count`."""
+            Five tensors. The loss, a scalar with gradient. Without gradient: cross-entropy and penalty, [2]; then l1,
+            nnz and the share of lost tokens by layer (see layers.learner.LayerTerm), float32 [layers] each, or three
+            empty tensors if not `count`."""
         self._forget()
         self.running = True
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
         self.running = False
+        told = [each for (each,) in self.seen]
         penalties: list[Tensor] = []
         if l1 is not None or count:
-            penalties = [told.l1 for (told,) in self.told] or [layer_l1(h) for (h,) in self.hidden]
+            penalties = [each.l1 if isinstance(each, Told) else layer_l1(each) for each in told]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(penalties) / len(penalties))
         by_layer = nnz = lost = ce.new_empty(0)
         if count:
             by_layer = torch.stack([value.detach() for value in penalties])
-            nnz = torch.stack([told.nnz for (told,) in self.told] or [layer_nnz(h.detach()) for (h,) in self.hidden])
+            nnz = torch.stack([each.nnz if isinstance(each, Told) else layer_nnz(each.detach()) for each in told])
             none = torch.zeros_like(nnz[0])
-            lost = torch.stack([none if told.lost is None else told.lost for (told,) in self.told] or [none] * len(nnz))
-        self._forget()  # or the last step's would stay in memory beside the next one's
+            lost = torch.stack(
+                [each.lost if isinstance(each, Told) and each.lost is not None else none for each in told]
+            )
+        self._forget()  # or the activations of one step would stay in memory during the next one
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), by_layer, nnz, lost
 
     def compile_loss(self) -> None:
-        """Have torch.compile fuse what follows the model: in float32, the scores of a large vocabulary are
-        gigabytes."""
+        """Compile the cross-entropy alone: uncompiled, it makes copies of the scores, which take gigabytes in float32
+        where the vocabulary is large."""
         self.of_scores = torch.compile(F.cross_entropy)
 
     def _forget(self) -> None:
-        lists: list[list] = [*self.hidden, *self.told]
-        for each in lists:
+        for each in self.seen:
             each.clear()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        for hook in self.hooks:
-            hook.remove()
-        for layer in self.sparse:
-            layer.module.tell(None)
+        self.hooks.close()

@@ -1,7 +1,7 @@
-"""Several processes training one model: torchrun starts them, torch's own engine (DDP or FSDP2) joins them.
+"""Several processes that train one model: torchrun starts them, torch's DDP or FSDP2 joins them.
 
-Every process draws the windows of the whole step and takes its share, so that any number of processes reads the same
-batch in every step; gradients and the numbers of the history are averaged over processes.
+Every process draws the windows of the whole step and takes its share of them, so that a step reads the same batch
+whatever the number of processes. Gradients and the numbers of the history are averaged over processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.errors import DeviceError, InputError
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers: its number, how many there are, and the device it computes on."""
+    """This process among all that train the model: its number, how many there are, and the device it computes on."""
 
     device: torch.device
     rank: int = 0
@@ -38,18 +38,18 @@ class World:
         return windows.chunk(self.size)[self.rank] if self.size > 1 else windows
 
     def mean(self, values: Tensor) -> Tensor:
-        """The average over processes, in each of them."""
+        """The average over processes, which each of them gets."""
         if self.size > 1:
             dist.all_reduce(values)
             values = values / self.size
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds in any process. Waits for the device."""
+        """Whether the flag is true in any process. With several processes it waits for the device."""
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
     def led(self, act: Callable[[], object]) -> None:
-        """Call `act` in the first process while the others wait; an InputError there is raised in all of them."""
+        """Call `act` in the first process while the others wait. An InputError there is raised in all of them."""
         said: list[str | None] = [None]
         if self.lead:
             try:
@@ -66,11 +66,11 @@ class World:
 
 @contextmanager
 def joined(device: str | None) -> Iterator[World]:
-    """This process's World: as torchrun's environment says, or alone without it.
+    """A context with this process's World: one of several processes under torchrun, otherwise the only one.
 
-    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them the CPU. Raises
-    DeviceError for a device that is not there and for more processes on this machine than it has GPUs, InputError where
-    a single GPU is named for several processes, and for an environment that torchrun does not make.
+    device: as in TrainConfig; under torchrun each process gets a GPU of its own, or all of them share the CPU. Raises
+    DeviceError for a device that is not there and for more processes on this machine than it has GPUs, and InputError
+    where one GPU is named for several processes, or the environment is not one that torchrun sets.
     """
     _check_environment()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -94,14 +94,14 @@ def joined(device: str | None) -> Iterator[World]:
         if begin:
             dist.destroy_process_group()
             if own.type == "cpu":
-                # A thread of gloo's keeps the tensors of a message a moment longer than their receiver waits. It
-                # outlives the group wherever torch still refers to that, as it does after DDP and FSDP2, and one that
-                # lets go of a tensor while Python ends aborts the process (pytorch issue 190489).
+                # A thread of gloo's holds the tensors of a message for a moment after they were received. After DDP and
+                # FSDP2 torch still refers to the group, so the thread outlives it; and where the thread frees a tensor
+                # while Python ends, the process is aborted (pytorch issue 190489).
                 time.sleep(0.2)
 
 
 def _check_environment() -> None:
-    """InputError where one of torchrun's variables is not a whole number: then something else has set it."""
+    """InputError where one of torchrun's variables is no whole number: torchrun has not set it then."""
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         value = os.environ.get(name, str(least))
         if not (value.isdecimal() and len(value) < 10 and int(value) >= least):
@@ -112,7 +112,8 @@ def _check_environment() -> None:
 
 
 def _own_device(device: str | None) -> torch.device:
-    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device of this process among several."""
+    wanted = _named(device)
     if wanted.type != "cuda":
         return present(device)
     if wanted.index is not None:
@@ -131,24 +132,26 @@ def _own_device(device: str | None) -> torch.device:
 
 
 def present(name: str | None) -> torch.device:
-    """The device of that name (None: a GPU where there is one); DeviceError where it is not there."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device of that name (None: a GPU where there is one). DeviceError where it is not there."""
+    device = _named(name)
+    accepted = f"accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
     if device.type == "meta":
-        raise DeviceError(
-            f"device {name!r} holds no numbers; accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
-        )
+        raise DeviceError(f"device {name!r} holds no numbers; {accepted}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        why = str(error).partition("\n")[0].partition(". ")[0]  # torch adds every kernel that it has
-        raise DeviceError(
-            f"device {name!r} is not there: {why}; accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
-        ) from None
+        why = str(error).partition("\n")[0].partition(". ")[0]  # the rest is a list of what torch has kernels for
+        raise DeviceError(f"device {name!r} is not there: {why}; {accepted}") from None
     return device
 
 
+def _named(name: str | None) -> torch.device:
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def shard(model: nn.Module, world: World) -> None:
-    """Leave each process a share of every weight, in place (FSDP2); a layer's are gathered while it computes."""
+    """Leave each process a share of every weight, in place (FSDP2). The weights of a layer are gathered while it
+    computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -165,27 +168,29 @@ def replicate(module: nn.Module, world: World) -> nn.Module:
 
 
 def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
-    """Whether the next backward pass averages gradients over processes: only the last part of a step has to."""
+    """Say whether the next backward pass averages gradients over processes: only the last part of a step has to.
+
+    module: the Objective, inside DDP where that is used. model: the model in it. For one process it does nothing."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        module.require_backward_grad_sync = on  # what its context no_sync sets
+        module.require_backward_grad_sync = on  # what DDP's context no_sync sets
     elif hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(on)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one piece, gathered if FSDP2 sharded it: every process must ask for it."""
+    """A tensor as one piece, gathered if FSDP2 sharded it: every process must call it. Without gradient."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that FSDP2 sharded; any other tensor itself."""
+    """This process's part of a tensor that FSDP2 sharded; any other tensor as it is. Without gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def put(into: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded, in place; every process holds the same `value`."""
+    """Copy a whole tensor into one that may be sharded, in place. Every process must call it with the same `value`."""
     value = value.to(into.device)
     with torch.no_grad():
         if hasattr(into, "device_mesh"):

@@ -1,7 +1,11 @@
-"""A training run in progress: all that changes from step to step, and how it goes into a checkpoint and comes back."""
+"""A training run in progress: what changes from step to step (Run), and how that is saved and restored.
+
+Beside it: Guard, which keeps the last good state of a run that diverges, and Stop, which handles the signals that end
+one."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -28,34 +32,29 @@ from .compiled import Compiled
 from .config import TrainConfig
 from .objective import Objective
 from .parallel import World
+from .text.source import random_windows
 
 RESIDENT = 2**31  # bytes of tokens that are copied to the device
-AGAIN = 1.0  # seconds after a Ctrl-C from which the next one is meant
+AGAIN = 1.0  # seconds after the first signal from which another Ctrl-C stops at once
 GRACE = 20.0  # seconds in which several processes agree to stop; torchrun kills them after 30
-# up to so many readings of a text are nearly as good as so much fresh text (Muennighoff et al., arXiv 2305.16264)
-FRESH = 4
+FRESH = 4  # readings of a text that teach nearly as much as fresh text would (Muennighoff et al., arXiv 2305.16264)
 
 
 class Order:
-    """Which windows each step reads: those of text.source.random_windows, without waiting for the device.
+    """Which windows each step reads, drawn by a CPU generator of the config's seed: the same ones on every device.
 
-    Tokens of at most RESIDENT bytes are copied to the device; more stay where they are, and each step's windows are
-    moved. The positions come from a CPU generator of the config's seed, so that every device reads the same windows.
+    Tokens of at most RESIDENT bytes are copied to the device. More tokens stay where they are, and the windows of each
+    step are copied. Nothing here waits for the device.
     """
 
     def __init__(self, data: Tensor, config: TrainConfig, device: torch.device) -> None:
         self.data = data.to(device) if data.nbytes <= RESIDENT else data
-        self.device = device
-        self.count, self.context = config.batch, config.context
+        self.device, self.batch, self.context = device, config.batch, config.context
         self.generator = torch.Generator().manual_seed(config.seed)
-        self.offsets = torch.arange(config.context + 1, device=self.data.device)
 
     def next(self) -> Tensor:
         """The windows of one step: int64 [batch, context + 1] on the device."""
-        starts = torch.randint(self.data.numel() - self.context, (self.count, 1), generator=self.generator)
-        if self.data.is_cuda:
-            starts = starts.pin_memory().to(self.data.device, non_blocking=True)
-        windows = self.data[starts + self.offsets].long()
+        windows = random_windows(self.data, self.batch, self.context, self.generator)
         if self.device.type == "cuda" and not windows.is_cuda:
             windows = windows.pin_memory().to(self.device, non_blocking=True)
         return windows
@@ -64,7 +63,8 @@ class Order:
 class Run:
     """The model being trained and everything beside it that a step changes.
 
-    model: the LanguageModel itself; measure: its Objective as it is called, compiled and joined with other processes.
+    model: the LanguageModel itself. objective: its Objective; joined: the same, inside DDP where that is used;
+    measure: the same once more, compiled where that is asked for, which is what a step calls.
     """
 
     def __init__(self, config: TrainConfig, model: LanguageModel, tokens: Tensor, world: World) -> None:
@@ -87,7 +87,7 @@ class Run:
         if config.compile and self.switch is not None:
             self.graphs = Compiled(self.objective, self.joined, whole=not self.sharded)
         self.measure = self.graphs or (torch.compile(self.joined) if config.compile else self.joined)
-        # The penalty's coefficient, as a tensor: one graph serves all its values.
+        # The penalty's coefficient is a tensor: so one compiled graph serves all its values.
         self.l1 = torch.zeros((), device=world.device) if config.l1 else None
         self.layers = firing_layers(model)
         self.parameters = dict(model.named_parameters())
@@ -100,20 +100,23 @@ class Run:
         self.history: list[dict] = []
 
     def see_dead(self, tokens: int) -> None:
-        """Count who fired in the step whose gradients are there: a gate row without any gradient did not."""
+        """Count which neurons fired in a step of so many tokens, after its backward pass: those whose gate row has a
+        gradient other than zero."""
         fired = [parallel.whole((layer.pattern.weight.grad != 0).any(1)) for layer in self.layers]
         self.tracker.see(fired, tokens)
 
     def revive(self) -> None:
-        """The paper's remedy, for the neurons that are dead now."""
+        """Re-initialise the gate rows of the neurons that are dead now (see twell_lab.training.dead)."""
         for layer, silent in zip(self.layers, self.tracker.dead(), strict=True):
             dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
 
     def follow(self, nnz: list[float], lost: list[float]) -> None:
-        """Let layers that train through the kernels change their path by how many of their neurons fire, and the share
-        of tokens for which the kernels had no room."""
+        """Let each layer choose between the dense path and the kernels, with kernels "auto".
+
+        nnz: neurons firing, by layer. lost: the share of tokens for which the kernels had no room, by layer."""
         terms = [LayerTerm(layer.name, None, *each) for layer, *each in zip(self.layers, nnz, lost, strict=True)]
-        if self.switch.below is None:  # every process must take the same path: their measurements differ, nnz does not
+        if self.switch.below is None:
+            # Processes measure different break-evens, and must all take the same path: they share the mean.
             found = self.switch.measure(
                 self.config.batch * self.config.context // (self.config.accumulate * self.world.size)
             )
@@ -125,7 +128,7 @@ class Run:
             self.graphs.follow(tuple(layer.module.learning for layer in self.layers), bool(changes), self.step, left)
 
     def state(self, text: dict) -> checkpoint.State:
-        """Everything for a checkpoint; every process of a sharded run must ask for it."""
+        """Everything for a checkpoint; every process must call it. text: what checkpoint.describe says."""
         config = {
             name: str(value) if name == "tokenizer" and value is not None else value
             for name, value in vars(self.config).items()
@@ -192,12 +195,13 @@ class Run:
                 )
             for layer in self.layers:
                 layer.module.learn(state.paths["layers"][layer.name])
-            if not self.world.any(state.paths["device"] != self._device_name()):  # elsewhere they are measured again
+            # On another kind of device the break-evens are measured again.
+            if not self.world.any(state.paths["device"] != self._device_name()):
                 self.switch.below = state.paths["below"]
         if self.graphs is not None:
             if "graphs" in state.paths:
                 self.graphs.load_state_dict(state.paths["graphs"])
-            else:  # who knows when a layer changed
+            else:  # nothing says when a layer changed its path last
                 self.graphs.changed_at = state.step
         self.step, self.seconds, self.history = state.step, state.seconds, list(state.history)
 
@@ -206,39 +210,40 @@ class Run:
         self.objective.remove()
         if not self.sharded and not any(isinstance(module, SparseFFN) for module in self.model.modules()):
             return self.model
-        with torch.random.fork_rng(devices=[]):  # the fresh weights are written over, and nobody's generator moves
+        with torch.random.fork_rng(devices=[]):  # drawing weights, overwritten below, is not to move torch's generator
             made = LanguageModel(self.model.config)
         made.load_state_dict(self.weights())
         return made.to(self.world.device)
 
 
 class Guard:
-    """Keeps the last good state: from the first step whose loss or gradient is no finite number, no weight changes.
+    """Keeps the last good state: from the first step on whose loss or gradient is not finite, no weight changes.
 
-    On a GPU the optimizer itself is told to do nothing (a flag on the device, as torch's GradScaler gives it), so that
-    no step waits; `check` reads what happened. On a CPU, and where FSDP2 shards the weights, each step is read."""
+    On a GPU a flag on the device, the one that torch's GradScaler uses, has the optimizer do nothing, so that no step
+    waits; `check` reads what happened. On a CPU, and where FSDP2 shards the weights, each step is checked at once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.waits = run.sharded or run.world.device.type == "cpu"
         self.broken = torch.zeros((), device=run.world.device)
         self.first = torch.zeros(3, dtype=torch.float64, device=run.world.device)  # step, loss, norm of the gradient
-        self.before: dict[int, Tensor] = {}  # state of the order before each step since the last check
+        self.before: dict[int, Tensor] = {}  # state of the order's generator before each step since the last check
         if not self.waits:
             run.optimizer.found_inf = self.broken  # type: ignore[attr-defined]  # fused AdamW reads it
 
     @property
     def order_state(self) -> Tensor:
-        """The state of the order from which the step after the run's last one draws its windows."""
+        """The state of the order's generator from which the step after run.step draws its windows."""
         return self.before.get(self.run.step + 1, self.run.order.generator.get_state())
 
     def begin(self, step: int) -> None:
         self.before[step] = self.run.order.generator.get_state()
 
     def see(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        """Called with gradients there and before the optimizer's step. loss: of this process; norm: of all of them."""
+        """Called between the backward pass and the optimizer's step. loss: this process's. norm: of the gradient of all
+        processes."""
         norm = parallel.whole(norm)
-        # Several processes must agree, and a loss that is no number in one of them gives such a norm in all.
+        # Several processes must agree. They do on the norm, which is not finite where a loss is not in any of them.
         finite = torch.isfinite(norm) if self.run.world.size > 1 else torch.isfinite(norm) & torch.isfinite(loss)
         if self.waits:
             if not finite.item():
@@ -249,8 +254,8 @@ class Guard:
         self.broken.copy_(torch.where(finite, self.broken, 1.0))
 
     def check(self) -> None:
-        """Raise if a step since the last check failed, or a weight is no finite number now, which the loss does not
-        show where a kernel skips the neuron; reads the device once."""
+        """Raise Diverged if a step since the last check failed, or a weight is not finite now, which the loss does not
+        show where a kernel skips the neuron. Reads the device once."""
         finite = all_finite([parallel.local(weight) for weight in self.run.parameters.values()])
         *failed, finite = torch.cat([self.first, finite.double()[None]]).tolist()
         if not self.waits and failed[0]:
@@ -261,18 +266,18 @@ class Guard:
         self.before.clear()
 
     def fail(self, step: int, loss: float, norm: float) -> None:
-        self.run.step = step - 1
+        self.run.step = step - 1  # the last step whose weights are good
         raise Diverged(self.run.config, step, loss, norm)
 
 
 class Diverged(InputError):
-    """The loss or its gradient is not finite, and the run is as the step before left it; or weights are not finite
-    (`broken`: their names)."""
+    """The loss or its gradient is not finite, and the run is as the step before left it. Or weights are not finite:
+    `broken` holds their names then, and is empty otherwise."""
 
     def __init__(
         self, config: TrainConfig, step: int, loss: float = 0.0, norm: float = 0.0, broken: tuple[str, ...] = ()
     ) -> None:
-        what = f"the loss is {loss}" if not abs(loss) < float("inf") else f"the norm of the loss's gradient is {norm}"
+        what = f"the norm of the loss's gradient is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         what = f"values that are not finite in {', '.join(broken)}" if broken else what
         self.broken = broken
         super().__init__(
@@ -282,15 +287,17 @@ class Diverged(InputError):
 
 
 class Stop:
-    """What Ctrl-C, SIGTERM (of a cluster's scheduler) and SIGHUP (of a terminal that closes) do to a run that is saved.
+    """A context in which Ctrl-C, SIGTERM (from a cluster's scheduler) and SIGHUP (from a terminal that closes) let a
+    run save itself before it stops.
 
-    The first one asks the run to stop after its step, which `asked` says. Those that follow change nothing, since they
-    often come in twos; but another Ctrl-C, once AGAIN seconds have passed, stops at once.
+    The first signal sets `asked`, and the run is to stop after its step. Signals often come in pairs, so the next ones
+    change nothing; but another Ctrl-C, AGAIN seconds or more after the first signal, stops at once.
 
-    With several processes (`patient`) no Ctrl-C stops at once: the terminal sends it to each of them, and so does
-    torchrun. They must agree to stop, and where one of them has ended the others would wait for it forever. So a
-    process that does not hear from all of them within GRACE seconds of being asked ends without saving; the loop says
-    that it has heard by setting `agreed`."""
+    active: False leaves the signals alone, for a run that is not saved.
+    patient: for one of several processes. No Ctrl-C stops such a process at once, since the terminal sends it to each
+        of them, and so does torchrun. They must agree to stop; the training loop sets `agreed` when they have. Where
+        one of them has ended, the others would wait for it forever: so a process that was asked to stop, and whose
+        `agreed` is not set within GRACE seconds, ends without saving."""
 
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
@@ -301,7 +308,7 @@ class Stop:
     def __enter__(self) -> Stop:
         if self.active:
             numbers = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))
-            # nohup has SIGHUP ignored: then it stays so
+            # A signal that is ignored, as SIGHUP is under nohup, stays ignored.
             noted = [each for each in numbers if each and signal.getsignal(each) not in (signal.SIG_IGN, None)]
             wanted = (signal.SIGINT, *noted)
             self.old = {number: signal.signal(number, self._note) for number in wanted}
@@ -328,8 +335,7 @@ class Stop:
             return
         if self.first is None:
             self.first = time.monotonic()
-            # Whoever read it may have got the same Ctrl-C, as in `2>&1 | tee log`, or a line is being printed right
-            # now.
+            # In `2>&1 | tee log` the same Ctrl-C has ended tee; or a line is being printed at this moment.
             with suppress(OSError, RuntimeError):
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
         elif number == signal.SIGINT and time.monotonic() - self.first >= AGAIN:
@@ -339,7 +345,7 @@ class Stop:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Have a thread see the first signal, also while this one waits inside of torch, where Python's handlers do not
+        """Have a thread see the first signal: while the main thread waits inside of torch, Python's handlers do not
         run."""
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
@@ -353,7 +359,7 @@ class Stop:
                     os.write(
                         2,
                         f"\ntwell-lab: told to stop by {signal.Signals(seen[0]).name}, and the other processes did "
-                        f"not agree to within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
+                        f"not agree to stop within {GRACE:g} s: process {os.getpid()} ends without saving\n".encode(),
                     )
                 os._exit(128 + seen[0])
             os.close(reader)
@@ -363,7 +369,7 @@ class Stop:
 
 
 def warn_if_silent(row: dict, config: TrainConfig) -> bool:
-    """Warn, with the numbers, where no neuron of any layer fires any more; returns whether it did."""
+    """Warn, with the numbers, where no neuron of any layer fires any more. Returns whether it warned."""
     if row["nnz"] > 0:
         return False
     warnings.warn(
@@ -377,7 +383,7 @@ def warn_if_silent(row: dict, config: TrainConfig) -> bool:
 
 
 def warn_if_repeated(config: TrainConfig, tokens: int) -> None:
-    """Warn, with the numbers, where a run reads a text of so many training tokens more than FRESH times over."""
+    """Warn, with the numbers, where a run reads a text of `tokens` training tokens more than FRESH times over."""
     asked = config.steps * config.batch * config.context
     if asked > FRESH * tokens:
         warnings.warn(

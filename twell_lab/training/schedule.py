@@ -8,7 +8,7 @@ from .config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of `step` (from 1): a linear warm-up times a cosine from 1 down to 0.1."""
+    """The learning rate at `step` (from 1): config.lr, times a linear warm-up, times a cosine from 1 down to 0.1."""
     warm = min(1.0, step / config.warmup) if config.warmup else 1.0
     return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / config.steps))
 

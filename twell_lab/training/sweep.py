@@ -1,9 +1,9 @@
-"""The L1 sweep: one model trained again and again with more and more L1, beside its twins without.
+"""The L1 sweep: one model trained again and again with more and more L1, and its twins, trained without.
 
-Three learning rates are tried without L1 and the best one is kept; then every L1 value, then the twin and a few of them
-once more from another seed, which says what a difference is worth, then a few with dead gate rows re-initialised. All
-runs read the same text in the same order from the same initial weights (but for that seed). `twell-lab record sweep`
-makes the record that the course's notebook 02 draws."""
+Three learning rates are tried without L1, and the best one is kept. Then come the runs with every L1 value; then the
+twin and a few L1 values once more from another seed, which shows what a difference between two runs is worth; then a
+few L1 values with dead gate rows re-initialised. All runs of one seed begin with the same weights and read the same
+text in the same order. `twell-lab record sweep` makes the record that the course's notebook 02 draws."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import bisect
 import bz2
 import lzma
 import math
+import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from ..formats.twell import fires
 from ..layers.anatomy import feed_forwards
 from ..records.record import Record
 from .config import TrainConfig, TrainResult
-from .loop import train
+from .loop import autocast, train
 from .objective import EVAL_BATCH, bits_per_byte
 from .text.source import Text, load, spread_windows
 
@@ -82,11 +83,12 @@ SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr
 class Plan:
     """Which runs a sweep makes.
 
-    base: everything that all runs share; its text, seed and sizes too.
-    lrs: learning rates tried without L1. l1: coefficients, each run at the best of them (0 is that run itself).
-    reinit: of these coefficients, those that also run with dead gate rows re-initialised, mixing in `share` of fresh
-        numbers every `every` steps where a neuron was silent for `window` tokens.
-    seeds: further seeds of the twin without L1, and of the coefficients `again`.
+    base: what all runs share, the text, sizes and first seed included.
+    lrs: learning rates tried without L1.
+    l1: coefficients, each run at the best of these learning rates. 0 is not among them: it is that rate's own run.
+    reinit: those of the coefficients that also run with dead gate rows re-initialised: every `every` steps, `share` of
+        fresh numbers is mixed into the row of a neuron that was silent for `window` tokens.
+    seeds: further seeds, of the twin without L1 and of the coefficients `again`.
     """
 
     base: TrainConfig = MODEL
@@ -119,7 +121,7 @@ class Plan:
         return {f"lr {lr:g}": replace(self.base, lr=lr, l1=0.0) for lr in self.lrs}
 
     def others(self, lr: float) -> dict[str, TrainConfig]:
-        """All further runs, by label, at the learning rate chosen: the most pressing first, should time run out."""
+        """All further runs, by label, at the learning rate chosen: the most important first, should time run out."""
         base = replace(self.base, lr=lr)
         runs = {f"L1 {l1:g}": replace(base, l1=l1) for l1 in self.l1}
         runs |= {
@@ -145,45 +147,42 @@ def sweep(
 ) -> list[dict]:
     """Make the runs of a plan that are not `done` yet and return all rows (see `run`), in the order made.
 
-    done: rows of an earlier call, by their "label": those runs are not made again.
-    seconds: no run is begun that would probably end after so many seconds, going by the longest so far.
-    on_run: called after each run with all rows so far and what `train` returned: to save them, should the rest fail.
+    done: rows of an earlier call. A run whose "label" is among them is not made again.
+    seconds: no run is begun that would end later than this, if it took as long as the longest so far.
+    on_run: called after each run, with all rows so far and what `train` returned, to save them should a later run fail.
     """
     rows, start, longest = list(done), time.perf_counter(), 0.0
 
-    def make(runs: dict[str, TrainConfig]) -> bool:
-        nonlocal longest
-        for label, config in runs.items():
-            if any(row["label"] == label for row in rows):
-                continue
-            began = time.perf_counter()
-            if began - start + longest > seconds:
-                return False
-            row, result = run(label, config)
-            longest = max(longest, time.perf_counter() - began)
-            rows.append(row)
-            if on_run is not None:
-                on_run(rows, result)
-        return True
+    def runs() -> Iterator[tuple[str, TrainConfig]]:
+        yield from plan.learning_rates().items()
+        yield from plan.others(twin(rows)["config"]["lr"]).items()  # by now these rows are there
 
-    if make(plan.learning_rates()):
-        make(plan.others(twin(rows)["config"]["lr"]))
+    for label, config in runs():
+        if any(row["label"] == label for row in rows):
+            continue
+        began = time.perf_counter()
+        if began - start + longest > seconds:
+            break
+        row, result = run(label, config)
+        longest = max(longest, time.perf_counter() - began)
+        rows.append(row)
+        if on_run is not None:
+            on_run(rows, result)
     return rows
 
 
 def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
-    """Train once. Returns the row of a record, JSON-able, and what `train` returned.
+    """Train once. Returns the row of a record, ready for JSON, and what `train` returned.
 
-    The row: label, config, parameters, tokens, seconds, tokens_per_s (the median of the history's, so compiling and
-    validations are left out), step_ms (from it), history (one list a column; see TrainResult),
+    The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
+    and validations are left out), step_ms (from that), history (one list a column; see TrainResult),
     validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
-    what `who_fires` says."""
+    what `who_fires` returns."""
     if config.compile:
-        torch.compiler.reset()  # every run compiles the same functions anew, and torch gives up after a few of them
+        torch.compiler.reset()  # each run compiles the same functions anew, which torch does a few times and no more
     result = train(config, progress=False)
     history = columns(result.history)
-    speeds = sorted(value for value in history.get("tokens_per_s", []) if value)
-    speed = speeds[len(speeds) // 2] if speeds else result.tokens / result.seconds
+    speed = statistics.median_high(history["tokens_per_s"])
     windows = held_out(config)
     firing = who_fires(result.model, windows.to(next(result.model.parameters()).device), config.dtype)
     mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
@@ -204,17 +203,17 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     }, result
 
 
-def columns(history: list[dict], digits: int = 5) -> dict[str, list]:
-    """A history of rows as one list a column, numbers cut to `digits` significant ones; None where a row has no
+def columns(history: list[dict]) -> dict[str, list]:
+    """A history of rows as one list a column, its numbers rounded to five significant digits; None where a row has no
     value."""
     names = list(dict.fromkeys(name for row in history for name in row))
-    return {name: [_short(row.get(name), digits) for row in history] for name in names}
+    return {name: [_short(row.get(name)) for row in history] for name in names}
 
 
-def _short(value, digits: int):
+def _short(value):
     if isinstance(value, (list, tuple)):
-        return [_short(each, digits) for each in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+        return list(map(_short, value))
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def held_out(config: TrainConfig) -> Tensor:
@@ -228,16 +227,17 @@ def held_out(config: TrainConfig) -> Tensor:
 
 
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
-    """Firing of a trained model on held-out windows int64 [n, context + 1], as JSON-able numbers.
+    """Which neurons of a trained model fire on held-out windows of bytes, int64 [n, context + 1].
 
-    layers: one dict a layer: nnz (mean over tokens), low and high (the middle 90% of tokens), most, dead (neurons
-        silent on all of this text), busy (the smallest share of the neurons that does 80% of the firing), overflow
-        (the share of tokens with a TwELL tile beyond its slots).
-    positions: where in the window each bin begins, and nnz by layer there (a mean over the bin).
-    bytes: byte values seen at least 100 times, how often, and nnz by layer, for the byte that is read.
-    counted: tokens.
+    dtype: "bfloat16" runs the model under autocast, as in training.
 
-    dtype: "bfloat16" runs under autocast, as in training.
+    Returns, ready for JSON:
+        counted: how many tokens were read.
+        layers: one dict a layer: nnz (mean over tokens), low and high (90% of the tokens lie between them), most, dead
+            (neurons silent on all of this text), busy (the smallest share of the neurons that does 80% of the firing),
+            overflow (the share of tokens with more values in a TwELL tile than the tile has slots).
+        positions: where in the window each bin of positions begins ("start"), and each layer's mean nnz in it.
+        bytes: the byte values that were read at least 100 times, how often, and each layer's mean nnz at them.
     """
     layers, context = feed_forwards(model), windows.shape[1] - 1
     device = windows.device
@@ -258,9 +258,7 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
             reading[:] = [some[:, :-1]]
             yield reading[0]
 
-    with ExitStack() as stack:
-        if dtype == "bfloat16":
-            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
+    with autocast(dtype, device), ExitStack() as stack:
         for number, layer in enumerate(layers):
             stack.callback(layer.pattern.register_forward_hook(counter(number)).remove)
         profiled = profile(model, batches())
@@ -293,14 +291,15 @@ def _spread(histogram: Tensor) -> dict:
     return {"low": low, "high": high, "most": int(histogram.nonzero().max())}
 
 
-def _busy(counts: Tensor, share: float = 0.8) -> float:
-    """The smallest share of the neurons that does `share` of the firing; 0 where nothing fires."""
+def _busy(counts: Tensor) -> float:
+    """The smallest share of the neurons that does 80% of the firing; 0 where nothing fires."""
     done = counts.double().sort(descending=True).values.cumsum(0)
-    return (int((done < share * done[-1]).sum()) + 1) / len(counts) if done[-1] > 0 else 0.0
+    return (int((done < 0.8 * done[-1]).sum()) + 1) / len(counts) if done[-1] > 0 else 0.0
 
 
 def _by_position(counts: Tensor, windows: int) -> dict:
-    """Position by position to 16, then in bins each as wide as what lies before: counts int64 [layers, context]."""
+    """Mean nnz by position, from counts int64 [layers, context]: one by one for the first 16 positions, then in bins,
+    each as wide as all positions before it."""
     context = counts.shape[1]
     starts = [*range(min(16, context)), *(16 << i for i in range(20) if 16 << i < context)]
     ends = [*starts[1:], context]
@@ -317,8 +316,9 @@ def _by_position(counts: Tensor, windows: int) -> dict:
 
 
 def twin(rows: list[dict], seed: int | None = None) -> dict:
-    """The run without L1 at the learning rate that did best: what every other run is compared with. seed: the one from
-    that seed, for runs that share it; None, or where there is none, the first."""
+    """The run without L1 at the best learning rate, with which every other run is compared.
+
+    seed: its repetition from that seed is returned, if there is one. InputError where no row is without L1."""
     without = [row for row in rows if row["label"].startswith("lr ")]
     if not without:
         raise InputError("there is no run without L1 in these rows; accepted: the rows of a sweep")
@@ -333,26 +333,26 @@ def pressed(rows: list[dict]) -> list[dict]:
 
 
 def cost(row: dict, rows: list[dict]) -> float:
-    """By how much a run's validation loss lies above its twin's, as a share of that: 0.02 is 2% above. A run with L1
-    has the twin of its seed; one without is compared with the first."""
+    """By how much a run's validation loss lies above its twin's, as a share of the twin's: 0.02 is 2% above. A run with
+    L1 is compared with the twin of its own seed, a run without L1 with the first twin."""
     base = twin(rows, row["config"].get("seed") if row["config"]["l1"] else None)
     return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
 
 def best_sparse(rows: list[dict], zeros: float = 0.97) -> dict | None:
-    """Of the runs with at least this share of zeros the one with the lowest loss; None where no run has as many."""
+    """The run with the lowest loss among those with at least this share of zeros; None where no run has so many."""
     sparse = [row for row in rows if row["zeros"] >= zeros]
     return min(sparse, key=lambda row: row["validation_bits_per_byte"], default=None)
 
 
 def seed_spread(rows: list[dict]) -> float | None:
-    """By how much another seed alone moves the twin's loss, as a share of it; None where none was run."""
+    """By how much another seed alone changes the twin's loss, as a share of it; None where no other seed was run."""
     seeds = [abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")]
     return max(seeds, default=None)
 
 
 def settled(row: dict, part: float = 0.25) -> float:
-    """By how much nnz still changed over the last part of the training: last over first of it, less 1."""
+    """By how much nnz still changed in the last `part` of the training: its last rows over its first ones, minus 1."""
     steps, nnz = row["history"]["step"], row["history"]["nnz"]
     first = bisect.bisect_right(steps, (1 - part) * steps[-1])
     around = [sum(some) / len(some) for some in (nnz[first : first + 3], nnz[-3:])]
@@ -389,8 +389,8 @@ def loss_on(model: nn.Module, text: Text, windows: int, context: int) -> float:
 
 
 def notes(text: Text, plan: Plan) -> dict:
-    """What a record says beside its rows: the text's manifest, how it is split, what ran, and what compressors make of
-    it."""
+    """What a record says beside its rows: the text and where it comes from, how it is split, what ran, and how far
+    compressors get on the validation part."""
     training, validation = text.split()
     known = text.sha256 == NOVELS["sha256"]
     manifest = (
@@ -410,7 +410,7 @@ def notes(text: Text, plan: Plan) -> dict:
 
 
 def compressors(text: Text) -> dict[str, float]:
-    """Bits per byte that Python's compressors need for a text, each at its best setting."""
+    """Bits per byte to which Python's compressors pack a text, each at its strongest setting."""
     content = text.data.numpy().tobytes()
     packed = {
         "zlib": zlib.compress(content, 9),
@@ -423,7 +423,8 @@ def compressors(text: Text) -> dict[str, float]:
 def record(path: str | None, plan: Plan = Plan()) -> Record:
     """Run a plan on the text at `path` (for NOVELS, the folder of its files) and return the record.
 
-    Says on stderr how each run went. Raises InputError where no text is named, TextError for one that can't be read.
+    Prints the results of each run on stderr. Raises InputError where no text is named, and TextError for a text that
+    can't be read.
     """
     if not path:
         raise InputError(

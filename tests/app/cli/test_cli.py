@@ -10,34 +10,17 @@ from types import ModuleType
 import pytest
 
 import twell_lab as tl
+from twell_lab import records
 from twell_lab.analysis import planner
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.core import folders
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.records import record as records
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "course", "records"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
-SMALL = [
-    "--steps",
-    "2",
-    "--batch",
-    "2",
-    "--context",
-    "16",
-    "--d-model",
-    "16",
-    "--heads",
-    "2",
-    "--layers",
-    "1",
-    "--d-ff",
-    "32",
-    "--device",
-    "cpu",
-]
+SMALL = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()
 
 
 @pytest.fixture
@@ -274,24 +257,7 @@ def test_a_text_too_short_for_the_model_is_refused(capsys, tmp_path, text):
 
 
 def test_bench_prints_rows_and_saves_records(capsys, tmp_path):
-    small = [
-        "bench",
-        "--tokens",
-        "1",
-        "2",
-        "--d-model",
-        "64",
-        "--d-ff",
-        "512",
-        "--nnz",
-        "8",
-        "--seconds",
-        "0.01",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+    small = "bench --tokens 1 2 --d-model 64 --d-ff 512 --nnz 8 --seconds 0.01 --device cpu --dtype float32".split()
     rows = json.loads(ask(capsys, *small, "--json"))
     assert {(row["tokens"], row["path"]) for row in rows} == {
         (tokens, path) for tokens in (1, 2) for name in ("dense eager", "twell") for path in (name, f"{name} (cold)")

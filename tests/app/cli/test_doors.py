@@ -1,4 +1,4 @@
-"""The command's doors: hostile values of every option are one line and status 2, and what cannot be written to is no
+"""Hostile values of every option are refused in one line with status 2, and output that cannot be written gives no
 traceback."""
 
 import errno
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from twell_lab import records
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.core import errors
 from twell_lab.cuda import cubins
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import measure
-from twell_lab.records import record as records
 from twell_lab.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[3]
@@ -41,21 +41,7 @@ NUMBERS = [
 ]
 HUGE = ["4611686018427387904", "9223372036854775807"]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
-BENCH = [
-    "bench",
-    "--tokens",
-    "1",
-    "--d-model",
-    "8",
-    "--d-ff",
-    "8",
-    "--nnz",
-    "1",
-    "--seconds",
-    "0.01",
-    "--device",
-    "cpu",
-]
+BENCH = "bench --tokens 1 --d-model 8 --d-ff 8 --nnz 1 --seconds 0.01 --device cpu".split()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +59,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture
 def tried(here, monkeypatch, capsys):
-    """Runs the command in that folder; what it said, held to the rules for a refusal if it is one."""
+    """Runs the command in that folder, checks how it refuses if it should, and returns what it wrote to stderr."""
     monkeypatch.chdir(here)
 
     def run(*arguments: str, refused: bool = True) -> str:
@@ -319,7 +305,7 @@ def test_an_encoding_without_the_characters_shows_escapes(monkeypatch, capsys, f
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no /dev/full")
 def test_streams_of_a_shell(folder):
-    """The same from outside, where the interpreter also has its say at the end."""
+    """The same in processes of their own, where Python itself may complain when it ends."""
     for shell, status, told in (
         (">/dev/full", 2, "No space left"),
         (">&-", 2, "is closed"),

@@ -10,18 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
-from twell_lab import formats
+from twell_lab import formats, records
 from twell_lab.app import cli, page, tour
 from twell_lab.app import options as options_module
 from twell_lab.core.errors import RecordError, TextError, TwellError
 from twell_lab.plots import data as plain
-from twell_lab.records import record as records
 from twell_lab.training import loop
 
 ROOT = Path(__file__).parents[3]
@@ -379,9 +379,10 @@ def test_a_full_disk_is_refused_before_the_work_starts(tmp_path, monkeypatch):
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tour.tempfile, "TemporaryFile", full)
-    with pytest.raises(RecordError, match=f"{tmp_path}.*No space left.*--out"):
-        tour.check_folder(tmp_path)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(loop, "train", None)  # calling it would raise
+    with pytest.raises(RecordError, match=f"{tmp_path}.*No space left.*8 MiB free"):
+        tour.run(options_module.TourOptions(text=TEXT, out=tmp_path, quick=True, progress=False))
 
 
 def test_a_text_that_is_not_there_is_refused_and_nothing_is_written(tmp_path):

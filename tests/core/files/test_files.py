@@ -1,5 +1,5 @@
-"""Files as a whole: what is no file, no JSON or no place to write is refused by name, and a killed write leaves nothing
-for long."""
+"""Whole files: what is no file, no JSON or cannot be written is refused by name, and what a killed write leaves is
+removed by the next one."""
 
 import json
 import math
@@ -150,6 +150,19 @@ def test_a_link_is_followed(tmp_path):
     (tmp_path / "link").symlink_to("real")
     files.write_atomically(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "text"
+
+
+def test_a_folder_without_the_room_that_is_needed_is_refused(tmp_path):
+    resource = pytest.importorskip("resource")
+    files.check_folder(tmp_path, free=2**20)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(RecordError, match=f"{tmp_path}.*File too large; .*2 MiB free"):
+            files.check_folder(tmp_path, free=2**21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not left(tmp_path)
 
 
 def test_whether_something_can_be_written_is_said_before(tmp_path):

@@ -1,5 +1,5 @@
-"""Recorded training steps as notebook 06 reads them: the newest of each, by path, and an honest word where there are
-none."""
+"""Recorded training steps as notebook 06 reads them: the newest of each, by path, and what is said if there
+are none."""
 
 import pytest
 import torch

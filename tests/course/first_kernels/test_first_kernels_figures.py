@@ -10,6 +10,7 @@ from twell_lab import plots
 from twell_lab.core.errors import InputError
 from twell_lab.course.first_kernels import figures as drawn
 from twell_lab.simulator.counts import Counts, predicted_time
+from twell_lab.simulator.report import ArrayInfo
 from twell_lab.simulator.trace import Trace
 
 
@@ -55,6 +56,12 @@ def _colours(cells) -> list:
         )
 
     return [[colour(z) for z in line] for line in cells.z]
+
+
+def test_words_are_shown_for_every_dtype():
+    assert [drawn.packed_text(32)(1, word) for word in (0x4020_0007, -0x4000_0000 + 7)] == ["7<br>2.5", "7<br>-2"]
+    assert drawn.packed_text(32, "float16")(1, 0x4100_0003) == "3<br>2.5"
+    assert drawn.packed_text(32, "float32")(1, 0x4020_0000_0000_0009) == "9<br>2.5"
 
 
 def panel(figure, word: str) -> tuple:
@@ -117,7 +124,7 @@ def few(shape: tuple) -> Trace:
     block = modelled.Block(
         32,
         {1: modelled.Line("toy.cu", 1, "part[i] = a < b;", "toy")},
-        [modelled.Array("part", "shared", np.dtype("f4"), shape, None)],
+        [ArrayInfo("part", "shared", np.dtype("f4"), shape, None)],
     )
     block.access(modelled.WRITE, "part", [1], {0: 0, 1: 3}, {0: 0, 1: 0})
     raw = block.raw()

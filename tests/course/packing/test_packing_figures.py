@@ -1,4 +1,4 @@
-"""The figures on packing show the numbers they were given, and draw where there is little to draw."""
+"""The figures on packing show the numbers they were given, and can draw where there is little to show."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""What the notebook says of the recorded sweep: from made-up rows, and that the record holds what the issue asks of
-one."""
+"""What the notebook says of the recorded sweep: on made-up rows; and what the sweep's record must
+hold."""
 
 import copy
 import shutil

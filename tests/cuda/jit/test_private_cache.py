@@ -243,7 +243,7 @@ def test_links(tmp_path):
     (tmp_path / "to-file").symlink_to(__file__)
     assert folders.refusal(tmp_path / "link" / "cache") is None
     assert "leads in a circle" in folders.refusal(tmp_path / "circle")
-    assert "is no folder" in folders.refusal(tmp_path / "to-file")
+    assert "is not a folder" in folders.refusal(tmp_path / "to-file")
     (real / "cache").chmod(0o777)
     assert "can be written by others" in folders.refusal(tmp_path / "link" / "cache")
     with pytest.raises(FileNotFoundError):
@@ -268,8 +268,8 @@ def test_the_private_folder_goes_with_its_process(tmp_path):
     (tmp_path / "named").chmod(0o777)
     (tmp_path / "tmp").mkdir()
     program = (
-        "import os, warnings\nwarnings.simplefilter('ignore')\nfrom twell_lab.core import folders as paths\nfolder = "
-        "paths.cache_dir()\n"
+        "import os, warnings\nwarnings.simplefilter('ignore')\nfrom twell_lab.core import folders\nfolder = "
+        "folders.cache_dir()\n"
         "(folder / 'kernel').write_text('')\nprint(folder, flush=True)\nif os.fork() == 0: raise SystemExit\n"
         "os.wait()\nassert (folder / 'kernel').exists()\n"
     )

@@ -11,7 +11,7 @@ from twell_lab.cuda import launcher
 
 CONFIG = [*((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared"))]
 CONFIG += [("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
-SIZES = {"P": 8, "H": 16, "i": 4, "q": 8, "M": 128}
+SIZES = {"int": 4, "unsigned": 4, "long long": 8, "Hidden": 16, "TensorMap": 128}  # bytes; of a pointer 8
 
 
 class Config(ctypes.Structure):
@@ -70,8 +70,10 @@ class Driver:
     def _launch(self, config, function, addresses, extra):
         assert not extra
         made, read = self.kernels[function - 1], Config.from_address(config)
-        places = (ctypes.c_void_p * len(made.kinds)).from_address(addresses)
-        arguments = [(at, ctypes.string_at(at, SIZES[kind])) for at, kind in zip(places, made.kinds)]
+        parameters = made.entry.parameters
+        places = (ctypes.c_void_p * len(parameters)).from_address(addresses)
+        sizes = [8 if each.pointer else SIZES[each.type] for each in parameters]
+        arguments = [(at, ctypes.string_at(at, size)) for at, size in zip(places, sizes)]
         grid, block = (read.gx, read.gy, read.gz), (read.bx, read.by, read.bz)
         early = bool(read.count) and ctypes.c_uint.from_address(read.attributes).value == 6
         seen = Launch(made.file, made.name, made.defines, grid, block, read.shared, read.stream or 0, early, arguments)
@@ -91,9 +93,9 @@ def driving(monkeypatch, capability=(9, 0), stream=77):
     monkeypatch.setattr(launcher, "_driver", lambda: made)
     monkeypatch.setattr(launcher, "_load", made.load)
     monkeypatch.setattr(launcher, "_loaded", {})
-    monkeypatch.setattr(launcher, "_own", launcher._Own())
+    monkeypatch.setattr(launcher, "own", launcher._Own())
     monkeypatch.setattr(launcher, "_current_device", lambda: 0)
-    monkeypatch.setattr(launcher, "_current_stream", lambda index: stream)
+    monkeypatch.setattr(launcher, "current_stream", lambda index: stream)
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
     facts = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -1,5 +1,6 @@
 """Launches through the driver, without one: a C function in its place reads back what it was given."""
 
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,8 @@ import torch
 from tests.cuda.launcher.fake_driver import driving
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.cuda import launcher
+from twell_lab.cuda.sources import Entry
+from twell_lab.simulator.source import Parameter
 
 GPU = torch.device("cuda", 0)
 
@@ -19,14 +22,22 @@ def driver(monkeypatch):
         yield made
 
 
+TYPES = {"P": "float", "H": "Hidden", "i": "int", "q": "long long", "M": "TensorMap"}
+
+
 def kernel(kinds, **more):
-    return launcher.kernel("some.cu", "some", (("A", 1),), kinds, 96, **more)
+    """A kernel that takes pointers (P), structures of two pointers (H), numbers (i, q) and tensor maps (M)."""
+    made = launcher.kernel("some.cu", "some", (("KINDS", kinds),), **more)
+    made.entry = Entry("some", tuple(Parameter(TYPES[kind], kind, kind == "P") for kind in kinds), 96, 1)
+    return made
 
 
 def test_every_kind_of_argument_arrives_where_it_belongs(driver):
     x, big = torch.zeros(3), bytes(range(128))
     made = kernel("PiMPHqMi", shared=5000)
-    made.launch(GPU, (7, 3), (x, -5, big, None, 1 << 40, x, -(2**40), big[::-1], 2**31 - 1))
+    made.launch(
+        GPU, (7, 3), (x, -5, big, None, struct.pack("<QQ", 1 << 40, x.data_ptr()), -(2**40), big[::-1], 2**31 - 1)
+    )
     (seen,) = driver.launches
     assert (seen.grid, seen.block, seen.shared, seen.stream) == ((7, 3, 1), (96, 1, 1), 5000, 77)
     at = x.data_ptr()
@@ -80,9 +91,26 @@ def test_a_refusal_names_kernel_grid_and_error(driver):
         kernel("i").launch(GPU, (5, 2), (4,))
 
 
-def test_unknown_kinds_are_refused():
-    with pytest.raises(InputError, match="'Px'; PHiqM are accepted"):
-        kernel("Px")
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ((torch.zeros(3), 2, bytes(128), 4), r"some takes 3 arguments \(P, i, M\); 4 were given"),
+        (
+            (torch.zeros(3).double(), 2, bytes(128)),
+            r"P of some is a tensor of torch.float64; a tensor for float\*, None",
+        ),
+        ((None, 2**31, bytes(128)), "i of some is int 2147483648; a whole number from -2147483648 to 2147483647"),
+        ((None, 2, None), "M of some is NoneType None; the bytes of one TensorMap is accepted"),
+    ],
+)
+def test_wrong_arguments_are_named_at_the_first_launch_of_each_thread(driver, arguments, told):
+    made = kernel("PiM")
+    with pytest.raises(InputError, match=told):
+        made.launch(GPU, (1, 1), arguments)
+    made.launch(GPU, (1, 1), (None, 2, bytes(128)))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match=told):
+        pool.submit(made.launch, GPU, (1, 1), arguments).result()
+    assert len(driver.launches) == 1  # nothing wrong was launched
 
 
 def test_threads_do_not_write_over_each_others_arguments(driver):
@@ -103,11 +131,11 @@ def test_threads_do_not_write_over_each_others_arguments(driver):
 
 def test_what_was_not_used_for_longest_is_prepared_anew(driver, monkeypatch):
     monkeypatch.setattr(launcher, "_MOST_PREPARED", 2)
-    monkeypatch.setattr(launcher, "_own", launcher._Own())
+    monkeypatch.setattr(launcher, "own", launcher._Own())
     kernels = [kernel("i", shared=n) for n in (16, 32, 48)]
     for turn in range(3):
         for made in kernels:
             made.launch(GPU, (1, 1), (turn,))
     assert [seen.values() for seen in driver.launches] == [[turn] for turn in range(3) for _ in range(3)]
     assert [seen.shared for seen in driver.launches] == [16, 32, 48] * 3
-    assert launcher._own.prepared.cache_info().currsize == 2
+    assert launcher.own.prepared.cache_info().currsize == 2

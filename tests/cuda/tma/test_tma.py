@@ -30,23 +30,21 @@ class Driver:
 def driver(monkeypatch):
     made = Driver()
     monkeypatch.setattr(tma, "_encode", lambda: made)
-    for cached in (tma.tensor_map, hopper_pack._gate_maps):
-        cached.cache_clear()
+    tma.tensor_map.cache_clear()
     yield made
-    for cached in (tma.tensor_map, hopper_pack._gate_maps):
-        cached.cache_clear()
+    tma.tensor_map.cache_clear()
 
 
 def test_a_matrix_is_described_innermost_first(driver):
     x = torch.zeros(10, 72, dtype=torch.float16)
-    made = tma.matrix_map(x[2:, 8:40], 128)
+    made = tma.matrix_map(x[2:, 8:40], 128).image()
     assert driver.calls == [(6, x.data_ptr() + (2 * 72 + 8) * 2, [32, 8], [144], [64, 128], 3)]
     assert made == b"\1" * 128
 
 
 def test_a_single_row_may_have_any_stride(driver):
     row = torch.zeros(64, dtype=BF16).as_strided((1, 64), (1, 1))
-    tma.matrix_map(row, 128)
+    tma.matrix_map(row, 128).image()
     assert driver.calls[0][2:4] == ([64, 1], [128])
 
 
@@ -102,8 +100,8 @@ def test_without_a_driver_it_says_so(monkeypatch):
     tma._encode.cache_clear()
 
 
-def box_of(call, first_row, corner):
-    """Weight rows that a copy brings, as numbers, None beyond the matrix. Row i of the weights lies at ADDRESS + i *
+def box_of(call, begin, corner):
+    """Weight rows that a copy brings, as numbers, None beyond the matrix. Row i of the weights lies at begin + i *
     stride."""
     _, address, dims, strides, box, _ = call
     row = strides[0]
@@ -111,7 +109,7 @@ def box_of(call, first_row, corner):
     for index in product(*(range(b) for b in reversed(box[1:]))):
         at = [c + i for c, i in zip(corner, reversed(index))]
         inside = all(a < d for a, d in zip(at, dims[1:]))
-        offset = address - ADDRESS + sum(a * s for a, s in zip(at, strides))
+        offset = address - begin + sum(a * s for a, s in zip(at, strides))
         assert offset % row == 0
         brought.append(offset // row if inside else None)
     return brought
@@ -121,17 +119,21 @@ def box_of(call, first_row, corner):
 @pytest.mark.parametrize("d_ff", [8, 232, 256, 512, 768 + 16, 1000])
 def test_each_lane_of_a_quad_gets_neighbouring_columns(driver, d_ff, cluster):
     """The tile that the kernel's copies build in shared memory, column by column of the product."""
-    hopper_pack._gate_maps(ADDRESS, BF16, d_ff, 128, 144, cluster)
+    gate = torch.zeros(d_ff, 144, dtype=BF16)[:, :128]
+    for made in dict.fromkeys(hopper_pack._gate_maps(gate, cluster)):
+        made.image()
     tiles, width = divmod(d_ff, 256)
-    calls = {"last": driver.calls[0]} if width else {}
-    calls |= {"whole": driver.calls[-1]} if tiles else {}
+    calls = {"whole": driver.calls[0]} if tiles else {}
+    calls |= {"last": driver.calls[-1]} if width else {}
     assert len(driver.calls) == len(calls)
     for n in range(-(-d_ff // 256)):
         last = (n + 1) * 256 > d_ff
         span = width // 4 if last else 64
         column = []
         for rank in range(cluster):
-            column += box_of(calls["last" if last else "whole"], n, (0, 0, rank * (32 // cluster), 0 if last else n))
+            column += box_of(
+                calls["last" if last else "whole"], gate.data_ptr(), (0, 0, rank * (32 // cluster), 0 if last else n)
+            )
         assert len(column) == 256
         for at, row in enumerate(column):  # column `at` of the product is in lane q, register pair j, half e
             j, q, e = at // 8, at % 8 // 2, at % 2
@@ -139,7 +141,7 @@ def test_each_lane_of_a_quad_gets_neighbouring_columns(driver, d_ff, cluster):
 
 
 def test_what_the_hopper_kernel_takes(monkeypatch):
-    monkeypatch.setattr(hopper_pack, "_device", lambda index: (True, 132))
+    monkeypatch.setattr(hopper_pack, "_runs_on", lambda index: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x, gate = torch.zeros(3, 64, dtype=BF16), torch.zeros(24, 64, dtype=BF16)
     assert hopper_pack.takes(x, gate) and hopper_pack.takes(x[:1], gate[8:]) and hopper_pack.takes(x[:0], gate)

@@ -1,4 +1,4 @@
-"""Every format there and back, bit for bit, against Python integers and lists that know nothing of the library."""
+"""Every format, made and read back bit for bit, against plain Python integers and lists."""
 
 import struct
 

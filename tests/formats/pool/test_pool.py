@@ -1,4 +1,4 @@
-"""The pool's reference: read back by the rule in its own words, one entry at a time."""
+"""The reference of the pool (formats.pool), read back one entry at a time by the rule that its docstring states."""
 
 import re
 

@@ -191,7 +191,7 @@ def not_a_number(layer):
 
 
 def few_fire(layer):
-    """So that the largest few are all there are."""
+    """No more than three neurons: to keep the largest few keeps all that fire."""
     nn.init.zeros_(layer.gate_proj.weight[3:])
 
 
@@ -342,8 +342,19 @@ def test_a_decoder_layer_is_asked_as_a_whole():
         sparsify(Busy(between=0.1))
 
 
+def test_a_decoder_layer_may_call_the_forward_of_a_part():
+    class Direct(Busy):
+        def forward(self, x, mask):
+            return x + self.fc2.forward(self.activation_fn(self.fc1.forward(F.layer_norm(x, (D_MODEL,)))))
+
+    torch.manual_seed(0)
+    layer, x = Direct().eval(), torch.randn(2, 5, D_MODEL)
+    expected = layer(x, None).detach()
+    torch.testing.assert_close(sparsify(layer, "twell")(x, None).detach(), expected)
+
+
 class Listening(Busy):
-    """Which reads what lies between its projections for itself."""
+    """A layer that itself reads what lies between its projections."""
 
     def forward(self, x, mask):
         up = self.fc1(x)
@@ -436,7 +447,7 @@ def test_each_layer_is_asked_for_itself_and_nothing_is_changed_before_all_are():
 
 
 class Tenfold(torch.autograd.Function):
-    """What it is given, with ten times the gradient."""
+    """Returns its input, with ten times the gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -506,7 +517,7 @@ def test_gradients_are_compared_wherever_the_layer_is(rule):
 
 
 def test_a_layer_that_cannot_be_trained_has_no_gradients_to_differ():
-    """relu keeps its output for its gradient, which is written over."""
+    """relu needs its output for its gradient, and the output is written over."""
     layer = Gated(lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)).mul_(layer.up_proj(x))))
     with pytest.raises(RuntimeError, match="inplace"):
         layer(torch.randn(3, D_MODEL)).sum().backward()

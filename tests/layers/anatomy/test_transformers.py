@@ -44,8 +44,8 @@ def answers(layer, width):
 
 
 def outcome(module, name):
-    """ "exact" or "refused" of a class that can be built; AssertionError of one that computes something else once it is
-    swapped."""
+    """What becomes of a class that can be built: "exact" or "refused". AssertionError if it computes something else once
+    it is swapped."""
     try:
         layer = of_transformers.build(module, name)
     except Exception as error:  # whatever a constructor raises that was given too little

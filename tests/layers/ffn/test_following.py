@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.dlpack import from_dlpack
 
+from tests.layers.ffn.follows import assert_follows
 from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
@@ -37,13 +38,6 @@ def dense(request):
 @pytest.fixture
 def x():
     return torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(1))
-
-
-def assert_follows(sparse, dense, x):
-    with torch.no_grad():
-        expected = dense(x)
-        largest = expected.abs().max().item() if expected.numel() else 0.0
-        torch.testing.assert_close(sparse(x), expected, rtol=1e-4, atol=1e-4 * largest)
 
 
 # ---- what may happen to a parameter ----
@@ -608,7 +602,7 @@ def test_weights_that_are_not_finite_are_refused(choice, where, value, x):
     ids=["data", "NumPy", "DLPack"],
 )
 def test_a_change_past_the_version_counter_is_followed_after_refresh(write):
-    """torch raises no version for it, so these are the changes that have to be told."""
+    """torch raises no version for these changes, so `refresh` has to be called."""
     layer = GatedFeedForward(16, 32).requires_grad_(False)
     sparse = SparseFFN.from_module(layer)
     x = torch.randn(3, 16)

@@ -1,5 +1,5 @@
-"""What others put on a layer: refused before it is swapped, noticed afterwards; what is put on the sparse layer acts,
-and stays."""
+"""What users and other libraries put on a layer: refused before it is swapped, noticed afterwards; what is put on the
+sparse layer acts, and stays."""
 
 import copy
 import functools

@@ -2,7 +2,9 @@
 gradients, threads."""
 
 import copy
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from twell_lab import ops
 from twell_lab.core.errors import InputError
-from twell_lab.layers.choice import Choice
+from twell_lab.layers.choice import Candidate, Choice, LayerPlan
+from twell_lab.layers.paths import Path
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.terms import layer_terms
 from twell_lab.models.swap import sparsify
@@ -194,7 +197,7 @@ def test_made_and_called_under_another_default_device(choice, dense, x):
 
 
 def test_threads_while_a_layer_makes_up_its_mind():
-    """Of many threads one decides, and the others meet a layer that changes its path under them."""
+    """Of many threads one decides; the layer changes its path while the others are in a forward."""
     for turn in range(15):
         torch.manual_seed(turn)
         dense = GatedFeedForward(64, 512).requires_grad_(False)
@@ -232,3 +235,61 @@ def test_a_plan_that_comes_during_a_forward(monkeypatch):
     monkeypatch.setattr(copies, "refresh", meanwhile)
     torch.testing.assert_close(layer(x), dense(x), rtol=1e-4, atol=1e-4)
     assert layer.plan == Choice("dense")
+
+
+PLANS = [None, Choice("hot_cold", 256), Choice("twell")]
+
+
+@pytest.mark.parametrize("before", PLANS[:2], ids=str)
+@pytest.mark.parametrize("after", [Choice("dense"), *PLANS], ids=str)
+def test_a_plan_that_comes_before_a_forward_looks_for_its_copies(before, after, monkeypatch):
+    """Such a forward makes copies of its own, which are gone with it."""
+    dense = GatedFeedForward(D_MODEL, D_FF).requires_grad_(False)
+    layer, x, held = SparseFFN.from_module(dense, plan=before), torch.randn(5, D_MODEL), Path._held
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(Path, "_held", held)
+        layer.follow(after)  # as another thread would
+        return held(*arguments)
+
+    monkeypatch.setattr(Path, "_held", meanwhile)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-4, atol=1e-4)
+    assert layer.plan == after and Path._held is held
+    expected = SparseFFN.from_module(dense, plan=after)
+    assert {*dict(layer.named_buffers())} == {*dict(expected.named_buffers())}
+    assert layer.extra_bytes == expected.extra_bytes
+
+
+def test_threads_while_a_layer_follows_one_plan_after_another():
+    """No forward fills copies by one order of the neurons while another one reads them by the next."""
+    dense = GatedFeedForward(64, 2000).requires_grad_(False)
+    plans = []
+    for seed in range(3):
+        counts = torch.randperm(2000, generator=torch.Generator().manual_seed(seed)).tolist()
+        only = Candidate(1, "hot_cold", 256, 1.0, None, True, "a test's")
+        plans.append(LayerPlan("", 64, 2000, True, 5000, tuple(counts), (only,)))
+    layer, x = SparseFFN.from_module(dense, plan=plans[0]), torch.randn(7, 64)
+    expected, errors, done = dense(x), [], threading.Event()
+
+    def work():
+        try:
+            while not done.is_set():
+                torch.testing.assert_close(layer(x), expected, rtol=1e-3, atol=1e-3)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for turn in range(60):
+            layer.follow((*plans, None, Choice("dense"))[turn % 5])
+            time.sleep(0.005)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert not errors and layer.extra_bytes == 0 and not [*layer.named_buffers()]

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrizations
 
+from tests.layers.ffn.follows import assert_follows
 from twell_lab import formats
 from twell_lab.core.errors import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
@@ -34,8 +35,7 @@ def layer(gated=True, bias=False, d_ff=D_FF, seed=0):
 
 
 def plan_for(module, *choices, counts=None):
-    """A plan with these choices for classes 4, 8, ...; the neurons' counts are drawn, so that their order is a
-    jumble."""
+    """A plan with these choices for classes 4, 8, ...; the neurons' counts are drawn, so that their order is random."""
     d_ff = module.up_proj.weight.shape[0]
     counts = (
         torch.randint(0, 999, (d_ff,), generator=torch.Generator().manual_seed(d_ff)).tolist()
@@ -45,13 +45,6 @@ def plan_for(module, *choices, counts=None):
     candidates = [Candidate(4 * (i + 1), c.path, c.hot, 1.0, None, True, "a test's") for i, c in enumerate(choices)]
     gated = hasattr(module, "gate_proj")
     return LayerPlan("", D_MODEL, d_ff, gated, 1000, tuple(counts), tuple(candidates))
-
-
-def assert_follows(sparse, module, x):
-    with torch.no_grad():
-        expected = module(x)
-        largest = expected.abs().max().item() if expected.numel() else 0.0
-        torch.testing.assert_close(sparse(x), expected, rtol=1e-4, atol=1e-4 * largest)
 
 
 @pytest.fixture(params=[True, False], ids=["gated", "plain"])

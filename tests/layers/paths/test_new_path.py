@@ -1,4 +1,4 @@
-"""What a path promises, for each in the registry; and one more, added here, that everybody then knows."""
+"""What each path of the registry promises; and a new path, added here, which layers, planner and benches then use."""
 
 import pytest
 import torch

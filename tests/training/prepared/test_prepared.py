@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.train.harming import flipped, full_at, killed_at, mutations, some_bits, write_json
+from tests.training.train.small_runs import broken_off
 from twell_lab.app import cli
 from twell_lab.core.errors import InputError, TextError
 from twell_lab.training import run
@@ -81,7 +82,9 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
         try:
             made = prepared.prepare(whole, folder)
         except TextError as error:
-            assert "none of which begins so that" in str(error) and not list(folder.parent.glob(folder.name + "/*"))
+            assert "no cut between two of them holds out" in str(error) and not list(
+                folder.parent.glob(folder.name + "/*")
+            )
             return
     assert bytes_of(made) == raw and made.cut[0] == made.cut[1] and made.cut[0] in starts[1:]
     assert json.loads((folder / prepared.MANIFEST).read_text())["pieces"] == len(documents)
@@ -195,15 +198,7 @@ def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
     )
     whole = train(config, progress=False)
 
-    class Enough(Exception):
-        pass
-
-    def until(row):
-        if row["step"] >= 6:
-            raise Enough
-
-    with pytest.raises(Enough):
-        train(config, out=tmp_path / "out", progress=False, on_step=until)
+    broken_off(config, tmp_path / "out", 6)
     again = train(config, resume=tmp_path / "out", progress=False)
     assert [row["loss"] for row in again.history] == [row["loss"] for row in whole.history]
     assert whole.text["training_size"] + whole.text["validation_size"] == whole.text["size"]
@@ -335,7 +330,8 @@ def test_documents_of_which_none_can_be_held_out(tmp_path, sizes):
     for number, size in enumerate(sizes):
         (tmp_path / "some" / str(number)).write_text("a" * size)
     with pytest.raises(
-        TextError, match="some has .*, none of which begins so that about .* are held out; accepted: more and shorter "
+        TextError,
+        match="some has .*, and no cut between two of them holds out about .* bytes .*; accepted: more and shorter ",
     ):
         prepared.prepare(tmp_path / "some", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_lab.core.errors import TextError
-from twell_lab.training.text import source as text
+from twell_lab.training.text import source
 
 
 def write(folder, **files):
@@ -31,7 +31,7 @@ def content(of):
 
 def test_a_folder_is_its_files_in_order_of_path_and_nothing_else(tmp_path):
     write(tmp_path, b_dot_py=b"second\n", a__z_dot_txt=b"first\n", B_dot_md=b"before lower case\n")
-    read = text.read(tmp_path)
+    read = source.read(tmp_path)
     assert content(read) == b"before lower case\nfirst\nsecond\n"
     # printf 'before lower case\nfirst\nsecond\n' | sha256sum
     assert read.sha256 == "06e1a0aa60824643307ae355c25c85dc146c44d11bfa8c2a81e1b37e0aabce7b"
@@ -41,10 +41,10 @@ def test_a_folder_is_its_files_in_order_of_path_and_nothing_else(tmp_path):
 
 def test_a_file_is_its_bytes_and_names_carry_no_folder(tmp_path):
     write(tmp_path, poem_dot_txt="Straße\n".encode())
-    read = text.read(str(tmp_path / "poem.txt"))
+    read = source.read(str(tmp_path / "poem.txt"))
     assert content(read) == "Straße\n".encode()
     assert read.describe() == {"name": "poem.txt", "size": 8, "sha256": hashlib.sha256("Straße\n".encode()).hexdigest()}
-    assert str(tmp_path) not in text.read(tmp_path).name
+    assert str(tmp_path) not in source.read(tmp_path).name
 
 
 def test_hidden_binary_and_empty_files_of_a_folder_are_left_out(tmp_path):
@@ -57,7 +57,7 @@ def test_hidden_binary_and_empty_files_of_a_folder_are_left_out(tmp_path):
         kept=b"kept\n",
         last=b"!",
     )
-    read = text.read(tmp_path)
+    read = source.read(tmp_path)
     assert content(read) == b"kept\n!" and read.starts == (0, 5)
 
 
@@ -69,17 +69,17 @@ def test_links_are_followed_once_and_circles_end(tmp_path):
     (folder / "again.txt").symlink_to("real.txt")
     write(tmp_path / "elsewhere", far_dot_txt=b"far\n")
     (folder / "way").symlink_to(tmp_path / "elsewhere")
-    assert content(text.read(folder)) == b"real\nmore\nfar\n"  # again.txt, sub/more.txt, way/far.txt
+    assert content(source.read(folder)) == b"real\nmore\nfar\n"  # again.txt, sub/more.txt, way/far.txt
 
 
 def test_the_standard_library_is_there_without_its_tests():
-    library = text.standard_library()
+    library = source.standard_library()
     assert 5e6 < library.size < 30e6 and len(library.starts) > 300
-    source = content(library)
-    assert library.sha256 == hashlib.sha256(source).hexdigest()
-    assert b"class JSONDecodeError(ValueError)" in source
-    assert b"Run the Python regression tests" not in source and b"class HttpServerThread" not in source
-    assert content(text.load(None)) == source
+    code = content(library)
+    assert library.sha256 == hashlib.sha256(code).hexdigest()
+    assert b"class JSONDecodeError(ValueError)" in code
+    assert b"Run the Python regression tests" not in code and b"class HttpServerThread" not in code
+    assert content(source.load(None)) == code
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def test_the_standard_library_is_there_without_its_tests():
 )
 def test_what_is_no_text_is_refused_by_name(tmp_path, make, words):
     with pytest.raises(TextError, match=words):
-        text.load(make(tmp_path))
+        source.load(make(tmp_path))
 
 
 def test_a_link_to_itself_is_refused(tmp_path):
     (tmp_path / "self").symlink_to("self")
     with pytest.raises(TextError, match="self"):
-        text.read(tmp_path / "self")
+        source.read(tmp_path / "self")
 
 
 def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TextError, match="neither a file nor a folder"):
-        text.read(tmp_path / "pipe")
+        source.read(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("locked", ["file", "folder"])
@@ -122,27 +122,27 @@ def test_what_may_not_be_read_is_refused_by_name(tmp_path, monkeypatch, locked):
     original = os.scandir if locked == "folder" else open
     monkeypatch.setattr("os.scandir" if locked == "folder" else "io.open", refuse)
     with pytest.raises(TextError, match=f"Permission denied.*{locked}"):
-        text.read(tmp_path)
+        source.read(tmp_path)
 
 
 def test_a_folder_too_large_for_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "LARGEST", 10)
+    monkeypatch.setattr(source, "LARGEST", 10)
     write(tmp_path, a=b"12345", b=b"123456")
     with pytest.raises(TextError, match="more than 10 bytes"):
-        text.read(tmp_path)
+        source.read(tmp_path)
 
 
 def test_a_python_without_its_source_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(TextError, match="without its source"):
-        text.standard_library()
+        source.standard_library()
 
 
 def test_paths_are_ordered_as_sort_orders_them(tmp_path):
     (tmp_path / "a").mkdir()
     for name in ("a/b", "a-c", "a0", "a.d"):  # "-" and "." come before "/", digits after it
         (tmp_path / name).write_text(name + "\n")
-    assert content(text.read(tmp_path)) == b"a-c\na.d\na/b\na0\n"
+    assert content(source.read(tmp_path)) == b"a-c\na.d\na/b\na0\n"
 
 
 # Splitting
@@ -151,7 +151,7 @@ def test_paths_are_ordered_as_sort_orders_them(tmp_path):
 def joined(sizes):
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     data = torch.arange(sum(sizes)).remainder(251).to(torch.uint8)
-    return text.Text("joined", "", data, tuple(starts))
+    return source.Text("joined", "", data, tuple(starts))
 
 
 @given(st.lists(st.integers(1, 400), min_size=2, max_size=30), st.floats(0.02, 0.98))
@@ -173,7 +173,7 @@ def test_splitting_loses_nothing_and_prefers_whole_files(sizes, fraction):
 
 def test_a_single_file_is_cut_at_the_end_of_a_line(tmp_path):
     write(tmp_path, one=b"a line of text\n" * 100)
-    training, validation = text.read(tmp_path / "one").split(0.5)
+    training, validation = source.read(tmp_path / "one").split(0.5)
     assert content(validation).startswith(b"a line") and content(training).endswith(b"\n")
     assert 0 <= training.size - 750 < 15
 
@@ -186,7 +186,7 @@ def test_a_fraction_outside_is_refused(tmp_path, fraction):
 
 def test_one_byte_cannot_be_split(tmp_path):
     with pytest.raises(TextError, match="1 bytes"):
-        text.read(write(tmp_path, one=b"x") / "one").split()
+        source.read(write(tmp_path, one=b"x") / "one").split()
 
 
 # Windows
@@ -194,7 +194,7 @@ def test_one_byte_cannot_be_split(tmp_path):
 
 def test_random_windows_are_pieces_of_the_text_and_reach_both_ends():
     data = torch.arange(40, dtype=torch.uint8)
-    windows = text.random_windows(data, 2000, 8, torch.Generator().manual_seed(0))
+    windows = source.random_windows(data, 2000, 8, torch.Generator().manual_seed(0))
     assert windows.shape == (2000, 9) and windows.dtype == torch.int64
     assert (windows.diff(dim=1) == 1).all()
     assert windows.min() == 0 and windows.max() == 39
@@ -205,7 +205,7 @@ def test_random_windows_are_pieces_of_the_text_and_reach_both_ends():
 def test_spread_windows_predict_no_byte_twice(size, count, context):
     if size < context + 1:
         return
-    windows = text.spread_windows(torch.arange(size), count, context)
+    windows = source.spread_windows(torch.arange(size), count, context)
     assert windows.shape == (min(count, (size - 1) // context), context + 1)
     predicted = windows[:, 1:].flatten()
     assert len(predicted.unique()) == len(predicted)
@@ -216,30 +216,30 @@ def test_spread_windows_predict_no_byte_twice(size, count, context):
 
 def test_too_little_text_names_the_sizes():
     with pytest.raises(TextError, match="90 bytes; a batch of 4 windows of 32 needs at least 129"):
-        text.check_enough(*joined([90, 10]).split(), batch=4, context=32)
+        source.check_enough(*joined([90, 10]).split(), batch=4, context=32)
     with pytest.raises(TextError, match="10 bytes; one window of 32 needs at least 33"):
-        text.check_enough(*joined([90, 10]).split(), batch=1, context=32)
-    text.check_enough(*joined([300, 33]).split(), batch=4, context=32)
+        source.check_enough(*joined([90, 10]).split(), batch=1, context=32)
+    source.check_enough(*joined([300, 33]).split(), batch=4, context=32)
 
 
-# What stands on what
+# What a text alone imports
 
 ALONE = """
 import sys
 for package in ("datasets", "tokenizers", "pandas", "huggingface_hub", "pyarrow"):
     sys.modules[package] = None  # which importing it finds missing
-from twell_lab.training.text import source as text
-above = sorted(name for name in sys.modules if name.startswith("twell_lab.") and name.rpartition(".")[2] in
-               ("texts", "datasets", "prepared", "tokenizer"))
-assert not above, f"the text alone brought {above}"
-from twell_lab.training.text import prepared; from twell_lab.training.text import load as texts
+from twell_lab.training.text import source
+others = sorted(name for name in sys.modules if name.startswith("twell_lab.") and name.rpartition(".")[2] in
+                ("load", "datasets", "prepared", "tokenizer"))
+assert not others, f"the text alone imported {others}"
+from twell_lab.training.text import prepared; from twell_lab.training.text import load
 made = prepared.prepare(sys.argv[1], sys.argv[2])
-read = texts.load_any(sys.argv[2], tokenizer="bytes")
-assert read.tokens.tolist() == texts.load_any(sys.argv[1]).tokens.tolist() and read.vocabulary == 256
+read = load.load_any(sys.argv[2], tokenizer="bytes")
+assert read.tokens.tolist() == load.load_any(sys.argv[1]).tokens.tolist() and read.vocabulary == 256
 """
 
 
-def test_a_text_and_its_bytes_need_neither_what_stands_above_it_nor_an_optional_package(tmp_path):
+def test_a_text_of_bytes_needs_neither_the_other_kinds_of_text_nor_an_optional_package(tmp_path):
     for number in range(20):
         write(tmp_path / "some", **{f"{number:02}": b"a line of text\n" * 9})
     program = [sys.executable, "-c", ALONE, str(tmp_path / "some"), str(tmp_path / "out")]

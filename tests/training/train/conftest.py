@@ -13,7 +13,7 @@ TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Models this small only lose by a second thread, most of all where other tests run beside."""
+    """A second thread only slows such small models down, most of all while other tests run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,5 +1,5 @@
-"""Harm done to what lies on a disk, for the tests here and for longer attacks: bits that flip, JSON values of other
-kinds, and a process that is killed, or finds the disk full, at its n-th change to it."""
+"""Harm done to files, for the tests here and for longer attacks: bits that flip, JSON values of other kinds, and a
+process that is killed, or finds the disk full, at its n-th change to the disk."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import torch
 
 from twell_lab.core.errors import InputError
 
-# What may stand in the place of any value: other types, and numbers that no file of ours holds.
+# What is put in the place of any value: other types, and numbers that none of these files holds.
 STRANGE = (
     None,
     True,
@@ -38,21 +38,21 @@ STRANGE = (
 
 
 def flipped(content: bytes, at: int) -> bytes:
-    """The bytes with one bit, counted from the beginning, turned over."""
+    """The bytes with the bit number `at`, counted from the beginning, flipped."""
     changed = bytearray(content)
     changed[at // 8] ^= 1 << at % 8
     return bytes(changed)
 
 
 def some_bits(content: bytes, count: int, seed: int) -> list[int]:
-    """Bits to flip: half of them anywhere, half in the first 2,000 bytes, where headers are."""
+    """The numbers of bits to flip: half of them anywhere, half in the first 2,000 bytes, where headers are."""
     drawn = random.Random(seed)
     return [drawn.randrange(8 * (min(len(content), 2000) if number % 2 else len(content))) for number in range(count)]
 
 
 def mutations(value) -> Iterator[tuple[str, object]]:
-    """(what was done, the JSON value with it): each value anywhere in it replaced by each of STRANGE, and each entry
-    left out. Of a long list the first and the last entries."""
+    """(what was changed, the JSON value with that change): every value anywhere in it replaced by each of STRANGE, and
+    every entry left out; of a list only the first and the last entry."""
     for strange in STRANGE:
         yield f"= {strange!r}", strange
     if not isinstance(value, (dict, list)):
@@ -73,10 +73,10 @@ def write_json(path: Path, value) -> None:
 
 
 def killed_at(change: int, act: Callable[[], object]) -> bool:
-    """Do it in a child process that ends without a word just before its change number `change` (from 1) to the disk: a
-    file or folder that is made, written, renamed, removed or waited for. Returns whether it came so far; where it did
-    not, the act is done. A POSIX system is needed. The child inherits this process's memory and nothing of its threads:
-    nothing that it does may need them."""
+    """Call `act` in a child process that is ended just before its change number `change` (from 1) to the disk: a file or
+    folder that is made, written, renamed, removed or synced. Returns whether it came so far; if not, `act` has run to
+    its end. Needs a POSIX system. The child has a copy of this process's memory, but none of its threads: `act` must not
+    need them."""
 
     def end() -> None:
         os._exit(HARMED)
@@ -85,8 +85,8 @@ def killed_at(change: int, act: Callable[[], object]) -> bool:
 
 
 def full_at(change: int, act: Callable[[], object]) -> bool:
-    """As killed_at, but that one change fails as on a full disk. Then the act is to raise InputError, or to do
-    without."""
+    """As killed_at, but that one change fails as on a full disk. Then `act` must raise InputError, or go on without
+    it."""
 
     def refuse() -> None:
         raise OSError(28, "No space left on device")

@@ -10,9 +10,9 @@ from twell_lab.training import checkpoint
 
 
 def assert_saves_once(started: subprocess.Popen, out: Path, steps: int, number: int = signal.SIGINT) -> None:
-    """A signal once some rows are there, and torchrun sends each process another one: they agree where to stop, and one
-    of them says how to go on. SIGINT and SIGHUP go to all of a new session's processes, as a terminal sends them,
-    others to torchrun alone."""
+    """Send a signal once there are some rows, and check that the processes agree where to stop, save once, and that one
+    of them says how to go on. torchrun sends each process a signal of its own, too. SIGINT and SIGHUP are sent to all
+    processes of a new session, as a terminal does, other signals to torchrun alone."""
     wait_for_rows(started, out)
     (os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill)(started.pid, number)
     said = started.communicate(timeout=120)[1]

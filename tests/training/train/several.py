@@ -1,11 +1,11 @@
 """What `torchrun -m twell_lab train` does, several times in one group of processes: importing torch is most of the
 time.
 
-    torchrun ... tests/train/several.py DEVICE '[[["--steps=12", "--out=..."], 0], ...]'
+    torchrun ... tests/training/train/several.py DEVICE '[[["--steps=12", "--out=..."], 0], ...]'
 
-Each run with its options and the exit status that it is to end with: 130 also has it interrupted, as if Ctrl-C came
-before the fourth row of its history. Process N leaves the names of the kernels that it launched in kernels-N.json of
-the run's folder."""
+Each run is given by its options and the exit status that it is to end with. With 130 it is interrupted, as if Ctrl-C
+came before the fourth row of its history. Process N writes the names of the kernels that it launched into
+kernels-N.json in the run's folder."""
 
 import importlib
 import json

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
 from twell_lab.app import cli
 from twell_lab.core.errors import InputError
 from twell_lab.models.tiny import LanguageModel
@@ -21,26 +22,9 @@ from twell_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-# Everything that has a state of its own: neurons counted and re-initialised, the ramp of l1, parts of a step.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Everything that has a state of its own: neurons counted and re-initialised, the ramp of l1, parts of a step.
 FULL = dict(dead_window=60, reinit=0.1, dead_every=3, l1_warmup=2, accumulate=2, l1=1.0, lr=0.08, warmup=2)
-
-
-class Enough(Exception):
-    """Ends a run from within, as a crash would: nothing gets to save itself."""
-
-
-def until(step):
-    def stop(row):
-        if row["step"] >= step:
-            raise Enough
-
-    return stop
-
-
-def broken_off(config, folder, step):
-    with pytest.raises(Enough):
-        train(config, out=folder, progress=False, on_step=until(step))
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +61,11 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tiny, curve, tmp_path, some_t
     text = tmp_path / "text.py"
     text.write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=text, steps=100_000, checkpoint_every=5)
-    sizes = [
-        f"--{name.replace('_', '-')}={getattr(config, name)}"
-        for name in (
-            "steps",
-            "batch",
-            "context",
-            "d_model",
-            "layers",
-            "heads",
-            "d_ff",
-            "log_every",
-            "eval_every",
-            "eval_windows",
-            "device",
-            "l1",
-            "checkpoint_every",
-        )
-    ]
+    sizes = options(
+        config,
+        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
+        *("eval_windows", "device", "l1", "checkpoint_every"),
+    )
     out = tmp_path / "out"
     with subprocess.Popen(
         [sys.executable, "-m", "twell_lab", "train", "--text", text, "--out", out, *sizes],
@@ -137,20 +108,7 @@ def test_several_signals_at_any_moment_print_no_traceback_and_lose_nothing(tmp_p
         out = tmp_path / str(number)
         command = [sys.executable, "-m", "twell_lab", "train"]
         with subprocess.Popen(
-            [
-                *command,
-                "--text",
-                tmp_path / "text.py",
-                "--out",
-                out,
-                "--steps=100000",
-                "--d-model=16",
-                "--heads=2",
-                "--layers=1",
-                "--d-ff=32",
-                "--eval-windows=4",
-                "--device=cpu",
-            ],
+            [*command, "--text", tmp_path / "text.py", "--out", out, "--steps=100000", *SMALL],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -178,10 +136,7 @@ def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tiny, tmp_path, some_t
     """As in `twell-lab train ... 2>&1 | tee log`: Ctrl-C ends the tee, too."""
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config, out = tiny(), tmp_path / "out"
-    sizes = [
-        f"--{name.replace('_', '-')}={getattr(config, name)}"
-        for name in ("batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")
-    ]
+    sizes = options(config, "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every")
     with subprocess.Popen(
         [
             sys.executable,
@@ -301,7 +256,7 @@ def test_one_of_several_processes_ends_where_the_others_do_not_answer(waits):
         said = waiting.communicate(timeout=30)[1]
     assert waiting.returncode == 128 + signal.SIGTERM and 0.4 < time.monotonic() - began < 10
     assert (
-        "told to stop by SIGTERM, and the other processes did not agree to within 0.5 s" in said
+        "told to stop by SIGTERM, and the other processes did not agree to stop within 0.5 s" in said
         and "Traceback" not in said
     )
 

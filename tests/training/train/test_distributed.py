@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.training.train.interrupting import assert_saves_once, wait_for_rows
+from tests.training.train.small_runs import SMALL, options
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, parallel
@@ -41,34 +42,18 @@ def runs(tiny, some_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
     config = tiny(text=folder / "text.py", **EVERYTHING)
-    options = [
-        f"--{name.replace('_', '-')}={getattr(config, name)}"
-        for name in (
-            "steps",
-            "batch",
-            "context",
-            "d_model",
-            "layers",
-            "heads",
-            "d_ff",
-            "log_every",
-            "eval_every",
-            "eval_windows",
-            "device",
-            "text",
-            *EVERYTHING,
-        )
-    ]
-    asked = [
-        ([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 0)
-        for name, how in RUNS.items()
-    ]
+    shared = options(
+        config,
+        *("steps", "batch", "context", "d_model", "layers", "heads", "d_ff", "log_every", "eval_every"),
+        *("eval_windows", "device", "text", *EVERYTHING),
+    )
+    (folder / "file").write_text("in the way")  # only the first process finds out, and none is to wait for it
+    asked = [([*shared, f"--out={folder / 'file'}"], 2)]
     asked += [
-        ([*options, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], 130)
-        for name, how in STOPPED.items()
+        ([*shared, *(f"--{key}={value}" for key, value in how.items()), f"--out={folder / name}"], status)
+        for several, status in ((RUNS, 0), (STOPPED, 130))
+        for name, how in several.items()
     ]
-    (folder / "file").write_text("in the way")  # only the first process sees that it is, and no one is to wait for it
-    asked.insert(0, ([*options, f"--out={folder / 'file'}"], 2))
     ran = subprocess.run(
         [
             sys.executable,
@@ -135,15 +120,6 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
 
 def started(out, *more):
     """Two processes that train for a long time."""
-    sizes = [
-        "--steps=100000",
-        "--d-model=16",
-        "--heads=2",
-        "--layers=1",
-        "--d-ff=32",
-        "--device=cpu",
-        "--eval-windows=4",
-    ]
     return subprocess.Popen(
         [
             sys.executable,
@@ -154,7 +130,8 @@ def started(out, *more):
             "-m",
             "twell_lab",
             "train",
-            *sizes,
+            "--steps=100000",
+            *SMALL,
             "--out",
             out,
             *more,
@@ -176,7 +153,7 @@ def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path, number):
 
 
 def test_where_one_of_several_processes_is_killed_the_others_end_and_what_was_saved_is_there(tmp_path):
-    """torchrun tells the others to stop, and they can't agree to any more."""
+    """torchrun tells the others to stop, and without the killed one they can't agree to."""
     out = tmp_path / "out"
     with started(out, "--checkpoint-every=10") as stopped:
         wait_for_rows(stopped, out)
@@ -199,7 +176,7 @@ def test_only_the_first_process_prints(runs):
 
 
 def test_what_the_first_process_cannot_write_ends_them_all(runs):
-    """As the same error in each, so none is left to wait for the others; they then train what else is asked of them."""
+    """The same error is raised in each process, so that none is left waiting; then they train the other runs."""
     for process in ("twell-lab: ", "twell-lab, process 1: "):
         assert f"{process}cannot save in" in runs[3]
     assert "Traceback" not in runs[3]

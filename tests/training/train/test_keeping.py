@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.train.small_runs import SMALL, broken_off
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.core.errors import DeviceError, InputError
@@ -21,19 +22,6 @@ from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy
 from twell_lab.training.text import load
 from twell_lab.training.text.source import spread_windows
-
-
-class Enough(Exception):
-    """Ends a run from within, as a crash would: nothing gets to save itself."""
-
-
-def broken_off(config, folder, step):
-    def stop(row):
-        if row["step"] >= step:
-            raise Enough
-
-    with pytest.raises(Enough):
-        train(config, out=folder, progress=False, on_step=stop)
 
 
 def names(folder):
@@ -192,7 +180,7 @@ def poison(monkeypatch, call):
 
 
 def test_the_last_good_state_is_where_the_message_says(tiny, tmp_path, monkeypatch):
-    """Also in another folder than the one resumed from. As resuming repeats the step, it says how to begin anew."""
+    """Also where that is not the folder resumed from. Resuming would repeat the step, so it says to begin anew."""
     broken_off(tiny(checkpoint_every=2), tmp_path / "first", 4)
     poison(monkeypatch, 1)
     with pytest.raises(
@@ -234,7 +222,7 @@ def test_layers_that_changed_over_go_on_where_they_were(tiny, curve, tmp_path, m
 
 
 def test_processes_share_their_break_evens(tiny, monkeypatch):
-    """Each measures its own machine; with a break-even of its own each could take another path."""
+    """Each process measures its own; with different break-evens they could take different paths."""
 
     class Two(parallel.World):
         def mean(self, values):  # the other one measured 20
@@ -254,7 +242,7 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_processes_agree_whether_to_measure_again(tiny, tmp_path, other):
-    """One of them on another kind of device: all measure again, for it could not alone."""
+    """One of them is on another kind of device: all measure again, since it could not alone."""
 
     class Two(parallel.World):
         def any(self, flag):
@@ -271,26 +259,7 @@ def test_processes_agree_whether_to_measure_again(tiny, tmp_path, other):
 def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_bytes(some_text.data.numpy().tobytes())
     monkeypatch.chdir(tmp_path)
-    asked = [
-        "train",
-        "--text",
-        "mine.txt",
-        "--steps",
-        "2",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--layers",
-        "1",
-        "--d-ff",
-        "32",
-        "--eval-windows",
-        "4",
-        "--device",
-        "cpu",
-    ]
-    assert cli.main([*asked, "--out", "out"]) == 0
+    assert cli.main(["train", "--text", "mine.txt", "--steps", "2", *SMALL, "--out", "out"]) == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli.main(["train", "--resume", "../out"]) == 0
@@ -347,31 +316,8 @@ def test_a_validation_takes_no_more_memory_for_a_large_vocabulary(tiny, monkeypa
 
 def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, monkeypatch):
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
-    asked = [
-        "train",
-        "--text",
-        str(tmp_path / "text.py"),
-        "--steps",
-        "60",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--layers",
-        "1",
-        "--d-ff",
-        "8",
-        "--eval-windows",
-        "4",
-        "--device",
-        "cpu",
-        "--l1",
-        "1e4",
-        "--lr",
-        "0.05",
-        "--warmup",
-        "0",
-    ]
+    silencing = "--steps=60 --d-ff=8 --l1=1e4 --lr=0.05 --warmup=0".split()
+    asked = ["train", "--text", str(tmp_path / "text.py"), *SMALL, *silencing]
     shown = []
     monkeypatch.setattr(
         "warnings.showwarning", lambda *what: shown.append(__import__("warnings").formatwarning(*what[:4]))

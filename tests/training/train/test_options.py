@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.training.train.small_runs import SMALL
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
@@ -194,7 +195,7 @@ def test_sparse_layers_train_to_the_same_curve(tiny, plain, kernels):
 
 
 def test_layers_change_over_when_they_fire_little_enough(tiny, monkeypatch, some_text):
-    """From dense to sparse, each by its own number, at the rows of the history."""
+    """From the dense path to the kernels, each layer by its own nnz, at the rows of the history."""
     seen = []
     follow = running.Run.follow
     monkeypatch.setattr(running, "Switch", functools.partial(switching.Switch, below=8.0))
@@ -227,7 +228,7 @@ def graphs(monkeypatch):
 
 
 def change_over(run, *_):
-    """One layer of ten after another goes over, at each of the first ten rows of the history."""
+    """The ten layers change over to the kernels one by one, at the first ten rows of the history."""
     run.layers[min(run.step - 1, 9)].module.learn("twell")
     run.graphs.follow(
         tuple(layer.module.learning for layer in run.layers), run.step <= 10, run.step, run.config.steps - run.step
@@ -291,13 +292,13 @@ def test_an_objective_leaves_validations_alone_and_takes_its_hooks_off(tiny):
     objective = Objective(model)
     windows = torch.randint(256, (2, 17))
     model(windows[:, :-1])
-    assert objective.hidden == [[], []]
+    assert objective.seen == [[], []]
     loss, numbers, l1, nnz, lost = objective(windows, None, False)
     assert (
         loss.requires_grad
         and l1.numel() == nnz.numel() == lost.numel() == 0
         and numbers[1] == 0
-        and objective.hidden == [[], []]
+        and objective.seen == [[], []]
     )
     objective.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -312,31 +313,8 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
     out = tmp_path / "out"
-    asked = [
-        "train",
-        "--text",
-        str(tmp_path / "text.py"),
-        "--tokenizer",
-        "bpe:300",
-        "--steps",
-        "4",
-        "--batch",
-        "4",
-        "--context",
-        "16",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--layers",
-        "1",
-        "--d-ff",
-        "32",
-        "--device",
-        "cpu",
-        "--json",
-    ]
-    assert cli.main([*asked, "--out", str(out)]) == 0
+    short = "--tokenizer=bpe:300 --steps=4 --batch=4 --context=16 --json".split()
+    assert cli.main(["train", "--text", str(tmp_path / "text.py"), *SMALL, *short, "--out", str(out)]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert LanguageModel.load(out).config.vocabulary == summary["text"]["tokenizer"]["vocabulary"] == 300
     assert (out / "tokenizer.json").is_file() and 5 < summary["validation_bits_per_byte"] < 9
@@ -453,22 +431,8 @@ def test_any_field_of_a_dataclass_is_an_option(capsys):
 def test_named_configurations_are_listed_and_overridden(capsys, tmp_path):
     assert cli.main(["train", "--config", "list"]) == 0
     assert capsys.readouterr().out == presets.table() + "\n"
-    asked = [
-        "train",
-        "--config",
-        "1M",
-        "--steps",
-        "1",
-        "--batch",
-        "1",
-        "--layers",
-        "1",
-        "--eval-windows",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    assert cli.main([*asked, "--json"]) == 0
+    changes = "--steps=1 --batch=1 --layers=1 --eval-windows=1 --device=cpu --json".split()
+    assert cli.main(["train", "--config", "1M", *changes]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["l1"], config["d_ff"], config["layers"], config["steps"]) == (2e-3, 512, 1, 1)
     assert cli.main(["train", "--config", "3M"]) == 2 and "accepted: 1M, 5M" in capsys.readouterr().err

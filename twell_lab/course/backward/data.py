@@ -1,8 +1,8 @@
-"""The backward pass of a sparse layer, as notebook 06 computes it: who needs which values, what is saved, who is lost,
-the lists of rows turned into lists of neurons, memory by tensor, and the least time of a training step.
+"""The backward pass of a sparse layer, as notebook 06 computes it: which values it needs and keeps, rows that do not
+fit, lists by token and by neuron, memory by tensor, and the least time of a training step.
 
-Data in, data out, nothing drawn. A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T, and the loss has
-`coefficient` * sum |h| beside what comes from above, which is dy.
+Data in, data out, nothing drawn. A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient
+of the loss in y, and `coefficient` * sum |h| is added to the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...ops import train_rows
 from ..roofline.data import VALUE, Rates
 
 NAMES = ("dx", "dgate", "dup", "ddown")
-ROWS_A_VALUE = 7  # rows of d_model values that a kept value asks for in a training step; see `parts`
+ROWS_A_VALUE = 7  # rows of d_model values that a training step reads for each kept value; see `parts`
 
 
 # ---- a layer small enough to draw ----
@@ -46,7 +46,7 @@ class Case:
 
 
 def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) -> Case:
-    """A layer drawn at random in which few neurons fire, two of them never, and every eighth token wakes many."""
+    """A random layer in which few neurons fire, two of them never; every eighth token makes many fire."""
     generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(tokens, d_model, generator=generator, dtype=torch.float64) for _ in range(2))
     gate, up = (torch.randn(d_ff, d_model, generator=generator, dtype=torch.float64) / 4 for _ in range(2))
@@ -58,8 +58,10 @@ def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) ->
 
 
 def census(values: dict[str, Tensor], fired: Tensor) -> str:
-    """How many values of each matrix are not zero, where the gate fired and elsewhere, as a table. fired: bool, their
-    shape."""
+    """A table: how many values of each matrix are not zero, where the gate fired and elsewhere.
+
+    fired: bool, of the matrices' shape.
+    """
     rows = [
         {
             "name": name,
@@ -93,10 +95,10 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 def rooms(counts: list[int], capacity: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """(spans, lost rows): each row's (start, count) among `capacity` entries, one row after the other; (-1, 0) for a
-    lost one.
+    """(spans, lost rows) of rows that are stored one after the other among `capacity` entries.
 
-    From the first row on that would end beyond the capacity, every row is lost.
+    A span is a row's (start, count), or (-1, 0) if the row is lost. From the first row that would end beyond the
+    capacity, every row is lost.
     """
     spans, lost, at = [], [], 0
     for row, count in enumerate(counts):
@@ -108,7 +110,7 @@ def rooms(counts: list[int], capacity: int) -> tuple[list[tuple[int, int]], list
 
 
 def hybrid(case: Case, coefficient: float, capacity: int) -> tuple[dict[str, Tensor], list[int]]:
-    """(gradients, lost rows) with room for this many kept values: what fits from the stored ones, lost rows densely."""
+    """(gradients, lost rows) with room for `capacity` kept values: stored rows from these, lost rows densely."""
     fired = case.x @ case.gate.T > 0
     _, lost = rooms(fired.sum(1).tolist(), capacity)
     stays = torch.ones(len(case.x), dtype=torch.bool)
@@ -140,14 +142,19 @@ def kept_gradients(case: Case, coefficient: float, kept: Tensor) -> dict[str, Te
 def rows_read(counts: list[int], lost: list[int], d_ff: int) -> tuple[int, int]:
     """(for stored rows, for lost ones): rows of d_model values that a training step reads one by one.
 
-    A stored row has ROWS_A_VALUE for each kept value. A lost one also reads all of the gate, in each direction, since
-    its pattern was not kept."""
+    A stored row reads ROWS_A_VALUE for each kept value. A lost one also reads all of the gate, forward and backward,
+    since its pattern was not kept.
+    """
     stored = sum(ROWS_A_VALUE * count for row, count in enumerate(counts) if row not in set(lost))
     return stored, sum(2 * d_ff + ROWS_A_VALUE * counts[row] for row in lost)
 
 
 def capacity_sweep(case: Case, coefficient: float, capacities: list[int]) -> list[dict]:
-    """What each capacity leads to: capacity, bytes, lost (rows), stored_rows and lost_rows (read), error, counts."""
+    """For each capacity: capacity, bytes, lost, stored_rows, lost_rows, error, counts.
+
+    lost: the rows that do not fit. stored_rows, lost_rows: as `rows_read` has them. error: of the gradients, see
+    `worst`. counts: kept values of each token.
+    """
     counts = (case.x @ case.gate.T > 0).sum(1).tolist()
     want, found = exact(case, coefficient), []
     for capacity in capacities:
@@ -183,8 +190,10 @@ def by_neuron(kept: Tensor) -> list[list[int]]:
 
 
 def different_sums(values: Tensor, orders: int = 200, shuffle: bool = True, seed: int = 0) -> int:
-    """How many different float32 results adding these numbers one by one gives, in so many random orders (or as they
-    lie)."""
+    """How many different results come of adding these numbers one by one in float32, `orders` times.
+
+    Each time in another random order or, without shuffle, in the given one.
+    """
     random = np.random.default_rng(seed)
     numbers = values.numpy().astype(np.float32)
     each = (random.permutation(numbers) if shuffle else numbers for _ in range(orders))
@@ -195,17 +204,19 @@ def different_sums(values: Tensor, orders: int = 200, shuffle: bool = True, seed
 
 
 def dense_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
-    """Bytes that torch's autograd keeps of a gated layer from forward to backward, weights aside. value: bytes of
-    one."""
+    """Bytes that torch's autograd keeps of a gated layer from forward to backward, without the weights.
+
+    value: bytes of one value.
+    """
     wide = value * tokens * d_ff
     return {"x": value * tokens * d_model, "relu(gate)": wide, "up": wide, "h": wide}
 
 
 def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
-    """Bytes that the sparse path keeps from forward to backward: its lists have room for a fixed number of entries,
-    used or not.
+    """Bytes that the sparse path keeps from forward to backward.
 
-    down_t is down transposed, so that what a neuron adds to y is a row of it.
+    The size of its lists depends on the shape alone, not on how many entries are used. down_t is down transposed, so
+    that what a neuron adds to y is a row of it.
     """
     entries = train_rows.capacity_for(tokens, d_ff)
     return {
@@ -221,13 +232,13 @@ def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> di
 
 @contextmanager
 def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
-    """A list of what autograd saves within this context: shape, dtype, bytes; a piece of memory counts once.
+    """A context in which what autograd saves is listed: shape, dtype, bytes. Tensors that share memory count once.
 
-    The module's parameters are left out, since they are there anyway.
+    The module's parameters are left out, since they are in memory anyway.
     """
     known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     found: list[dict] = []
-    alive: list[Tensor] = []  # so that no piece of memory is handed out twice while they are counted
+    alive: list[Tensor] = []  # holds them, so that no memory is freed and used again while they are counted
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -249,7 +260,7 @@ def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
 
 
 def memory_table(sizes: dict[str, dict[str, int]]) -> str:
-    """MiB by tensor, a column for each way. sizes: way -> tensor -> bytes."""
+    """A table of MiB by tensor, with a column for each way. sizes: way -> tensor -> bytes."""
     names = dict.fromkeys(name for each in sizes.values() for name in each)
     rows = [
         {"name": name, **{way: each[name] / 2**20 for way, each in sizes.items() if name in each}} for name in names
@@ -259,7 +270,7 @@ def memory_table(sizes: dict[str, dict[str, int]]) -> str:
 
 
 def memory_sentence(sizes: dict[str, dict[str, int]]) -> str:
-    """What the first way keeps and what the second one does, in a sentence. sizes: as for `memory_table`."""
+    """How much the first two ways keep, in a sentence. sizes: as for `memory_table`."""
     (first, dense), (second, sparse) = ((way, sum(each.values()) / 2**20) for way, each in list(sizes.items())[:2])
     return (
         f"Kept from forward to backward: {dense:.0f} MiB ({first}), {sparse:.0f} MiB ({second}), "
@@ -269,7 +280,7 @@ def memory_sentence(sizes: dict[str, dict[str, int]]) -> str:
 
 # ---- the least time of a step ----
 
-# (part, direction, which rows of d_model values each kept value reads)
+# (part, direction, the arrays of which each kept value reads a row)
 READS = (
     ("survivors: u", "forward", ("up",)),
     ("y", "forward", ("down",)),
@@ -280,9 +291,9 @@ READS = (
 
 
 def parts(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
-    """The parts of a sparse training step: part, direction, operations (tensor cores), l2 and memory (bytes), reads.
+    """The parts of a sparse training step: part, direction, operations (on tensor cores), l2, memory (bytes), reads.
 
-    Each kept value reads rows of d_model values through the L2 cache; memory counts every array once.
+    l2 counts a row of d_model values each time that a kept value reads it; memory counts every array once.
     """
     x, weights, row, kept = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model, tokens * nnz
     found = [
@@ -324,7 +335,7 @@ def floors(found: list[dict], reached: Rates) -> list[dict]:
 
 
 def floors_table(found: list[dict]) -> str:
-    """`floors` as text, with the sum."""
+    """The rows of `floors` as a table, with their sum."""
     rows = [{**part, "gb": part["l2"] / 1e9 or None} for part in found]
     rows.append(
         {"part": "together", "ms": sum(part["ms"] for part in found), "gb": sum(part["l2"] for part in found) / 1e9}
@@ -350,14 +361,14 @@ def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: 
 def break_even(
     reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, dense_ms: float | None = None
 ) -> float:
-    """The nnz at which the floor of the sparse step meets a dense one of dense_ms (None: its own floor)."""
+    """The nnz at which the least time of the sparse step equals dense_ms (None: the least time of the dense step)."""
     dense = dense_floor(reached, tokens, d_model, d_ff) if dense_ms is None else dense_ms
     none, one = (sum(part["ms"] for part in floors(parts(tokens, d_model, d_ff, nnz), reached)) for nnz in (1000, 1001))
     return 1000 + (dense - none) / (one - none)  # linear from where the L2 limits every part
 
 
 def break_even_sentences(reached: Rates, recorded_ms: float | None = None) -> str:
-    """Where the floor of the sparse step meets the dense floor, and the recorded dense step where there is one."""
+    """The nnz below which the least time of a sparse step is below that of a dense one, and below a recorded time."""
     own = dense_floor(reached)
     lines = [
         f"Against nine products at full rate ({own:.2f} ms), the counted sparse step is shorter below "

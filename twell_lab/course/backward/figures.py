@@ -7,21 +7,20 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core.errors import InputError
-from ..drawing import flat, note, row_at
+from ..drawing import legend_key, note, row_at, squares
+from ..recorded import sources
 
 NOTHING, UNUSED, KEPT = "#F4F4F4", "#F3C98B", plots.BLUE
-BELOW = {
-    "orientation": "h",
-    "x": 0,
-    "y": -0.17,
-    "yanchor": "top",
-}  # a legend of many entries, in as many lines as it takes
+# A legend of many entries, below the figure, in as many lines as it takes.
+BELOW = {"orientation": "h", "x": 0, "y": -0.17, "yanchor": "top"}
 PICKED = (plots.RED, plots.GREEN, plots.PURPLE, plots.ORANGE, plots.SKY)
 
 
 def quantities(values: dict[str, list[list[float]]], fired: list[list[bool]]) -> go.Figure:
-    """Matrices [tokens, d_ff] cell by cell: not zero where the gate fired, not zero elsewhere, zero. At most six, three
-    a line."""
+    """Matrices [tokens, d_ff] cell by cell, in three colours: not zero where the gate fired, not zero elsewhere, zero.
+
+    values: name -> matrix, 1 to 6 of them, three on a line.
+    """
     if not 1 <= len(values) <= 6:
         raise InputError(f"there are {len(values)} matrices; 1 to 6 are accepted")
     across = min(3, len(values))
@@ -34,12 +33,10 @@ def quantities(values: dict[str, list[list[float]]], fired: list[list[bool]]) ->
             [0 if not value else 2 if here else 1 for value, here in zip(row, mask, strict=True)]
             for row, mask in zip(matrix, fired, strict=True)
         ]
-        figure.add_heatmap(
-            z=kind,
-            zmin=0,
-            zmax=2,
-            colorscale=flat((NOTHING, UNUSED, KEPT)),
-            showscale=False,
+        squares(
+            figure,
+            kind,
+            (NOTHING, UNUSED, KEPT),
             xgap=0.5,
             ygap=0.5,
             row=at // across + 1,
@@ -48,7 +45,7 @@ def quantities(values: dict[str, list[list[float]]], fired: list[list[bool]]) ->
             hovertemplate=f"{name}: token %{{y}}, neuron %{{x}}: %{{customdata:.3g}}<extra></extra>",
         )
     for colour, name in ((KEPT, "not zero, gate fired"), (UNUSED, "not zero, gate silent"), (NOTHING, "zero")):
-        _key(figure, name, colour)
+        legend_key(figure, name, colour)
     figure.update_xaxes(showticklabels=False)
     figure.update_yaxes(showticklabels=False, autorange="reversed")
     figure.update_xaxes(title_text="neuron", row=lines)
@@ -59,14 +56,14 @@ def quantities(values: dict[str, list[list[float]]], fired: list[list[bool]]) ->
 
 
 def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, neuron: int | None = None) -> go.Figure:
-    """Two of the products of the backward pass, with the rows that one of their rows reads.
+    """One of two products of the backward pass; in colour, one row of the result and the rows that it reads.
 
-    token: dh = dy Wd at what fired, and one token's row of it. neuron: dWd^T = h^T dy, and one neuron's row of it.
+    With token: dh = dy Wd where the gate fired, and the row of this token. With neuron: dWd^T = h^T dy, and the row of
+    this neuron.
     """
     tokens, d_ff = len(fired), len(fired[0])
-    if (token is None) == (neuron is None) or not 0 <= (token if neuron is None else neuron) < (
-        tokens if neuron is None else d_ff
-    ):
+    row, most = (token, tokens) if neuron is None else (neuron, d_ff)
+    if (token is None) == (neuron is None) or not 0 <= row < most:
         raise InputError(
             f"token is {token!r} and neuron {neuron!r}; one of them, below {tokens} or {d_ff}, is accepted"
         )
@@ -98,12 +95,10 @@ def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, 
     )
     colours = (NOTHING, "#8FBBDA", *PICKED)
     for at, (matrix, axis) in enumerate(zip((left, middle, right), axes, strict=True), 1):
-        figure.add_heatmap(
-            z=matrix,
-            zmin=0,
-            zmax=len(colours) - 1,
-            colorscale=flat(colours),
-            showscale=False,
+        squares(
+            figure,
+            matrix,
+            colours,
             xgap=0.5,
             ygap=0.5,
             row=1,
@@ -119,10 +114,9 @@ def product(fired: list[list[bool]], d_model: int, *, token: int | None = None, 
 
 
 def lists(rows: list[list[int]], columns: list[list[int]], picked: tuple[int, ...] = ()) -> go.Figure:
-    """The same kept values as lists of rows (token: its neurons) and of columns (neuron: its tokens); a few neurons in
-    colour.
+    """The same kept values twice: for each token the list of its neurons, for each neuron the list of its tokens.
 
-    rows: neurons of each token; columns: tokens of each neuron; picked: neurons, at most five.
+    rows: neurons of each token; columns: tokens of each neuron; picked: neurons to show in colour, at most five.
     """
     if sorted((t, n) for t, row in enumerate(rows) for n in row) != sorted(
         (t, n) for n, column in enumerate(columns) for t in column
@@ -143,19 +137,16 @@ def lists(rows: list[list[int]], columns: list[list[int]], picked: tuple[int, ..
         longest = max((len(one) for one in each), default=0) or 1
         shades = [[shade(at, one[k]) if k < len(one) else None for k in range(longest)] for at, one in enumerate(each)]
         text = [[str(one[k]) if k < len(one) else "" for k in range(longest)] for one in each]
-        figure.add_heatmap(
-            z=shades,
+        squares(
+            figure,
+            shades,
+            colours,
             text=text,
             texttemplate="%{text}",
-            zmin=0,
-            zmax=len(colours) - 1,
-            colorscale=flat(colours),
-            showscale=False,
             xgap=1,
             ygap=1,
             row=1,
             col=col,
-            hoverongaps=False,
             hovertemplate=f"{axis} %{{y}}, place %{{x}}: %{{text}}<extra></extra>",
         )
         figure.update_yaxes(
@@ -189,11 +180,11 @@ TENSORS = {
 
 
 def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
-    """What is kept from forward to backward, a bar a way, a piece a tensor. sizes: way -> tensor -> bytes."""
+    """What is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor -> bytes."""
     figure = go.Figure()
+    most = max(sum(each.values()) for each in sizes.values()) / 2**20
     for name in dict.fromkeys(name for each in sizes.values() for name in each):
         x = [each.get(name, 0) / 2**20 for each in sizes.values()]
-        most = max(sum(each.values()) for each in sizes.values()) / 2**20
         figure.add_bar(
             y=list(sizes),
             x=x,
@@ -229,9 +220,9 @@ PARTS = {
 
 
 def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] = ()) -> go.Figure:
-    """The counted time of a sparse step by part, for each nnz, beside the dense floor; recorded steps as marks.
+    """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
 
-    floors: nnz as text -> data.floors; recorded: rows of measured.recorded.
+    floors: nnz as text -> data.floors; dense_ms: data.dense_floor; recorded: rows of measured.steps.
     """
     figure = go.Figure()
     place = {nnz: f"nnz {nnz}: {sum(part['ms'] for part in each):.2f} ms" for nnz, each in floors.items()}
@@ -274,10 +265,9 @@ def budget(floors: dict[str, list[dict]], dense_ms: float, recorded: list[dict] 
             )
     figure.update_xaxes(title_text="neurons firing for a token on average, and the sum of the parts", type="category")
     figure.update_yaxes(title_text="ms, 16,384 tokens", rangemode="tozero")
-    wheres = ", ".join(dict.fromkeys(row["where"] for row in recorded if row["column"] in floors))
-    title = (
-        "A sparse step by part, were every row to come from the L2 cache"
-        + f"<br><sup>marks: {wheres}</sup>" * bool(wheres)
+    where = sources([row for row in recorded if row["column"] in floors])
+    title = "The parts of a sparse step, if every row came from the L2 cache" + f"<br><sup>marks: {where}</sup>" * bool(
+        where
     )
     return plots.styled(figure, title, height=520).update_layout(
         barmode="stack", margin_b=150, legend=BELOW | {"traceorder": "normal"}
@@ -292,9 +282,9 @@ NAMES = {
 
 
 def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.Figure:
-    """How many times as fast as dense the training steps are, over nnz; eager against eager, compiled against compiled.
+    """Training steps: times as fast as dense, over nnz; eager against eager, compiled against compiled.
 
-    recorded, own: rows of measured.steps. Without any, the figure says so, and what makes them.
+    recorded, own: rows of measured.steps. Without any, the figure says so, and that `command` makes them.
     """
     figure = go.Figure()
     shown = [
@@ -332,8 +322,10 @@ def steps(recorded: list[dict], own: list[dict] = (), command: str = "") -> go.F
 
 
 def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
-    """Which rows are lost at one capacity, and what every capacity costs. sweep: data.capacity_sweep, capacities
-    ascending."""
+    """The rows that are lost at one capacity, and the rows that must be read at each.
+
+    sweep: data.capacity_sweep, capacities ascending; index: which of them is shown.
+    """
     figure = make_subplots(
         rows=1,
         cols=2,
@@ -351,7 +343,10 @@ def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
         hovertemplate="token %{x}: %{y} values<extra></extra>",
     )
     at = [row["capacity"] for row in sweep]
-    for key, name, colour in (("stored_rows", "for stored tokens", KEPT), ("lost_rows", "for lost ones", plots.ORANGE)):
+    for key, name, colour in (
+        ("stored_rows", "for stored tokens", KEPT),
+        ("lost_rows", "for lost tokens", plots.ORANGE),
+    ):
         figure.add_scatter(
             x=at,
             y=[row[key] for row in sweep],
@@ -390,10 +385,9 @@ def move_capacity(figure: go.Figure, sweep: list[dict], index: int) -> None:
 
 
 def paths(kinds: dict[str, list[dict]]) -> go.Figure:
-    """The sparse step in ms over nnz, a line or marks for each kind of workload, beside torch's dense one; circles:
-    what is planned.
+    """Milliseconds of the sparse step over nnz, for each kind of workload, beside torch's dense step.
 
-    kinds: measured.series. Both axes are logarithmic.
+    Circles are the steps that a layer plans. kinds: measured.series. Both axes are logarithmic.
     """
     figure = go.Figure()
     every = [row for each in kinds.values() for row in each]
@@ -436,16 +430,16 @@ def paths(kinds: dict[str, list[dict]]) -> go.Figure:
         title_text="neurons firing for a token on average (log scale)", type="log", tickvals=[5, 10, 20, 50, 100, 200]
     )
     figure.update_yaxes(title_text="ms, forward and backward (log scale)", type="log", tickvals=[1, 2, 5, 10, 20, 50])
-    wheres = ", ".join(dict.fromkeys(row["where"] for row in every))
-    title = f"A training step of one layer, 16,384 tokens<br><sup>{wheres}</sup>"
+    title = f"A training step of one layer, 16,384 tokens<br><sup>{sources(every)}</sup>"
     return plots.styled(figure, title, height=560).update_layout(margin_b=170, legend=BELOW)
 
 
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
     """A run in which layers change their path: neurons firing by layer, and the bytes kept for the backward pass.
 
-    history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}; limit: the nnz below which they
-    change. A line is dotted while its layer is dense, and a diamond stands where the path changes."""
+    history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}; limit: the nnz below which a layer
+    becomes sparse. A line is dotted while its layer is dense, and a diamond marks a change of path.
+    """
     if not history:
         raise InputError("history is empty; at least one {step, nnz, paths, bytes} is accepted")
     figure = make_subplots(
@@ -509,13 +503,3 @@ def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
     figure = plots.styled(figure, "Dotted: dense; solid: sparse; diamond: the layer changes its path", height=420)
     figure.update_annotations(font_size=12)
     return figure.update_layout(margin_t=110, legend={"y": 1.09})
-
-
-def _key(figure: go.Figure, name: str, colour: str) -> None:
-    figure.add_scatter(
-        x=[None],
-        y=[None],
-        mode="markers",
-        marker={"color": colour, "symbol": "square", "size": 11, "line": {"color": plots.GREY, "width": 1}},
-        name=name,
-    )

@@ -1,5 +1,4 @@
-"""The training run of notebook 06 that switches its layers: what the loop in the notebook calls, and what it says of
-the run.
+"""The training run of notebook 06 in which layers change their path: what its loop calls, and sentences on the run.
 
 Data in, data out, nothing drawn.
 """
@@ -35,10 +34,9 @@ def small_layer(d_model: int, d_ff: int, seed: int = 0) -> nn.Module:
 
 
 def start(config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
-    """(model, optimizer, windows) before the first step: every feed-forward layer a SparseFFN that computes all its
-    neurons.
+    """(model, optimizer, windows) before the first step: every feed-forward layer is a SparseFFN on its dense path.
 
-    windows gives int64 [batch, context + 1] for ever, of the training part of config.text, which must be a Text.
+    windows never ends and yields int64 [batch, context + 1] of the training part of config.text, which must be a Text.
     """
     model = sparsify(initial_model(config), "twell").to(device)
     for layer in feed_forwards(model):
@@ -59,8 +57,10 @@ def sixteen_bits(device: str):
 
 
 def break_even_share(reached: Rates, d_model: int = 2048, d_ff: int = 5632) -> float:
-    """The share of neurons below which a training step is faster on the sparse path, as `switching` computes it, at
-    these rates."""
+    """The share of firing neurons below which a training step is faster on the sparse path, at these rates.
+
+    Computed as in twell_lab.analysis.switching.
+    """
     rates = costs.Rates(
         device="a GPU", dtype="bfloat16", bandwidth=reached.memory, l2=reached.l2, matmul=reached.tensor, launch=0.0
     )
@@ -85,9 +85,11 @@ def _mean(values: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[Tensor]:
-    """The gradient of every parameter for one batch, all layers on this path. The model's own `.grad` and paths stay as
-    they are."""
-    layers = [layer.module for layer in feed_forwards(model)]
+    """The gradient of every parameter for one batch, with all layers on this path.
+
+    The model's own `.grad` and the paths of its layers are the same afterwards.
+    """
+    layers = [found.module for found in feed_forwards(model)]
     before = [layer.learning for layer in layers]
     try:
         for layer in layers:
@@ -110,7 +112,7 @@ def furthest_apart(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def says(history: list[dict]) -> str:
-    """When each layer changed its path, and what was kept for the backward pass in the first step and in the last.
+    """In lines: when each layer changed its path, and how much was kept for the backward pass at first and at last.
 
     history: rows {step, nnz, paths: by layer, bytes}.
     """

@@ -1,9 +1,10 @@
-"""Recorded training steps, as notebook 06 shows them, and the reader's own beside them.
+"""Training steps for notebook 06: the recorded ones, and the reader's own beside them.
 
 Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager",
 "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "planned, compiled
 by layer" and "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each gets `where`: "recorded on
-<device>, <day>", or "yours, now, on <device>"."""
+<device>, <day>", or "yours, now, on <device>".
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ... import records
 from ...ops import measure, train_rows
-from ..recorded import LOGNORMAL, newest, rows_of, same, timed_here
+from ..recorded import LOGNORMAL, extremes, newest, rows_of, same, sources, timed_here
 
 NAME, KIND = "training", "training"
 COMMAND = "twell-lab record training"
@@ -32,25 +33,22 @@ OURS = {
     BY_LAYER: "x_compiled",
     SPARSE: "x_dense",
     f"{SPARSE} compiled": "x_compiled",
-}  # path -> what it is compared by
+}  # path -> the field that compares it with the dense layer run the same way
 KINDS = {
     LOGNORMAL: "a few neurons fire often",
     "independent, uniform": "all fire equally often",
     "overflow": "rows with a full tile",
     "trained": "layers of a trained model",
 }  # how a workload's name begins -> what it is called in figures
-LEAST = 0.97  # times as fast as dense; below it, a row counts as a loss
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Every training step recorded on a GPU with this in its name; of a size and workload that several records hold,
-    the newest."""
+    """Every training step recorded on a GPU with `device` in its name; of equal measurements the newest."""
     return newest(NAME, device, lambda row: row.get("kind") == KIND and row.get("nnz") is not None)
 
 
 def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
-    """Those of one layer of the size that the course speaks of, lowest nnz first, with `column`, the nnz as a whole
-    number in text."""
+    """The rows of one layer of TOKENS, D_MODEL and D_FF, by nnz; each gets `column`, its nnz rounded, as text."""
     here = [
         row
         for row in rows
@@ -60,7 +58,7 @@ def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
 
 
 def _lines(rows: list[dict]) -> list[dict]:
-    """Rows of one workload and nnz side by side: workload, nnz, choice, and for each path its ms, x and MiB."""
+    """One line for the rows of a workload and nnz: workload, nnz, choice, and the ms, x and MiB of each path."""
     lines: dict[tuple, dict] = {}
     for row in rows:
         line = lines.setdefault((same(row), row["where"]), {key: row.get(key) for key in ("workload", "nnz", "choice")})
@@ -75,8 +73,7 @@ def _lines(rows: list[dict]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each nnz: the dense step and the one that the layer plans, in ms, eager and compiled, the sparse one,
-    and memory."""
+    """A line for each nnz: the dense, the sparse and the planned step, eager and compiled, and their memory."""
     lines = _lines(steps(rows))
     columns = {
         "nnz": "mean nnz",
@@ -112,8 +109,7 @@ def others_table(rows: list[dict]) -> str:
 
 
 def whole_step(rows: list[dict]) -> str:
-    """The training step of whole models, dense, with layers as planned, and with sparse ones: ms, times as fast,
-    MiB."""
+    """The training step of whole models with dense, planned and sparse layers: ms, times as fast, MiB."""
     said = []
     for line in _lines([row for row in rows if row["workload"].startswith(WHOLE)]):
         row = next(row for row in rows if row["workload"] == line["workload"])
@@ -166,7 +162,7 @@ def whole_step(rows: list[dict]) -> str:
 
 
 def series(rows: list[dict]) -> dict[str, list[dict]]:
-    """One layer of the size that the course speaks of, by kind of workload (KINDS' names), lowest nnz first."""
+    """The rows of one gated layer of TOKENS, D_MODEL and D_FF by kind of workload, as KINDS names it; by nnz."""
     here = [
         row
         for row in rows
@@ -183,10 +179,9 @@ def series(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def meets(rows: list[dict], path: str) -> float | None:
-    """The nnz at which the sparse step takes as long as this path, on the lines between recorded times of one kind of
-    workload.
+    """The nnz at which the sparse step takes as long as `path`, interpolated between two recorded nnz.
 
-    None where it does not happen between two of them.
+    rows: of one kind of workload. None if the lines do not cross between two of them.
     """
     sparse, dense = ({row["nnz"]: row["ms"] for row in rows if row["path"] == each} for each in (SPARSE, path))
     nnzs = sorted(set(sparse) & set(dense))
@@ -198,8 +193,7 @@ def meets(rows: list[dict], path: str) -> float | None:
 
 
 def meetings(rows: list[dict]) -> str:
-    """Where the recorded sparse steps meet the dense ones, eager and compiled, for each workload that was drawn; a line
-    each."""
+    """The nnz at which recorded sparse steps take as long as dense ones: a line for each drawn workload."""
     lines = []
     for name, each in series([row for row in rows if row["workload"].startswith("independent")]).items():
         found = {path: meets(each, path) for path in ("dense compiled", "dense eager")}
@@ -210,7 +204,7 @@ def meetings(rows: list[dict]) -> str:
 
 
 def lost_cost(rows: list[dict]) -> str:
-    """What a lost row costs beside a stored one, from the recorded workload in which a known share of rows is lost."""
+    """The time of a lost row beside that of a stored one, from the workload in which 1% of the rows is lost."""
     line = next(
         (
             line
@@ -234,8 +228,8 @@ def lost_cost(rows: list[dict]) -> str:
 
 
 def no_room(rows: list[dict]) -> str:
-    """Rows whose entries cannot all be in the lists, whatever their order: how much is lost, and what that costs. A
-    line each."""
+    """A line for each recorded workload with more entries than the lists have room for: how much is lost, and the
+    times."""
     lines = []
     for line in _lines([row for each in series(rows).values() for row in each]):
         room, entries = train_rows.capacity_for(TOKENS, D_FF), TOKENS * line["nnz"]
@@ -250,31 +244,26 @@ def no_room(rows: list[dict]) -> str:
 
 def about(rows: list[dict]) -> str:
     """Where rows come from, in a sentence; if there are none, which command makes them."""
-    wheres = list(dict.fromkeys(row["where"] for row in rows))
-    return f"{len(rows)} times of training steps, {'; '.join(wheres)}." if rows else MISSING
+    return f"{len(rows)} times of training steps, {sources(rows)}." if rows else MISSING
 
 
 def summary(rows: list[dict]) -> str:
-    """The planned step's lowest and highest figure against dense, over all rows, in a sentence; empty for no rows."""
+    """The lowest and the highest figure of the planned step against dense, in a sentence; "" for no rows."""
     shown = [
         {**row, "x": row[OURS[row["path"]]]}
         for row in rows
         if row["path"].startswith("planned") and row.get(OURS[row["path"]])
     ]
     shown = shown or [{**row, "x": row["x_dense"]} for row in rows if row["path"] == SPARSE]
-    if not shown:
-        return ""
-    low, high = (pick(shown, key=lambda row: row["x"]) for pick in (min, max))
-    at = lambda row: f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"  # noqa: E731
-    below = sum(row["x"] < LEAST for row in shown)
-    return (
-        f"The training step, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} "
-        f"({at(high)}), below {LEAST} in {below} of {len(shown)} rows."
-    )
+    return extremes("The training step", shown, _at, "rows") if shown else ""
+
+
+def _at(row: dict) -> str:
+    return f"{row['path']}, {row['workload']}, nnz {row['nnz']:.0f}"
 
 
 def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
-    """The recorded sparse steps over the sum of `backward.floors`, by nnz as text, a line each."""
+    """A line for each recorded sparse step, with the sum of its floors. floors: nnz as text -> data.floors."""
     lines = []
     for row in steps(rows):
         if row["path"] == SPARSE and row["column"] in floors:
@@ -288,14 +277,13 @@ def beside_floor(rows: list[dict], floors: dict[str, list[dict]]) -> str:
 
 
 def dense_ms(rows: list[dict]) -> float | None:
-    """The recorded eager dense step in ms, the median over nnz (it does not depend on it); None where none is
-    recorded."""
+    """Milliseconds of the recorded eager dense step, as the median over nnz, on which it does not depend; or None."""
     found = [row["ms"] for row in steps(rows) if row["path"] == "dense eager"]
     return measure.quartiles(found)[0] if found else None
 
 
 def memory_sentence(rows: list[dict], nnz: float = 29) -> str:
-    """The recorded peak of a step beyond what was there before it, dense and sparse, at the nnz nearest to this one."""
+    """The recorded peak memory that a dense and a sparse step add, at the nnz nearest to this one, in a sentence."""
     here = [row for row in steps(rows) if row.get("peak_bytes") and row["path"] in ("dense eager", SPARSE)]
     if not here:
         return "No peak is recorded yet."
@@ -312,10 +300,9 @@ def memory_sentence(rows: list[dict], nnz: float = 29) -> str:
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
-    """The dense and the sparse step, eager, measured now on this machine's GPU. Gradients are checked before anything
-    is timed.
+    """The dense and the sparse step, eager, checked and then timed on this machine's GPU, as rows.
 
-    Empty where there is no GPU, or none that can do it (which is said).
+    [] without a GPU, and, with a printed reason, if the GPU cannot do it.
     """
     from ...bench import inference
 
@@ -333,10 +320,11 @@ def step_rows(
     clock: Callable = measure.time_cuda,
     peak_bytes: Callable = measure.peak_bytes,
 ) -> list[dict]:
-    """One gated layer's training step, dense and sparse, checked and timed: rows as in the record.
+    """The training step of one gated layer, dense and sparse, checked and then timed: rows as in the record.
 
-    inputs: [tokens, d_model] each. clock: calls by name -> milliseconds of each, as ops.measure.time_cuda. peak_bytes:
-    of a call, as ops.measure.peak_bytes. Raises WrongResult where a gradient is off by 5% of its norm or more.
+    inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
+    ops.measure.time_cuda does. peak_bytes: the peak memory of a call, as ops.measure.peak_bytes. Raises WrongResult if
+    a gradient is off by 5% of its norm or more.
     """
     from ...bench import training as tables
 

@@ -1,4 +1,4 @@
-"""The widget of the notebook on the backward pass: give the lists less room, and see which tokens are lost."""
+"""The widget of notebook 06: give the lists less room, and see which tokens are lost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from . import figures
 
 
 def capacity_explorer(sweep: list[dict]) -> Explorer:
-    """A slider over capacities. sweep: what `backward.capacity_sweep` returned; the slider's values are its
-    capacities."""
+    """A slider over the capacities of a sweep. sweep: what `backward.capacity_sweep` returned."""
     return Explorer(
         figures.capacity(sweep),
         lambda figure, index: figures.move_capacity(figure, sweep, index),

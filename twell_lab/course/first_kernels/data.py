@@ -1,6 +1,6 @@
-"""What the notebook on kernels computes: workloads, recorded times, predictions beside them, altered copies of kernels.
+"""What notebook 04 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
 
-Data in, data out, nothing drawn. The kernels themselves run through `twell_lab.ops.portable` and `twell_lab.simulator`.
+Data in, data out, nothing drawn. The kernels run by `twell_lab.ops.portable` and `twell_lab.simulator`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ...formats.twell import TILE, WORDS, TwELL
 from ...ops import measure, portable
 from ...records import evidence
 from ...records.evidence import noise
-from ...simulator import H100, Counts, Fault, Gpu, available, predicted_time, watching
+from ...simulator import Counts, Fault, available, predicted_time, watching
 from ...simulator.counts import SECTOR, LineCounts
-from ..recorded import device_and_day
+from ..recorded import device_and_day, timed_here
 
 NO_TAIL = (None, None, None)
 NEAR = 1.25  # a time up to this many times its bound is explained by it
@@ -31,7 +31,7 @@ Times = dict[str, dict]
 
 
 def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
-    """(packed words, by what): kernel pack_v`version` in the simulator where that runs, otherwise the reference.
+    """(packed words, what packed them): kernel pack_v`version` in the simulator where that runs, else the reference.
 
     gate: [rows, d_ff] on the CPU.
     """
@@ -41,7 +41,7 @@ def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
 
 
 def same_words(words: Tensor, gate: Tensor) -> bool:
-    """Whether packed words are those of TwELL.from_gate(gate); what lies past a tile's count was never written."""
+    """Whether packed words equal those of TwELL.from_gate(gate), except for words that are never written."""
     want = TwELL.from_gate(gate.cpu())
     used = torch.arange(want.words) <= want.counts[..., None]
     words = words.cpu()
@@ -49,7 +49,7 @@ def same_words(words: Tensor, gate: Tensor) -> bool:
 
 
 def on_the_gpu(gate: Tensor) -> str:
-    """One sentence: whether every pack kernel makes the same words on this machine's GPU."""
+    """One sentence: whether every pack kernel gives the reference's words on this machine's GPU."""
     if not torch.cuda.is_available():
         return "There is no GPU here: the simulator is all that runs them."
     try:
@@ -79,10 +79,9 @@ def gate(rows: int, d_ff: int = 5632, nnz: int = 29) -> Tensor:
 
 
 class Layer:
-    """A packed gate and the weights of a layer: `.gated(version)` and `.down(version)` launch gated_v* and down_v* on
-    it.
+    """A packed gate and the weights of a layer, on which `.gated(version)` and `.down(version)` launch kernels.
 
-    Inputs are made as in `gate`; the counts of a launch depend on who fires, not on the values.
+    Inputs are made as in `gate`. The counts of a launch depend on which neurons fire, not on the values.
     """
 
     def __init__(self, tokens: int, d_model: int = 2048, d_ff: int = 5632, nnz: int = 29) -> None:
@@ -102,7 +101,7 @@ class Layer:
         return portable.down(self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
 
     def off_by(self, y: Tensor) -> float:
-        """How far y of `gated` is from float64: |y - exact| / |exact|, over everything."""
+        """The error of y, a result of `gated`, against float64: |y - exact| / |exact|, over all values."""
         g, x, up, down_t = (t.double() for t in (self.gate, self.x, self.up, self.down_t))
         exact = (g.relu() * (x @ up.T)) @ down_t
         return float((y.double() - exact).norm() / exact.norm())
@@ -114,11 +113,11 @@ class Layer:
 def source(file: str, function: str, at: str | None = None) -> str:
     """The lines of one function of a file of kernels/, each with its number.
 
-    at: only the part from the line that begins with this to the end of the block that it opens.
+    at: the beginning of a line that opens a block; only that block is shown.
     """
     lines = (folders.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
     named = re.compile(rf"\b{re.escape(function)}\(")
-    # Definitions are not indented; what is may be a use of the name.
+    # A definition is not indented; an indented line may use the name.
     first = next((i for i, line in enumerate(lines) if named.search(line) and line[:1] not in (" ", "#", "/")), None)
     if first is None:
         raise InputError(f"{file} has no function {function!r}")
@@ -137,9 +136,9 @@ def source(file: str, function: str, at: str | None = None) -> str:
 
 
 def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Path:
-    """A copy of a file of kernels/ in which one place is changed: the `which`-th occurrence of `old`.
+    """The path of a copy, at `to`, of a file of kernels/ in which the `which`-th occurrence of `old` is `new`.
 
-    to: the path of the copy. Raises InputError where `old` does not occur as often. Line numbers stay as they are.
+    Line numbers stay the same. Raises InputError if `old` does not occur so often.
     """
     pieces = (folders.kernels_dir() / file).read_text(encoding="utf-8").split(old)
     if not 1 <= which < len(pieces):
@@ -163,7 +162,7 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
 
 
 def traffic(counts: Mapping[str, Counts]) -> str:
-    """What each kernel asked for and the sectors it touched, as a table. counts: kernel -> Counts."""
+    """A table of the bytes that each kernel asked for and the sectors it touched. counts: kernel -> Counts."""
     return records.table(
         _counted(counts),
         {
@@ -179,7 +178,7 @@ def traffic(counts: Mapping[str, Counts]) -> str:
 
 
 def fused_traffic(counts: Mapping[str, Counts]) -> str:
-    """The same for kernels that use shared memory too, with the warps that come to barriers."""
+    """The same as `traffic` for kernels that use shared memory too, with the warps that come to barriers."""
     return records.table(
         _counted(counts),
         {
@@ -213,8 +212,9 @@ def _counted(counts: Mapping[str, Counts]) -> list[dict]:
 
 
 def beside_hardware(kernel: str) -> str:
-    """Sectors of every version of "pack", "down" or "gated", counted here and by a GPU's own counters, as a table and a
-    sentence. The launches are those of `evidence.counted`, since it is these that were recorded.
+    """Sectors of every version of a kernel, counted here and by a GPU's own counters, as a table and a sentence.
+
+    kernel: "pack", "down" or "gated". The launches are those of `evidence.counted`, since these were recorded.
     """
     found = [record for record in records.load_all() if record.name == "gpu-counters"]
     if not found:
@@ -244,7 +244,7 @@ def beside_hardware(kernel: str) -> str:
 
 
 def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
-    """The source line whose accesses of this sort touch most sectors."""
+    """The source line whose accesses of this sort (a field of Counts) touch the most sectors."""
     return max(counts.by_line(), key=lambda line: getattr(line, sort).sectors)
 
 
@@ -252,12 +252,12 @@ def busiest(counts: Counts, sort: str = "global_reads") -> LineCounts:
 
 
 def recorded(tokens: int, device: str = "H100") -> Times:
-    """kernel -> {ms, device, date, stale, where, l1_hits} at this many tokens, from the newest record of kernel
-    versions on a GPU with this in its name. May be empty.
+    """kernel -> {ms, device, date, stale, where, l1_hits} at this many tokens; {} if nothing is recorded.
 
-    where: "recorded on <device>, <day>", and "stale" where the kernels or their launch code have changed since.
-    l1_hits: the share of sectors that the GPU's own counters found in L1 at this many tokens, None where that is not
-    recorded."""
+    From the newest record of kernel versions on a GPU with `device` in its name. where: "recorded on <device>, <day>",
+    and "stale" if the kernels or their launch code have changed since. l1_hits: the share of sectors that the GPU's
+    own counters found in L1, None if that is not recorded.
+    """
     loaded = records.load_all()
     hits = {
         row["kernel"]: row["l1_hits_percent"] / 100
@@ -290,26 +290,21 @@ def recorded(tokens: int, device: str = "H100") -> Times:
 
 
 def yours(tokens: int = 16384) -> Times:
-    """The same as `recorded`, measured now on this machine's GPU; empty where there is none that can do it."""
-    if not torch.cuda.is_available():
-        return {}
-    device = torch.cuda.get_device_name()
-    try:
-        rows = forward.kernel_versions(tokens)
-    except (DeviceError, StackError, torch.OutOfMemoryError) as error:
-        print(f"Nothing was timed on {device}: {error}")
-        return {}
-    return {row["path"]: {"ms": row["ms"], "device": device, "where": f"yours, now, on {device}"} for row in rows}
+    """kernel -> {ms, device, where}, measured now on this machine's GPU; {} where there is none that can do it."""
+    return {
+        row["path"]: {"ms": row["ms"], "device": row["device"], "where": f"yours, now, on {row['device']}"}
+        for row in timed_here(lambda: forward.kernel_versions(tokens))
+    }
 
 
-def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None = None, gpu: Gpu = H100) -> list[dict]:
-    """Predicted beside measured, a row for each kernel, as figures.predicted_against_measured takes them.
+def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None = None) -> list[dict]:
+    """Predicted and measured times, a row for each kernel, as figures.predicted_against_measured takes them.
 
     counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`; own: `yours`.
     """
     rows = []
     for version, each in counts.items():
-        bounds = {name: 1e3 * seconds for name, seconds in predicted_time(each, gpu).bounds.items()}
+        bounds = {name: 1e3 * seconds for name, seconds in predicted_time(each).bounds.items()}
         time, mine = times.get(version, {}), (own or {}).get(version, {})
         rows.append(
             {
@@ -326,7 +321,7 @@ def against_time(counts: Mapping[str, Counts], times: Times, own: Times | None =
 
 
 def verdicts(rows: list[dict]) -> str:
-    """What each row of `against_time` says of the prediction, in a line each, and `summary`."""
+    """A line for each row of `against_time`: whether its traffic explains its time; then `summary`."""
     lines = []
     for row in rows:
         limit, predicted = _slowest(row["predicted_ms"])
@@ -342,7 +337,7 @@ def verdicts(rows: list[dict]) -> str:
     return "\n".join(lines + summary(rows).splitlines())
 
 
-# How a kernel can be faster than what a part of the GPU seems to need.
+# How a kernel can be faster than the time that a part of the GPU seems to need.
 WHY_FASTER = {
     "L2 cache": "the model counts each line once for every block that reads it, and blocks that run side by side on a "
     "multiprocessor share lines in its L1",
@@ -352,8 +347,9 @@ WHY_FASTER = {
 
 
 def summary(rows: list[dict]) -> str:
-    """How many rows of `against_time` are near the prediction, and for each limit that was beaten, by whom and how that
-    can be. Empty where no time is recorded.
+    """How many rows of `against_time` are near the prediction; which are faster than their limit, and how that can be.
+
+    "" where no time is recorded.
     """
     timed = [row for row in rows if row["measured_ms"] is not None]
     if not timed:
@@ -386,14 +382,14 @@ def summary(rows: list[dict]) -> str:
 
 
 def _times(row: dict) -> float | None:
-    """Measured over predicted, to two digits after the point: what differs by less is the same."""
+    """Measured over predicted time, rounded to two digits, so that a smaller difference counts as none; or None."""
     if row["measured_ms"] is None:
         return None
     return round(row["measured_ms"] / _slowest(row["predicted_ms"])[1], 2)
 
 
 def table(rows: list[dict], counts: Mapping[str, Counts]) -> str:
-    """Rows of `against_time` as a table, with the bytes of the sectors that were touched. counts: as given to it."""
+    """Rows of `against_time` as a table, with the bytes of the sectors touched. counts: what they were made from."""
     columns = {
         "version": "",
         "moved": "MB in sectors",
@@ -421,10 +417,10 @@ WARPS_AT_ONCE = 132 * 64  # of an H100: its multiprocessors, and the warps that 
 
 
 def waiting(counts: Mapping[str, Counts], times: Times, alone: Times) -> str:
-    """What a load costs pack_v2 and pack_v3 on a full GPU, and what it costs when there is nothing else to do.
+    """In lines: what a load costs pack_v2 and pack_v3 on a full GPU, and what it costs on an idle one.
 
-    counts: scaled to the size of `times`; alone: the times for 1 token, where every warp has a place at once, pack_v2
-    makes 8 loads one after another, and pack_v3 one.
+    counts: scaled to the size of `times`. alone: the times for 1 token, where all warps run at once, pack_v2 makes 8
+    loads one after another, and pack_v3 one.
     """
     if not {"pack_v2", "pack_v3"} <= set(times) & set(alone):
         return "No times are recorded for this."

@@ -1,7 +1,7 @@
 """Figures of what the simulator recorded, each a function of rows and numbers; in the style of `plots`.
 
-Colour is never the only sign: threads are numbered in their cells, what was written has a frame, bars are
-hatched. So the figures keep their meaning in grey print and for every colour vision.
+Colour is never the only sign: cells name their threads, written elements have a frame, and bars are hatched. So the
+figures can be read in grey print and by colour-blind readers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...core.errors import InputError
 from ...plots.data import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.trace import Step, Trace
-from ..drawing import flat
+from ..drawing import become, squares
 
 ACROSS = 32  # cells on a line: the lanes of a warp
 ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
@@ -42,12 +42,12 @@ def who_touches_what(
     cells: int | None = None,
     per_cell: Mapping[str, int] | int = 1,
 ) -> go.Figure:
-    """The elements of each array, in the colour of whoever read them; framed: of whoever wrote them.
+    """The elements of each array in the colour of the threads that read them or, with a frame, that wrote them.
 
-    arrays: their names (all that were touched). by: "thread" or "warp". steps: the indices of those that
-    count (all). first: array -> the first element drawn (the first touched). cells: how many of an array are
-    drawn at most (256, or 512 of several elements); per_cell: elements a cell, one number or one for each
-    array: 16 bfloat16 are a sector.
+    arrays: names (None: all that were touched). by: "thread" or "warp". steps: indices of the steps to draw (None:
+    all). first: array -> the first element drawn (the first that was touched). cells: the most cells drawn of an array
+    (256, or 512 if cells hold several elements). per_cell: elements in a cell, one number or array -> number; 16
+    bfloat16 are a sector.
     """
     if by not in ("thread", "warp"):
         raise InputError(f"by is {by!r}; 'thread' and 'warp' are accepted")
@@ -82,10 +82,12 @@ def step_view(
 ) -> go.Figure:
     """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
 
-    Blue: read, orange: written; a frame marks what has been written. arrays: their names (all that are
-    touched). page: elements drawn of an array, the page that was touched last. text: array -> (element, value)
-    -> what its cell says, such as `packed_text`. Above: each lane of the warp, whether it takes part, its
-    value and what is watched.
+    Blue is read, orange is written, and a frame marks elements that have been written. Above the arrays: each lane of
+    the warp, whether it takes part, its value and the watched expressions.
+
+    arrays: names (None: all that were touched). page: how many elements of an array are drawn; the page that was
+    touched last is shown. text: array -> a function of (element, value) that gives the text of a cell, such as
+    `packed_text`.
     """
     if not 0 <= step < len(trace):
         raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
@@ -98,14 +100,11 @@ def step_view(
 
 def move_step_view(figure: go.Figure, trace: Trace, step: int, **options) -> None:
     """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too)."""
-    other = step_view(trace, step, **options)
-    for shown, new in zip(figure.data, other.data, strict=True):
-        shown.update(new.to_plotly_json(), overwrite=True)
-    figure.update_layout(other.layout.to_plotly_json(), overwrite=True)
+    become(figure, step_view(trace, step, **options))
 
 
 def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], str]:
-    """For step_view: how a packed array of `words` words a tile is written into its cells."""
+    """The text of a cell for step_view, for a packed array of `words` words a tile: column above value."""
 
     def shown(element: int, word) -> str:
         if element % words == 0:
@@ -117,10 +116,9 @@ def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], 
 
 
 def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
-    """Bytes that the lanes asked for, and those of the sectors that their instructions touched. counts: version ->
-    Counts.
+    """Bytes that the lanes asked for, and bytes of the sectors that they touched. counts: version -> Counts.
 
-    Not all of it is traffic of the memory: a sector touched again soon is still in the L1 cache.
+    Not every sector comes from memory: one that is touched again soon is still in the L1 cache.
     """
     if not counts:
         raise InputError("there are no counts; at least one version is accepted")
@@ -165,10 +163,10 @@ BOUND_LOOKS = ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots
 
 
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
-    """The time each part of the GPU would need by itself, beside the time that was measured.
+    """The time that each part of the GPU would need by itself, beside the time that was measured.
 
-    rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}; and the
-    reader's own, drawn as points, where there are any: yours_ms, yours (what to call them).
+    rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}. The reader's
+    own times are drawn as points if rows have them: yours_ms, yours (what to call them).
     """
     if not rows:
         raise InputError("there are no rows; at least one version is accepted")
@@ -222,13 +220,13 @@ def predicted_against_measured(rows: list[dict]) -> go.Figure:
 
 
 class _Panel:
-    """Lines of cells: a colour, a text, a hover text and perhaps a frame for each."""
+    """One array as lines of cells. A cell has a colour, a text, a hover text and perhaps a frame."""
 
     def __init__(self, caption: str, lines: int, across: int, height: int, font: int = 10) -> None:
         self.caption, self.height, self.font = caption, height, font
         self.colours = [[None] * across for _ in range(lines)]
         self.texts, self.hover = ([[""] * across for _ in range(lines)] for _ in range(2))
-        self.width = max(ACROSS, across)  # a line that is not full has cells of the same size
+        self.width = max(ACROSS, across)  # in cells: those of a shorter line keep their size
         self.framed = [[False] * across for _ in range(lines)]
         self.labels = [""] * lines
 
@@ -251,7 +249,7 @@ class _Panel:
         shown = min(most, total - start, max(1, -(-(max(touches) + 1 - start) // across)) * across)
         what = f"<b>{name}</b>, {_kind(array)}: {way} by {by}"
         if size > 1:
-            what += f"; {size} elements ({size * _bytes(array)} bytes) a cell, {len(touches)} cells touched"
+            what += f"; {size} elements ({size * array.itemsize} bytes) a cell, {len(touches)} cells touched"
         if start + shown <= max(touches):
             what += f"; the first {shown} of {max(touches) + 1 - start:,} cells"
         panel = cls(what, -(-shown // across), across, 24 if size == 1 else 19)
@@ -381,17 +379,14 @@ def _stacked(panels: list[_Panel]) -> go.Figure:
             row=row,
             col=1,
         )
-        figure.add_heatmap(
-            z=[[number.get(colour) for colour in line] for line in panel.colours],
+        squares(
+            figure,
+            [[number.get(colour) for colour in line] for line in panel.colours],
+            colours,
             text=panel.texts,
             customdata=panel.hover,
-            zmin=-0.5,
-            zmax=len(colours) - 0.5,
-            colorscale=flat(colours),
-            showscale=False,
             xgap=5,
             ygap=5,
-            hoverongaps=False,
             texttemplate="%{text}",
             textfont={"size": panel.font},
             hovertemplate="%{customdata}<extra></extra>",
@@ -435,7 +430,7 @@ def _names(trace: Trace, arrays: Iterable[str] | None) -> list[str]:
 
 
 def _touches(steps: Iterable[Step], name: str, way: str, by: str, size: int) -> dict[int, tuple]:
-    """Cell -> (threads or warps that touched it, the last one's line, the last value)."""
+    """Cell -> (the threads or warps that touched it, the line and the value of the last touch)."""
     found: dict[int, tuple[set, object, str]] = {}
     for step in steps:
         if step.kind != KIND_OF[way]:
@@ -452,9 +447,9 @@ def _touches(steps: Iterable[Step], name: str, way: str, by: str, size: int) -> 
 
 
 def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[int, int]:
-    """(first element, number of elements) of the page of an array that was touched last, at or before a step.
+    """(first element, number of elements) of the page of an array that was touched last, up to and with a step.
 
-    The number is the same for every step, so that nothing jumps when a slider moves.
+    The number is the same for every step, so that the figure keeps its height when a slider moves.
     """
     places, _, steps, _ = trace.touches[name]
     size = max(across, size - size % across)
@@ -473,7 +468,7 @@ def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
         f"<span style='font-family:monospace;font-size:{14 if len(code) < 70 else 12}px'>{_escaped(code)}</span>"
     )
     said = step.describe().partition(": ")[2]
-    said = said.partition(" = ")[0] if step.array in text else said  # a word says nothing as one number
+    said = said.partition(" = ")[0] if step.array in text else said  # the cells show what a packed word means
     said = f"step {step.index} of {len(trace) - 1}: warp {step.warp}, {_escaped(said)}"
     if len(step.path) > 1:
         said += f", called from {step.path[0].file}:{step.path[0].number}"
@@ -512,17 +507,13 @@ def _numbers(who: set[int], spelled: bool = False) -> str:
 
 
 def _across(array) -> int:
-    """Cells on a line: a short last dimension is kept whole, so that a line is a tile, a row, or several."""
+    """How many cells a line has: a short last dimension stays in one piece, so that a line is a whole tile or row."""
     last = array.shape[-1] if len(array.shape) > 1 else ACROSS
     return ACROSS if last > ACROSS else last if last >= ACROSS // 4 else ACROSS // last * last
 
 
 def _kind(array) -> str:
     return f"{array.space} {array.dtype} [{', '.join(map(str, array.shape))}]"
-
-
-def _bytes(array) -> int:
-    return 2 if isinstance(array.dtype, str) and array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
 
 
 def _coordinates(array, element: int) -> str:

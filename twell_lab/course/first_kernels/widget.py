@@ -1,4 +1,4 @@
-"""A block of a kernel step by step: a slider through what the simulator recorded of it."""
+"""The widget of notebook 04: a slider through the steps that the simulator recorded of a block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from . import figures
 
 
 class StepExplorer(Explorer):
-    """A slider through the steps of a trace, above the arrays as they are then (figures.step_view).
+    """A slider through the steps of a trace, above the arrays as they are after the chosen step (figures.step_view).
 
-    steps: the indices of those it stops at (all), such as the steps of one warp, ascending. The other options
-    are those of step_view. `.index` is a number of the slider's stops, `.step` the trace's step that is shown;
-    `.next_barrier()` does what its button does.
+    steps: indices of the steps where the slider stops, ascending, such as those of one warp (None: all). The other
+    options are those of step_view. `.index` is the number of the slider's stop, `.step` the trace's step that is shown;
+    `.next_barrier()` does what the button does.
     """
 
     def __init__(self, trace: Trace, steps: Iterable[int] | None = None, **options) -> None:
@@ -43,7 +43,7 @@ class StepExplorer(Explorer):
         return self._stops[self.index]
 
     def next_barrier(self) -> None:
-        """Go to the first stop at or after the next meeting of the block; stay where there is none."""
+        """Go to the first stop at or after the block's next meeting at a barrier; stay if there is none."""
         meeting = next((barrier for barrier in self.trace.barriers if barrier > self.step), None)
         if meeting is not None and self._stops[-1] >= meeting:
             self.slider.index = next(i for i, stop in enumerate(self._stops) if stop >= meeting)

@@ -1,4 +1,4 @@
-"""Notebook 05, measured: the recorded layers on Hopper GPUs, the planner's trials, and the reader's own beside them."""
+"""Notebook 05, measured: recorded layers on Hopper GPUs, the planner's trials, and the reader's own times."""
 
 from . import figures
 from .data import (

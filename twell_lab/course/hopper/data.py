@@ -1,7 +1,8 @@
-"""What the notebook on the Hopper kernels reads from the records, and measures beside them.
+"""Times for notebook 05: read from the records, and measured on the reader's GPU.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference), each with
-`where`: "recorded on <device>, <day>", or "yours, now, on <device>"."""
+`where`: "recorded on <device>, <day>", or "yours, now, on <device>".
+"""
 
 from __future__ import annotations
 
@@ -13,33 +14,46 @@ from torch import Tensor
 
 from ... import records
 from ...ops import measure
-from ..recorded import GRAPH, LOGNORMAL, device_and_day, newest, rows_of, same, select, timed_here
+from ..recorded import (
+    GRAPH,
+    LEAST,
+    LOGNORMAL,
+    device_and_day,
+    extremes,
+    newest,
+    rows_of,
+    same,
+    select,
+    sources,
+    timed_here,
+)
 from ..roofline.data import Rates, floors, work
 
 UNIFORM = "independent, uniform"
-NAME = "inference"  # of the records; what a section adds to the name is its own
+NAME = "inference"  # how the names of the records begin
 COMMAND = "twell-lab record inference"
 MISSING = f"No such run is recorded in this checkout; `{COMMAND}` makes one."
-STACK = " (graph of "  # so many layers: a layer's share
+STACK = " (graph of "  # in a path: a layer's share of the time of a graph of several layers
 # What the record of the portable kernels calls a path -> what it is called here.
 SAME = {"dense eager": "dense eager", "dense compiled": "dense compiled", "twell": "forced twell"}
 SHOWN = ("planned", "forced twell", "forced hot_cold", "forced dense", "forced portable", "forced mma.sync")
-FEW = 256  # up to here a layer is about as short as its launches, and graph replays are what counts
-LEAST = 0.97  # times as fast as dense; a cell below it counts as a loss, above it may be noise
+FEW = 256  # up to so many tokens a layer takes about as long as its launches, so graph replays are compared
 
 
 # ---- what is recorded, and what is measured here ----
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Every measurement of the "inference" records made on a GPU with this in its name; where two agree, the newest."""
+    """Every row of "inference" records made on a GPU with `device` in its name; of equal measurements the newest."""
     found = newest(NAME, device, lambda row: "kind" in row)
     return found + _portable(device, set(map(same, found)))
 
 
 def _portable(device: str, taken: set[tuple]) -> list[dict]:
-    """The rows of the newest record of the portable kernels, by the names used here; a layer that `taken` holds is not
-    repeated."""
+    """The rows of the newest record of the portable kernels, with the names of paths that are used here.
+
+    taken: `same` of rows that there are already; torch's layers that measure the same are left out.
+    """
     record = next(
         (
             r
@@ -64,9 +78,9 @@ def _portable(device: str, taken: set[tuple]) -> list[dict]:
 
 
 def ways(rows: list[dict], tokens: int = 16384) -> str:
-    """TwELL layers on each sort of kernels, in ms and times the dense layer of the same run, by nnz, as a table.
+    """A table by nnz: TwELL layers on each set of kernels, in ms and as times as fast as dense in the same run.
 
-    nnz and the dense times are those of the newest run; nnz of two runs are the same if they agree to two digits.
+    nnz and the dense times are those of the newest run. nnz of two runs count as equal if they agree to two digits.
     """
     here = select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
     lines: dict[float, dict] = {}
@@ -85,14 +99,13 @@ def about(rows: list[dict]) -> str:
     """Where rows come from, in a sentence; if there are none, which command makes them."""
     if not rows:
         return f"No inference run is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes one."
-    wheres = list(dict.fromkeys(row["where"] for row in rows))
-    return f"{len(rows):,} times, {'; '.join(wheres)}."
+    return f"{len(rows):,} times, {sources(rows)}."
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dict]:
-    """Rows as in the record, measured now on this machine's GPU: dense eager, planned, and each path forced.
+    """Rows as in the record, checked and then timed on this machine's GPU: dense eager, planned and TwELL layers.
 
-    Empty where there is no GPU, or none that can do it (which is said). Checks before it times.
+    [] without a GPU, and, with a printed reason, if the GPU cannot do it.
     """
     from ...bench import inference
 
@@ -104,9 +117,10 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dic
 
 
 def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = measure.time_cuda) -> list[dict]:
-    """One gated layer timed as it is, as its plan says and on the TwELL path, after a check: rows as in the record.
+    """One gated layer, dense, planned and on the TwELL path, checked and then timed: rows as in the record.
 
-    inputs: [tokens, d_model] each. clock: calls by name -> milliseconds of each, as ops.measure.time_cuda.
+    inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
+    ops.measure.time_cuda does.
     """
     from ...bench import inference
     from ...layers.choice import Choice, LayerPlan
@@ -134,7 +148,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
 
 
 def headline(rows: list[dict], tokens: int = 16384, workload: str = LOGNORMAL) -> list[dict]:
-    """A row for each nnz: the planned layer beside the dense one, eager against eager and compiled against compiled."""
+    """For each nnz, a row with the planned layer beside the dense one, both eager and both compiled."""
     here = select(rows, tokens=tokens, workload=workload, d_model=2048, d_ff=5632)
     shown = []
     for planned in sorted((row for row in here if row["path"] == "planned"), key=lambda row: row["nnz"]):
@@ -147,8 +161,7 @@ def headline(rows: list[dict], tokens: int = 16384, workload: str = LOGNORMAL) -
 
 
 def estimates(rows: list[dict], reached: Rates, nnzs: Iterable[float] = (8, 29, 60, 120, 300)) -> str:
-    """TwELL and dense for 16,384 tokens as `floors` has them, beside the times recorded with these paths, as a
-    table."""
+    """A table for 16,384 tokens: the least times of TwELL and dense by `floors`, beside their recorded times."""
     shown = []
     for nnz in nnzs:
         dense, gate, sparse = (step["floor_ms"] for step in floors(work(nnz=nnz), reached))
@@ -179,7 +192,7 @@ def estimates(rows: list[dict], reached: Rates, nnzs: Iterable[float] = (8, 29, 
 
 
 def headline_table(shown: list[dict]) -> str:
-    """`headline` as text."""
+    """The rows of `headline` as a table."""
     columns = {
         "nnz": "mean nnz",
         "choice": "planned path",
@@ -201,12 +214,12 @@ def headline_table(shown: list[dict]) -> str:
 
 
 def plan_points(rows: list[dict]) -> list[dict]:
-    """The rows of kind "plan": what was predicted and what was measured in the planner's own trials."""
+    """The rows of kind "plan": predicted and measured times of the planner's own trials."""
     return [row for row in rows if row["kind"] == "plan" and row.get("predicted_ms")]
 
 
 def plan_sentences(found: list[dict]) -> str:
-    """How near the predictions are, and what the choices were worth."""
+    """In lines: how near the predictions are, and how often the candidate predicted fastest was fastest."""
     if not found:
         return "No planner's trial is recorded."
     lines = [f"{len(found)} candidates were timed."]
@@ -236,17 +249,15 @@ def plan_sentences(found: list[dict]) -> str:
 
 
 def family(path: str) -> str:
-    """The path of a row without how it was run and without the hot size: "forced hot_cold 768 (graph)" -> "forced
-    hot_cold"."""
+    """A path without "(graph)" and without its hot size: "forced hot_cold 768 (graph)" -> "forced hot_cold"."""
     words = path.removesuffix(GRAPH).split(" ")
     return " ".join(words[:-1] if words[-1].isdigit() else words)
 
 
 def cells(rows: list[dict], workload: str = LOGNORMAL, d_model: int = 2048, d_ff: int = 5632) -> list[dict]:
-    """The map: tokens, nnz, path (see `family`), x (times as fast as dense run the same way), choice, how.
+    """The cells of the map: tokens, nnz, path (see `family`), x, choice, ms, where, how ("eager", "graph", "compiled").
 
-    For few tokens the times are those of graph replays. "compiled" is the planned layer under torch.compile beside the
-    compiled dense layer.
+    x: times as fast as the dense layer run the same way. For up to FEW tokens the times are those of graph replays.
     """
     found = []
     for row in select(rows, workload=workload, d_model=d_model, d_ff=d_ff):
@@ -265,7 +276,7 @@ def _cell(row: dict, name: str) -> dict:
 
 
 def losses(found: list[dict]) -> str:
-    """Of each path of `cells`: in how many it is slower than dense, and its lowest and highest figure."""
+    """A table of the paths of `cells`: in how many cells each is slower than dense, its lowest and highest figure."""
     lines = []
     for path in dict.fromkeys(cell["path"] for cell in found):
         here = sorted((cell for cell in found if cell["path"] == path), key=lambda cell: cell["x"])
@@ -290,7 +301,7 @@ def _at(cell: dict) -> str:
 
 
 def trained(rows: list[dict]) -> list[dict]:
-    """Layers of trained models: l1, layer, nnz, tokens, path, x, ms, choice, bits, curve, by L1 and layer.
+    """Layers of trained models, by L1 and layer: l1, layer, nnz, tokens, path, x, ms, choice, where, bits, curve.
 
     bits: the model's bits per byte of validation text; curve: [step, neurons firing for a token] during its training.
     """
@@ -309,8 +320,8 @@ def trained(rows: list[dict]) -> list[dict]:
 
 
 def trained_sentences(found: list[dict]) -> str:
-    """How the models were trained; the planned layers against dense, and whether some forced path would have beaten the
-    choice."""
+    """How well the models predict and how their nnz fell; then a table of their planned layers beside the fastest
+    path."""
     models, lines = [], []
     for l1, layer in dict.fromkeys((cell["l1"], cell["layer"]) for cell in found):
         here = {cell["path"]: cell for cell in found if (cell["l1"], cell["layer"]) == (l1, layer)}
@@ -340,8 +351,8 @@ def trained_sentences(found: list[dict]) -> str:
 
 
 def overflow_rows(rows: list[dict]) -> list[dict]:
-    """The recorded overflow workloads: forced TwELL against the same without overflow, and the planned layer against
-    dense."""
+    """The recorded overflow workloads: forced TwELL beside the first of them, which has no overflow, and beside dense;
+    the planned layer beside dense."""
     found, base = [], None
     for workload in dict.fromkeys(row["workload"] for row in rows if str(row.get("workload")).startswith("overflow: ")):
         here = {row["path"]: row for row in select(rows, workload=workload)}
@@ -364,7 +375,7 @@ def overflow_rows(rows: list[dict]) -> list[dict]:
 
 
 def overflow_table(found: list[dict]) -> str:
-    """`overflow_rows` as text."""
+    """The rows of `overflow_rows` as a table."""
     columns = {
         "workload": "",
         "nnz": "mean nnz",
@@ -383,8 +394,8 @@ def overflow_table(found: list[dict]) -> str:
 
 
 def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
-    """A row for each number of tokens up to 64: microseconds of graph replays with cold weights, and what memory alone
-    needs.
+    """For each number of tokens up to 64: microseconds of graph replays with cold weights, and the least time that
+    memory needs.
 
     stack_dense, stack_twell: a layer's share of a graph of several layers, each with weights of its own, as in a model.
     """
@@ -393,36 +404,33 @@ def decode(rows: list[dict], reached: Rates, nnz: float = 29) -> list[dict]:
         here = [
             row
             for row in select(rows, tokens=tokens, workload=LOGNORMAL, d_model=2048, d_ff=5632)
-            if abs(row["nnz"] - nnz) < 0.4 * nnz
-        ]  # the count of one token varies
+            if abs(row["nnz"] - nnz) < 0.4 * nnz  # with few tokens a drawn mean varies
+        ]
         alone = {row["path"].removesuffix(GRAPH): row for row in here if row["path"].endswith(GRAPH)}
         stack = {row["path"].partition(STACK)[0]: 1e3 * row["ms"] for row in here if STACK in row["path"]}
         planned = alone.get("planned") or alone.get("forced twell")  # the same kernels, where no plan is recorded
         if planned is None:
             continue
         dense, gate, sparse = work(tokens, 2048, 5632, planned["nnz"])
-        line = {
-            "tokens": tokens,
-            "nnz": planned["nnz"],
-            "choice": planned.get("choice"),
-            "x": planned["x_dense"],
-            "planned": 1e3 * planned["ms"],
-        }
-        line |= {
-            "dense": 1e3 * planned["dense_ms"],
-            "stack_dense": stack.get("dense eager"),
-            "stack_twell": stack.get("forced twell"),
-        }
-        line |= {
-            "dense_floor": 1e6 * dense["memory"] / reached.memory,
-            "floor": 1e6 * (gate["memory"] + sparse["memory"]) / reached.memory,
-        }
-        found.append(line)
+        found.append(
+            {
+                "tokens": tokens,
+                "nnz": planned["nnz"],
+                "choice": planned.get("choice"),
+                "x": planned["x_dense"],
+                "planned": 1e3 * planned["ms"],
+                "dense": 1e3 * planned["dense_ms"],
+                "stack_dense": stack.get("dense eager"),
+                "stack_twell": stack.get("forced twell"),
+                "dense_floor": 1e6 * dense["memory"] / reached.memory,
+                "floor": 1e6 * (gate["memory"] + sparse["memory"]) / reached.memory,
+            }
+        )
     return found
 
 
 def decode_table(found: list[dict]) -> str:
-    """`decode` as text."""
+    """The rows of `decode` as a table."""
     columns = {
         "tokens": "tokens",
         "nnz": "mean nnz",
@@ -439,8 +447,10 @@ def decode_table(found: list[dict]) -> str:
 
 
 def shapes(rows: list[dict]) -> list[dict]:
-    """The planned layer in every recorded shape but the usual one, at each number of tokens: x_dense, run as
-    `cells`."""
+    """Every recorded shape but 2,048 x 5,632: times as fast as dense of its planned layer at each number of tokens.
+
+    As in `cells`, the times for up to FEW tokens are those of graph replays.
+    """
     found: dict[tuple, dict] = {}
     for row in select(rows, workload=LOGNORMAL):
         size = (row["d_model"], row["d_ff"], row["gated"])
@@ -463,24 +473,19 @@ def shapes(rows: list[dict]) -> list[dict]:
 
 
 def shapes_table(found: list[dict]) -> str:
-    """`shapes` as text."""
+    """The rows of `shapes` as a table."""
     tokens = sorted({key for line in found for key in line if isinstance(key, int)})
     columns = {"shape": "d_model x d_ff", "nnz": "mean nnz", **{key: f"{key:,} tokens" for key in tokens}}
     return records.table(found, columns) if found else "No other shape is recorded."
 
 
 def summary(rows: list[dict]) -> str:
-    """The planned layer (TwELL, where none is recorded) in a sentence: its worst and best figure over all cells, and
-    where they come from. Empty for no rows."""
+    """The worst and the best figure of the planned layer over all cells, in a sentence; "" for no rows.
+
+    Where no planned layer is recorded, it is about forced TwELL.
+    """
     name, path = (
         ("The planned layer", "planned") if any(row["path"] == "planned" for row in rows) else ("TwELL", "forced twell")
     )
     planned = [cell for cell in cells(rows) if cell["path"] == path]
-    if not planned:
-        return ""
-    low, high = (pick(planned, key=lambda cell: cell["x"]) for pick in (min, max))
-    below = sum(cell["x"] < LEAST for cell in planned)
-    return (
-        f"{name}, {low['where']}: from {low['x']:.2f} times as fast as dense ({_at(low)}) to {high['x']:.2f} "
-        f"({_at(high)}), below {LEAST} in {below} of {len(planned)} cells."
-    )
+    return extremes(name, planned, _at, "cells") if planned else ""

@@ -1,7 +1,8 @@
-"""Figures of the notebook on the Hopper kernels, each a function of rows and numbers; in the style of `plots`.
+"""Figures of notebook 05, each a function of rows and numbers; in the style of `plots`.
 
-What comes from a record says "recorded on <device>, <day>", the reader's own points "yours, now". A figure that gets
-nothing says so instead of failing: a checkout may have no record yet."""
+What comes from a record says "recorded on <device>, <day>", the reader's own points "yours, now". A figure without data
+says so instead of failing: a checkout may have no record yet.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import plotly.graph_objects as go
 
 from ... import plots
 from ..drawing import nothing
+from ..recorded import sources
 
 PATHS = {
     "planned": plots.BLUE,
@@ -35,7 +37,7 @@ NAMES = {
 def speedups(cells: list[dict], own: list[dict], tokens: int) -> go.Figure:
     """Times as fast as dense over the mean nnz, for one number of tokens: planned, planned compiled, TwELL forced.
 
-    cells: `data.cells` of the record; own: the same of `data.yours`, drawn as large open circles.
+    cells: `data.cells` of the record; own: the same of `data.yours`, drawn as large circles.
     """
     cells = [cell for cell in cells if cell["tokens"] == tokens]
     own = [cell for cell in own if cell["tokens"] == tokens]
@@ -74,8 +76,7 @@ def speedups(cells: list[dict], own: list[dict], tokens: int) -> go.Figure:
 
 
 def predicted_against_measured(points: list[dict]) -> go.Figure:
-    """The planner's candidates: measured over predicted time, both in ms; the chosen ones filled. points:
-    `data.plan_points`."""
+    """The planner's candidates: measured over predicted ms, the chosen ones filled. points: `data.plan_points`."""
     title = "The planner's predictions, and what its own trials measured"
     if not points:
         return nothing(title)
@@ -118,13 +119,13 @@ def predicted_against_measured(points: list[dict]) -> go.Figure:
     figure.update_yaxes(
         title_text="measured ms", type="log", range=span, tickvals=ticks, ticktext=[f"{t:g}" for t in ticks]
     )
-    return _from(figure, title, _where(points), 480)
+    return _from(figure, title, sources(points), 480)
 
 
 def loss_map(cells: list[dict]) -> go.Figure:
-    """Times as fast as dense for each path, nnz and number of tokens: blue gains, red loses. cells: `data.cells`.
+    """Times as fast as dense for each path, nnz and number of tokens: blue is faster, red slower. cells: `data.cells`.
 
-    A column is a workload, under the number of tokens at once.
+    A column is a workload; columns are grouped by the number of tokens at once.
     """
     title = "Where sparsity wins and where it loses: times as fast as dense"
     cells = [cell for cell in cells if cell["path"] in PATHS]
@@ -133,7 +134,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
     tokens = sorted({cell["tokens"] for cell in cells})
     order = [path for path in reversed(PATHS) if any(cell["path"] == path for cell in cells)]
     figure = go.Figure()
-    places, labels, first = [], [], 0.0  # of the columns, from left to right; a gap between two numbers of tokens
+    places, labels, first = [], [], 0.0  # of the columns, from left to right, with a gap after each number of tokens
     for count in tokens:
         here = [cell for cell in cells if cell["tokens"] == count]
         columns = _columns(here)
@@ -190,13 +191,13 @@ def loss_map(cells: list[dict]) -> go.Figure:
         range=[-0.7, first - 0.7],
     )
     figure.update_yaxes(showgrid=False, type="category")
-    figure = _from(figure, title, _where(cells), 190 + 30 * len(order))
+    figure = _from(figure, title, sources(cells), 190 + 30 * len(order))
     figure.update_annotations(font_size=11)
     return figure
 
 
 def _columns(cells: list[dict]) -> list[tuple[float, float]]:
-    """The nnz of cells as (lowest, highest) of what counts as one workload: a drawn one meets its mean only roughly."""
+    """The (lowest, highest) nnz of each workload of these cells: a drawn one only comes near the mean asked for."""
     groups: list[list[float]] = []
     for nnz in sorted(cell["nnz"] for cell in cells):
         if groups and nnz <= 1.15 * groups[-1][0]:
@@ -229,12 +230,13 @@ def trained_layers(found: list[dict]) -> go.Figure:
             )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
     figure.update_yaxes(title_text="times as fast as dense", rangemode="tozero")
-    return _from(figure, title, _where(found), 440)
+    return _from(figure, title, sources(found), 440)
 
 
 def decode(found: list[dict], where: str) -> go.Figure:
-    """Microseconds for few tokens, dense and planned, with the least that reading the weights takes. found:
-    `data.decode`."""
+    """Microseconds for few tokens, dense and sparse, with the least time for reading the weights. found: `data.decode`.
+
+    where: where they were recorded."""
     title = "Few tokens: microseconds a layer, weights from memory"
     if not found:
         return nothing(title)
@@ -276,10 +278,6 @@ def _from(figure: go.Figure, title: str, where: str, height: int) -> go.Figure:
     """The usual style with a second line below the title that says where the numbers are from."""
     figure = plots.styled(figure, f"{title}<br><sub>{where}</sub>", height=height + 20)
     return figure.update_layout(margin_t=110, title_y=1 - 34 / (height + 20), title_yanchor="middle")
-
-
-def _where(rows: list[dict]) -> str:
-    return "; ".join(dict.fromkeys(row["where"] for row in rows))
 
 
 def _line_at_one(figure: go.Figure, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Notebooks 00 and 01: how long sparse and dense products take here, and what a clock has to be told."""
+"""Notebooks 00 and 01: times of sparse and dense products on this machine, and how to measure them."""
 
 from ...bench.density import DENSITIES, DENSITY, SIZES, against_density, clock, multipliers, scattered
 from . import figures

@@ -29,7 +29,7 @@ def median(samples: list[float]) -> float:
 
 
 def compare(samples: Samples, name: str, base: str) -> str:
-    """One sentence on whether `name` is faster than `base`, with the spread of the samples in mind."""
+    """One sentence on whether `name` is faster than `base`; a difference within the samples' spread counts as none."""
     (new, new_spread), (old, old_spread) = measure.quartiles(samples[name]), measure.quartiles(samples[base])
     sentence = f"{name}: {ms(new)} against {ms(old)} for {base}"
     # Half a distance between quartiles either side of the median is where the middle half of the samples lies.
@@ -56,9 +56,9 @@ def relative_error(y: Tensor, exact: Tensor) -> float:
 
 
 def without_multiplying(a: CSR, b: Tensor) -> Tensor:
-    """Adds each row's stored values and writes the sum across the row: the shape of a @ b, and nothing else of it.
+    """A wrong product on purpose: the sum of each row's stored values, in every column of a result shaped as a @ b.
 
-    b is asked for its width and never read. Kernels like this one are easily written by mistake, and fast.
+    Only the width of b is used, never its values. Such a kernel is easily written by mistake, and it is fast.
     """
     rows = torch.repeat_interleave(a.pointer.diff())
     sums = torch.zeros(a.shape[0], dtype=b.dtype, device=b.device).index_add_(0, rows, a.value)
@@ -97,7 +97,7 @@ def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
 
 
 def recorded_sentences(rows: list[dict]) -> str:
-    """Where each path of recorded densities beats dense, in words, device by device."""
+    """The density below which each recorded path is faster than dense: a line for each device and path."""
     lines = [
         f"Recorded on {device}, {day}: {break_even_sentence(mine, path)}"
         for device, day in dict.fromkeys((row["device"], row["date"][:10]) for row in rows)
@@ -108,7 +108,7 @@ def recorded_sentences(rows: list[dict]) -> str:
 
 
 def zeros_sentence(rows: list[dict]) -> str:
-    """How much faster a recorded dense product was on zeros, in words; rows: recorded("matmul_data")."""
+    """How much faster the recorded dense products were on zeros, in lines. rows: recorded("matmul_data")."""
     lines = []
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = {row["workload"]: row for row in rows if row["device"] == device}
@@ -139,7 +139,7 @@ def break_even(table: list[dict], path: str) -> float | None:
 
 
 def break_even_sentence(table: list[dict], path: str) -> str:
-    """Where `path` beats dense in these rows, in words."""
+    """The density below which `path` is faster than dense in these rows, in a sentence."""
     densities = [row["density"] for row in table if row["path"] == path]
     if not densities:
         return f"{path}: torch has no such kernel for this dtype on this device."
@@ -151,7 +151,7 @@ def break_even_sentence(table: list[dict], path: str) -> str:
     return f"{path}: faster than dense below {crossing:.1%}; above it, multiplying the zeros is quicker."
 
 
-# ---- one token: whose zeros? ----
+# ---- one token: zeros in the weights, or in the activations ----
 
 
 def prune(weight: Tensor, share: float) -> Tensor:
@@ -205,9 +205,9 @@ def weights_or_activations(
 
 
 class Queue:
-    """Work handed over and done elsewhere, later: a GPU's stream or, on a CPU, one worker thread in its place.
+    """A queue of calls that are done later: a GPU's stream or, on a CPU, a worker thread in its place.
 
-    `launch(call)` returns at once on both; `synchronize()` waits until everything launched is done.
+    `launch(call)` returns at once on both; `synchronize()` waits until all launched calls are done.
     """
 
     def __init__(self, device: str) -> None:
@@ -239,12 +239,12 @@ def stop_watch(call: Callable[[], object], queue: Queue) -> tuple[float, float]:
 
 
 def one_by_one(call: Callable[[], object], queue: Queue, times: int) -> list[float]:
-    """Milliseconds of each of `times` calls in a row, every one waited for; the first one is in there too."""
+    """Milliseconds of each of `times` calls in a row, the first included, each waited for."""
     return [stop_watch(call, queue)[1] for _ in range(times)]
 
 
 def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> Samples:
-    """Times of a call right after itself ("warm"), and after other data has filled the caches ("cold")."""
+    """Milliseconds of a call right after another one ("warm"), and after other data has filled the caches ("cold")."""
     queue = Queue(device)
     filler = torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
     call()
@@ -263,10 +263,10 @@ def warm_and_cold(call: Callable[[], object], device: str, rounds: int = 15) -> 
 def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
     """What a threshold on the gate does to one gated layer: only gate values above it are kept.
 
-    layer: a gated feed-forward module; x: [tokens, d_model]. Returns a dict: d_ff; edges and counts of a
-    histogram of the positive gate values; rows, one a threshold: {threshold, nnz (mean), density, error (relative,
-    against threshold 0), weights (the share of the weights one token must read: all of the gate, and for each
-    firing neuron a row of up and a column of down)}.
+    layer: a gated feed-forward module; x: [tokens, d_model]. Returns a dict: d_ff; tokens; edges and counts of a
+    histogram of the positive gate values; rows, one for each threshold: {threshold, nnz (mean), density, error
+    (relative, against threshold 0), weights (the share of the weights that a token has to read: all of the gate, and
+    for each firing neuron a row of up and a column of down)}.
     """
     with torch.inference_mode():
         wide = x.double()

@@ -10,19 +10,23 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core.errors import InputError
 from ...ops.measure import quartiles
+from ..drawing import row_at
+from .data import ms
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
 
 
 def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -> go.Figure:
-    """Median time of each call as a bar, whiskers over the middle half of its samples.
+    """The median time of each call as a bar, with whiskers that span the middle half of its samples.
 
-    samples: name -> milliseconds; base: the bar the others are compared with, drawn grey.
+    samples: name -> milliseconds; base: the name that the others are compared with, drawn grey.
     """
     if not samples:
         raise InputError("samples is empty; at least one named list of milliseconds is accepted")
     names = list(samples)
     middle = {name: quartiles(values)[0] for name, values in samples.items()}
+    if wrong := [value for value in middle.values() if not 0 < value < math.inf]:
+        raise InputError(f"a median time is {wrong[0]}; milliseconds above zero are accepted")
     low, high = [], []
     for name in names:
         values = sorted(samples[name])
@@ -45,7 +49,7 @@ def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -
         times = middle[base] / middle[name] if base else 1.0
         ratio = f"  ({times:{',.0f' if times >= 100 else '.3g'}}x)" if base and name != base else ""
         figure.add_annotation(
-            x=end, y=name, text=f"{_ms(middle[name])}{ratio}", showarrow=False, xanchor="left", xshift=8
+            x=end, y=name, text=f"{ms(middle[name])}{ratio}", showarrow=False, xanchor="left", xshift=8
         )
     figure.update_xaxes(
         title_text="milliseconds (median; whiskers hold the middle half)",
@@ -57,7 +61,7 @@ def bars(samples: dict[str, list[float]], title: str, base: str | None = None) -
 
 
 def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
-    """One token's neurons as a grid of dots, the firing ones dark. fires: one truth value a neuron."""
+    """One token's neurons as a grid of dots, the firing ones red. fires: a truth value for each neuron."""
     down = -(-len(fires) // across)
     cells = [[None] * across for _ in range(down)]
     for i, on in enumerate(fires):
@@ -183,10 +187,7 @@ def threshold(sweep: dict, index: int = 0) -> go.Figure:
 
 def move_threshold(figure: go.Figure, sweep: dict, index: int) -> None:
     """Mark another row of the sweep in a figure that `threshold` made (a FigureWidget of it too)."""
-    rows = sweep["rows"]
-    if not 0 <= index < len(rows):
-        raise InputError(f"index is {index!r}; this sweep has thresholds 0 to {len(rows) - 1}")
-    row, edges = rows[index], sweep["edges"]
+    row, edges = row_at(sweep["rows"], index, "thresholds"), sweep["edges"]
     kept = [low >= row["threshold"] for low in edges[:-1]]
     figure.data[0].marker.color = [plots.BLUE if on else plots.FAINT for on in kept]
     figure.data[2].x, figure.data[2].y = [100 * row["weights"]], [100 * row["error"]]
@@ -194,9 +195,3 @@ def move_threshold(figure: go.Figure, sweep: dict, index: int) -> None:
         f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} fire, "
         f"{row['weights']:.0%} of the weights read, error {row['error']:.1%}"
     )
-
-
-def _ms(value: float) -> str:
-    if value <= 0 or not math.isfinite(value):
-        raise InputError(f"a median time is {value}; milliseconds above zero are accepted")
-    return f"{1000 * value:.3g} us" if value < 0.1 else f"{value:.3g} ms"

@@ -13,7 +13,7 @@ from ...formats.classic import COO, CSR, ELL, Hybrid
 from ...formats.twell import TILE, WORDS, TwELL, check_geometry
 from ...plots.data import decode, tile_of
 
-# How the sorts of columns in a tile are numbered in a view.
+# The sorts of columns in a tile, as a view numbers them.
 SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)
 
 
@@ -48,21 +48,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(whole), b.contiguous().view(whole))
 
 
-def one_tile(firing: int, width: int = TILE, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """A gate [1, width] with exactly `firing` positive columns, at random places; the others are negative."""
-    if not 0 <= firing <= width:
-        raise InputError(f"firing is {firing}; 0 to {width} (the columns) are accepted")
+def one_tile(firing: int, seed: int = 0) -> Tensor:
+    """A gate, bfloat16 [1, TILE], with exactly `firing` positive columns at random places; the others are negative."""
+    if not 0 <= firing <= TILE:
+        raise InputError(f"firing is {firing}; 0 to {TILE} (the columns) are accepted")
     generator = torch.Generator().manual_seed(seed)
-    gate = -torch.rand(1, width, generator=generator) - 0.01
-    gate[0, torch.randperm(width, generator=generator)[:firing]] *= -1
-    return gate.to(dtype)
+    gate = -torch.rand(1, TILE, generator=generator) - 0.01
+    gate[0, torch.randperm(TILE, generator=generator)[:firing]] *= -1
+    return gate.bfloat16()
 
 
 # ---- a packing that loses values, and two ways to look for it ----
 
 
 def toy_unpack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> Tensor:
-    """What comes back from a packing without a tail: what a tile's slots cannot hold is gone.
+    """relu(gate), packed without a tail and unpacked again: values that a tile's slots cannot hold are gone.
 
     gate: [rows, d_ff].
     """
@@ -82,11 +82,10 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
 
 
 def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
-    """What each tile and number of words takes for relu(gate). gate: [rows, d_ff].
+    """relu(gate) packed with each pair of tile and words. gate: [rows, d_ff].
 
-    Rows: {tile, words, bytes (a row, tail included), slots_used (share), overflow (share of rows), tail
-    (values a row)}. Pairs that TwELL does not take (more words than a tile has columns, plus one) are left
-    out.
+    Rows: {tile, words, bytes (of a row, with its tail), slots_used (share), overflow (share of rows), tail (values of a
+    row)}. Pairs with more words than the tile has columns, plus one, are left out: TwELL does not take them.
     """
     table = []
     for tile in tiles:
@@ -110,24 +109,22 @@ def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
 
 
 def smallest(table: list[dict], overflow: float) -> dict | None:
-    """The row of `geometries` with the fewest bytes where at most this share of rows overflows."""
+    """The row of `geometries` with the fewest bytes among those in which at most this share of rows overflows."""
     fitting = [row for row in table if row["overflow"] <= overflow]
     return min(fitting, key=lambda row: row["bytes"], default=None)
 
 
-def geometry_sentence(
-    table: list[dict], dense: int, overflow: float = 0.01, tile: int = TILE, words: int = WORDS
-) -> str:
-    """What one geometry does in this table, and the smallest with few overflowing rows.
+def geometry_sentence(table: list[dict], dense: int, overflow: float = 0.01) -> str:
+    """What the usual geometry, TILE and WORDS, takes, and the smallest one with few overflowing rows, in two lines.
 
-    dense: bytes of a dense row.
+    table: rows of `geometries`; dense: bytes of a dense row; overflow: the largest share of rows that may overflow.
     """
-    usual = next((row for row in table if (row["tile"], row["words"]) == (tile, words)), None)
+    usual = next((row for row in table if (row["tile"], row["words"]) == (TILE, WORDS)), None)
     if usual is None:
-        raise InputError(f"the table has no tile {tile} with {words} words; one of its own pairs is accepted")
+        raise InputError(f"the table has no tile {TILE} with {WORDS} words; one that has this pair is accepted")
     best = smallest(table, overflow)
     line = (
-        f"{tile} x {words}: {usual['slots_used']:.0%} of the slots used, "
+        f"{TILE} x {WORDS}: {usual['slots_used']:.0%} of the slots used, "
         f"{usual['overflow']:.1%} of rows overflow, {usual['bytes']:,.0f} bytes a row."
     )
     if best is None:
@@ -143,8 +140,8 @@ def geometry_sentence(
 def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
     """One step of a warp: (ballot, slot of each lane), for 32 lanes. fires: bool [32].
 
-    The ballot is a 32-bit word in which bit i says whether lane i fires: every lane gets it at once. A lane's
-    slot is the number of bits below its own, from 1 because word 0 is the count.
+    The ballot is a 32-bit word, the same for every lane, in which bit i says whether lane i fires. A lane's slot is the
+    number of bits below its own, plus 1 because word 0 is the count.
     """
     if fires.shape != (32,):
         raise InputError(f"fires has shape {list(fires.shape)}; 32 lanes are accepted")
@@ -158,15 +155,15 @@ def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
 def view(
     gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int = WORDS, threshold: float = 0.0
 ) -> dict:
-    """One row of a gate under one geometry, and one of its tiles in full. gate: [rows, d_ff].
+    """One row of a gate under one geometry, and one of its tiles in full. gate: [rows, d_ff]; part: which tile.
 
-    Kept is what is `not (g <= threshold)`; packing itself has threshold 0. Returns {row, part, tile, words,
-    slots, threshold, dtype, width (columns of this tile), counts (kept values of each tile of the row),
-    columns (one {column, value, sort} for each column of the tile; sort: SILENT, BELOW the threshold but
-    positive, IN_WORDS, IN_TAIL), stored (the tile's words that are used, whole numbers, the count first),
-    entries ((value, column) of those), tail ((value, column in the matrix) of this tile), tail_row (values in
-    the row's tail), nnz (kept in the row), bytes (of the row, packed), dense_bytes, lost (what the threshold
-    took from the row's norm, a share)}.
+    A value g is kept if `not (g <= threshold)`; packing itself has threshold 0. Returns {row, part, tile, words,
+    slots, threshold, dtype, width (columns of this tile), counts (kept values of each tile of the row), columns (a
+    {column, value, sort} for each column of the tile; sort: SILENT, BELOW the threshold but positive, IN_WORDS,
+    IN_TAIL), stored (the used words of the tile, as whole numbers, the count first), entries ((value, column) of those
+    after the count), tail ((value, column in the matrix) of this tile), tail_row (number of values in the row's tail),
+    nnz (kept values of the row), bytes (of the packed row), dense_bytes, lost (the share of the row's norm that the
+    threshold takes)}.
     """
     check_geometry(tile, words)
     if not 0 <= row < gate.shape[0]:

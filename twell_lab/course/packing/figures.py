@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core.errors import InputError
-from ..drawing import flat
+from ..drawing import become, squares
 from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 
 ACROSS = 32  # columns of a tile on one line
@@ -39,7 +39,7 @@ def matrix(x, title: str) -> go.Figure:
 
 
 def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int = 2) -> go.Figure:
-    """Bytes a row of one matrix in each format; the line is what the kept values alone would take.
+    """The bytes of a row in each format, for one matrix; the line is what the kept values alone would take.
 
     sizes: format -> bytes of the whole matrix, "dense" among them; values: how many are kept in all rows.
     """
@@ -79,7 +79,7 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     """Bytes a row and overflowing rows for each tile (across) and number of words (down).
 
-    table: rows of `data.geometries`; pairs where more than `overflow` of the rows overflow are marked.
+    table: rows of `data.geometries`. A red square marks the fewest bytes with at most this share of rows overflowing.
     """
     if not table:
         raise InputError("the table is empty; at least one tile and number of words are accepted")
@@ -167,10 +167,10 @@ def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
 
 
 def tile_view(view: dict) -> go.Figure:
-    """One row under one geometry: its tiles, one tile's columns, that tile's words, and the tile's tail.
+    """One row under one geometry: its tiles, and the columns, the words and the tail of one of them.
 
-    view: what `data.view` returned. Traces: 0 and 1 the row's tiles (in words, in the tail), 2 the
-    columns, 3 the words, 4 the tail.
+    view: what `data.view` returned. Traces: 0 and 1 are the row's tiles (in words, in the tail), 2 the columns, 3 the
+    words, 4 the tail.
     """
     down = -(-view["width"] // ACROSS)
     word_lines = -(-(view["slots"] + 1) // EACH)
@@ -182,9 +182,9 @@ def tile_view(view: dict) -> go.Figure:
         rows=4, cols=1, row_heights=heights, vertical_spacing=gap / whole, subplot_titles=_captions(view)
     )
     _tiles(figure, view)
-    _columns(figure, view, down)
-    _words(figure, view, word_lines)
-    _tail(figure, view, tail_lines)
+    _cells(figure, 2, _columns(view), down, ACROSS)
+    _cells(figure, 3, _words(view), word_lines, EACH)
+    _cells(figure, 4, _tail(view), tail_lines, EACH)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     figure.update_xaxes(visible=True, showgrid=False, dtick=max(1, len(view["counts"]) // 16), row=1, col=1)
@@ -196,10 +196,7 @@ def tile_view(view: dict) -> go.Figure:
 
 def move_tile_view(figure: go.Figure, view: dict) -> None:
     """Show another view in a figure that `tile_view` made (a FigureWidget of it too)."""
-    other = tile_view(view)
-    for shown, new in zip(figure.data, other.data, strict=True):
-        shown.update(new.to_plotly_json(), overwrite=True)
-    figure.update_layout(other.layout.to_plotly_json(), overwrite=True)
+    become(figure, tile_view(view))
 
 
 # ---- parts of tile_view ----
@@ -260,62 +257,54 @@ def _tiles(figure: go.Figure, view: dict) -> None:
         )
 
 
-def _columns(figure: go.Figure, view: dict, down: int) -> None:
-    cells = [[None] * ACROSS for _ in range(down)]
-    hover = [[""] * ACROSS for _ in range(down)]
+# A cell is (its sort, its text, its hover text).
+
+
+def _columns(view: dict) -> list[tuple]:
+    cells = []
     for each in view["columns"]:
-        line, place = divmod(each["column"], ACROSS)
-        cells[line][place] = each["sort"]
         value = "" if each["sort"] == SILENT else f", {each['value']:.4g}"
-        hover[line][place] = f"column {each['column']}{value}: {SORT_NAMES[each['sort']]}"
-    _cells(figure, cells, hover, None, 2)
+        cells.append((each["sort"], "", f"column {each['column']}{value}: {SORT_NAMES[each['sort']]}"))
+    return cells
 
 
-def _words(figure: go.Figure, view: dict, lines: int) -> None:
-    cells = [[None] * EACH for _ in range(lines)]
-    texts, hover = ([[""] * EACH for _ in range(lines)] for _ in range(2))
-    for number in range(view["slots"] + 1):
-        line, place = divmod(number, EACH)
-        cells[line][place] = SILENT
-        hover[line][place] = f"word {number}: unused, never read"
-        if number == 0:
-            texts[line][place] = f"<b>{view['stored'][0]}</b>"
-            hover[line][place] = f"word 0: the count, {view['stored'][0]}"
-        elif number < len(view["stored"]):
-            value, column = view["entries"][number - 1]
-            cells[line][place], texts[line][place] = IN_WORDS, f"{column}<br>{_value(value)}"
-            hover[line][place] = f"word {number}: 0x{view['stored'][number]:08x} = column {column}, value {value:.4g}"
-    _cells(figure, cells, hover, texts, 3)
+def _words(view: dict) -> list[tuple]:
+    stored = view["stored"]
+    cells = [(SILENT, f"<b>{stored[0]}</b>", f"word 0: the count, {stored[0]}")]
+    for number, (value, column) in enumerate(view["entries"], 1):
+        says = f"word {number}: 0x{stored[number]:08x} = column {column}, value {value:.4g}"
+        cells.append((IN_WORDS, f"{column}<br>{_value(value)}", says))
+    unused = range(len(stored), view["slots"] + 1)
+    return cells + [(SILENT, "", f"word {number}: unused, never read") for number in unused]
 
 
-def _tail(figure: go.Figure, view: dict, lines: int) -> None:
-    cells = [[None] * EACH for _ in range(lines)]
-    texts, hover = ([[""] * EACH for _ in range(lines)] for _ in range(2))
-    for number, (value, column) in enumerate(view["tail"][: EACH * lines]):
-        line, place = divmod(number, EACH)
-        cells[line][place], texts[line][place] = IN_TAIL, f"{column}<br>{_value(value)}"
-        hover[line][place] = f"tail: column {column} of the matrix, value {value:.4g}"
-    _cells(figure, cells, hover, texts, 4)
+def _tail(view: dict) -> list[tuple]:
+    return [
+        (IN_TAIL, f"{column}<br>{_value(value)}", f"tail: column {column} of the matrix, value {value:.4g}")
+        for value, column in view["tail"][: EACH * TAIL_LINES]
+    ]
 
 
-def _cells(figure: go.Figure, cells: list, hover: list, texts: list | None, row: int) -> None:
-    """A heatmap of sorts; gaps (None) are not drawn."""
-    last = len(SORTS) - 1
-    extra = {} if texts is None else {"text": texts, "texttemplate": "%{text}", "textfont": {"size": 10}}
-    figure.add_heatmap(
-        z=cells,
+def _cells(figure: go.Figure, row: int, cells: list[tuple], lines: int, across: int) -> None:
+    """Draw cells on so many lines, `across` on each; where there are no more, nothing is drawn."""
+    cells = cells + [(None, "", "")] * (lines * across - len(cells))
+    sorts, texts, hover = (
+        [list(column[first : first + across]) for first in range(0, len(cells), across)]
+        for column in zip(*cells, strict=True)
+    )
+    squares(
+        figure,
+        sorts,
+        SORTS.values(),
+        text=texts,
+        texttemplate="%{text}",
+        textfont={"size": 10},
         customdata=hover,
-        zmin=-0.5,
-        zmax=last + 0.5,
-        colorscale=flat(SORTS.values()),
-        showscale=False,
         xgap=2,
         ygap=2,
-        hoverongaps=False,
         hovertemplate="%{customdata}<extra></extra>",
         row=row,
         col=1,
-        **extra,
     )
     figure.update_yaxes(autorange="reversed", row=row, col=1)
 

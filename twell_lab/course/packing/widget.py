@@ -15,10 +15,9 @@ TILES = (32, 64, 128, 256, 512)
 class TileExplorer(Drawn):
     """Sliders for row, tile, words and threshold, above the row that they draw (figures.tile_view).
 
-    gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.tile`, `.words`, `.threshold`, `.row`,
-    `.part`) that code can set; `.figure` is what is drawn, `.view` the data behind it. Where two
-    sliders do not go together (more words than columns, a tile beyond the row's last), the other one is
-    brought along.
+    gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.tile`, `.words`, `.threshold`, `.row`, `.part`)
+    that code can set; `.figure` is what is drawn, `.view` the data behind it. If a new value does not fit another
+    slider's (more words than columns, a tile beyond the row's last), that slider moves too.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class TileExplorer(Drawn):
         self.redraw(lambda: None)
 
     def _moved(self, event) -> None:
-        if self._still:  # a slider that is being brought along
+        if self._still:  # this handler itself moves another slider
             return
         self._still = True
         try:

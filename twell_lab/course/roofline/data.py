@@ -1,5 +1,5 @@
-"""The work behind the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and waves, the pool, hot
-and cold.
+"""The work of the Hopper kernels, as notebook 05 computes it: bytes and operations, tiles and turns, the pool, hot and
+cold neurons.
 
 Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.inference) with `where`, as
 `course.hopper.recorded` returns them.
@@ -39,8 +39,10 @@ class Rates:
 
 
 def rates(rows: list[dict]) -> Rates:
-    """Rates that were reached: by torch's gate GEMM in the record (or that of the portable kernels), a copy, and L2
-    reads."""
+    """The rates that were reached: by torch's fastest recorded gate GEMM, by a large copy, and by reads from the L2.
+
+    The GEMM is that of rows or, if they have none, of any record of the portable kernels on an H100.
+    """
     gemms = [
         row for row in rows if row["kind"] == "gate" and row["path"] == "gate GEMM (torch)" and row["tokens"] == 16384
     ]
@@ -61,10 +63,10 @@ def rates(rows: list[dict]) -> Rates:
 
 
 def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
-    """What a gated layer has to do, step by step: operations, bytes from and to memory, bytes through the L2 cache.
+    """The work of a gated layer: operations, bytes from and to memory, bytes through the L2 cache.
 
-    Memory counts every array once, the L2 what the multiprocessors ask for where no tile of it is shared (None: a GEMM,
-    whose tiles are). One row for the dense layer in one piece, then the two steps of the sparse one.
+    Rows: the dense layer as a whole, then the two steps of the sparse one. Memory counts every array once. The L2
+    counts what the multiprocessors ask for; it is None for a GEMM, whose multiprocessors share tiles.
     """
     x, weights, row = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model
     words = 4 * tokens * (-(-d_ff // TILE) + nnz)
@@ -82,7 +84,10 @@ def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float 
 
 
 def floors(steps: list[dict], reached: Rates) -> list[dict]:
-    """The steps with the least time of each part of the GPU in ms, the slowest of them, and its name."""
+    """The steps with their floor_ms (the least time of the part of the GPU that needs longest), limit and intensity.
+
+    limit: the name of that part. intensity: operations for each byte of memory.
+    """
     found = []
     for step in steps:
         times = {"tensor cores": step["operations"] / reached.tensor, "memory": step["memory"] / reached.memory}
@@ -141,7 +146,7 @@ def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dic
 
 
 def gained(found: list[dict]) -> str:
-    """What each step of `versions` gained, in sentences computed from the times."""
+    """What each version of `versions` gained over the one before, a line each."""
     ms = {row["path"]: row["ms"] for row in found}
     steps = [
         ("gate GEMM (torch), then pack", "sm90 gate_pack v1", "one kernel instead of two"),
@@ -169,7 +174,7 @@ def _change(before: float, after: float) -> str:
 
 
 def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> str:
-    """What packing costs a tile in v2 beyond v3, from the two times."""
+    """How much longer v2 takes for a tile than v3, which hides the packing, in a sentence."""
     ms = {row["path"]: row["ms"] for row in found}
     if not {"sm90 gate_pack v2", "sm90 gate_pack v3"} <= set(ms):
         return "No version of the packing kernel is recorded in this checkout; the file's own account has its times."
@@ -185,14 +190,14 @@ def packing_left(found: list[dict], tokens: int = 16384, d_ff: int = 5632) -> st
 
 
 def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> tuple[int, float]:
-    """(turns, share of them that is used) when tiles of rows x columns are dealt to `pairs` pairs of blocks."""
+    """(turns, the share of their places that is used) when tiles of rows x columns go to `pairs` pairs of blocks."""
     tiles = -(-tokens // rows) * -(-d_ff // columns)
     turns = -(-tiles // pairs)
     return turns, tiles / (turns * pairs)
 
 
 def story(file: str) -> str:
-    """The comment that a file of kernels/ begins with and, in a checkout, its worklog of docs/kernels/."""
+    """The comment at the top of a file of kernels/ and, in a checkout, its worklog in docs/kernels/."""
     lines = (folders.kernels_dir() / file).read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
     told = "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[:end])
@@ -201,8 +206,7 @@ def story(file: str) -> str:
 
 
 def other_tokens(rows: list[dict]) -> str:
-    """How long a path of a trained layer took in the planner's trials, on other tokens, beside the time recorded for
-    it."""
+    """Recorded times of trained layers, compared with the planner's trials of the same paths on other tokens."""
     timed = {
         (row["l1"], row["layer"], row["path"].removeprefix("forced ")): row["ms"]
         for row in rows
@@ -232,7 +236,8 @@ def points(rows: list[dict], fused: dict[str, dict], nnz: float = 29) -> list[di
     """Points of a roofline: name, group, operations, bytes (memory), seconds, where.
 
     rows: of `course.hopper`; fused: `course.first_kernels.recorded(16384)`, for the versions of the fused up and down
-    kernel."""
+    kernel.
+    """
     found = []
     for row in versions(rows, nnz):
         tokens, d_model, d_ff = row["tokens"], row["d_model"], row["d_ff"]
@@ -276,7 +281,7 @@ def _point(row: dict, group: str, operations: float, moved: float) -> dict:
 
 
 def of_the_roof(found: list[dict], gpu: dict) -> str:
-    """Each point of the roofline with the share of its roof that it reaches (the datasheet's peaks), as a table."""
+    """A table of the points, with the share that each reaches of its roof, by the datasheet's peaks."""
     peak, bandwidth = 1e12 * gpu["tensor_tflops"], 1e9 * gpu["bandwidth_gb_s"]
     shown = []
     for p in found:
@@ -305,9 +310,9 @@ def of_the_roof(found: list[dict], gpu: dict) -> str:
 
 
 def pool_table(counts: list[int]) -> list[dict]:
-    """What happens to the rows of one group in one tile. counts: their kept values.
+    """Where the values of a group of rows lie in one tile. counts: how many values each row keeps there.
 
-    Rows: row, count, words (values held there), excess, start, end (in the pool), lost.
+    Rows: row, count, words (values in the tile's own words), excess, start and end of the excess in the pool, lost.
     """
     rows, start = [], 0
     for i, count in enumerate(counts):
@@ -345,7 +350,7 @@ def pool_text(rows: list[dict]) -> str:
 
 
 def read_back(packed: Tensor, pool: Tensor, columns: int) -> tuple[Tensor, list[int]]:
-    """(the gate that words and pool hold, float32 [tokens, columns]; the lost rows), read one word after the other.
+    """(the gate, float32 [tokens, columns]; the lost rows), read from words and pool one word after the other.
 
     packed: [tokens, tiles, 32], pool: [groups, tiles, 64], of bfloat16 values, as twell_lab.formats.pool makes them.
     """
@@ -371,19 +376,22 @@ def read_back(packed: Tensor, pool: Tensor, columns: int) -> tuple[Tensor, list[
 
 
 def break_even(reached: Rates) -> float:
-    """The share of tokens from which a neuron is cheaper dense: 4 d_model operations against 4 d_model bytes, at these
-    rates."""
+    """The share of tokens above which a neuron is cheaper dense, at these rates.
+
+    Dense, it costs 4 d_model operations at every token; sparse, 4 d_model bytes at each token where it fires.
+    """
     return reached.l2 / reached.tensor
 
 
 def split(
     frequency: Tensor, hots: Iterable[int], reached: Rates, tokens: int = 16384, d_model: int = 2048
 ) -> list[dict]:
-    """Predicted ms of a layer with its `hot` most frequent neurons dense, for each of `hots`; 0 is TwELL, d_ff is
-    dense.
+    """Predicted ms of a layer that computes its `hot` most frequent neurons densely, for each of `hots`.
 
-    frequency: [d_ff], the share of tokens at which each neuron fires. Rows: hot, gate, dense (up and down of the hot),
-    sparse, start (the sums of the hot part, float32, written and read), ms (their sum), cold_nnz."""
+    0 hot neurons are TwELL, d_ff are a dense layer. frequency: [d_ff], the share of tokens at which each neuron fires.
+    Rows: hot, gate, dense (up and down of the hot neurons), sparse, start (the sums of the hot part, float32, written
+    and read again), ms (of all four), cold_nnz.
+    """
     ordered = frequency.double().sort(descending=True).values
     d_ff, rows = len(ordered), []
     for hot in hots:
@@ -400,7 +408,7 @@ def split(
 
 
 def split_sentence(rows: list[dict]) -> str:
-    """Which split `split` predicts to be fastest, and against what."""
+    """The fastest of the rows of `split`, beside TwELL and dense, in a sentence."""
     best = min(rows, key=lambda row: row["ms"])
     d_ff = max(row["hot"] for row in rows)
     twell, dense = (next(row["ms"] for row in rows if row["hot"] == hot) for hot in (0, d_ff))

@@ -1,4 +1,4 @@
-"""Figures of the work behind the Hopper kernels, drawn from what notebook 05 computes; in the style of `plots`."""
+"""Figures of what notebook 05 computes of the Hopper kernels' work; in the style of `plots`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...core.errors import InputError
-from ..drawing import flat, nothing, row_at
+from ...formats.twell import POOL_WORDS
+from ..drawing import BESIDE, legend_key, nothing, row_at, squares
 
 GROUPS = {"gate GEMM": plots.BLUE, "fused up and down": plots.RED, "whole layer, 1 token": plots.GREEN}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "star", "x", "cross")
@@ -21,7 +22,7 @@ def roofline(points: list[dict], gpu: dict, reached=None) -> go.Figure:
 
     points: `data.points`; gpu: an entry of data/gpus.json; reached: `data.Rates`, drawn as dotted roofs.
     """
-    title = "Under which roof? (roofs: datasheet; dotted: rates that were reached)"
+    title = "Roofline of the kernels (solid roofs: datasheet; dotted: rates that were reached)"
     if not points:
         return nothing(title)
     figure, span = go.Figure(), (0.3, 3e4)
@@ -84,10 +85,7 @@ def roofline(points: list[dict], gpu: dict, reached=None) -> go.Figure:
         title_text="10^12 operations a second", type="log", tickvals=[1, 10, 100, 1000], range=[-0.6, 3.3]
     )
     figure = plots.styled(figure, title, height=520)
-    return figure.update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "groupclick": "toggleitem"},
-        margin_r=250,
-    )
+    return figure.update_layout(legend=BESIDE | {"groupclick": "toggleitem"}, margin_r=250)
 
 
 def lanes(holders: dict[str, list[int]]) -> go.Figure:
@@ -100,27 +98,19 @@ def lanes(holders: dict[str, list[int]]) -> go.Figure:
             raise InputError(f"{caption!r} has {len(each)} lanes; 256 of 0 to 3 are accepted")
     figure = make_subplots(rows=len(holders), cols=1, subplot_titles=list(holders), vertical_spacing=0.22)
     for at, each in enumerate(holders.values(), 1):
-        figure.add_heatmap(
-            z=[each[64 * line : 64 * line + 64] for line in range(4)],
+        squares(
+            figure,
+            [each[64 * line : 64 * line + 64] for line in range(4)],
+            LANES,
             row=at,
             col=1,
-            zmin=0,
-            zmax=3,
-            showscale=False,
             xgap=1,
             ygap=2,
-            colorscale=flat(LANES),
             y=["0", "64", "128", "192"],
             hovertemplate="column %{y} + %{x}: lane %{z}<extra></extra>",
         )
     for lane, colour in enumerate(LANES):
-        figure.add_scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            marker={"color": colour, "symbol": "square", "size": 11},
-            name=f"lane {lane}",
-        )
+        legend_key(figure, f"lane {lane}", colour)
     figure.update_yaxes(autorange="reversed", title_text="column from")
     figure.update_xaxes(visible=False)
     figure = plots.styled(figure, "", height=150 + 150 * len(holders))
@@ -129,7 +119,7 @@ def lanes(holders: dict[str, list[int]]) -> go.Figure:
 
 
 def filled(lines: dict[str, list[tuple[int, float]]]) -> go.Figure:
-    """The share of the GPU's turns that hold a tile, over the number of tokens. lines: name -> (tokens, share)."""
+    """How much of the GPU holds a tile, over the number of tokens. lines: name -> (tokens, share), as `data.waves`."""
     figure = go.Figure()
     for colour, (name, values) in zip(plots.COLOURS, lines.items(), strict=False):
         figure.add_scatter(
@@ -142,12 +132,12 @@ def filled(lines: dict[str, list[tuple[int, float]]]) -> go.Figure:
         )
     ticks = [256 * 2**i for i in range(10)]
     figure.update_xaxes(title_text="tokens", type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
-    figure.update_yaxes(title_text="turns that hold a tile, %", range=[0, 104])
-    return plots.styled(figure, "How much of the GPU the tiles fill, turn by turn")
+    figure.update_yaxes(title_text="places that hold a tile, % of all turns", range=[0, 104])
+    return plots.styled(figure, "How much of the GPU the tiles fill")
 
 
-def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
-    """The counts of one group of rows in one tile, and whose values lie where in the words that they share.
+def pool_segment(rows: list[dict]) -> go.Figure:
+    """How many values each row of a group has in one tile, and which row's values lie in the words that they share.
 
     rows: `data.pool_table`.
     """
@@ -157,8 +147,8 @@ def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
         row_heights=[0.72, 0.28],
         vertical_spacing=0.2,
         subplot_titles=[
-            "each row's values in this tile: in its own words, and beyond",
-            f"the {words} words that the rows share",
+            "each row's values in this tile: in its own words, and in excess",
+            f"the {POOL_WORDS} words that the rows share",
         ],
     )
     over = [row for row in rows if row["excess"]]
@@ -181,34 +171,31 @@ def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
         x=x,
         y=[row["excess"] for row in rows],
         marker_color=[colour.get(row["row"], plots.FAINT) for row in rows],
-        name="beyond",
+        name="in excess",
         row=1,
         col=1,
-        hovertemplate="row %{x}: %{y} beyond<extra></extra>",
+        hovertemplate="row %{x}: %{y} in excess<extra></extra>",
         text=["lost" if row["lost"] else "" for row in rows],
         textposition="outside",
     )
-    owner, hover = [None] * words, ["unused"] * words
+    owner, hover = [None] * POOL_WORDS, ["unused"] * POOL_WORDS
     for row in over:
-        for at in range(row["start"], min(row["end"], words)):
+        for at in range(row["start"], min(row["end"], POOL_WORDS)):
             owner[at], hover[at] = row["row"], f"row {row['row']}" + ", lost: never read" * bool(row["lost"])
-    scale = [row["row"] for row in over] or [0]
-    figure.add_heatmap(
-        z=[[None if who is None else scale.index(who) + 0.5 for who in owner]],
-        x=list(range(words)),
-        zmin=0,
-        zmax=len(scale),
-        colorscale=flat(colour.get(row, plots.FAINT) for row in scale),
-        showscale=False,
+    order = list(colour)
+    squares(
+        figure,
+        [[None if who is None else order.index(who) for who in owner]],
+        colour.values() or [plots.FAINT],
+        x=list(range(POOL_WORDS)),
         xgap=1,
         customdata=[hover],
         row=2,
         col=1,
-        hoverongaps=False,
         hovertemplate="word %{x}: %{customdata}<extra></extra>",
     )
     figure.update_xaxes(title_text="row of the group", dtick=1, row=1, col=1)
-    figure.update_xaxes(title_text="word", range=[-0.5, words - 0.5], showgrid=False, row=2, col=1)
+    figure.update_xaxes(title_text="word", range=[-0.5, POOL_WORDS - 0.5], showgrid=False, row=2, col=1)
     figure.update_yaxes(visible=False, row=2, col=1)
     figure.update_yaxes(title_text="values", row=1, col=1)
     figure = plots.styled(figure, "", height=450).update_layout(barmode="stack", showlegend=False, margin_t=50)
@@ -217,7 +204,7 @@ def pool_segment(rows: list[dict], words: int = 64) -> go.Figure:
 
 
 def frequencies(each: dict[str, list[float]], threshold: float) -> go.Figure:
-    """How often each neuron fires, most used first, and the share of tokens from which it is cheaper dense.
+    """How often each neuron fires, most used first, and the share of tokens above which a neuron is cheaper dense.
 
     each: name -> shares of tokens, one a neuron (0 to 1).
     """
@@ -285,25 +272,25 @@ def splits(each: dict[str, list[dict]]) -> go.Figure:
             showlegend=False,
             hoverinfo="skip",
         )
-    figure.update_xaxes(title_text="hot neurons, computed densely (left end: TwELL, right end: dense)")
+    figure.update_xaxes(title_text="hot neurons, which are computed densely (left end: TwELL, right end: dense)")
     figure.update_yaxes(title_text="predicted ms", rangemode="tozero")
-    return plots.styled(figure, "Where to cut? Predicted for 16,384 tokens")
+    return plots.styled(figure, "How many neurons should be hot? Predicted for 16,384 tokens")
 
 
 PARTS = {
     "gate": ("the gate", plots.GREY),
-    "dense": ("the hot, densely", plots.ORANGE),
-    "sparse": ("rows for the cold", plots.BLUE),
-    "start": ("their sums, joined", plots.PURPLE),
+    "dense": ("hot neurons, dense", plots.ORANGE),
+    "sparse": ("cold neurons, sparse", plots.BLUE),
+    "start": ("sums of the hot, written and read", plots.PURPLE),
 }
 
 
 def cut(shares: list[float], rows: list[dict], index: int = 0) -> go.Figure:
-    """One place to cut between hot and cold: how often the neurons on either side fire, and where the predicted time
-    goes.
+    """One cut between hot and cold neurons: how often the neurons on both sides fire, and the parts of the predicted
+    time.
 
-    shares: of tokens, one a neuron; rows: data.split of the same shares, the first of them TwELL and the last dense;
-    index: which of them.
+    shares: of tokens, one for each neuron; rows: data.split of the same shares, the first TwELL and the last dense;
+    index: which of them is shown.
     """
     ordered = sorted((100 * share for share in shares), reverse=True)
     figure = make_subplots(rows=1, cols=2, column_widths=[0.45, 0.55], horizontal_spacing=0.16)

@@ -1,4 +1,4 @@
-"""The widget of the notebook on the Hopper kernels: move the cut between hot and cold neurons."""
+"""The widget of notebook 05: move the cut between hot and cold neurons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from . import figures
 
 
 def cut_explorer(shares: list[float], rows: list[dict]) -> Explorer:
-    """A slider over the places to cut. shares: of tokens, one a neuron; rows: data.split of the same shares."""
+    """A slider over numbers of hot neurons. shares: of tokens, for each neuron; rows: data.split of the same shares."""
     return Explorer(
         figures.cut(shares, rows),
         lambda figure, index: figures.move_cut(figure, rows, index),

@@ -1,4 +1,4 @@
-"""Notebook 02, recorded: an L1 sweep of a larger model, and the trained models of data/checkpoints."""
+"""Notebook 02, recorded: the L1 sweep of a larger model, and the trained models in data/checkpoints."""
 
 from . import figures
 from .data import (

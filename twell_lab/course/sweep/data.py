@@ -1,4 +1,4 @@
-"""What the notebook on L1 training reads off the recorded sweep, as functions: rows in, words and numbers out."""
+"""What notebook 02 says of the recorded L1 sweep, as functions of its rows; and the models of data/checkpoints."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def recorded(folder=None) -> records.Record:
 
 
 def where(record: records.Record) -> str:
-    """On what and when: "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"."""
+    """The device and the day of a record: "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"."""
     gpus = record.machine.get("gpus")
     device = gpus[0]["name"] if gpus else record.machine.get("cpu") or "an unnamed machine"
     return f"recorded on {device_and_day(device, record.date)}"
 
 
 def table(rows: list[dict]) -> str:
-    """One line a run: its loss, beside that of its seed's twin; who fires, who is dead, and whether nnz has settled."""
+    """One line a run: its loss beside that of its seed's twin, firing and dead neurons, and the last change of nnz."""
     neurons = rows[0]["config"]["d_ff"] * rows[0]["config"]["layers"]
     lines = [
         f"{'run':<28}{'bits per byte':>14}{'over twin':>11}{'mean nnz':>10}"
@@ -58,7 +58,7 @@ def name(row: dict, rows: list[dict]) -> str:
 
 
 def _ordered(rows: list[dict]) -> list[dict]:
-    """Without L1, then by L1; re-initialised ones after the run they are compared with."""
+    """Rows by L1, those without L1 first; a run with re-initialisation comes after the one without."""
     return sorted(
         rows,
         key=lambda row: (
@@ -71,7 +71,7 @@ def _ordered(rows: list[dict]) -> list[dict]:
 
 
 def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[str]:
-    """What the sweep found, one sentence a line, each computed from the rows."""
+    """What the sweep found, in sentences computed from its rows."""
     base, best = twin(rows), best_sparse(pressed(rows), zeros)
     d_ff = base["config"]["d_ff"]
     lines = [
@@ -105,7 +105,7 @@ def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[
 
 
 def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
-    """In how many runs the number of firing neurons had come to rest, and in which it had not."""
+    """In how many runs nnz had settled by the end, and in which it had not."""
     runs = pressed(rows)
     moving = [
         f"{row['label']} ({settled(row):+.0%} of {row['mean_nnz']:.2g})" for row in runs if abs(settled(row)) > within
@@ -117,7 +117,7 @@ def settled_sentence(rows: list[dict], within: float = 0.05) -> str:
 
 
 def quality(record: records.Record) -> list[str]:
-    """Size, tokens and quality in words: what these models are, and what they are not."""
+    """Size, training text and quality of the models of a sweep, a line each."""
     base, notes = twin(record.rows), record.notes
     config, text = base["config"], notes["text"]
     lines = [
@@ -156,12 +156,12 @@ def renewed_sentences(rows: list[dict]) -> list[str]:
 
 
 def first_token(row: dict) -> list[float]:
-    """How many times as many neurons the first token of a window wakes as the last half of it, layer by layer."""
+    """For each layer: nnz of a window's first token over the mean nnz of the window's last half."""
     return [nnz[0] / nnz[-1] if nnz[-1] else float("inf") for nnz in row["positions"]["nnz"]]
 
 
 def position_sentence(row: dict) -> str:
-    """The first token of a window against the later ones, in words."""
+    """How many neurons fire for the first token of a window and for one in its last half, in a sentence."""
     nnz = row["positions"]["nnz"]
     first, later = (sum(layer[place] for layer in nnz) / len(nnz) for place in (0, -1))
     ratios = first_token(row)
@@ -179,7 +179,7 @@ def byte_name(value: int) -> str:
 
 
 def extremes(row: dict, each: int = 8) -> list[tuple[str, float]]:
-    """The bytes that wake the fewest and the most neurons, averaged over layers, fewest first: (name, nnz)."""
+    """(name, nnz) of the bytes for which the fewest and the most neurons fire, mean over layers, fewest first."""
     seen = row["bytes"]
     mean = [sum(layer[i] for layer in seen["nnz"]) / len(seen["nnz"]) for i in range(len(seen["value"]))]
     order = sorted(range(len(mean)), key=lambda i: mean[i])
@@ -193,7 +193,7 @@ CHECKPOINTS = ("l1-free", "small", "sparse")
 
 
 def checkpoints() -> list[str]:
-    """Which of CHECKPOINTS are here: all in a checkout, "small" alone where the package was installed."""
+    """The names of CHECKPOINTS that are here: all in a checkout, "small" alone in an installed package."""
     folder = folders.data_dir() / "checkpoints"
     return [name for name in CHECKPOINTS if (folder / name / "model.safetensors").is_file()]
 

@@ -1,7 +1,6 @@
-"""Figures of the recorded L1 sweep, each a function of its rows (see twell_lab.training.sweep.run); in the style of
-`plots`.
+"""Figures of the recorded L1 sweep, each a function of its rows (twell_lab.training.sweep.run); in the style of plots.
 
-`where` is what a figure says of its source, as `data.where` gives it.
+`where` is the source that a figure names, as `data.where` gives it.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core.errors import InputError
 from ...training.sweep import cost, pressed, seed_spread, twin
-from ..drawing import row_at
+from ..drawing import BESIDE, row_at
 from . import data
 
 LIGHT = "#C8C8C8"
 
 
 def short(row: dict) -> str:
-    """A run of the sweep by its coefficient alone."""
+    """The name of a run by its coefficient alone: "L1 0.0001" or "no L1"."""
     return f"L1 {row['config']['l1']:g}" if row["config"]["l1"] else "no L1"
 
 
 def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, more: float = data.MORE) -> go.Figure:
-    """Held-out loss over the number of neurons firing: the runs by L1, those with dead rows renewed, and those without
-    L1.
+    """Held-out loss over the number of firing neurons: runs by L1, with dead rows renewed, with other seeds and rates.
 
-    Shaded: where a sparse point is wanted, `zeros` or more at no more than `more` above the twin.
+    Shaded: at least `zeros` zeros with a loss at most `more` above the twin's.
     """
     runs, base = pressed(rows), twin(rows)
     d_ff, loss = base["config"]["d_ff"], base["validation_bits_per_byte"]
@@ -103,7 +101,7 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
 
 
 def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
-    """One run of the sweep among all: loss against nnz, firing while it trained, and its layers at the end."""
+    """One run of the sweep among all: loss against nnz, nnz during training, and nnz of its layers at the end."""
     runs = pressed(rows)
     figure = make_subplots(
         rows=1,
@@ -179,7 +177,7 @@ def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> No
 
 
 def over_time(rows: list[dict], where: str) -> go.Figure:
-    """Every run of the sweep while it trained: held-out loss on the left, neurons firing on the right."""
+    """Every run of the sweep during training: held-out loss on the left, firing neurons on the right."""
     runs = pressed(rows)
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
     for number, row in enumerate(runs):
@@ -189,7 +187,7 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
             for step, bits in zip(history["step"], history["val_bits_per_byte"], strict=True)
             if bits is not None
         ]
-        # A small L1 changes little: the line without any is drawn first and wide, to be seen beneath.
+        # A small L1 changes little: the line without L1 is drawn first and wide, so that it can be seen behind others.
         group = {"legendgroup": short(row), "line": {"color": colour, "width": 2 if row["config"]["l1"] else 6}}
         figure.add_scatter(
             x=[step for step, _ in seen],
@@ -222,13 +220,13 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
         row=1,
         col=2,
     )
-    return plots.styled(figure, f"While they trained<br><sup>{where}</sup>", height=430).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 0}
-    )
+    return plots.styled(
+        figure, f"Loss and firing neurons during training<br><sup>{where}</sup>", height=430
+    ).update_layout(legend=BESIDE | {"tracegroupgap": 0})
 
 
 def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
-    """How the layers of one run fell silent: one line a layer, over the steps."""
+    """Firing neurons of one run during training, a line for each layer."""
     figure = go.Figure()
     layers = len(pressed(rows)[0]["layers"])
     for layer in range(layers):
@@ -249,9 +247,7 @@ def layer_over_time(rows: list[dict], index: int = 0, where: str = "") -> go.Fig
         dtick=1,
         range=[-1.5, math.log10(1.3 * most)],
     )
-    figure = plots.styled(figure, "", height=420).update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}
-    )
+    figure = plots.styled(figure, "", height=420).update_layout(legend=BESIDE)
     pick_layers(figure, rows, index, where)
     return figure
 
@@ -266,8 +262,7 @@ def pick_layers(figure: go.Figure, rows: list[dict], index: int, where: str = ""
 
 
 def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
-    """One run: neurons firing by the position in the window, layer by layer, and the bytes that wake fewest and
-    most."""
+    """One run: firing neurons of each layer by position in a window, and the bytes with the fewest and the most."""
     figure = make_subplots(
         rows=1,
         cols=2,
@@ -326,7 +321,7 @@ def pick_where(figure: go.Figure, rows: list[dict], index: int, where: str = "")
 
 
 def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
-    """Dead neurons by layer, with and without re-initialisation: one panel for each L1 that ran both ways."""
+    """Dead neurons by layer, with and without re-initialisation: a panel for each L1 that was trained both ways."""
     pairs = data.renewed(rows)
     if not pairs:
         raise InputError("no run with re-initialisation is among these rows; accepted: at least one")
@@ -355,7 +350,9 @@ def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
     figure.update_xaxes(title_text="layer")
     figure.update_yaxes(title_text="neurons dead, %", rangemode="tozero", col=1)
     figure = plots.styled(
-        figure, f"Silent on all of {pairs[0][0]['counted']:,} held-out bytes<br><sup>{where}</sup>", height=400
+        figure,
+        f"Dead neurons: silent on all of {pairs[0][0]['counted']:,} held-out bytes<br><sup>{where}</sup>",
+        height=400,
     ).update_layout(margin_t=120)
     return figure.update_annotations(font_size=12).update_layout(legend={"y": 1.1})
 
@@ -379,7 +376,7 @@ def sentence(counted: list[tuple[str, float]], model: str) -> go.Figure:
         tickfont={"family": "monospace", "size": 11},
     )
     figure.update_yaxes(title_text="neurons firing, mean over layers", rangemode="tozero")
-    return plots.styled(figure, f"Who wakes at each byte: {model}", height=330)
+    return plots.styled(figure, f"Neurons firing at each byte: {model}", height=330)
 
 
 def _hover(some: list[dict], rows: list[dict]) -> dict:

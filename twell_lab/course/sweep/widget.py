@@ -1,4 +1,4 @@
-"""The widgets of the recorded sweep: pick an L1, see its loss, its layers, its training, and where it fires."""
+"""The widgets of the recorded sweep: pick an L1 and see its loss, its layers, its training and where neurons fire."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def _explorer(draw, change, rows: list[dict], where: str) -> Explorer:
 
 
 def run_explorer(rows: list[dict], where: str) -> Explorer:
-    """Pick an L1 of the recorded sweep: loss against nnz, nnz while training, nnz by layer. The slider's values are the
-    L1."""
+    """Pick an L1 of the recorded sweep, by its value: loss against nnz, nnz during training, nnz by layer."""
     return _explorer(figures.picked, figures.pick, rows, where)
 
 
 def layer_explorer(rows: list[dict], where: str) -> Explorer:
-    """Pick an L1 of the recorded sweep: how each of its layers fell silent."""
+    """Pick an L1 of the recorded sweep: firing neurons of each layer during training."""
     return _explorer(figures.layer_over_time, figures.pick_layers, rows, where)
 
 
 def place_explorer(rows: list[dict], where: str) -> Explorer:
-    """Pick an L1 of the recorded sweep: who fires by position and by byte."""
+    """Pick an L1 of the recorded sweep: firing neurons by position in a window, and by byte."""
     return _explorer(figures.where_it_fires, figures.pick_where, rows, where)

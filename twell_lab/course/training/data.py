@@ -1,4 +1,4 @@
-"""What the notebook on L1 training computes, as functions: data in, data out, nothing drawn.
+"""What notebook 02 computes with the models that it trains: data in, data out, nothing drawn.
 
 SMALL is the model of the notebooks that train: small enough for a two-core machine to train five of them
 within a minute, wide enough (d_ff 512) to show who fires.
@@ -50,7 +50,7 @@ def held_out(text: Text, windows: int = 64, context: int = SMALL.context, device
 
 
 def table(runs: dict[str, TrainResult]) -> str:
-    """One line a run: its loss on held-out text, who fires, who is dead."""
+    """One line a run: its loss on held-out text, its firing neurons, its dead ones by layer."""
     lines = [f"{'run':<16}{'bits per byte':>15}{'mean nnz':>10}{'density':>10}{'dead by layer':>18}"]
     for name, run in runs.items():
         density = f"{run.mean_nnz / run.config.d_ff:.1%}"
@@ -62,10 +62,10 @@ def table(runs: dict[str, TrainResult]) -> str:
 
 
 def verdicts(runs: dict[str, TrainResult], base: str, again: str) -> list[str]:
-    """What these runs can say of L1 and the loss, one sentence a run.
+    """What these runs say of L1 and the loss, one sentence a run.
 
-    again: the run that differs from `base` in its seed alone. What the seed moves is the smallest difference
-    that means anything, so a smaller one is called that.
+    again: the run that differs from `base` in its seed alone. A smaller change than between these two means nothing,
+    and the sentence says so.
     """
     noise = abs(runs[again].validation_bits_per_byte - runs[base].validation_bits_per_byte)
     lines = [f"Another seed moves the loss by {noise:.3f} bits per byte: no smaller change means anything."]
@@ -88,8 +88,8 @@ def verdicts(runs: dict[str, TrainResult], base: str, again: str) -> list[str]:
 def pull(hidden: list[Tensor], l1: float = 1.0) -> tuple[float, float]:
     """(smallest, largest) slope of the L1 term in |h| where h is not 0, in units of l1 / (layers * tokens).
 
-    hidden: one tensor [..., d_ff] a layer. Only what the term does to each h itself is measured, not what one
-    layer's h does to the next layer's. |h| has the same slope everywhere, so both are 1.
+    hidden: one tensor [..., d_ff] a layer. Only the slope in each h itself is measured, not how one layer's h changes
+    the next layer's. |h| has the same slope everywhere, so both are 1.
     """
     leaves = [h.detach().requires_grad_() for h in hidden]
     with torch.enable_grad():
@@ -113,13 +113,13 @@ def firing_share(counts: Tensor, share: float = 0.8) -> float:
     total = most_first.sum()
     if total == 0:
         return 0.0
-    # A relative slack: sums of the same counts in another order must not need one neuron more.
+    # With a relative slack: rounding in a sum must not ask for one neuron more.
     enough = most_first.cumsum(0) >= share * total * (1 - 1e-12)
     return (int(enough.int().argmax()) + 1) / len(counts)
 
 
 def dead_seen_in(fired: Tensor, parts: int = 6) -> list[tuple[int, int]]:
-    """(tokens, neurons silent in all of them), for ever more tokens: the first n, then twice as many...
+    """(tokens, neurons silent in all of them) for the first n tokens, then for twice as many, and so on.
 
     fired: bool [tokens, d_ff].
     """
@@ -135,7 +135,7 @@ def nnz_by_position(model: nn.Module, windows: Tensor, layer: int = 0) -> Tensor
 
 
 def first_token_sentence(curves: list[Tensor], names: list[str]) -> str:
-    """Whether the first token of a window wakes more neurons than the later half of it, layer by layer."""
+    """A line for each layer: whether more neurons fire for a window's first token than in its later half."""
     lines = []
     for name, curve in zip(names, curves, strict=True):
         later = curve[len(curve) // 2 :].mean().item()
@@ -147,7 +147,7 @@ def first_token_sentence(curves: list[Tensor], names: list[str]) -> str:
 
 
 def skew_sentence(layer: LayerProfile, name: str) -> str:
-    """How unevenly one layer's neurons are used, in words."""
+    """How unevenly the neurons of one layer fire, in a sentence."""
     return (
         f"{name}: {layer.mean_nnz:.1f} of {layer.d_ff} neurons fire at a token; "
         f"{firing_share(layer.neuron_counts):.0%} of them do 80% of the firing, {layer.dead} never fire."

@@ -13,7 +13,7 @@ from ..drawing import row_at
 
 
 def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
-    """How many neurons fire in each layer, one line a run. runs: label -> TrainResult, or its summary()."""
+    """Firing neurons in each layer, one line a run. runs: label -> TrainResult, or its summary()."""
     figure = go.Figure()
     for colour, (label, run) in zip(plots.COLOURS, _summaries(runs).items(), strict=False):
         width, density = _width(run), run["density"]
@@ -28,11 +28,11 @@ def nnz_by_layer(runs: dict[str, object]) -> go.Figure:
         )
     figure.update_xaxes(title_text="feed-forward layer", range=[-0.2, len(density) - 0.8])
     figure.update_yaxes(**_counts(figure, f"neurons firing for a token, of {width}"))
-    return plots.styled(figure, "Who fires, layer by layer (held-out text)")
+    return plots.styled(figure, "Neurons firing, layer by layer (held-out text)")
 
 
 def density_against_loss(runs: dict[str, object], again: str | None = None) -> go.Figure:
-    """Loss over density, one point a run; the band is as wide as what another seed alone moves the loss.
+    """Loss over density, one point a run; the band shows how far another seed alone moves the loss.
 
     runs: label -> TrainResult, or its summary(); the first is the one to compare with. again: the label of
     the run that differs from the first in its seed alone.
@@ -40,7 +40,7 @@ def density_against_loss(runs: dict[str, object], again: str | None = None) -> g
     runs = _summaries(runs)
     names = list(runs)
     shares = [100 * run["mean_nnz"] / _width(run) for run in runs.values()]
-    shares = [max(share, 1e-3) for share in shares]  # where nothing fires, there is still a place on the axis
+    shares = [max(share, 1e-3) for share in shares]  # a log axis has no place for 0
     losses = [run["validation_bits_per_byte"] for run in runs.values()]
     figure = go.Figure(
         go.Scatter(
@@ -80,7 +80,7 @@ def density_against_loss(runs: dict[str, object], again: str | None = None) -> g
         title_text="held-out text, bits per byte (lower is better)",
         range=[min(losses + [losses[0] - spread]) - 0.15 * reach, max(losses) + 0.3 * reach],
     )
-    return plots.styled(figure, "Fewer neurons against the loss: one short run each")
+    return plots.styled(figure, "Loss against the share of neurons firing: one short run each")
 
 
 def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) -> go.Figure:
@@ -102,11 +102,11 @@ def nnz_by_position(curves: dict[str, list[float]], first: int | None = None) ->
         )
     figure.update_xaxes(title_text="position in the window (0: nothing stands before it)")
     figure.update_yaxes(**_counts(figure, "neurons firing, mean over windows"))
-    return plots.styled(figure, "Who fires where in a window")
+    return plots.styled(figure, "Neurons firing by position in the window")
 
 
 def picked_run(runs: dict[str, object], index: int = 0) -> go.Figure:
-    """One run among several: its firing during training, and its layers at the end; the others stay grey.
+    """One run among several: firing neurons during training, and by layer at the end; the others stay grey.
 
     runs: label -> TrainResult, or its summary(); index: which of them is picked.
     """
@@ -182,7 +182,7 @@ def _width(run: dict) -> int:
 
 
 def _counts(figure: go.Figure, title: str) -> dict:
-    """A log axis where every value can stand on one; otherwise, with silent layers, a linear one."""
+    """Options for the y axis: logarithmic or, if a layer is silent and 0 has no place there, linear."""
     values = [value for trace in figure.data for value in trace.y]
     if min(values) > 0:
         return {

@@ -1,10 +1,10 @@
 """What a call's cost is counted from: the device's rates, how the layer fires, and how many tokens there are.
 
-A gated layer's entry costs two rows of d_model values (up, down), a plain one's one (down). A GEMM takes as long as its
-operations at the matmul rate or its weights and values from memory, whichever is longer; for few tokens it is the
-latter. Rows come from memory once, whatever the number of tokens (those of the neurons that fire at all), and again
-where they do not fit the cache. Each launch adds its own time. Rows that fire so much that the packed form gives up are
-computed densely once more."""
+An entry, one neuron that fires for one token, costs two rows of d_model values in a gated layer (of up and of down) and
+one in a plain layer (of down). A GEMM takes as long as its operations at the matmul rate or its weights and values from
+memory, whichever is longer; for few tokens it is the latter. The rows of all neurons that fire come from memory once,
+whatever the number of tokens, and again where they do not fit the cache. Each launch adds its own time. Tokens for
+which more neurons fire than the packed form holds are computed densely once more."""
 
 from __future__ import annotations
 
@@ -83,10 +83,11 @@ class Firing:
         return self.frequency.numel()
 
     def lost(self, hot: int) -> float:
-        """About what share of the tokens will be computed densely after all, `hot` neurons not being packed.
+        """About what share of the tokens will be computed densely after all, if all but `hot` neurons are packed.
 
-        Those that fill tiles on average, however evenly their neurons lie. In the layer's own order (hot 0) also those
-        whose overflow exceeds the pool that 16 rows share, were it all in one tile."""
+        These are the tokens whose neurons would exceed the slots even if they were spread evenly over the tiles. In the
+        layer's own order (hot 0) also those whose overflow would exceed the pool that 16 rows share, if all of it were
+        in one tile."""
         fired, tiles = self.frequency.sum().item(), math.ceil((self.d_ff - hot) / TILE)
         packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
         most = math.floor((WORDS - 1) * tiles / packed) if packed else self.d_ff  # neurons that may fire
@@ -111,7 +112,7 @@ class Work:
         return 3 if self.firing.gated else 2
 
     def fuses(self, least: int) -> bool:
-        """Whether the fused kernels that are taken from `least` tokens run here."""
+        """Whether fused kernels run, which are taken from `least` tokens on."""
         return self.rates.fuses and self.tokens >= least
 
     def gemm(self, n: int, k: int, count: float = 1.0) -> float:
@@ -120,8 +121,8 @@ class Work:
         return count * max(2 * self.tokens * n * k / self.rates.matmul, moved / self.rates.bandwidth)
 
     def rows(self, frequency: Tensor) -> float:
-        """Seconds in which the rows of packed neurons that fire so often are read: all that fire once from memory, each
-        entry from the cache."""
+        """Seconds in which the rows of packed neurons are read: once from memory for each neuron that fires, and for
+        each entry from the cache. frequency: of these neurons, as in Firing."""
         tokens, rates = self.tokens, self.rates
         row = (2 if self.firing.gated else 1) * self.firing.d_model * self.itemsize
         touched = (1 - (1 - frequency).clamp(min=0) ** tokens).sum().item() * row
@@ -130,6 +131,5 @@ class Work:
         if rates.cache and touched > rates.cache * _CACHE_USED:
             kept = int(rates.cache * _CACHE_USED / row)
             missed = tokens * frequency[kept:].sum().item() * row
-        # With few tokens nearly every entry is the first to ask for its row: memory then hides the cache, not both in
-        # turn.
+        # The two overlap: with few tokens nearly every entry is the first to ask for its row, and waits for memory.
         return max(min(touched, read) / rates.bandwidth, (read - missed) / rates.l2 + missed / rates.bandwidth)

@@ -27,11 +27,11 @@ class Dense(Path):
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
         compiling = torch.compiler.is_compiling()
-        if not compiling:  # a forward that is being compiled sees no addresses, and keeps the last answer
+        if not compiling:  # a forward that is being compiled sees no addresses, and takes the last answer
             self.prepare(layer, weights)
         fused = layer.fuses_dense and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
         if not fused and (compiling or not weights.up.is_cuda):
-            return by_torch(x, weights)  # which its compiler fuses
+            return by_torch(x, weights)  # whose operations torch's compiler fuses
         return super().forward(layer, x, weights, hot, None)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
@@ -49,8 +49,8 @@ class Dense(Path):
 
 
 def by_torch(x: Tensor, weights: Weights) -> Tensor:
-    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. InputError for
-    what does not fit together."""
+    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. Raises InputError
+    for shapes that do not fit together."""
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
@@ -62,7 +62,7 @@ def by_torch(x: Tensor, weights: Weights) -> Tensor:
 
 
 def fused(work: Work) -> bool:
-    """Whether the GEMM of up multiplies where its values are."""
+    """Whether the kernel runs that computes relu(gate) * up in one GEMM."""
     return work.fuses(dispatch.LEAST_DENSE)
 
 

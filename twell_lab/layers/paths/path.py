@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from ...core.errors import InputError
 from ...ops import copies, inference
 from ..weights import NAMES, Weights
 from .cost import Work
 
 
 class Copy(NamedTuple):
-    """A weight in another layout: the buffer that holds it, which of Weights it stands for, and which it is made of.
+    """A weight in another layout.
 
-    how: a layout of twell_lab.ops.copies."""
+    buffer: the name of the layer's buffer that holds it. name: the field of Weights in whose place it is read. source:
+    the field that it is made of. how: a layout of twell_lab.ops.copies."""
 
     buffer: str
     name: str
@@ -23,22 +26,36 @@ class Copy(NamedTuple):
     how: int
 
 
-def hold(layer: nn.Module, name: str, t: Tensor | None) -> None:
-    """Have the layer keep t as a buffer outside its state_dict; None: have no buffer of that name (torch.export
-    miscounts those that are None)."""
-    if t is None:
+def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
+    """Have the layer keep these as buffers outside its state_dict; all at once, since other threads may be reading.
+    None: have no buffer of that name (torch.export miscounts buffers that are None)."""
+    kept = {name: t for name, t in tensors.items() if t is not None}
+    layer._non_persistent_buffers_set.update(kept)
+    layer._buffers.update(kept)
+    for name in tensors.keys() - kept.keys():
         layer._buffers.pop(name, None)
-    else:
-        layer.register_buffer(name, t, persistent=False)
+
+
+ORDER = "order"  # the buffer of a layer that says which neuron comes first, second, ...: int64 [d_ff]
+
+
+def _order(layer: nn.Module, up: Tensor) -> Tensor:
+    """`layer.neurons` on the device. The list is what counts: a buffer that is moved by to_empty loses its values."""
+    if up.shape[0] != len(layer.neurons):
+        raise InputError(
+            f"up has {up.shape[0]} neurons, but the layer's plan is for {len(layer.neurons)}; as many are accepted"
+        )
+    with torch.inference_mode(False):
+        return torch.tensor(layer.neurons, device=up.device)
 
 
 class Path:
     """One way through a layer. It has no state: what it holds for a layer are buffers of that SparseFFN.
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed, and counted.
-    splits: whether a choice of it names how many neurons are hot; then `layer.neurons` is their order. learns: the path
-    of twell_lab.ops.differentiable to take where gradients are needed. copies: the weights it wants in another
-    layout."""
+    splits: whether a choice of it says how many neurons are hot; then `layer.neurons` is their order, and the buffer
+    ORDER holds it. learns: the path of twell_lab.ops.differentiable to take where gradients are needed. copies: the
+    weights it wants in another layout."""
 
     name: str
     packs = True
@@ -57,21 +74,23 @@ class Path:
     # ---- what is held ----
 
     def prepare(self, layer: nn.Module, weights: Weights) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Have the layer hold memory for the copies, for its next forward to fill; returns the order, and them."""
+        """Have the layer hold memory for the copies, which its next forward will fill; returns the order and the
+        copies."""
+        order = _order(layer, weights.up) if self.splits else None
         places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in self.copies]
-        for copy, place in zip(self.copies, places):
-            hold(layer, copy.buffer, place)
-        return None, places
+        held = dict(zip((copy.buffer for copy in self.copies), places))
+        hold(layer, {**held, ORDER: order} if self.splits else held)
+        return order, places
 
     def release(self, layer: nn.Module) -> None:
         """Have the layer hold nothing for this path any more."""
-        for copy in self.copies:
-            hold(layer, copy.buffer, None)
+        names = [copy.buffer for copy in self.copies]
+        hold(layer, dict.fromkeys([*names, ORDER] if self.splits else names))
 
     def moved(self, layer: nn.Module, weights: Weights) -> None:
-        """See to what the layer holds after its tensors were moved, as by `to`: made inside inference mode, nothing
-        outside of it could write to them."""
-        if any(place is not None and place.is_inference() for place in self._held(layer)[1]):
+        """Make anew, after the layer's tensors were moved as by `to`, what cannot be used any more: copies that were
+        moved inside inference mode could not be written to outside of it, and `to_empty` loses the order's values."""
+        if self.splits or any(place is not None and place.is_inference() for place in self._held(layer)[1]):
             self.prepare(layer, weights)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
@@ -79,24 +98,25 @@ class Path:
         order, places = self._held(layer)
         if not self._fits(order, places, weights):
             order, places = self.prepare(layer, weights)
+            if not layer.takes(self.name):  # another thread changed the plan meanwhile: they are for this call alone
+                self.release(layer)
+        filled = [(copy, place) for copy, place in zip(self.copies, places) if place is not None]
         sources: dict[str, Tensor] = {}
-        for copy, place in zip(self.copies, places):
-            if place is not None:
-                sources[copy.name if copy.source in sources else copy.source] = getattr(weights, copy.source)
+        for copy, _ in filled:  # a weight may have two copies
+            sources[copy.name if copy.source in sources else copy.source] = getattr(weights, copy.source)
         beside = {name: t for name, t in zip(NAMES, weights) if t is not None and name not in sources}
-        how = [copy.how for copy, place in zip(self.copies, places) if place is not None]
-        filled = [place for place in places if place is not None]
-        copies.refresh(sources, filled, how, order, beside, training=layer.training)
-        made = {copy.name: place for copy, place in zip(self.copies, places)}
-        return Weights(*[made.get(name, t) for name, t in zip(NAMES, weights)])
+        targets, how = [place for _, place in filled], [copy.how for copy, _ in filled]
+        copies.refresh(sources, targets, how, order, beside, training=layer.training)
+        return weights._replace(**{copy.name: place for copy, place in filled})
 
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
         """The order of the neurons, None for their own, and the copies, as far as they are there."""
-        return None, [layer._buffers.get(copy.buffer) for copy in self.copies]
+        held = dict(layer._buffers)  # all at once: another thread may be replacing the order and the copies
+        return held.get(ORDER) if self.splits else None, [held.get(copy.buffer) for copy in self.copies]
 
     def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights) -> bool:
-        """Whether every copy is a place for its weight."""
-        return all(
+        """Whether every copy is a place for its weight, and the order at hand."""
+        return (not self.splits or order is not None and order.device == weights.up.device) and all(
             copies.fits(place, copy.how, getattr(weights, copy.source)) for copy, place in zip(self.copies, places)
         )
 

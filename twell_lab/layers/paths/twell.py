@@ -1,4 +1,5 @@
-"""twell: what fires packed while the gate's GEMM still holds it, the rest of the layer for those entries alone."""
+"""twell: the neurons that fire are packed while the gate's GEMM still holds them; the rest of the layer is computed for
+these entries alone."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ class Twell(Path):
 
 
 def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, launches: int) -> dict[str, float]:
-    """Seconds of a call that packs all but the `hot` most used neurons. gemm: seconds of its GEMMs; moved: bytes
-    besides x, y and what is packed; launches: besides those of the pieces that a fused call is cut into."""
+    """Seconds of a call that packs all but the `hot` most used neurons, by what they go to (Path.cost).
+
+    gemm: seconds of its GEMMs. moved: bytes that are read and written besides x, y and what is packed. launches: their
+    number, without those of the pieces that a fused call is cut into."""
     firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
     cold, few = firing.d_ff - hot, tokens <= decode.MOST_TOKENS
     packed = tokens * math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used

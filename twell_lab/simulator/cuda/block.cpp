@@ -1,4 +1,4 @@
-// One block at a time: who runs next, what a warp-wide operation returns, and when a barrier opens.
+// Runs one block: which thread goes on next, what a warp-wide operation returns, and when a barrier opens.
 #include <string.h>
 
 #include "runtime.h"
@@ -6,7 +6,7 @@ enum { SHUFFLE, SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_XOR, BALLOT, ANY, ALL, MATCH, 
        REDUCE_MAX, REDUCE_MIN_SIGNED, REDUCE_MAX_SIGNED, REDUCE_AND, REDUCE_OR, REDUCE_XOR, WAIT_BARRIER, WAIT_BARRIER_OR,
        WAIT_BARRIER_AND, WAIT_BARRIER_COUNT };  // as SimCollective in cuda_on_cpu.h
 
-// The current thread cannot go on: the next lane of its warp does, or, where none can, run_block.
+// The current thread has to wait: switches to the next lane of its warp that can run, or to run_block if none can.
 static void leave(Thread& me) {
     Warp& w = *me.warp;
     if (!w.runnable) return sim_switch(&me.sp, me.worker->main_sp);
@@ -24,7 +24,7 @@ static SimPath where(Thread& t) {
 static void end_with(Worker& w, const SimFault& fault) {
     w.fault = w.unwritten.kind ? w.unwritten : fault;
     w.fault_found = true;
-    for (Thread& t : w.threads)  // what a loop without end has logged
+    for (Thread& t : w.threads)  // frees what an endless loop has logged
         if (t.log.capacity() > 1 << 16) std::vector<Event>().swap(t.log);
 }
 
@@ -115,7 +115,7 @@ static void complete(Worker& worker, Warp& w, uint32_t lanes) {
     w.runnable |= lanes;
 }
 
-// Completes the operation that `t` waits in, once every lane it names (and that has not left) is there too.
+// Completes the operation that `t` waits in, once every lane that its mask names, and that has not left, waits there too.
 static bool complete_if_all_there(Worker& worker, Warp& w, const Thread& t) {
     const uint32_t lanes = t.mask & w.alive;
     if ((w.waiting & lanes) != lanes) return false;
@@ -196,7 +196,7 @@ static SimFault mismatch(Worker& worker) {
     return f;
 }
 
-// Whether all who wait at the barrier are at the same one. A GPU would pair different ones up; that is never meant.
+// Whether all waiting threads wait at the same barrier. A GPU would let different barriers meet; no author means that.
 static bool same_barrier(Worker& worker) {
     const Thread* first = nullptr;
     for (Warp& w : worker.warps)
@@ -240,7 +240,7 @@ void thread_done(Thread& me) {
     --worker.alive;
     if (worker.counting()) resolve_write(me);
     if (!w.alive && worker.counting()) count_warp(worker, w);
-    // Those who were waiting for this thread alone can go on.
+    // Lanes that waited for this thread alone can go on.
     for (uint32_t left = w.waiting; left; left &= left - 1)
         if (complete_if_all_there(worker, w, *w.lane[__builtin_ctz(left)])) break;
     if (worker.alive && worker.at_barrier == worker.alive) {

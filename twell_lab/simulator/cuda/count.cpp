@@ -1,8 +1,9 @@
-// Puts the logs of a warp's lanes together again into warp instructions, and counts what the memory system would see.
+// Merges the logs of a warp's lanes into warp instructions, and counts what the memory system would see of them.
 //
-// Each lane ran alone. On a GPU the lanes run in step where their ways are the same; where they part, those that are
-// behind in the program run first, so that all meet again after it. The same rule puts the logs together: of the
-// lanes' next events the earliest place in the program goes first, with all lanes that are at it.
+// In the simulator each lane ran by itself. On a GPU the lanes of a warp run in step as long as they take the same
+// branches; where they diverge, the lanes that are earlier in the program run first, so that all meet again after it. The
+// logs are merged by the same rule: of the lanes' next events, the one earliest in the program comes next, with all lanes
+// that are at it.
 #include <string.h>
 
 #include "runtime.h"

@@ -1,5 +1,5 @@
-// CUDA's language for a C++ compiler: what a kernel file expects to find without including anything.
-// It is included in front of the unmodified .cu. `runtime.h` holds the other side.
+// CUDA's language for a C++ compiler: what a kernel file uses without including anything. The compiler includes this file
+// before the unmodified .cu. `runtime.h` declares the simulator's side of the functions named sim_*.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// The portable path of a kernel that asks.
+// A kernel that tests the architecture takes its portable path.
 #define __CUDA_ARCH__ 750
 
 #if defined(SIM_LISTING)  // preprocessing only: toolchain.py finds kernels and shared arrays by these names
@@ -31,7 +31,7 @@
 #endif
 #endif
 
-#if defined(SIM_WATCHED)  // functions stay functions, so that each has its place in the tree of calls
+#if defined(SIM_WATCHED)  // no function is inlined, so that each has its place in the tree of calls
 #define __forceinline__ inline
 #define SIM_INLINE static inline
 #define SIM_QUIET __attribute__((no_sanitize("thread"), no_instrument_function))
@@ -44,7 +44,7 @@
 #include "cuda_types.h"
 #include "sim_thread.h"
 
-#if defined(SIM_WATCHED)  // copies from a function of the runtime: the lines that read them are watched themselves
+#if defined(SIM_WATCHED)  // functions of the runtime that return copies: reading a copy is no access to memory
 extern "C" SimIndex sim_thread_index();
 extern "C" SimIndex sim_block_index();
 extern "C" dim3 sim_block_size();
@@ -122,7 +122,7 @@ SIM_INLINE unsigned __reduce_and_sync(unsigned mask, unsigned v) { return (unsig
 SIM_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) { return (unsigned)sim_warp_wide(SIM_REDUCE_OR, mask, v, 0, 32); }
 SIM_INLINE unsigned __reduce_xor_sync(unsigned mask, unsigned v) { return (unsigned)sim_warp_wide(SIM_REDUCE_XOR, mask, v, 0, 32); }
 
-// ---- memory: the cache hints change nothing here, the accesses themselves are seen by the compiler's instrumentation ----
+// ---- memory: cache hints change nothing here; the compiler's instrumentation sees the accesses ----
 
 #define SIM_LOAD(NAME) template <class T> SIM_INLINE T NAME(const T* p) { return *p; }
 SIM_LOAD(__ldg) SIM_LOAD(__ldca) SIM_LOAD(__ldcg) SIM_LOAD(__ldcs) SIM_LOAD(__ldlu) SIM_LOAD(__ldcv)
@@ -180,7 +180,8 @@ SIM_ATOMIC(atomicSub, unsigned, unsigned, old - v)
 SIM_INLINE void __trap() { sim_assertion("__trap()"); }
 #include "assert.h"
 
-// The compiler does not watch what these touch. Of a variable that is named in the call, it knows the room.
+// The compiler's instrumentation does not see what these functions touch. If the call names a variable, the compiler
+// knows how many bytes it has: `room`.
 #if defined(SIM_WATCHED)
 SIM_QUIET SIM_INLINE void* sim_memset(size_t room, void* to, int value, size_t n) { return sim_set(to, value, n, room, SIM_PLACE); }
 SIM_QUIET SIM_INLINE void* sim_memmove(size_t room, void* to, const void* from, size_t n) {

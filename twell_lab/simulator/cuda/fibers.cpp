@@ -84,8 +84,8 @@ static void begin() {
     thread_done(me);
 }
 
-// Stacks for as many threads as a block can have; memory is only used where it is touched, and never given back. Behind
-// them stands whether their ends may be closed in a way that splits the memory.
+// Stacks for as many threads as a block can have. Memory is used only where it is touched, and never given back. The word
+// after the last stack says whether the stacks' ends may be closed in a way that splits the mapping.
 extern "C" char* sim_make_stacks(int closed) {
     const size_t bytes = SIM_STACK * (MOST_THREADS + 2);
     void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -108,7 +108,7 @@ void aim_at_start(Thread& t) {
     char* top = t.worker->stacks + (t.number + 1) * SIM_STACK;
     if (!*(SimThread**)(top - 8)) close_end(t.worker->stacks, top - SIM_STACK);  // never used before
     *(SimThread**)(top - 8) = &t;
-    // Not all at the same place within a page, or the stacks would fight for the same lines of the cache.
+    // Each stack begins at another place within its page: otherwise all would use the same lines of the cache.
     void** words = (void**)(top - 64 - t.number % 128 * 1088) - SAVED_WORDS;
 #if defined(__x86_64__)
     words -= (uintptr_t)(words + SAVED_WORDS) % 16 == 0 ? 1 : 0;  // a called function finds its stack 8 past 16

@@ -2,8 +2,8 @@
 //
 // While launches run, the process has handlers for the signals of a crash. A worker's thread that receives one while it
 // runs a kernel goes on where it left for the kernel: in run_block, on its own stack, with a note of what happened.
-// A timer's signal, some times a second, does the same to a kernel that has used up its time. Every other signal goes to
-// whom it would have gone to. The handlers are one library's, common to all of the process.
+// A timer's signal, which comes several times a second, does the same to a kernel that has used up its time. Every other
+// signal goes to the handler that was there before. All libraries of the process share the handlers of one of them.
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -25,7 +25,7 @@ extern "C" void sim_resume();  // fibers.cpp: the second half of a switch
 // Where the kernels' code ends; the linker puts the runtime's behind it. Only a library that toolchain.py builds has it.
 extern "C" __attribute__((weak, visibility("hidden"))) void sim_kernels_end();
 
-constexpr int TICK = SIGURG;  // ignored by who does not know it, and hardly ever used
+constexpr int TICK = SIGURG;  // ignored by default, and hardly ever used
 constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}, GUARDED = 7;
 constexpr double TICKS_APART = 0.05, LATE_TICKS_APART = 0.001;  // seconds
 
@@ -66,7 +66,7 @@ static void tick_every(Guarded& g, double seconds) {
     syscall(SYS_timer_settime, g.timer, 0, &when, nullptr);
 }
 
-// What would have happened without these handlers.
+// Does what would have happened without these handlers.
 static void pass_on(int number, siginfo_t* info, void* context) {
     const struct sigaction& to = previous[number];
     if (number == TICK) {
@@ -75,8 +75,9 @@ static void pass_on(int number, siginfo_t* info, void* context) {
         return;
     }
     const bool ignored = !(to.sa_flags & SA_SIGINFO) && to.sa_handler == SIG_IGN;
-    if (ignored && info->si_code <= 0) return;  // sent by somebody, to no effect
-    // The instruction is tried again, with the other's handler in place. Twice means that the other one gave it back.
+    if (ignored && info->si_code <= 0) return;  // sent by a process, not raised by an instruction: has no effect
+    // The instruction runs again, with the previous handler in place. If the signal comes back here a second time, that
+    // handler has passed it on to this one: the default action follows.
     struct sigaction next = to;
     if (passed_on[number] || ignored) {
         memset(&next, 0, sizeof next);
@@ -84,7 +85,7 @@ static void pass_on(int number, siginfo_t* info, void* context) {
     }
     passed_on[number] = true;
     sigaction(number, &next, nullptr);
-    if (info->si_code <= 0) raise(number);  // sent by somebody: no instruction does it again
+    if (info->si_code <= 0) raise(number);  // no instruction would raise it again
 }
 
 static void on_signal(int number, siginfo_t* info, void* context) {
@@ -114,7 +115,7 @@ static void on_signal(int number, siginfo_t* info, void* context) {
 
 static bool is_ours(const struct sigaction& a) { return a.sa_flags & SA_SIGINFO && a.sa_sigaction == on_signal; }
 
-// The handlers stand from the first sim_guard_begin to the last sim_guard_end; what is returned goes into SimLaunch.
+// The handlers are installed from the first sim_guard_begin to the last sim_guard_end. The result goes into SimLaunch.
 extern "C" const void* sim_guard_begin() {
     std::lock_guard<std::mutex> hold(guard_lock);
     if (!guard_has_key && pthread_key_create(&guard.key, nullptr)) return nullptr;
@@ -128,7 +129,7 @@ extern "C" const void* sim_guard_begin() {
         ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
         sigaction(number, nullptr, &now_there);
         passed_on[number] = false;
-        if (is_ours(now_there)) continue;  // put back by somebody who had found it there
+        if (is_ours(now_there)) continue;  // other code had saved our handler and has put it back
         previous[number] = now_there;
         sigaction(number, &ours, nullptr);
     }
@@ -207,7 +208,7 @@ Heap* common_heap() {
 
 // ---- what happened ----
 
-// The place in the kernel's code: where it was, or, outside of it, the call that led there. Places are return addresses.
+// The place in the kernel's code, as a return address: where the crash was or, if that is outside, the call that led there.
 static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint64_t top) {
     const Guarded& g = me.worker->guarded;
     const uint64_t begin = g.end ? g.begin : sim_code_begin, end = g.end ? g.end : sim_module_end;
@@ -218,7 +219,7 @@ static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint
         return 0;
     }
     uint64_t place = c.pc + 1, frame = c.fp;
-    // Out of the header's functions that the tree of calls leaves out, to the one that it has come to.
+    // Walks out of the header's functions, which the tree of calls leaves out, to the function where the tree stands.
     for (int i = 0; me.in_kernel && i < 8 && frame != (uint64_t)me.frames[me.depth]; ++i, frame = word(frame)) {
         const uint64_t back = word(frame + 8);
         if (back <= begin || back >= end) break;
@@ -243,7 +244,7 @@ SimFault fault_of_crash(Thread& me) {
     if (kind == BROKEN_HEAP) f.text = "the C library found it broken";
     if (kind == PROCESS_END) f.text = "abort(), which the C or C++ library called: for an exception that nothing caught, for example";
     if (kind == OUT_OF_BOUNDS) {
-        // An address that no memory can have is not told.
+        // The processor does not report an address that no memory can have.
         f.address = c.code == SI_KERNEL ? ~0ull : c.address, f.is_write = c.how, f.size = 0;
         const uint64_t in_shared = f.address - (uint64_t)w.shared_begin;
         f.shared_offset = in_shared < w.launch->thread_local_bytes ? (int64_t)in_shared : -1;

@@ -1,9 +1,9 @@
-// What a kernel could end the process with by a call: exit and its kin, and memory given back that is not its to give.
+// Calls by which a kernel could end the process: exit and the like, and freeing memory that is not the kernel's to free.
 //
 // The linker puts these functions in the place of the C library's (--wrap, see toolchain.py). What kernels take with malloc
-// and new comes from memory of its own, so that each wrong free is known for certain and the C library never meets it: it
-// would end the process, or leave with a lock held that everybody else then waits for. Calls from outside of kernels, the
-// runtime's own for example, go on to the C library.
+// and new comes from a separate region, so that each wrong free is recognised with certainty and never reaches the C
+// library, which would end the process or keep a lock that others then wait for. Calls from outside of kernels, such as the
+// runtime's own, go on to the C library.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -16,7 +16,7 @@
 #include "runtime.h"
 
 #define HERE (uint64_t) __builtin_return_address(0)
-// Weak: who links without --wrap does without them.
+// Weak: a library that is linked without --wrap has none of them.
 #define REAL(RESULT, NAME, ...) extern "C" __attribute__((weak)) RESULT __real_##NAME(__VA_ARGS__)
 #define INSTEAD(RESULT, NAME, ...) extern "C" __attribute__((visibility("hidden"), noinline)) RESULT __wrap_##NAME(__VA_ARGS__)
 
@@ -36,7 +36,7 @@ Heap* make_heap() { return new Heap(); }
 
 static size_t room_of(size_t bytes) { return (bytes + BETWEEN + 15) & ~(size_t)15; }
 
-// Null where the C library is to give it: to who is no kernel, and where there is no room here.
+// Null if the C library has to give the memory: the caller is no kernel, or there is no room here.
 static void* take(size_t bytes, uint64_t place) {
     const Thread* me = thread_in_kernel();
     if (!me || place < me->worker->guarded.begin || place >= me->worker->guarded.end || bytes > HEAP / 2) return nullptr;
@@ -64,7 +64,8 @@ static bool is_the_launchs(const Worker& w, uint64_t at, bool& in_array) {
            at - sim_module_base < sim_module_end - sim_module_base;
 }
 
-// Takes a kernel's block back; false: the C library gave it. Ends the block of threads where nobody did.
+// Takes memory back that a kernel was given here; false if it came from the C library. Memory that neither gave is a
+// fault, which ends the block of threads.
 static bool give_back(void* p, uint64_t place) {
     const uint64_t at = (uint64_t)p;
     Heap* h = common_heap();
@@ -100,7 +101,7 @@ static size_t taken_bytes(Heap& h, const void* p) {
     return found != h.blocks.end() && found->second.taken ? found->second.bytes : 0;
 }
 
-// While the C library is at work on its own memory: should it find that broken, guard.cpp knows what it was.
+// Marks a call in which the C library works on its heap: if it finds the heap damaged, guard.cpp knows from where.
 struct AtWork {
     Thread* me = thread_in_kernel();
     explicit AtWork(uint64_t place) { if (me) me->worker->guarded.in_heap = place; }

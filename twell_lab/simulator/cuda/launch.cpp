@@ -54,7 +54,7 @@ static char* thread_local_block() {
     return (char*)__tls_get_addr(&index);
 }
 
-// ---- workers are kept from launch to launch, for the memory they have ----
+// ---- workers are kept from launch to launch, since they own much memory ----
 
 static std::mutex idle_lock;
 static std::vector<Worker*> idle;
@@ -100,7 +100,7 @@ static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& fi
     for (;;) {
         const int64_t block = next.fetch_add(1);
         if (block >= blocks || block > first_fault.load()) return;
-        // Nothing of the block before may be left: a NaN, in whatever floating type.
+        // No block sees what the one before it left: all bits set are a NaN in every floating type.
         for (int i = 0; i < l.n_shared; ++i) memset(w.shared_begin + l.shared[i].offset, 0xff, (size_t)l.shared[i].bytes);
         if (out_of_time(w)) {
             w.fault = SimFault{};

@@ -1,4 +1,4 @@
-// Inside of the simulator: what the .cpp files of this folder share. Kernels see cuda_on_cpu.h only.
+// What the .cpp files of this folder share. Kernels see cuda_on_cpu.h only.
 //
 // A block's threads are fibers on one core. A fiber runs until it meets a barrier or a warp-wide operation that
 // others still have to reach; then the next lane of its warp goes on. Blocks are dealt out to the cores' workers.
@@ -24,12 +24,12 @@ enum FaultKind {
 };
 constexpr int MOST_FRAMES = 12, MOST_CALLS = 64, LANES_A_WARP = 32, MOST_THREADS = 1024;
 constexpr int64_t OWN_MEMORY = -2;  // as shared_offset: the address is of the thread's own variables
-// The lower end of each stack is closed, so that running out of it stops the thread instead of damaging the neighbour: as
-// much as a compiler leaves out between two of its probes (64 KiB on arm64), and a whole number of pages everywhere.
+// The lower end of each stack is closed, so that a thread that needs more is stopped before it damages its neighbour's.
+// The closed part is as large as the distance between two of a compiler's stack probes (64 KiB on arm64), in whole pages.
 constexpr uintptr_t SIM_CLOSED = 64 << 10;
 constexpr uint32_t NO_SITE = 0xffffffffu, NO_THREAD = 0xffffu;
 
-// ---- what Python hands over and gets back (program.py mirrors these structures) ----
+// ---- what Python hands over and gets back (report.py has the same structures) ----
 
 struct SimBuffer { uint64_t begin, bytes; };            // one array argument
 struct SimShared { uint64_t offset, bytes; };           // one __shared__ array, by its place in the thread-local block
@@ -126,7 +126,7 @@ struct Thread : SimThread {
     Warp* warp;
     int number, lane;
     bool waiting, done;
-    // What it waits with, or got.
+    // The operation it waits in, what it gives to it, and what it got from it.
     int wait_kind, parameter, width;
     uint32_t mask;
     uint64_t given, got, wait_pc;

@@ -1,6 +1,6 @@
-// Sees every access of a watched build. The compiler was asked for thread-sanitizer instrumentation, which calls
-// __tsan_read4(address) and its kin; here they are ours. They check bounds, alignment, initialisation and order, and keep
-// a log for count.cpp.
+// Checks every access of a watched build. The compiler adds ThreadSanitizer's instrumentation, calls of
+// __tsan_read4(address) and the like, and this file defines these functions: they check bounds, alignment, initialisation
+// and order, and keep a log for count.cpp.
 #include <stdlib.h>
 #include <string.h>
 
@@ -54,7 +54,7 @@ SimFault fault_of(Thread& me, int kind, uint64_t pc) {
     return f;
 }
 
-// ---- order: what a barrier or __syncwarp has put behind ----
+// ---- order: which accesses a barrier or __syncwarp has put before the current one ----
 
 void watch_syncwarp(Warp& w, uint32_t lanes) {
     uint32_t known[LANES_A_WARP] = {};
@@ -130,7 +130,7 @@ static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t addre
     for (uint32_t i = 0; i < size; ++i) {
         GlobalByte& g = bytes[offset + i];
         const uint32_t seen = __atomic_load_n(&g.block, __ATOMIC_RELAXED);
-        // Another block's atomic may have told this one that it was done: that order is not followed up here.
+        // Another block may have signalled by an atomic that its writes are done. Such an order is not tracked here.
         const bool fine = seen == mine ? ordered(me, g.thread, g.epoch, g.clock) : w.used_atomic;
         if (seen && !fine)
             stop_at(me, GLOBAL_RACE, address, size, how, pc, (int64_t)seen - 1, (int)g.thread, true, g.site);
@@ -142,7 +142,7 @@ static void check_global(Thread& me, int buffer, uint64_t offset, uint64_t addre
 
 // ---- accesses ----
 
-// A thread that has come so far without meeting others never will, and each of its steps takes memory.
+// A thread that has logged this much without meeting others is taken to loop for ever; each event takes memory.
 constexpr size_t MOST_EVENTS = 1 << 24;
 
 static void log_event(Thread& me, uint64_t address, uint32_t size, int kind, int space, uint64_t pc) {
@@ -210,7 +210,7 @@ HOOK void __tsan_func_entry(void*) {}
 HOOK void __tsan_func_exit() {}
 HOOK void __tsan_init() {}
 
-// ---- memset and its kin: all that they touch is checked before any of it is, then they go on piece by piece ----
+// ---- memset, memcpy and memmove: the whole range is checked before any of it is touched, then copied piece by piece ----
 
 static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t room, int how, uint64_t pc) {
     const uint64_t address = (uint64_t)pointer, stack = (uint64_t)__builtin_frame_address(0) & ~(SIM_STACK - 1);
@@ -218,7 +218,7 @@ static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t ro
     const SimLaunch& l = *w.launch;
     auto inside = [&](uint64_t begin, uint64_t bytes) { return address - begin < bytes && n <= bytes - (address - begin); };
     bool fits = false;
-    if ((address & ~(SIM_STACK - 1)) == stack) {  // no variable reaches across the place where a call goes back
+    if ((address & ~(SIM_STACK - 1)) == stack) {  // no variable reaches across a call's return address
         fits = n <= room && inside(stack, SIM_STACK);
         for (int i = 0; i <= me.depth; ++i) {
             const uint64_t frame = (uint64_t)me.frames[i];
@@ -300,8 +300,8 @@ HOOK void __ubsan_handle_divrem_overflow(const void*, uint64_t, uint64_t) {
 
 // ---- the tree of calls, basic blocks, and what the header reports by itself ----
 
-// The frame of the function that called the hook. A function's first and last blocks run before it is entered and
-// after it was left, as far as these hooks go; its frame tells that they are not its caller's.
+// The frame of the function that called the hook. For these hooks, a function's first block runs before the function is
+// entered and its last one after it was left; the frame shows that these blocks are not its caller's.
 #define CALLER_FRAME (*(void**)__builtin_frame_address(0))
 
 HOOK void __cyg_profile_func_enter(void*, void* call) {
@@ -314,7 +314,7 @@ HOOK void __cyg_profile_func_enter(void*, void* call) {
         me.site = me.worker->sites.child(me.site, (uint64_t)call);
     }
     me.frames[me.depth] = CALLER_FRAME;
-    // Too large for this stack, where that was not closed: what is found here may already be another thread's.
+    // The frame is too large for a stack whose end is not closed: self() may already be another thread.
     Thread& running = *me.worker->guarded.running;
     if (&me != &running || ((uintptr_t)__builtin_frame_address(0) & (SIM_STACK - 1)) < SIM_CLOSED)
         stop(running, fault_of(running, STACK_OVERFLOW, (uint64_t)call));

@@ -1,9 +1,9 @@
 """A Hugging Face dataset as a text: streamed from its beginning, as much of it as is asked for.
 
-Needs the `datasets` library, which the extra "text" installs, and for a name on the Hub a network. The paper (arXiv
-2603.23198) trains on a deduplicated fineweb-edu; FINEWEB_EDU names the original's sample of 10 billion tokens, from
-which `most_bytes` are read. Nothing is kept on disk but what the library itself caches;
-twell_lab.training.text.prepared reads all of it and keeps it."""
+Needs the `datasets` library, which the extra "text" installs, and a network for a dataset of the Hub. The paper (arXiv
+2603.23198) trains on a deduplicated fineweb-edu; FINEWEB_EDU names a sample of 10 billion tokens of the original.
+Nothing is kept on disk here but what the library itself caches; twell_lab.training.text.prepared encodes a whole
+dataset and keeps it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .source import LARGEST, Text, extra, of_pieces
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT"
 MOST_BYTES = 100_000_000  # unless said otherwise: a few minutes of a good connection
-SEPARATOR = b"\n\n"  # after each document, whose end a model would not see otherwise
+SEPARATOR = b"\n\n"  # after each document: shows the model where one ends
 
 
 def from_hub(
@@ -33,22 +33,22 @@ def from_hub(
 ) -> Text:
     """The first `most_bytes` bytes of a dataset, its documents in their order, an empty line after each.
 
-    The last document is cut where the bytes end. The text's `source` says dataset, subset, split, column, documents,
-    and for the Hub the commit and licence where it gives them; for a folder no more of its path than its name. The
-    SHA-256 is of the bytes that were read.
+    The last document is cut where the bytes end. The text's `source` says the dataset (of a folder only its name),
+    subset, split, column and number of documents, and for a dataset of the Hub the commit and licence where the Hub
+    gives them. The SHA-256 is of the bytes that were read.
 
     Args:
         name: "owner/name" on the Hub, or a folder of .jsonl, .parquet, .csv or .txt files.
         subset: a configuration of the dataset ("sample-10BT").
         split: which part of the dataset.
-        column: the one that holds the documents; empty ones are left out.
+        column: the one that holds the documents; empty documents are left out.
         most_bytes: 1 to 1 GiB.
         revision: a branch, tag or commit of the dataset.
 
     Raises:
-        TextError: naming the dataset and what was tried, for one that is not there or cannot be reached, lacks the
-            subset, split or column, or holds no text.
-        InputError: for a size outside these.
+        TextError: naming what was asked for, where the dataset is not there or cannot be reached, lacks the subset,
+            split or column, or holds no text.
+        InputError: for `most_bytes` outside these limits.
         StackError: without the `datasets` library.
     """
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes <= LARGEST:
@@ -61,10 +61,13 @@ def from_hub(
 
 
 class Documents:
-    """The documents of a dataset as it is read, in their order: iterating gives bytes, an empty line after each.
+    """The documents of a dataset in their order, streamed: iterating gives the bytes of each and an empty line.
 
-    The arguments and errors are those of `from_hub`, but that most_bytes has no limit. name: dataset, subset and split;
-    folder: where it lies, if it is one.
+    The arguments and errors are those of `from_hub`, except that most_bytes has no limit.
+
+    Attributes:
+        name: dataset, subset and split, for records.
+        folder: the dataset's folder; None for a dataset of the Hub.
     """
 
     def __init__(
@@ -89,7 +92,8 @@ class Documents:
     def __iter__(self) -> Iterator[bytes]:
         subset, split, column, revision = self.said.values()
         try:
-            whole = {"sample_by": "document"} if self.folder and _only_txt(self.folder) else {}  # not line by line
+            # Text files are read as one document each, not as one a line.
+            whole = {"sample_by": "document"} if self.folder and _only_txt(self.folder) else {}
             rows = iter(
                 self.library.load_dataset(self.dataset, subset, split=split, revision=revision, streaming=True, **whole)
             )
@@ -125,14 +129,15 @@ class Documents:
             raise TextError(f"{self.tried} holds no text: every document in {column!r} is empty")
 
     def source(self, documents: int) -> dict:
-        """Where it comes from, for a record: dataset, subset, split, column, documents; of the Hub commit, licence."""
+        """Where the text comes from, for a record: dataset, subset, split, column, the number of documents, and for a
+        dataset of the Hub its commit and licence."""
         about = {} if self.folder else _about(self.dataset, self.said["revision"])
         said = {key: self.said[key] for key in ("subset", "split", "column")}
         return {"dataset": self.shown, **said, "documents": documents, **about}
 
 
 def from_spec(spec: str) -> Text:
-    """`from_hub` of what a command line names; see `parse`."""
+    """The text that "hf:owner/name?..." names on a command line (see `parse`), by `from_hub`."""
     parts = parse(spec)
     return from_hub(parts.pop("dataset"), **parts)
 
@@ -140,7 +145,7 @@ def from_spec(spec: str) -> Text:
 def parse(spec: str) -> dict:
     """The arguments of Documents in "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
 
-    All after the name may be left out, and is then left out here. InputError for a part of another name, or bytes that
+    What is left out after the name is left out of the dict, too. InputError for a part of another name, or bytes that
     are no whole number from 1 up.
     """
     name, _, rest = spec.removeprefix("hf:").partition("?")
@@ -169,17 +174,17 @@ def _only_txt(folder: str) -> bool:
 
 
 def _said(error: Exception) -> str:
-    """The kind of an error and its message in one line: the Hub's client explains itself over several."""
+    """The kind of an error and its message, in one line: messages of the Hub's client have several."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _about(name: str, revision: str | None) -> dict:
-    """Commit and licence of a dataset of the Hub; None for what it does not say."""
+    """Commit and licence of a dataset of the Hub; None for what the Hub does not say."""
     try:
         from huggingface_hub import HfApi
 
         info = HfApi().dataset_info(name, revision=revision)
         licence = (info.card_data or {}).get("license")
         return {"revision": info.sha, "licence": licence}
-    except Exception:  # noqa: BLE001  the text is here already: what is missing is missing
+    except Exception:  # noqa: BLE001  the text itself was read: its commit and licence may be missing
         return {"revision": revision, "licence": None}

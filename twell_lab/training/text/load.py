@@ -1,8 +1,8 @@
-"""One `load_any` above all kinds of text: a file or folder, a dataset, a prepared text, and what each is read as.
+"""`load_any` reads every kind of text that can be named: a file or folder, a dataset, or a text prepared on disk.
 
-twell_lab.training.text.source holds texts, twell_lab.training.text.datasets reads named datasets,
-twell_lab.training.text.prepared what was prepared on disk, and twell_lab.training.text.tokenizer turns bytes into
-tokens; none of them knows this file."""
+twell_lab.training.text.source holds texts, twell_lab.training.text.datasets reads datasets by name,
+twell_lab.training.text.prepared reads what was prepared on disk, and twell_lab.training.text.tokenizer turns bytes into
+tokens. None of them imports this file."""
 
 from __future__ import annotations
 

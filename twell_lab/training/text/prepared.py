@@ -3,11 +3,11 @@
     twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" --tokenizer bpe:32768 --out texts/edu
     twell-lab train --config 0.5B --text texts/edu --out build/edu
 
-A Text is held in memory as a whole. Here documents are read one after the other, long files in pieces, encoded and
-written, so that the disk alone sets a limit, and every process of a run maps the same file. In the folder:
-`tokens.bin`, the numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the manifest,
-written last: without it, the folder is no text. It holds the SHA-256 of both files and of itself. A preparation that
-was killed is cleared away by the next one.
+A Text is held in memory as a whole. Here documents are read, encoded and written one after the other, long files in
+pieces, so that only the disk limits the length, and all processes of a run map the same file. In the folder are
+`tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and `twell-lab-text.json`, the
+manifest, which is written last: without it, the folder is no text. The manifest holds the SHA-256 of the other files
+and of itself. What a killed preparation left behind is removed by the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import reprlib
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,17 +41,19 @@ from .tokenizer import train as train_tokenizer
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
 FORMAT = 1
 HELD_OUT = 64 * 2**20  # bytes for validation; a tenth of a shorter text
-SAMPLE = 100_000_000  # bytes from the beginning that a BPE is trained on, but for a fifth that may come to be held out
+SAMPLE = 100_000_000  # bytes at the beginning of the text; a BPE is trained on the first four fifths of them
 CHUNK = 16 * 2**20  # bytes that are encoded at a time
-_FILES = (TOKENS, TOKENIZER, MANIFEST)  # in the order in which they get their names
-_NAMES = (*_FILES, *(f"{name}.part" for name in _FILES))  # in the folder at some time
-CHECKED = 2**30  # bytes of tokens that are read when a text is opened, to see that they are those that were written
+_FILES = (TOKENS, TOKENIZER, MANIFEST)  # in the order in which they lose their ".part"
+_NAMES = (*_FILES, *(f"{name}.part" for name in _FILES))  # all names that a preparation gives
+CHECKED = 2**30  # bytes of tokens up to which `load` compares their SHA-256
 _KINDS = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The training or the validation part of a prepared text. tokens: integers [n] on the CPU, mapped from the file."""
+    """The training or the validation part of a prepared text.
+
+    size: in bytes. tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file."""
 
     name: str
     size: int
@@ -62,11 +63,17 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class PreparedText(Readable):
-    """A folder that `prepare` made, for everything that takes a Text to train on or to profile with.
+    """A text in a folder that `prepare` made, for everything that takes a Text to train on or to profile with.
 
-    name, sha256, size, source: of the text's bytes, as Text has them. cut: bytes and tokens of the training part, which
-    comes first. asked: the tokenizer as it was asked for, "bytes", "bpe:4096" or None. folder: where the tokens are;
-    never in a record. files: the SHA-256 of each file, None in a text from before they were noted.
+    Attributes:
+        folder: where the tokens are; never in a record.
+        name, sha256, size, source: of the text's bytes, as in Text.
+        dtype: of the tokens: "uint8", "int16" or "int32".
+        count: how many tokens there are.
+        cut: bytes and tokens of the training part, which comes first.
+        tokenizer: what the text was encoded with.
+        asked: what `prepare` was asked for as tokenizer: "bytes", "bpe:4096", or None for any other.
+        files: the SHA-256 of each file; None in a text from before they were noted.
     """
 
     folder: Path
@@ -87,12 +94,12 @@ class PreparedText(Readable):
         return torch.from_file(str(self.folder / TOKENS), shared=False, size=self.count, dtype=_KINDS[self.dtype])
 
     def check(self) -> None:
-        """Read all tokens, however many, and raise TextError where they are not those that were written."""
+        """Read all tokens, however many, and raise TextError where they are not those that `prepare` wrote."""
         if self.files is not None:
             _same(self.folder / TOKENS, self.files)
 
     def split(self) -> tuple[Part, Part]:
-        """The training and the validation part, cut between two documents or pieces when the text was prepared."""
+        """The training and the validation part. `prepare` chose the cut, between two documents or pieces of a file."""
         bytes_, tokens = self.cut
         return (
             Part(f"{self.name}, training part", bytes_, self.tokens[:tokens], self.tokenizer),
@@ -100,7 +107,7 @@ class PreparedText(Readable):
         )
 
     def read_as(self, tokenizer: Tokenizer | str) -> PreparedText:
-        """Itself, if that is the tokenizer it was prepared with, or what was asked for then; InputError otherwise."""
+        """This text itself, if `tokenizer` is what it was prepared with, or asked for then. InputError otherwise."""
         wanted = BYTES if tokenizer == "bytes" else tokenizer
         if wanted not in (self.tokenizer, self.asked):
             raise InputError(
@@ -117,8 +124,8 @@ def is_prepared(path: str | os.PathLike) -> bool:
 
 def load(folder: str | os.PathLike) -> PreparedText:
     """The text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are not those
-    of one preparation, or changed since. Of tokens of more than CHECKED bytes, here, their length alone is looked at,
-    and PreparedText.check() reads them."""
+    of one preparation, or changed since. Of more than CHECKED bytes of tokens only the length is checked here;
+    PreparedText.check() reads them all."""
     folder = Path(folder)
     try:
         fields, held = unseal(read(folder / MANIFEST)), (folder / TOKENS).stat().st_size
@@ -148,7 +155,7 @@ def load(folder: str | os.PathLike) -> PreparedText:
 
 
 def _check_types(folder: Path, fields: dict) -> None:
-    """TextError naming a field of the manifest that is not what `prepare` writes there."""
+    """TextError naming a field of the manifest whose value `prepare` would not write."""
 
     def some(name: str, *kinds: type, of: dict = fields) -> bool:
         return name in of and isinstance(of[name], kinds) and not isinstance(of[name], bool)
@@ -174,7 +181,7 @@ def _check_types(folder: Path, fields: dict) -> None:
 
 
 def _same(path: Path, files: dict) -> None:
-    """TextError unless the file has the SHA-256 that was noted."""
+    """TextError unless the file has the SHA-256 that `files` notes."""
     try:
         found = sha256(path)
     except OSError as error:
@@ -195,18 +202,19 @@ def prepare(
 ) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`.
 
-    The end of the text is the validation part: 64 MiB, or a tenth of a shorter text. Where something fails, what was
-    begun is removed.
+    The end of the text becomes the validation part: 64 MiB, or a tenth of a shorter text. Where something fails, what
+    was written is removed.
 
     Args:
-        spec: as for load.load_any; of "hf:owner/name" everything is read unless "bytes" says how much. Files may have
-            any size.
+        spec: as for load.load_any, but files may have any size, and a dataset, "hf:owner/name", is read to its end
+            unless its "bytes" says how much.
         out: a new or empty folder.
-        tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB of at least 100 MB), a file, or a tokenizer.
-        on_bytes: called with the bytes written so far.
+        tokenizer: None or "bytes", "bpe:4096" (trained on the first 80 MB, or four fifths of a text of less than
+            100 MB), a file, or a tokenizer.
+        on_bytes: called again and again with the number of bytes of the text that were encoded so far.
 
     Raises:
-        TextError: for a text that can't be read, or is so short and in so few documents that none can be held out.
+        TextError: for a text that can't be read, or has no document that begins where the validation part may.
         InputError: for an `out` that is not empty, can't be written or lies in the text's folder, and for a wrong
             vocabulary.
         StackError: for a package that the extra "text" would install.
@@ -230,7 +238,7 @@ def prepare(
             file.write(encoded)
             digest.update(raw)
             kept.update(encoded)
-            # Where each document ends: no token reaches over it, so a sum of the tokens' lengths meets it.
+            # Where each document ends, in tokens: none reaches over the end, so the sum of their lengths meets it.
             places = torch.searchsorted(wanted.lengths[tokens.long()].cumsum(0), begun[1:]) + 1
             ends.append(ends[-1][-1] + torch.stack([begun[1:], places], 1))
             if on_bytes is not None:
@@ -260,17 +268,18 @@ def prepare(
 
 @contextmanager
 def _writing(out: Path) -> Iterator[IO[bytes]]:
-    """The file of the tokens, open, while the others are written beside it.
+    """A context with the open file of the tokens, in which the other files are written beside it, with ".part" after
+    their names. At its end all of them get their names.
 
-    All of them end in ".part" until the last one is complete. Only one process at a time prepares into a folder. Where
-    something fails nothing is left behind, nor of a preparation that was killed here earlier."""
+    Only one process at a time prepares into a folder. What an earlier preparation left that was killed is removed, and
+    where something fails, all that was written."""
     lock, parts = Lock(out, "preparation"), [out / f"{name}.part" for name in _FILES]
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.take()
         found = {path.name for path in out.iterdir()} - {LOCK}
-        if MANIFEST not in found and found <= {*_NAMES} and found & {path.name for path in parts}:  # one was killed
-            _clear(out)
+        if MANIFEST not in found and found <= {*_NAMES} and found & {path.name for path in parts}:
+            _clear(out)  # of a preparation that was killed
         elif found:
             raise InputError(
                 f"out is {str(out)!r}, which holds {min(found)!r}; accepted: a new folder, or this one once it is empty"
@@ -281,7 +290,7 @@ def _writing(out: Path) -> Iterator[IO[bytes]]:
                 yield file
             for path in parts:
                 to_disk(path)
-            for path in parts:  # the manifest last
+            for path in parts:  # the manifest is the last
                 path.replace(path.with_suffix(""))
             to_disk(out)
         except BaseException:
@@ -291,19 +300,21 @@ def _writing(out: Path) -> Iterator[IO[bytes]]:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
     finally:
         lock.release()
-        with suppress(OSError):  # unless something is in it
+        with suppress(OSError):  # which it raises unless the folder is empty
             out.rmdir()
 
 
 def _clear(out: Path) -> None:
     """Remove all that a preparation writes; what can't be removed stays."""
-    for name in (MANIFEST, *_NAMES):  # the manifest first; last what tells that it was not finished
+    for name in (MANIFEST, *_NAMES):  # the manifest first, and last the .part files, which say that it was not finished
         with suppress(OSError):
             (out / name).unlink()
 
 
 def _cut(ends: Tensor, name: str) -> tuple[int, int]:
-    """Bytes and tokens before the validation part: the end of a document or piece, nearest to where it should begin.
+    """Bytes and tokens before the validation part. It begins where a document or piece ends, as near as possible to
+    where it should. TextError, naming the text, where none ends near enough.
+
     ends: int64 [documents, 2], bytes and tokens up to the end of each."""
     size = int(ends[-1, 0])
     share = min(HELD_OUT, size // 10)
@@ -313,13 +324,14 @@ def _cut(ends: Tensor, name: str) -> tuple[int, int]:
             return tuple(cut)
     itself = ", or the text itself, which memory can hold" if size <= LARGEST else ""
     raise TextError(
-        f"{name} has {size} bytes in {len(ends)} documents or pieces, none of which begins so that about "
-        f"{share} bytes are held out; accepted: more and shorter documents{itself}"
+        f"{name} has {size} bytes in {len(ends)} documents or pieces, and no cut between two of them holds out about "
+        f"{share} bytes for validation; accepted: more and shorter documents{itself}"
     )
 
 
 def _sample(documents: list[bytes], name: str) -> Text:
-    """The first four fifths of these, of which none will be held out; at least one document."""
+    """A text of the first four fifths of these documents, at least of one. Even if these are all documents, so many
+    belong to the training part."""
     ends = [*accumulate(map(len, documents))]
     some = [document for document, end in zip(documents, ends, strict=True) if end <= 0.8 * ends[-1]] or documents[:1]
     if not some:
@@ -327,10 +339,11 @@ def _sample(documents: list[bytes], name: str) -> Text:
     return of_pieces(f"the beginning of {name}", some)
 
 
-# ---- where documents come from: something to iterate over, with a name, a source and, if local, a folder ----
+# ---- where documents come from: a stream, to iterate over, with a name, a source and, if it is on disk, a folder ----
 
 
 def _stream(spec) -> _Files | Documents:
+    """The documents of the text that `spec` names (see `prepare`)."""
     if isinstance(spec, PreparedText) or isinstance(spec, (str, os.PathLike)) and is_prepared(spec):
         raise InputError(
             f"{getattr(spec, 'folder', spec)!s} is a prepared text already; accepted: the text it was made from"
@@ -348,8 +361,9 @@ def _stream(spec) -> _Files | Documents:
 
 @dataclass
 class _Files:
-    """The files that source.read would join, one after the other and long ones in pieces: none is held in memory.
-    files: the blocks of each."""
+    """The files that source.read would join, one after the other, and long ones in pieces. None is held in memory.
+
+    files: the blocks of each file. of: the source of the text that they are from."""
 
     name: str
     files: Iterator[Iterable[bytes]]
@@ -363,12 +377,11 @@ class _Files:
         return self.of
 
 
-def _blocks(path: Path, size: int = 2**20) -> Iterator[bytes]:
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, a MiB at a time."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
         with open(path, "rb") as file:
-            while block := file.read(size):
+            while block := file.read(2**20):
                 yield block
     except OSError as error:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None

@@ -2,9 +2,8 @@
 
 Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes, so there is nothing to
 train, ship or trust. The default text is the source of Python's own standard library (PSF licence), which is on every
-machine that runs this; it differs by Python version, so its SHA-256 goes into every record. What a command line may
-name beside a file and a folder (a dataset, a prepared text) is for twell_lab.training.text.load, which stands above
-this file."""
+machine that runs this; it differs by Python version, so its SHA-256 goes into every record. A command line may also
+name a dataset or a prepared text: twell_lab.training.text.load knows those."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import os
 import platform
 import stat
 import sysconfig
-from bisect import bisect_left
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,20 +28,24 @@ from torch import Tensor
 from ...core.errors import InputError, RecordError, StackError, TextError
 from ...core.files import write_atomically
 
-# Not the library itself: what others installed into it, and its own tests (some broken on purpose).
+# Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
-LARGEST = 2**30  # bytes; a text is held in memory as a whole, so a home folder given by mistake is refused
-FORMAT = "twell-lab bytes"  # of the file that stands for the byte vocabulary; a BPE's is the tokenizers library's own
+LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
+FORMAT = "twell-lab bytes"  # what the tokenizer file of Bytes says; a BPE's file is the tokenizers library's own
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What a model reads a text as: its bytes (Bytes), or the tokens of a BPE (twell_lab.training.text.tokenizer).
 
-    Two are equal where their files are.
+    Two are equal if their files are.
 
-    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: its
-    file, JSON. sha256: hexadecimal digest of the content; None for bytes, which need none.
+    Attributes:
+        name: for records.
+        unit: what its tokens are called in messages.
+        vocabulary: how many token numbers there are.
+        content: what its file holds, JSON.
+        sha256: hexadecimal digest of the content; None for bytes, which need none.
     """
 
     name: str
@@ -51,27 +54,27 @@ class Tokenizer:
     sha256: str | None = None
     unit = "tokens"
 
+    @abstractmethod
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """The tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token crosses
-        that."""
-        raise NotImplementedError
+        """The tokens of uint8 `data` [size]: integers [n] on the CPU. starts: where its files begin; no token reaches
+        from one file into the next."""
 
+    @abstractmethod
     def decode(self, tokens: Tensor) -> bytes:
         """The bytes that integer `tokens` (any shape, read in order) stand for."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def lengths(self) -> Tensor:
         """Bytes that each token stands for: int32 [vocabulary], on the CPU."""
-        raise NotImplementedError
 
     def describe(self) -> dict:
-        """What a record keeps: name, SHA-256 (but of bytes), size of the vocabulary."""
+        """What a record keeps: name, SHA-256 (unless it is None), size of the vocabulary."""
         fields = {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
         return {name: value for name, value in fields.items() if value is not None}
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write its file, whole or not at all: tokenizer.load reads it. InputError where it can't be written."""
+        """Write its file, whole or not at all, for tokenizer.load to read. InputError where it can't be written."""
         try:
             write_atomically(path, self.content, make_folder=False)
         except RecordError as error:
@@ -108,8 +111,8 @@ BYTES = Bytes()
 
 
 class Readable:
-    """What a model can be trained on: a Text, and one that was prepared (twell_lab.training.text.prepared). `size` is
-    in bytes."""
+    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared). `size` is in
+    bytes."""
 
     name: str
     sha256: str
@@ -123,8 +126,8 @@ class Readable:
         return self.tokenizer.vocabulary
 
     def describe(self) -> dict:
-        """What a record keeps of a text: its name, SHA-256 and size in bytes, of a tokenizer its name, SHA-256 and
-        vocabulary, of a dataset its source."""
+        """What a record keeps of a text: its name, SHA-256 and size in bytes, what its tokenizer says of itself unless
+        it is Bytes, and the source of a dataset."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
         if self.tokenizer != BYTES:
             fields["tokenizer"] = self.tokenizer.describe()
@@ -135,10 +138,15 @@ class Readable:
 class Text(Readable):
     """A text as bytes, with where its files begin.
 
-    name: what to call it in a record; never a path of this machine. sha256: hexadecimal digest of exactly the bytes in
-    `data`. data: uint8 [size], on the CPU. starts: position in `data` of the first byte of each file, ascending; `(0,)`
-    for a single file. tokenizer: what a model reads the text as; its bytes, unless given. See `read_as`. source: of a
-    dataset: where it comes from, its licence where known (see twell_lab.training.text.datasets); JSON-able."""
+    Attributes:
+        name: what to call it in a record; never a path of this machine.
+        sha256: hexadecimal digest of the bytes in `data`.
+        data: uint8 [size], on the CPU.
+        starts: position in `data` of the first byte of each file, ascending; `(0,)` for a single file.
+        tokenizer: what a model reads the text as: its bytes, unless given (see `read_as`).
+        source: for a dataset, where it comes from, and its licence where known (see
+            twell_lab.training.text.datasets), ready for JSON.
+    """
 
     name: str
     sha256: str
@@ -154,28 +162,28 @@ class Text(Readable):
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The text as token numbers, encoded when first asked for and kept: uint8, int16 or int32, on the CPU.
+        """The text as token numbers [n], encoded when they are first used, and kept: uint8, int16 or int32, on the CPU.
 
-        [size] and `data` itself for bytes. random_windows and spread_windows take it.
+        For bytes this is `data` itself. random_windows and spread_windows take it.
         """
         return self.tokenizer.encode(self.data, self.starts)
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that a token of this text stands for, on average: bits a token / bytes_per_token = bits a byte."""
+        """How many bytes a token of this text stands for, on average: bits a token / bytes_per_token = bits a byte."""
         return self.size / max(len(self.tokens), 1)
 
     def read_as(self, tokenizer: Tokenizer) -> Text:
-        """The same text, read through another tokenizer; its `split` parts are encoded apart."""
+        """The same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
         return replace(self, tokenizer=tokenizer)
 
     def split(self, fraction: float = 0.9) -> tuple[Text, Text]:
         """Cut into a training text (about the first `fraction` of the bytes) and the rest, for validation.
 
-        The cut falls between two files, so that no validation window continues a file seen in training. Where
-        the nearest such place would make the validation part less than half or more than twice the share
-        asked for (a single file, or one file much larger than the others), the cut falls at the end of a
-        line instead, or failing that at the byte itself.
+        The cut falls between two files, so that no validation window continues a file seen in training. Where that
+        would make the validation part less than half or more than twice the share asked for (a single file, or one
+        much larger than the others), the cut falls at the end of a line instead, or where no line ends nearby, at
+        exactly that share.
 
         Raises TextError for a fraction outside (0, 1), and where either part would be empty.
         """
@@ -188,10 +196,8 @@ class Text(Readable):
 
     def _between_files(self, fraction: float) -> int | None:
         wanted = fraction * self.size
-        at = bisect_left(self.starts, wanted)
-        around = [start for start in self.starts[max(at - 1, 0) : at + 1] if start > 0]
         share = self.size - wanted
-        fitting = [start for start in around if share / 2 <= self.size - start <= share * 2]
+        fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
         return min(fitting, key=lambda start: abs(start - wanted), default=None)
 
     def _inside_a_file(self, fraction: float) -> int:
@@ -207,16 +213,16 @@ class Text(Readable):
 
 
 def of_pieces(name: str, pieces: list[bytes], source: dict | None = None) -> Text:
-    """The Text that begins a file with each of these pieces, of which none is empty."""
+    """The Text whose files are these pieces, none of which is empty."""
     content = bytearray().join(pieces)
     data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return Text(name, digest(data), data, tuple(accumulate(map(len, pieces[:-1]), initial=0)), source=source)
 
 
 def standard_library() -> Text:
-    """The source of this Python's standard library, tests and installed packages left out (about 10 MB).
+    """The source of this Python's standard library, without tests and installed packages (about 10 MB).
 
-    Files are joined in the order of their relative paths, nothing between them. Raises TextError where this
+    Its files are joined in the order of their relative paths, with nothing between them. Raises TextError where this
     Python came without its source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
@@ -233,10 +239,10 @@ def standard_library() -> Text:
 def read(path: str | os.PathLike) -> Text:
     """The text of one file, or of every text file below a folder.
 
-    In a folder, files are joined in the order of their relative paths (compared as bytes, "/" between the
-    parts), nothing between them: for a folder of files alone, `find . -type f | LC_ALL=C sort | xargs cat |
-    sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL
-    byte, as UTF-16 does too) and links that lead nowhere. Links are followed; each real file is used once.
+    The files of a folder are joined in the order of their relative paths (compared as bytes, with "/" between the
+    parts), with nothing between them: for a folder of plain text files, `find . -type f | LC_ALL=C sort | xargs cat |
+    sha256sum` gives the same digest. Left out are names that begin with a dot, binary files (they hold a NUL byte,
+    which UTF-16 text does too) and links that lead nowhere. Links are followed; each real file is used once.
 
     Raises TextError for a path that is not there or can't be read, a binary file, a folder without text, an
     empty text, and a text of more than 1 GiB.
@@ -254,14 +260,19 @@ def read(path: str | os.PathLike) -> Text:
 
 
 def files_of(path: Path) -> tuple[list[Path], str]:
-    """The files that make up the text at a path, in their order, and what to call it: the last part of the path as
-    records, pages and one-line messages can show it, UTF-8 whatever this system's encoding is, and what is neither that
-    nor printable as escapes. TextError where it can't be read."""
+    """The files that make up the text at a path, in their order, and the name of the text: the last part of the path.
+
+    Records, pages and one-line messages can show the name: it is read as UTF-8 whatever this system's encoding is, and
+    what is no UTF-8 or not printable becomes an escape. TextError for a path that can't be read, or is neither a file
+    nor a folder."""
     try:
         name = os.fsencode(os.path.basename(os.path.abspath(path))).decode("utf-8", "backslashreplace") or "text"
-        files = _files(path, skip=frozenset()) if stat.S_ISDIR(path.stat().st_mode) else [path]
+        kind = path.stat().st_mode
+        files = _files(path, skip=frozenset()) if stat.S_ISDIR(kind) else [path]
     except (OSError, ValueError) as error:  # not there, no permission, a loop of links, a NUL in the path
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
+    if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):  # a pipe would be waited for, and a device need not end
+        raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
     return files, name if name.isprintable() else repr(name)[1:-1]
 
 
@@ -271,17 +282,17 @@ def load(path: str | os.PathLike | None) -> Text:
 
 
 def check_apart(folder: str | os.PathLike, text) -> None:
-    """InputError where what is saved in `folder` would be part of the text, a folder too, which would change by that.
+    """InputError where `folder` lies inside of a text that is a folder, too: what is saved there would change the text.
 
-    text: what names it, as in a config; all but a path of a folder is apart from any.
+    text: as in a config. Whatever is not the path of a folder passes.
     """
     if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
         return
-    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() takes no loop of links
+    inner, outer = (Path(os.path.realpath(each)) for each in (folder, text))  # resolve() raises for a loop of links
     if inner.is_relative_to(outer) and not any(part.startswith(".") for part in inner.relative_to(outer).parts):
         raise InputError(
-            f"{str(folder)!r} is inside of the text {str(text)!r}, which what is saved there would change"
-            "; accepted: a folder outside of it, or one whose name begins with a dot"
+            f"{str(folder)!r} is inside of the text {str(text)!r}: what is saved there would change the text; "
+            "accepted: a folder outside of it, or one whose name begins with a dot"
         )
 
 
@@ -304,9 +315,8 @@ def check_enough(training: Text, validation: Text, batch: int, context: int) -> 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
     """`count` windows that begin anywhere in `data`: int64 [count, context + 1] on the device of `data`.
 
-    data: bytes or tokens, any integer dtype [n].
-
-    The positions come from `generator`, a CPU one, so that every device trains on the same windows.
+    data: bytes or tokens, any integer dtype [n]. generator: draws the positions, on the CPU, so that every device
+    trains on the same windows.
     """
     starts = torch.randint(data.numel() - context, (count, 1), generator=generator)
     return _windows(data, starts, context)
@@ -321,13 +331,17 @@ def spread_windows(data: Tensor, count: int, context: int) -> Tensor:
 
 
 def _windows(data: Tensor, starts: Tensor, context: int) -> Tensor:
-    positions = starts + torch.arange(context + 1)
-    return data[positions.to(data.device)].long()
+    if data.is_cuda:
+        starts = starts.pin_memory()  # so that the copy does not wait for the device
+    starts = starts.to(data.device, non_blocking=True)
+    return data[starts + torch.arange(context + 1, device=data.device)].long()
 
 
 def _files(folder: Path, skip: Iterable[str]) -> list[Path]:
-    """Every regular file below `folder` once, in the byte order of relative paths. OSError where it fails."""
-    seen: set[tuple[int, int]] = set()  # (device, inode) of folders and files: ends loops, drops repeats
+    """Every regular file below `folder` once, ordered by the bytes of its relative path. OSError where it fails.
+
+    skip: names of folders to leave out."""
+    seen: set[tuple[int, int]] = set()  # (device, inode) of folders and files: ends loops of links, drops repeats
 
     def is_new(path: Path, kind) -> bool:
         try:
@@ -355,12 +369,10 @@ def _files(folder: Path, skip: Iterable[str]) -> list[Path]:
 
 
 def _join(name: str, paths: Iterable[Path]) -> Text:
-    """The contents of the files that are text, joined. TextError names one that can't be read."""
+    """The contents of the files that are text, joined. TextError names a file that can't be read."""
     pieces, size = [], 0
     for path in paths:
         try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise TextError(f"{str(path)!r} is neither a file nor a folder; accepted: one of these")
             if size + path.stat().st_size > LARGEST:
                 raise TextError(
                     f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what "
@@ -376,12 +388,13 @@ def _join(name: str, paths: Iterable[Path]) -> Text:
 
 
 def digest(data: Tensor) -> str:
-    """SHA-256 of uint8 `data` on the CPU, hexadecimal."""
+    """The SHA-256 of uint8 `data` on the CPU, hexadecimal."""
     return hashlib.sha256(memoryview(data.numpy())).hexdigest()
 
 
 def extra(package: str, what: str):
-    """A package that the extra "text" installs, imported when it is first needed. StackError says what needs it."""
+    """Import a package that the extra "text" installs. what: what needs it, for the message of a StackError where it is
+    not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -1,6 +1,6 @@
-"""What a model reads a text as, where it is not its bytes (source.Bytes): the tokens of a trained byte-level BPE.
+"""A byte-level BPE, through which a model may read a text instead of byte by byte (source.Bytes).
 
-Both take any bytes and give them back exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
+Both encode any bytes and decode them exactly. The BPE (Sennrich et al., arXiv 1508.07909, over bytes as in GPT-2) is
 trained and run by the `tokenizers` library, which the extra "text" installs; bytes need no package. Tokens stand for
 different numbers of bytes, so losses are compared in bits a byte.
 """
@@ -22,23 +22,23 @@ from ...core.files import parse_json, read
 from .source import BYTES, FORMAT, Text, Tokenizer, extra
 
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
-_LARGEST = 2**28  # bytes of a tokenizer's file; those in use have some millions
-_MOST = 2**22  # token numbers; those in use have up to a million
+_LARGEST = 2**28  # bytes of a tokenizer's file; usual ones have a few million
+_MOST = 2**22  # token numbers; usual tokenizers have up to a million
 _BATCH = 2**23  # bytes handed to the library at a time
 
 
 class BPE(Tokenizer):
     """A byte-level BPE of the `tokenizers` library.
 
-    content: its JSON, as `train` makes it and tokenizer.json files hold it (GPT-2's, for one). name: for records.
-    Raises StackError without the library, TextError for JSON that it does not take.
+    content: its JSON, as `train` makes it and tokenizer.json files hold it (such as GPT-2's). name: for records.
+    Raises StackError without the library, and TextError for JSON that the library does not take.
     """
 
     def __init__(self, content: str, name: str = "BPE") -> None:
         library = _library()
         try:
             self._tokenizer = library.Tokenizer.from_str(content)
-        except BaseException as error:  # the library raises bare Exceptions, and panics, which are none
+        except BaseException as error:  # the library raises Exception, or PanicException, which is none
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise TextError(
@@ -47,16 +47,16 @@ class BPE(Tokenizer):
         self.name, self.content = name, content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocabulary = max(numbers, default=-1) + 1  # not how many there are: some files skip numbers
+        self.vocabulary = max(numbers, default=-1) + 1  # not len(numbers): some files skip numbers
         if not 1 <= self.vocabulary <= _MOST:
             raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
 
     def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
         """The tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
 
-        starts: where its files begin. No token reaches from one file into the next, nor over the end of the line
-        that ends a piece of about 64 KiB of a long file. Bytes that are no UTF-8 become a token each. Raises TextError
-        for a tokenizer that does not give every byte back.
+        starts: where its files begin. No token reaches from one file into the next, nor from one piece of a long file
+        into the next (see `pieces`). Each byte that is no UTF-8 becomes a token of its own. Raises TextError for a
+        tokenizer whose tokens do not stand for every byte.
         """
         kind = np.int16 if self.vocabulary <= 2**15 else np.int32
         raw = data.cpu().numpy().tobytes()
@@ -111,12 +111,12 @@ class BPE(Tokenizer):
         return BPE, (self.content, self.name)
 
 
-def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
+def train(text: Text, vocabulary: int = 4096) -> BPE:
     """A byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
 
+    text: only the training part (Text.split), so that nothing is learned from what is held out.
     vocabulary: 256 bytes and vocabulary - 256 merges; fewer where a short text has no more pairs to merge.
-    Give it the training part alone (Text.split), so that nothing is learned from what is held out. Raises InputError
-    for a vocabulary outside 256 to 2**20, and StackError without the tokenizers library.
+    Raises InputError for a vocabulary outside 256 to 2**20, and StackError without the tokenizers library.
     """
     library = check_trainable(vocabulary)
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -128,19 +128,20 @@ def train(text: Text, vocabulary: int = 4096, name: str | None = None) -> BPE:
     strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
     tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
     made = BPE(tokenizer.to_str())
-    made.name = name or f"BPE of {made.vocabulary}, from {text.name}"
+    made.name = f"BPE of {made.vocabulary}, from {text.name}"
     return made
 
 
 def check_trainable(vocabulary: int):
-    """The tokenizers library, with which `train` can make a BPE of that vocabulary; its errors."""
+    """Raise the errors that `train` raises for this vocabulary; otherwise return the tokenizers library."""
     if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 256 <= vocabulary <= 2**20:
         raise InputError(f"vocabulary is {vocabulary!r}; accepted: a whole number from 256 to {2**20}")
     return _library()
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer that `save` wrote, or a tokenizer.json of the tokenizers library. TextError where it is none."""
+    """The tokenizer in a file that `save` wrote, or in a tokenizer.json of the tokenizers library. TextError for any
+    other file."""
     try:
         content = read(path, _LARGEST)
         fields = parse_json(content)
@@ -173,15 +174,16 @@ def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
 
 
 def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """A file that comes in blocks of any size, in the pieces that are encoded apart: CHUNK bytes and the rest of that
-    line, if it is no longer than CHUNK again."""
+    """The pieces in which a file is encoded, each apart from the others: CHUNK bytes, and the rest of the line unless
+    that is longer than CHUNK again. blocks: the file's bytes, in blocks of any size."""
     blocks, held, more = iter(blocks), b"", True
     while more or held:
         while more and len(held) < 4 * CHUNK:
             block = next(blocks, b"")
             held, more = held + block, bool(block)
         begin = 0
-        while begin < len(held) and (not more or len(held) - begin > 2 * CHUNK + 4):  # else its piece may go on
+        # Of fewer bytes than this the last piece may not be whole yet.
+        while begin < len(held) and (not more or len(held) - begin > 2 * CHUNK + 4):
             cut = _cut_after(held, begin)
             yield held[begin:cut]
             begin = cut
@@ -189,7 +191,7 @@ def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _cut_after(raw: bytes, begin: int) -> int:
-    """Where the piece that begins at `begin` ends."""
+    """Where the piece of `raw` that begins at `begin` ends."""
     cut = min(begin + CHUNK, len(raw))
     if line := raw.find(b"\n", cut, cut + CHUNK) + 1:
         return line
@@ -199,7 +201,7 @@ def _cut_after(raw: bytes, begin: int) -> int:
 
 
 def batches(parts: Iterable[str | bytes], size: int) -> Iterator[list]:
-    """The parts in lists, each of as many as have this length in sum; the last of what is left."""
+    """The parts in lists: each list has at least `size` characters or bytes in sum, and the last one what is left."""
     batch, held = [], 0
     for part in parts:
         batch.append(part)
@@ -212,10 +214,10 @@ def batches(parts: Iterable[str | bytes], size: int) -> Iterator[list]:
 
 
 def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
-    """The files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
+    """The files of `raw` one after the other, in pieces: as str where they are UTF-8, as bytes where they are not."""
     for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
         for piece in pieces([raw[begin:end]]):
-            # Each byte that is no UTF-8 becomes one character of its own, which the library would not take.
+            # Each byte that is no UTF-8 becomes a character from U+DC80 to U+DCFF, which the library would not take.
             for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
                 if part:
                     broken = "\udc80" <= part[0] <= "\udcff"
@@ -223,8 +225,8 @@ def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
 
 
 def _alphabet() -> dict[int, str]:
-    """How byte-level tokenizers since GPT-2 write a byte: the printable ones of Latin-1 as themselves, the others,
-    in order, as the characters from U+0100 on."""
+    """The character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable ones, and
+    for the others, in order, the characters from U+0100 on."""
     alphabet = sorted(_library().pre_tokenizers.ByteLevel.alphabet())
     return dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), alphabet, strict=True))
 

@@ -6,16 +6,14 @@ no weight is held alive. What a weight holds may change: kernels read it anew on
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-MOST = 1024  # calls; whichever was not made for longest goes
+MOST = 4096  # calls; whichever was not made for longest goes
 
 
 class Kept:
@@ -52,27 +50,3 @@ class Kept:
 def place(t: Tensor | None) -> Hashable:
     """Where a tensor lies and how."""
     return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
-
-
-def places(offset: int, *sizes: int) -> tuple[list[int], int]:
-    """Where parts of these sizes in bytes start, one after the other from `offset`, each at a multiple of 256, and
-    where the last one ends."""
-    found = []
-    for size in sizes:
-        found.append(offset)
-        offset += -(-size // 256) * 256
-    return found, offset
-
-
-def parts(device: torch.device, *wanted: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Any, list]:
-    """Memory for what lies between two kernels, as they take it: (what to keep until they are launched, the parts).
-
-    On a GPU one piece of memory and the addresses of its parts; on a CPU a tensor for each, so that the simulator sees
-    where one ends."""
-    if device.type == "cpu":
-        made = [torch.empty(shape, dtype=dtype) for dtype, shape in wanted]
-        return made, made
-    starts, end = places(0, *(dtype.itemsize * math.prod(shape) for dtype, shape in wanted))
-    memory = torch.empty(end, dtype=torch.uint8, device=device)
-    base = memory.data_ptr()
-    return memory, [base + start for start in starts]

@@ -7,7 +7,18 @@ import torch
 
 from tests.cuda.launcher.fake_driver import driving
 from twell_lab.cuda import tma
-from twell_lab.ops import ampere, checks, decode, differentiable, dispatch, hopper_pack, inference, portable, train_lost
+from twell_lab.ops import (
+    ampere,
+    checks,
+    decode,
+    differentiable,
+    dispatch,
+    hopper_dense,
+    hopper_pack,
+    inference,
+    portable,
+    train_lost,
+)
 
 GPU = torch.device("cuda", 0)
 
@@ -41,6 +52,8 @@ def pretending(monkeypatch, capability=(9, 0)):
 
         def on_gpu(*shape, device=None, **more):
             made = empty(*shape, **more)
+            if device == GPU and made.numel():  # what nobody wrote is no number
+                made.view(-1).view(torch.uint8).fill_(255)
             driver.allocated.append((made.data_ptr(), made.nbytes))
             driver.alive.append(made)
             return pretend(made) if device == GPU else made
@@ -63,10 +76,11 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(
             dispatch, "_start", lambda h, down: pretend(torch.zeros(len(h), len(down), dtype=torch.float32))
         )
-        cached = [tma.tensor_map, hopper_pack._gate_maps, hopper_pack._device, ampere._device]
-        cached += [decode._capability, decode._layer]
-        for each in (*cached, dispatch.calls, differentiable._calls):
+        monkeypatch.setattr(ampere, "_capability", lambda index: capability)
+        monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
+        cached = [tma.tensor_map, hopper_pack._runs_on, decode._capability, decode._layer]
+        for each in (*cached, dispatch.calls, differentiable._tapes):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver
-        for each in (*cached, dispatch.calls, differentiable._calls):
+        for each in (*cached, dispatch.calls, differentiable._tapes):
             getattr(each, "cache_clear", getattr(each, "clear", None))()

@@ -9,7 +9,7 @@ import torch
 
 from twell_lab import ops
 from twell_lab.ops import differentiable, dispatch
-from twell_lab.ops.prepared import Kept
+from twell_lab.ops.kept import Kept
 
 from .drawn import tensors
 from .test_infer import keeps

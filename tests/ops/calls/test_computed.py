@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from tests.ops.prepared import computed
-from tests.ops.prepared.pretended import pretend, pretending
+from tests.ops.calls import computed
+from tests.ops.calls.pretended import pretend, pretending
 from twell_lab import simulator
-from twell_lab.ops import differentiable, hopper_pack, inference
+from twell_lab.cuda.tape import Tape
+from twell_lab.ops import differentiable, dispatch, hopper_pack, inference
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 D_MODEL, D_FF = 64, 520
@@ -42,6 +43,15 @@ def layer(x, gate, up, down, gate_bias, up_bias, down_bias):
     return linear(h, down, down_bias), h.abs().sum(1), h
 
 
+def tapes_of(call):
+    """All tapes that a kept call has."""
+    if isinstance(call, Tape):
+        return [call]
+    parts = call.values() if isinstance(call, dict) else vars(call).values() if hasattr(call, "__dict__") else ()
+    own = (dict, Tape, dispatch.Call, dispatch._Hidden)
+    return [tape for part in parts if isinstance(part, own) for tape in tapes_of(part)]
+
+
 def close(found, wanted, within=0.02):
     found = found.as_subclass(torch.Tensor).float()
     assert (found - wanted).norm() <= within * wanted.norm(), float((found - wanted).norm() / wanted.norm())
@@ -53,21 +63,24 @@ def close(found, wanted, within=0.02):
 def test_packed_layers(driver, gated, tokens, shift):
     """Few neurons or so many that rows are lost to the pool; the portable kernels, one pass, and two."""
     made = drawn(tokens, gated, shift)
-    stats = pretend(torch.zeros(4, dtype=torch.int64))
-    for _ in range(2):
-        y = inference.infer(*made, down_t=made[3].t().contiguous(), stats=stats)
-        close(y, layer(*plain(made))[0])
+    stats, down_t = pretend(torch.zeros(4, dtype=torch.int64)), made[3].t().contiguous()
+    for seed in range(3):  # recorded, and replayed twice, for an x that lies elsewhere
+        made[0] = drawn(tokens, gated, shift, seed=seed)[0]
+        close(inference.infer(*made, down_t=down_t, stats=stats), layer(*plain(made))[0])
+    assert all(tape.recorded for call in dispatch.calls._kept.values() for tape in tapes_of(call))
     if tokens >= 2048:
-        assert stats[0] == 2 * tokens and (int(stats[3]) > 0) == (shift > 0)
+        assert stats[0] == 3 * tokens and (int(stats[3]) > 0) == (shift > 0)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
 def test_dense_layers(driver, gated):
     made = drawn(300, gated, 0.0)
-    for _ in range(2):
+    for seed in range(2):
+        made[0] = drawn(300, gated, 0.0, seed=seed)[0]
         close(inference.infer(*made, path="dense"), layer(*plain(made))[0])
     assert [each.name for each in driver.launches] == ["gate_up"] * 2
+    assert all(tape.recorded for call in dispatch.calls._kept.values() for tape in tapes_of(call))
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -90,4 +103,5 @@ def test_training_steps(driver, monkeypatch, gated, biased, packs):
         found = [d for d, t in zip(found, made) if t is not None]
         for one, other in zip(found, wanted):
             close(one, other, 0.04)
+    assert [tape.recorded for tapes in differentiable._tapes._kept.values() for tape in tapes] == [True, True]
     assert {each.name.startswith("gate_pack") and each.file[:4] for each in driver.launches} == {False, packs}

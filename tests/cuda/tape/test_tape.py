@@ -1,0 +1,291 @@
+"""Calls that are recorded and replayed, with a driver that runs nothing and remembers what it was given."""
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cuda.launcher.fake_driver import driving
+from tests.ops.calls.pretended import pretend
+from twell_lab.cuda import launcher, tape
+from twell_lab.cuda.launcher import Structure
+from twell_lab.cuda.sources import Entry
+from twell_lab.cuda.tape import Tape, empty
+from twell_lab.simulator.source import Parameter
+
+GPU = torch.device("cuda", 0)
+KINDS = {"P": ("float", True), "H": ("Hidden", False), "i": ("int", False)}
+
+
+def PAIR(one, other):  # the bytes of a structure of two addresses
+    return one.to_bytes(8, "little") + other.to_bytes(8, "little")
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    with driving(monkeypatch) as made:
+        real, made.kept = torch.empty, []
+
+        def on_gpu(*shape, device=None, **more):
+            if device != GPU:
+                return real(*shape, device=device, **more)
+            made.kept.append(pretend(real(*shape, **more)))
+            return made.kept[-1]
+
+        monkeypatch.setattr(torch, "empty", on_gpu)
+        yield made
+
+
+def launch(name, kinds, *arguments, early=False, grid=(1, 1)):
+    made = launcher.kernel("some.cu", name, (("KINDS", kinds),), early=early)
+    made.entry = Entry(name, tuple(Parameter(KINDS[kind][0], kind, KINDS[kind][1]) for kind in kinds), 32, 1)
+    made.launch(GPU, grid, arguments)
+
+
+def gpu(*shape):
+    return pretend(torch.zeros(*shape))
+
+
+def new(*shape):
+    return empty(*shape, dtype=torch.float32, device=GPU)
+
+
+def chain(x, bias, weight):
+    """Three kernels: first and second lie between them, y is returned beside None."""
+    first, second, y = new(100), new(100), new(4, 4)
+    launch("one", "PPPi", x, weight[2:], first, len(x))
+    launch("two", "HP", Structure(PAIR, (first[50:], bias)), second, grid=(len(x), 1))
+    launch("three", "PPPP", second, bias, None, y)
+    return y, None
+
+
+def seen(driver, call):
+    driver.launches.clear()
+    result = call()
+    return [(each.name, each.grid[:2], each.values()) for each in driver.launches], result
+
+
+def test_a_replay_launches_the_same_for_tensors_that_lie_elsewhere(driver):
+    made, weight = Tape(), gpu(10)
+    x, bias = gpu(7), gpu(7)
+    first, (y, nothing) = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
+    assert made.recorded and nothing is None and y.shape == (4, 4)
+    for _ in range(3):
+        x, bias = gpu(7), gpu(7)
+        driver.kept.clear()
+        again, (y, nothing) = seen(driver, lambda x=x, bias=bias: made.play(chain, (x, bias), (weight,)))
+        out, between = driver.kept  # one piece of memory for all that lies between
+        begin = between.data_ptr()
+        assert y is out and nothing is None and y.shape == (4, 4) and between.dtype == torch.uint8
+        # `first` and `second` are used by one launch together, so each has a place of its own.
+        place, other = (begin, begin + 512) if again[0][2][2] == begin else (begin + 512, begin)
+        assert again == [
+            ("one", (1, 1), [x.data_ptr(), weight.data_ptr() + 8, place, 7]),
+            ("two", (7, 1), [(place + 200, bias.data_ptr()), other]),
+            ("three", (1, 1), [other, bias.data_ptr(), 0, y.data_ptr()]),
+        ]
+        assert [each[:2] for each in again] == [each[:2] for each in first]
+
+
+def test_what_is_not_in_use_at_the_same_time_shares_a_place(driver):
+    def run(x):
+        parts = [new(1000) for _ in range(6)]
+        launch("begin", "PP", x, parts[0])
+        for one, other in zip(parts, parts[1:]):
+            launch("go on", "PP", one, other)
+        launch("end", "PP", parts[-1], x)
+        return x
+
+    made, x = Tape(), gpu(3)
+    made.play(run, (x,))
+    driver.kept.clear()
+    launches, result = seen(driver, lambda: made.play(run, (x,)))
+    (between,) = driver.kept
+    assert result is x and between.nbytes == 2 * 4096  # 1000 floats, to the next multiple of 256
+    assert all(one != other for _, _, (one, other) in launches)
+
+
+def test_a_kernel_that_starts_early_gets_no_memory_that_is_still_read(driver):
+    def run(x, early):
+        first, second, third = new(64), new(64), new(64)
+        launch("one", "PP", x, first)
+        launch("two", "PP", first, second)
+        launch("three", "PP", second, third, early=early)
+        launch("four", "PP", third, x)
+        return x
+
+    for early, places in ((False, 2), (True, 3)):
+        made, x = Tape(), gpu(3)
+        made.play(lambda x, early=early: run(x, early), (x,))
+        driver.kept.clear()
+        made.play(run, (x,))
+        assert driver.kept[0].nbytes == 256 * places
+
+
+def test_an_input_on_another_boundary_runs_again(driver):
+    made, runs = Tape(), []
+
+    def run(x):
+        runs.append(x.data_ptr() & 15)
+        launch("one", "P", x)
+        return x
+
+    x = gpu(9)
+    for t in (x, x, x[4:], x[1:], x[1:], x):
+        assert made.play(run, (t,)) is t
+    assert runs == [0, 4, 4] and len(driver.launches) == 6
+
+
+def not_recorded():
+    """Names, and what a call does that cannot be replayed: run(x, other) -> result."""
+
+    def unknown(x, other):
+        launch("one", "P", gpu(3) + 1)
+        return x
+
+    def inside_a_structure(x, other):
+        launch("one", "H", Structure(PAIR, (x, gpu(3) + 1)))
+        return x
+
+    def returned(x, other):
+        launch("one", "P", x)
+        return gpu(3) + 1
+
+    def a_part(x, other):
+        launch("one", "P", x)
+        return new(8)[:4]
+
+    def of_other_strides(x, other):
+        launch("one", "P", x)
+        return new(2, 4).t()
+
+    yield from (unknown, inside_a_structure, returned, a_part, of_other_strides)
+
+
+@pytest.mark.parametrize("run", [*not_recorded()], ids=lambda run: run.__name__)
+def test_what_cannot_be_replayed_runs_each_time(driver, run):
+    made, x = Tape(), gpu(16)
+    for turn in range(3):
+        made.play(run, (x, gpu(4)))
+        assert not made.recorded and len(driver.launches) == turn + 1
+
+
+def test_inputs_that_share_memory_are_not_told_apart_later(driver):
+    def run(x, other, weight):
+        launch("one", "PPP", x, other, weight)
+        return x
+
+    whole, weight = gpu(16), gpu(16)
+    for x, other, fixed in ((whole, whole[4:], weight), (whole, gpu(3), whole), (whole[8:], weight[:4], weight[2:6])):
+        made = Tape()
+        made.play(run, (x, other), (fixed,))
+        assert not made.recorded
+    made = Tape()
+    made.play(run, (whole[:8], whole[8:]), (weight,))  # beside each other
+    assert made.recorded
+
+
+def test_fixed_tensors_may_share_memory(driver):
+    def run(x, weight, same):
+        launch("one", "PPP", x, weight, same)
+        return x
+
+    made, x, weight = Tape(), gpu(3), gpu(16)
+    made.play(run, (x,), (weight, weight))
+    assert made.recorded
+    launches, _ = seen(driver, lambda: made.play(run, (x,), (weight, weight)))
+    assert launches == [("one", (1, 1), [x.data_ptr(), weight.data_ptr(), weight.data_ptr()])]
+
+
+def test_after_an_error_nothing_is_recorded(driver):
+    def run(x):
+        launch("one", "P", x)
+        raise ValueError("midway")
+
+    made = Tape()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="midway"):
+            made.play(run, (gpu(3),))
+        assert launcher.own.recording is None and not made.recorded
+
+
+def test_a_call_within_a_call_is_recorded_with_it(driver):
+    inner, outer = Tape(), Tape()
+
+    def within(x):
+        y = new(4)
+        launch("inner", "PP", x, y)
+        return y
+
+    def run(x):
+        y, z = inner.play(within, (x,)), new(4)
+        launch("outer", "PP", y, z)
+        return z
+
+    for _ in range(2):
+        launches, _ = seen(driver, lambda: outer.play(run, (gpu(4),)))
+        assert [name for name, *_ in launches] == ["inner", "outer"]
+        assert outer.recorded and not inner.recorded
+
+
+def test_no_tensor_is_held_alive(driver):
+    made, tensors = Tape(), [gpu(7), gpu(7), gpu(10)]
+    for _ in range(2):
+        made.play(chain, tensors[:2], tensors[2:])
+    references = [weakref.ref(t) for t in (*tensors, *driver.kept)]
+    tensors.clear()
+    driver.kept.clear()
+    gc.collect()
+    assert [each() for each in references] == [None] * len(references)
+
+
+def test_threads_replay_one_tape(driver):
+    made, weight, together = Tape(), gpu(10), threading.Barrier(4)
+    mine = [(gpu(7), gpu(7)) for _ in range(4)]
+
+    def some(number):
+        together.wait()
+        return [made.play(chain, mine[number], (weight,))[0].data_ptr() for _ in range(100)]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [*pool.map(some, range(4))]
+    assert len({at for each in results for at in each}) == 400  # driver.kept keeps them all
+    for x, bias in mine:
+        launched = [each for each in driver.launches if each.name == "one" and each.values()[0] == x.data_ptr()]
+        assert len(launched) == 100
+        assert sum(each.name == "three" and each.values()[1] == bias.data_ptr() for each in driver.launches) == 100
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    made, runs = Tape(), []
+
+    def run(x):
+        runs.append(x)
+        return empty(2, 3, dtype=torch.int32, device=x.device)
+
+    for turn in range(2):
+        assert made.play(run, (torch.zeros(3),)).shape == (2, 3)
+        assert len(runs) == turn + 1 and not made.recorded
+
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 5000), st.integers(0, 8), st.integers(0, 4)).map(lambda p: (p[0], (p[1], p[1] + p[2]))),
+    max_size=12,
+)
+
+
+@given(pieces)
+def test_places_overlap_only_where_one_is_free(drawn):
+    sizes, uses = [size for size, _ in drawn], [use for _, use in drawn]
+    places, end = tape._places(sizes, uses)
+    assert all(at % 256 == 0 and at + size <= end for at, size in zip(places, sizes))
+    assert end <= sum(-(-size // 256) * 256 for size in sizes)
+    for i, (at, size, (first, free)) in enumerate(zip(places, sizes, uses)):
+        for other_at, other_size, (other_first, other_free) in [*zip(places, sizes, uses)][i + 1 :]:
+            if first < other_free and other_first < free:
+                assert at + size <= other_at or other_at + other_size <= at

@@ -1,0 +1,99 @@
+"""Neurons whose sign rounding decides: what the search for another way of counting them accepts, and how long it takes."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from twell_lab.ops import accuracy
+
+
+def layer(tokens, d_model, d_ff, *, off=1e-3, dtype=torch.bfloat16, seed=0):
+    """x, gate, up, down with a gate that nearly cancels: every neuron is in doubt."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, gate, up = normal(tokens, d_model), normal(d_ff, d_model), normal(d_ff, d_model)
+    half = d_model // 2
+    x[:, half:], gate[:, half:] = x[:, :half], -gate[:, :half] * (1 + off * normal(d_ff, 1))
+    return [t.to(dtype) for t in (x, gate / d_model**0.5, up / d_model**0.5, normal(d_model, d_ff) / 4)]
+
+
+def counted(x, gate, up, down, keep):
+    """The float64 result if the neurons of `keep` fire, in the working dtype."""
+    x, gate, up, down = (t.double() for t in (x, gate, up, down))
+    return linear(torch.where(keep, linear(x, gate) * linear(x, up), 0.0), down)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_is_accepted_only_if_one_of_all_ways_explains_it(seed):
+    tensors = layer(40, 8, 6, off=0.01, seed=seed)
+    exact = accuracy.Exact(*tensors)
+    doubtful, dense = exact.doubtful(slice(None), 2.0**-7), exact.y.bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(40, 1, generator=generator) * torch.randn(40, 8, generator=generator)
+    drawn = counted(*tensors, exact.keep ^ (doubtful & (torch.rand(40, 6, generator=generator) < 0.5)))
+    y = (drawn + 0.01 * noise * drawn.norm(dim=1, keepdim=True)).bfloat16()
+    best = torch.full((40,), torch.inf, dtype=torch.float64)
+    for flipped in itertools.product((False, True), repeat=6):
+        way = counted(*tensors, exact.keep ^ (doubtful & torch.tensor(flipped)))
+        best = torch.minimum(best, accuracy._ratios(y, way, dense, exact.y))
+    ratios = torch.tensor(
+        [accuracy.Exact(tensors[0][[i]], *tensors[1:]).judge(y[[i]], dense[[i]]).ratio for i in range(40)]
+    )
+    assert (best > 1).sum() >= 5 and (best <= 1).sum() >= 5
+    assert (best[ratios <= 1] <= 1).all() and (ratios[best > 1] >= best[best > 1] * 0.999).all()
+    assert (ratios <= 1).sum() >= 0.8 * (best <= 1).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_neurons_that_are_counted_the_other_way_are_found(dtype):
+    tensors = layer(150, 64, 300, off={torch.bfloat16: 1e-3, torch.float32: 1e-6}[dtype], dtype=dtype)
+    exact = accuracy.Exact(*tensors)
+    doubtful = exact.doubtful(slice(None), torch.finfo(dtype).eps)
+    dense = exact.y.to(dtype)
+    few = doubtful & (torch.rand(doubtful.shape, generator=torch.Generator().manual_seed(1)) < 0.01)
+    y = counted(*tensors, exact.keep ^ few).to(dtype)
+    failed = int((few.any(1) & ~(y == dense).all(1)).sum())
+    verdict = exact.judge(y, dense)
+    assert failed > 50 and verdict.ratio <= 1.0 and 0 < verdict.excused <= failed
+
+
+def test_a_wrong_result_of_which_every_neuron_is_in_doubt_is_refused_soon():
+    tensors = layer(200, 256, 1500)
+    exact = accuracy.Exact(*tensors)
+    assert exact.doubtful(slice(None), 2.0**-7).all()
+    dense = exact.y.bfloat16()
+    begin = time.perf_counter()
+    verdict = exact.judge(dense * 1.05, dense)
+    assert verdict.ratio > 1.0 and verdict.excused == 0
+    assert time.perf_counter() - begin < 15  # a fraction of a second alone on a core
+
+
+def test_the_row_of_a_broken_promise_is_one_that_no_way_explains():
+    """Row 3 is explained by another way, though further off before; row 5 by none."""
+    tensors = layer(8, 64, 300)
+    exact = accuracy.Exact(*tensors)
+    dense, other = exact.y.bfloat16(), exact.keep.clone()
+    other[3, exact._value[3].abs().argmax()] ^= True
+    y = counted(*tensors, other).bfloat16()
+    assert exact.judge(y, dense).excused == 1
+    y[5] *= 1.05
+    ratios = [accuracy.worst_row(y[[i]], dense[[i]], exact.y[[i]])[0] for i in (3, 5)]
+    assert ratios[0] > ratios[1] > 1
+    verdict = exact.judge(y, dense)
+    assert verdict.ratio > 1.0 and verdict.row == 5 and verdict.excused == 1
+
+
+def test_more_rows_than_luck_explains_are_refused(monkeypatch):
+    tensors = layer(8, 64, 300)
+    exact = accuracy.Exact(*tensors)
+    y = counted(*tensors, exact.keep ^ (torch.arange(300) == exact._value.abs().amin(0).argmax())).bfloat16()
+    dense = exact.y.bfloat16()
+    assert exact.judge(y, dense).ratio <= 1.0 and exact.judge(y, dense).excused == 8
+    monkeypatch.setattr(accuracy, "_MOST_ROWS", 7)
+    assert exact.judge(y, dense).ratio > 1.0
+    monkeypatch.setattr(accuracy, "_MOST_ROWS", 8)
+    monkeypatch.setattr(accuracy, "_MOST_FLIPS", 7)
+    assert exact.judge(y, dense).ratio > 1.0 and exact.judge(y, dense).excused < 8

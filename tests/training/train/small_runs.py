@@ -1,0 +1,34 @@
+"""Small runs for the tests of training: their options on a command line, and how to end one from within, as if it
+crashed, so that it does not get to save itself."""
+
+import pytest
+
+from twell_lab.training.loop import train
+
+# The smallest model, whatever it is trained on.
+SMALL = "--d-model=16 --heads=2 --layers=1 --d-ff=32 --eval-windows=4 --device=cpu".split()
+
+
+class Enough(Exception):
+    """Ends a run, raised from its `on_step`."""
+
+
+def until(step):
+    """An `on_step` that ends the run at its first row from this step on."""
+
+    def stop(row):
+        if row["step"] >= step:
+            raise Enough
+
+    return stop
+
+
+def broken_off(config, folder, step):
+    """Train into the folder until that step, and no further."""
+    with pytest.raises(Enough):
+        train(config, out=folder, progress=False, on_step=until(step))
+
+
+def options(config, *names):
+    """The options of `twell-lab train` that give these fields their values."""
+    return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
