@@ -154,7 +154,8 @@ def chosen(layer: LayerPlan) -> list[dict]:
             dense_us = taken.before_us or dense_us
         if how == "measured" and taken.timed_on not in (None, layer.name):
             how = f"measured on {taken.timed_on}"
-        row = {"layer": layer.name, "nnz": layer.nnz, "tokens": tokens, "choice": str(choice), "us": us}
+        nnz = layer.nnz if layer.profiled else None
+        row = {"layer": layer.name, "nnz": nnz, "tokens": tokens, "choice": str(choice), "us": us}
         x_dense = dense_us / us if us else None
         rows.append({**row, "dense_us": dense_us, "x_dense": x_dense, "how": how, "why": taken.why})
     return rows

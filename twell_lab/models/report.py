@@ -28,7 +28,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` found. print it for a table.
+    """What `report` found; printed, it is a table.
 
     rows: one a layer and class of token counts, JSON-able; see `report`."""
 

@@ -249,6 +249,13 @@ def test_a_report_of_a_plan_that_timed_nothing(model):
     assert {row["how"] for row in rows} == {"predicted"} and all(row["us"] > 0 for row in rows)
 
 
+def test_a_report_of_a_layer_that_no_token_reached_is_json_too(model, plan):
+    unseen = [replace(each, profiled=0, neuron_counts=(0,) * each.d_ff) for each in plan.layers]
+    found = tl.report(tl.sparsify(model, replace(plan, layers=unseen)))
+    assert {row["nnz"] for row in found.rows} == {None} and str(found) and str(replace(plan, layers=unseen))
+    json.dumps(found.rows, allow_nan=False)
+
+
 def test_a_report_of_a_layer_that_is_the_model(model, plan):
     alone = replace(plan.layers[0], name="")
     mlp = tl.sparsify(model.layers[0].mlp, replace(plan, layers=[alone]))
