@@ -158,7 +158,7 @@ class _Weigher:
         self.layer, self.rates, self.trials, self.subject = layer, rates, trials, subject
         self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
         self.known: dict[tuple[Choice, int], float] = {}  # predictions, each asked for often
-        self.last: Trial | None = None  # what was timed with fewer tokens, if anything was
+        self.last: Trial | None = None  # what was timed last for this layer, if anything was
 
     def plan(self, tokens: list[int], timed: Iterable[int] | None = None) -> LayerPlan:
         """The layer's plan. A class's choice is weighed at its largest count. Where it would lose to the dense path at
