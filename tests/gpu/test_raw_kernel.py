@@ -44,7 +44,9 @@ def test_transpose_by_hand(cupy):
     torch.cuda.synchronize()
     sizes = (cupy.int32(72), cupy.int32(136))
     grid = (-(-136 // transpose.SIDE), -(-72 // transpose.SIDE))
-    tl.kernel("transpose_v1")(grid, (registry.signature("smxx_transpose", "transpose_v1").threads,), (*arguments(cupy, m, out), *sizes))
+    tl.kernel("transpose_v1")(
+        grid, (registry.signature("smxx_transpose", "transpose_v1").threads,), (*arguments(cupy, m, out), *sizes)
+    )
     cupy.cuda.Device().synchronize()
     assert torch.equal(out, m.t())
 

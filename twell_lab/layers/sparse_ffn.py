@@ -81,6 +81,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         copies.check_finite(self._weights().named())
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
+        self._rows: tuple[Tensor, list[Tensor]] | None = None  # the counters, and each class's row of them
         self.fuses_dense = False  # what the dense path found out last (dispatch.fuses)
         self.follow(plan)
         buffers = {"order", "stats", *(copy.buffer for path in PATHS.values() for copy in path.copies)}
@@ -96,7 +97,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def _projection(self, index: int) -> nn.Linear | None:
         if self._borrowed is not None:
             return self._borrowed[index]
-        return getattr(self, self._names[index]) if self._names[index] else None
+        name = self._names[index]
+        return self._modules[name] if name else None  # getattr asks for more, and is felt on each call
 
     @property
     def gate(self) -> nn.Linear | None:
@@ -284,9 +286,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
             stats = self._renew_stats(choices)
         if stats is None or stats.shape[0] != len(choices):
             return None
-        if stats.is_cuda and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return stats[at]
+        if stats.is_cuda:
             streams.enter(stats)
-        return stats[at]
+        rows = self._rows
+        if rows is None or rows[0] is not stats:
+            rows = self._rows = stats, [*stats.unbind()]
+        return rows[1][at]
 
     def _renew_stats(self, choices: list) -> Tensor | None:
         """Counters at zero, int64 [classes, 4]; none where no path packs."""

@@ -24,14 +24,8 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, gate: nn.Linear | None, up: nn.Linear, down: nn.Linear) -> Weights:
         """The weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
-        return cls(
-            None if gate is None else gate.weight,
-            up.weight,
-            down.weight,
-            None if gate is None else gate.bias,
-            up.bias,
-            down.bias,
-        )
+        (gate_weight, gate_bias), (up_weight, up_bias), (down_weight, down_bias) = map(_tensors, (gate, up, down))
+        return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
 
     def named(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
@@ -39,3 +33,12 @@ class Weights(NamedTuple):
 
 
 NAMES = Weights._fields
+
+
+def _tensors(part: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of a projection. Asking a module for an attribute takes as long as all else here."""
+    if part is None:
+        return None, None
+    own = part.__dict__["_parameters"]
+    weight = own.get("weight")
+    return (part.weight, part.bias) if weight is None else (weight, own.get("bias"))

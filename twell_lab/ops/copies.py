@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import ref
 
 import torch
@@ -32,6 +32,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..core.errors import InputError
 from . import checks, streams
+from .kept import Kept
 
 # How a copy is laid out; all but the first take the neurons in `order`.
 TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(4)
@@ -62,7 +63,7 @@ def refresh(
     training only."""
     beside = beside or {}
     sources, others = [*weights.values()], [*beside.values()]
-    changing = training and torch.is_grad_enabled() and any(w.requires_grad for w in sources + others)
+    changing = _changing(training, sources, others)
     anew = not all(isinstance(w, Parameter) for w in sources)  # FSDP's first version gathers into plain tensors
     # Most calls change nothing, and torch's dispatcher would cost more than finding that out. It has to be called where
     # something watches: a fake tensor, for one, has no address.
@@ -71,6 +72,24 @@ def refresh(
         call = torch.ops.twell_lab.refresh_copies if watched else _refresh
         sources, others = [w.detach() for w in sources], [w.detach() for w in others]
         call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing, anew)
+
+
+def unchanged(copies: list[Tensor], weights: list[Tensor], order, beside: list[Tensor], training: bool) -> Kept | None:
+    """None where `refresh` may have something to do. Otherwise the copies can be read on the current stream, and what
+    is given back is for the caller to keep things in that hold as long as none of these tensors changes.
+
+    It is asked on every call, so it takes as few steps as can be."""
+    if checks.watched(*weights, *beside) or not all(isinstance(w, Parameter) for w in weights):
+        return None
+    if _changing(training, weights, beside) or not _done(weights, copies, order, beside, False, False):
+        return None
+    made = _made_of(copies)
+    return None if made is None else made.kept  # another thread may have begun to make them anew
+
+
+def _changing(training: bool, weights: list[Tensor], beside: list[Tensor]) -> bool:
+    """Whether weights with gradients are being trained now."""
+    return training and torch.is_grad_enabled() and any(w.requires_grad for w in (*weights, *beside))
 
 
 def forget(copy: Tensor | None) -> None:
@@ -114,8 +133,11 @@ def check_finite(weights: dict[str, Tensor | None]) -> None:
 def _seen(weights: list[Tensor]) -> list[tuple]:
     """For each weight what is equal as long as the weight is the same and has not changed. For one that can change
     unseen, something that is never equal to anything."""
+    sharding = _sharding()
     return [
-        (object(),) if _changes_unseen(w) else (ref(w.untyped_storage()), w.data_ptr(), w._version, w.stride(), _steps)
+        (object(),)
+        if sharding or _changes_unseen(w)
+        else (ref(w.untyped_storage()), w.data_ptr(), w._version, w.shape, w.stride(), w.dtype, _steps)
         for w in weights
     ]
 
@@ -126,20 +148,22 @@ class _Made:
 
     sources, order: what the copies were made from; sources is what was `_seen`. beside: what was seen of the weights
     beside them when all were found finite or are being looked at; None where nobody looked. On a GPU also moment: when
-    the copies were made; answer: the bool that will say whether all are finite, once the moment has passed."""
+    the copies were made; answer: the bool that will say whether all are finite, once the moment has passed. kept: see
+    `unchanged`."""
 
     sources: list[tuple]
     order: Tensor | None
     beside: list[tuple] | None = None
     moment: streams.Moment | None = None
     answer: Tensor | None = None
+    kept: Kept = field(default_factory=lambda: Kept(256))
 
     def __reduce__(self):
         return type(None), ()
 
 
 def _changes_unseen(weight: Tensor) -> bool:
-    return weight.is_inference() or (not weight.is_cuda and weight.untyped_storage().is_shared()) or _sharding()
+    return weight.is_inference() or (not weight.is_cuda and weight.untyped_storage().is_shared())
 
 
 def _sharding() -> bool:

@@ -141,6 +141,7 @@ def gated_ffn(
     torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN
     there is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that
     is not finite; else nobody looks (SparseFFN does, once for each change). Method: arXiv 2603.23198, section 3."""
+    checks.check_tensor("x", x)
     checks.check_tensor("gate", gate)
     biases = (gate_bias, up_bias, down_bias)
     return _layer(_gated_ffn_cpu, _gated_ffn_cuda, x, gate, up, down, biases, down_t, tile, words, backend)

@@ -11,7 +11,7 @@ import torch
 from tests.ops.calls.pretended import pretend, pretending
 from twell_lab import simulator
 from twell_lab.core.errors import InputError
-from twell_lab.ops import ampere, dispatch, inference
+from twell_lab.ops import ampere, checks, dispatch, inference
 from twell_lab.ops.kept import Kept
 
 D_MODEL, D_FF = 128, 1024
@@ -227,6 +227,43 @@ def test_an_x_off_its_boundary_is_another_call(driver):
     shifted = pretend(torch.zeros(30 * D_MODEL + 1, dtype=torch.bfloat16))[1:].view(30, D_MODEL)
     seen, _ = launches_of(driver, lambda: layer.call(shifted))
     assert [each.name for each in seen] == ["pack_v4", "gated_v1"] and len(dispatch.calls) == 2
+
+
+@pytest.mark.parametrize("path, hot, tokens", WAYS)
+def test_unchanged_weights_are_not_looked_at_again(driver, monkeypatch, path, hot, tokens):
+    layer, kept = Layer(), Kept()
+    biases = (layer.gate_bias, layer.up_bias, layer.down_bias)
+    weights = (layer.gate, layer.up, layer.down, *biases, layer.down_t)
+    how = {"path": path, "hot": hot, "tile": 256, "words": 32}
+
+    def call(x, stats=layer.stats):
+        return launches_of(driver, lambda: inference.infer_again(kept, x, weights, stats, **how))
+
+    x = x_of(tokens)
+    seen = [
+        lasting(launches, [x, *weights])
+        for launches, _ in (call(x), launches_of(driver, lambda: layer.call(x, path, hot)))
+    ]
+    assert seen[0] == seen[1] and len(kept) == 1
+    shifted = pretend(torch.zeros(tokens * D_MODEL + 1, dtype=torch.bfloat16))[1:].view(tokens, D_MODEL)
+    with torch.autocast("cpu"), monkeypatch.context() as within:
+        within.setattr(torch, "is_autocast_enabled", lambda kind: True)  # then all is cast first
+        within.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+        call(x)
+    assert len(kept) == 1
+    for number, other in enumerate((x_of(tokens + 1), shifted), 2):
+        call(other)
+        assert len(kept) == number
+    call(x, None)
+    deep = x.view(1, tokens, 1, D_MODEL)
+    call(deep)
+    assert len(kept) == 5
+    monkeypatch.setattr(dispatch, "key_of", None)  # nobody asks for the key of all weights any more
+    monkeypatch.setattr(checks, "layer", None)
+    again, y = call(x)
+    assert lasting(again, [x, *weights]) == seen[0] and y.shape == x.shape
+    again, y = call(deep)
+    assert lasting(again, [x, *weights]) == seen[0] and y.shape == deep.shape
 
 
 def test_so_many_calls_are_kept_and_no_more(driver, monkeypatch):

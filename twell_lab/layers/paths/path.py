@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ...core.errors import InputError
 from ...ops import copies, inference
+from ...ops.kept import Kept
 from ..weights import NAMES, Weights
 from .cost import Work
 
@@ -34,6 +36,25 @@ def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
     layer._buffers.update(kept)
     for name in tensors.keys() - kept.keys():
         layer._buffers.pop(name, None)
+
+
+class _Roles(NamedTuple):
+    """Which copies there are of a layer's weights. buffers: their names; sources and read_at: the positions in Weights
+    of what each is made of, and of what it is read in the place of; beside: the positions of the other weights."""
+
+    buffers: list[str]
+    sources: list[int]
+    read_at: list[int]
+    beside: list[int]
+
+
+@cache
+def _roles(wanted: tuple[Copy, ...], missing: tuple[bool, ...]) -> _Roles:
+    """The roles in a layer that lacks some of its weights. missing: for each field of Weights, whether it is None."""
+    there = [copy for copy in wanted if not missing[NAMES.index(copy.source)]]
+    sources, read_at = [NAMES.index(copy.source) for copy in there], [NAMES.index(copy.name) for copy in there]
+    beside = [at for at, none in enumerate(missing) if not none and at not in sources]
+    return _Roles([copy.buffer for copy in there], sources, read_at, beside)
 
 
 ORDER = "order"  # the buffer of a layer that says which neuron comes first, second, ...: int64 [d_ff]
@@ -95,6 +116,12 @@ class Path:
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
         """The weights as this path reads them: its copies, brought up to date, in the place of what they stand for."""
+        if not torch.compiler.is_compiling() and (found := self._unchanged(layer, weights)) is not None:
+            return found[0]
+        return self._look(layer, weights)
+
+    def _look(self, layer: nn.Module, weights: Weights) -> Weights:
+        """`ready`, with nothing taken for granted."""
         order, places = self._held(layer)
         if not self._fits(order, places, weights):
             order, places = self.prepare(layer, weights)
@@ -107,7 +134,26 @@ class Path:
         beside = {name: t for name, t in zip(NAMES, weights) if t is not None and name not in sources}
         targets, how = [place for _, place in filled], [copy.how for copy, _ in filled]
         copies.refresh(sources, targets, how, order, beside, training=layer.training)
-        return weights._replace(**{copy.name: place for copy, place in filled})
+        made = {copy.name: place for copy, place in filled}
+        return Weights(*[made.get(name, t) for name, t in zip(NAMES, weights)])
+
+    def _unchanged(self, layer: nn.Module, weights: Weights) -> tuple[Weights, Kept] | None:
+        """What `ready` gives where the copies are up to date, as on most calls, and a place for what holds as long as
+        they are; None where it has to look closer."""
+        roles = _roles(self.copies, tuple([t is None for t in weights]))
+        held = layer._buffers.copy()  # all at once, see _held
+        places = [held.get(buffer) for buffer in roles.buffers]
+        order = held.get(ORDER) if self.splits else None
+        if not places or any(place is None for place in places) or self.splits and order is None:
+            return None
+        sources, beside = [weights[at] for at in roles.sources], [weights[at] for at in roles.beside]
+        kept = copies.unchanged(places, sources, order, beside, layer.training)
+        if kept is None:
+            return None
+        ready = list(weights)
+        for at, place in zip(roles.read_at, places):
+            ready[at] = place
+        return Weights(*ready), kept
 
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
         """The order of the neurons, None for their own, and the copies, as far as they are there."""
@@ -125,8 +171,12 @@ class Path:
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
         """The layer's output for x [..., d_model], without gradients. stats: int64 [4] to count in, as inference.infer
         does; None: count nothing."""
-        weights = self.ready(layer, weights)
         how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words}
+        found = None if torch.compiler.is_compiling() else self._unchanged(layer, weights)
+        if found is not None:
+            ready, kept = found
+            return inference.infer_again(kept, x, ready, stats, **how)
+        weights = self.ready(layer, weights)
         return inference.infer(x, *weights[:6], down_t=weights.down_t, stats=stats, **how)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
