@@ -25,6 +25,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "Plan": "analysis.plan",
     "sparsify": "models.swap",
     "densify": "models.swap",
+    "report": "models.report",
     "relufy": "models.relufy",
     "train": "training.loop",
     "TrainConfig": "training.config",

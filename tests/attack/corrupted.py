@@ -167,7 +167,7 @@ def _make_plan(folder: Path) -> None:
 
 def _read_plan(folder: Path):
     found = Plan.load(folder / "plan.json")
-    str(found), found.save(folder / "again.json")
+    str(found), found.timed_on, found.save(folder / "again.json")
     json.dumps(found.table(), allow_nan=False)
     for layer in found.layers:
         str(layer), layer.choice(1), layer.choice(10**6)

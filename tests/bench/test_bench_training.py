@@ -89,7 +89,9 @@ def test_the_planned_path_follows_the_density(stopped):
 
 def test_layers_of_a_model_are_planned_one_by_one(stopped):
     torch.manual_seed(0)
-    model = sparsify(LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=16)))
+    model = sparsify(
+        LanguageModel(ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=256, context=16)), "twell"
+    )
     with torch.no_grad():
         model.layers[1].mlp.gate.weight.zero_()
     limit = training.switching.break_even(training.inference.rates_here(), 32, 256)
@@ -103,7 +105,7 @@ def test_how_far_two_models_gradients_are_apart():
     torch.manual_seed(0)
     dense = LanguageModel(config)
     windows = torch.randint(0, 64, (3, 17))
-    same, other = sparsify(copy.deepcopy(dense)), copy.deepcopy(dense)
+    same, other = sparsify(copy.deepcopy(dense), "twell"), copy.deepcopy(dense)
     assert training.gradients_apart(same, dense, windows) < 1e-5
     assert training.gradients_apart(torch.compile(dense, backend="eager"), dense, windows) < 1e-5
     with torch.no_grad():

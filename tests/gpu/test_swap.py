@@ -38,7 +38,7 @@ def test_what_computes_the_formula_is_taken_and_nothing_else(dtype, sizes):
         dropping = Dropping(*sizes, p=0.1).to(dtype)
         before = torch.cuda.get_rng_state(), torch.get_rng_state()
         with pytest.raises(InputError, match="in training mode"):
-            sparsify(dropping)
+            sparsify(dropping, "twell")
         assert torch.equal(torch.cuda.get_rng_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
         with pytest.raises(InputError, match=r"1(\.\d+)?% off"):
-            sparsify(Scaled(*sizes).to(dtype))
+            sparsify(Scaled(*sizes).to(dtype), "twell")

@@ -145,7 +145,7 @@ def test_a_term_says_how_many_tokens_found_no_room(compiled):
     with torch.no_grad():
         for weight, given in zip(net.parameters(), (gate, up, down), strict=True):
             weight.copy_(given)
-    net = sparsify(net)
+    net = sparsify(net, "twell")
     call = torch.compile(net) if compiled else net
     shares = {}
     for path in ("twell", "dense"):
@@ -261,7 +261,7 @@ def near(sparse, dense, allowed=0.03):
 @pytest.mark.parametrize("path", ["dense", "twell"])
 def test_a_model_under_autocast_compiled_and_accumulated(dtype, compiled, path, ran):
     net, tokens = small(dtype)
-    twin = sparsify(copy.deepcopy(net))
+    twin = sparsify(copy.deepcopy(net), "twell")
     for found in feed_forwards(twin):
         found.module.learn(path)
     call = torch.compile(twin) if compiled else None
@@ -276,7 +276,7 @@ def test_a_model_under_autocast_compiled_and_accumulated(dtype, compiled, path, 
 def test_gradient_checkpointing(ran):
     net, tokens = small(torch.bfloat16)
     loss_of(net, tokens).backward()
-    twin = sparsify(copy.deepcopy(net))
+    twin = sparsify(copy.deepcopy(net), "twell")
     twin.zero_grad()
     again = copy.deepcopy(twin)
     for found in feed_forwards(again):
@@ -293,7 +293,7 @@ def test_gradient_checkpointing(ran):
 @pytest.mark.parametrize("fused", [False, True])
 def test_optimizer_steps_are_followed(fused, ran):
     net, tokens = small(torch.bfloat16)
-    twin = sparsify(copy.deepcopy(net))
+    twin = sparsify(copy.deepcopy(net), "twell")
     for each in (net, twin):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3, fused=fused)
         for _ in range(3):
@@ -303,7 +303,7 @@ def test_optimizer_steps_are_followed(fused, ran):
     with torch.no_grad():
         a, b = twin(tokens).float(), net(tokens).float()
         assert (a - b).norm() <= 0.05 * b.norm()
-        fresh = sparsify(copy.deepcopy(twin))
+        fresh = sparsify(copy.deepcopy(twin), "twell")
         assert torch.equal(fresh(tokens), twin(tokens))  # no stale copy of a weight
     assert all_ran(ran)
 

@@ -52,14 +52,17 @@ def test_a_firing_profile():
     assert [layer.mean_nnz for layer in profile.layers] == EXPECTED["nnz"]
 
 
-def test_a_plan_is_followed():
+def test_a_plan_is_followed(tmp_path):
     plan = tl.Plan.load(HERE / "plan.json")
+    assert (plan.release, plan.clock, plan.timed_on) == (None, None, {})  # which version 1 did not say
+    assert tl.Plan.load(plan.save(tmp_path / "plan.json")) == plan
     assert [[str(layer.choice(tokens)) for tokens in (1, 16)] for layer in plan.layers] == EXPECTED["choices"]
     model = LanguageModel(ModelConfig(d_model=8, layers=3, heads=1, d_ff=512, context=16)).eval()
     tokens = torch.arange(16)[None]
     with torch.no_grad():
         dense = model(tokens)
-        torch.testing.assert_close(tl.sparsify(model, plan)(tokens), dense, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tl.sparsify(model, HERE / "plan.json")(tokens), dense, rtol=1e-4, atol=1e-4)
+    assert {row["how"] for row in tl.report(model).rows} == {"predicted"}
 
 
 def test_a_record():

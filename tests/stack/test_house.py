@@ -19,7 +19,7 @@ INDEX_ADDRESS = re.compile(r"pypi\.or[g]|pythonhosted\.or[g]|-index-ur[l]|find-l
 DRAWING_ROOMS = {"app", "course", "plots"}
 DRAWING = {"plotly", "ipywidgets", "anywidget", "IPython", "matplotlib", "notebooks"}
 # Names of torch's own that begin with an underscore, and that we cannot do without.
-TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields"}  # and what a NamedTuple offers
+TORCHS = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_fields", "_replace"}  # and what a NamedTuple offers
 
 
 def tracked() -> list[Path]:

@@ -1,5 +1,5 @@
-"""A layer that plans itself: it counts who fires in the first batches it sees, then decides. Used by
-sparsify(plan="auto")."""
+"""A layer that plans itself: it counts who fires in the first batches it sees, and then decides. `sparsify` without a
+plan has every layer do so."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from ..layers.choice import LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 from . import costs, planner
 from .profile import Counter
+from .trials import Subject, Trials
 
-TOKENS, FORWARDS = 4096, 8  # a layer has seen enough after so many tokens, or after so many forwards
+# A layer has seen enough after TOKENS tokens, or after FORWARDS forwards of LEAST tokens together: what a few tokens
+# fire says little of others, as when a text is written token by token.
+TOKENS, FORWARDS, LEAST = 4096, 8, 128
 
 
 class Shared:
-    """What the watching layers of one model share: the measured rates of each device and dtype."""
+    """What the watching layers of one model share: the measured rates of each device and dtype, and what was timed."""
 
-    def __init__(self, measure: bool = True) -> None:
-        self.measure = measure
+    def __init__(self) -> None:
         self.rates: dict = {}
+        self.trials = Trials()
 
 
 class Watch:
@@ -49,7 +52,7 @@ class Watch:
             or rows.shape[1] != weight.shape[1]
         ):
             return None  # nothing to count, or nothing that this layer takes: its forward says so
-        if self.tokens >= TOKENS or self.forwards >= FORWARDS:
+        if self.tokens >= TOKENS or (self.forwards >= FORWARDS and self.tokens >= LEAST):
             return self._decide(layer, rows)
         if self.counter is None:
             found = FeedForward(self.name, layer, layer.gate, layer.up, layer.down)
@@ -65,8 +68,8 @@ class Watch:
         kind = (str(weight.device), weight.dtype)
         if kind not in self.shared.rates:
             self.shared.rates[kind] = costs.measure_rates(weight.device, weight.dtype)
-        found = self.counter.layer if self.shared.measure else None
+        profile = self.counter.result()
         # Repeating a few rows many times would time a batch in which every token fires the same neurons.
         timed = [most for most in planner.TOKENS if most <= 4 * rows.shape[0]]
-        rates = self.shared.rates[kind]
-        return planner.plan_layer(self.counter.result(), rates, planner.TOKENS, found, rows.detach(), timed)
+        subject = Subject(profile, self.counter.layer, rows.detach)
+        return planner.plan_layer(profile, self.shared.rates[kind], planner.TOKENS, subject, self.shared.trials, timed)

@@ -1,6 +1,6 @@
 """What a feed-forward layer should cost on each path: counted bytes and operations over rates measured on the device.
 
-What is counted is for the paths to say (`cost` in twell_lab.layers.paths), from what `paths.cost` holds.
+Each path says what is counted for it (`cost` in twell_lab.layers.paths), in the units of `layers.paths.cost`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ops import dispatch, inference, measure
 
 __all__ = ["Firing", "Rates", "clock", "compiling_saves", "measure_rates", "predict"]
 
-_ROUNDS = 10  # of each timing on a GPU; planning times many small things, and a median of ten is steady there
+_ROUNDS = 10  # of each timing on a GPU, where a median of ten is steady
 
 
 def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> dict[str, float]:
@@ -70,7 +70,7 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     rows = entries * 2 * shape[1] * itemsize
     properties = torch.cuda.get_device_properties(device) if large else None
     return Rates(
-        device=properties.name if large else "CPU",
+        device=measure.device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         bandwidth=bandwidth,
         l2=rows / max(added, rows / (1000 * bandwidth)),
@@ -96,9 +96,9 @@ def _sparse_call(shape: tuple[int, int, int], nnz: int, dtype: torch.dtype, devi
 
 
 def clock(calls: dict, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
-    """Median seconds of each call: on a GPU by bench.time_cuda; on a CPU in turns, for about `seconds` in all.
+    """Median seconds of each call: on a GPU by measure.time_cuda; on a CPU in turns, for about `seconds` in all.
 
-    On a CPU a call is timed as it comes, warm, at least three times: bench.time_cpu takes forty calls or more, which
+    On a CPU a call is timed as it comes, warm, at least three times: measure.time_cpu takes forty calls or more, which
     would be minutes for the large token counts of a plan.
     """
     if device.type == "cuda":

@@ -1,7 +1,8 @@
 """What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON.
 
 The planner (twell_lab.analysis.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired
-in the profile it was made from, so the hot neurons, and what the packed part is expected to keep, follow from it."""
+in the profile that it was made from: which neurons are hot, and how many the packed part should keep, follow from
+that."""
 
 from __future__ import annotations
 
@@ -11,22 +12,37 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import __version__, records
 from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
+from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, LayerPlan
-from ..records import record as records
+from ..ops.measure import device_name
 from . import saved
 
 FORMAT = "twell-lab plan"
-VERSION = 1
+VERSION = 2
+_COLUMNS = {
+    "layer": "layer",
+    "nnz": "mean nnz",
+    "tokens": "tokens",
+    "choice": "choice",
+    "us": "us",
+    "dense_us": "dense us",
+    "x_dense": "x dense",
+    "how": "how",
+    "why": "why",
+}
 
 
 @dataclass(frozen=True)
 class Plan:
     """The plans of a model's layers, in the model's order.
 
-    device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on; inputs: where the
-    timed inputs came from ("captured from the batches", "drawn at the profile's rates"), None if nothing was timed.
+    device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. inputs: where the
+    timed inputs came from ("captured from the batches", "drawn at the profile's rates"). clock: what measured_us is,
+    the "wall" time of plain calls, the time of a CUDA "graph" or, in files of version 1, that of the "device". Both are
+    None if nothing was timed. release: the twell-lab that made it; None in files of version 1.
     """
 
     layers: list[LayerPlan]
@@ -34,6 +50,8 @@ class Plan:
     dtype: str
     rates: dict
     inputs: str | None = None
+    clock: str | None = None
+    release: str | None = __version__
 
     @property
     def dense_layers(self) -> list[str]:
@@ -51,41 +69,39 @@ class Plan:
         """Every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
         return [{"layer": each.name, **row} for each in self.layers for row in each.table()]
 
+    @property
+    def timed_on(self) -> dict[str, list[str]]:
+        """Layer that was timed -> the layers whose candidates have times from there, itself among them."""
+        found: dict[str, dict] = {}
+        for layer in self.layers:
+            for each in layer.candidates:
+                if each.timed_on is not None:
+                    found.setdefault(each.timed_on, {})[layer.name] = None
+        return {name: [*layers] for name, layers in found.items()}
+
+    def check_model(self, found: Iterable[FeedForward]) -> None:
+        """InputError unless the plan is for a model with these layers, where they are now, and made by this release:
+        paths cost something else elsewhere."""
+        layers = [*found]
+        check_fits(layers, self.layers, "plan")
+        weight = layers[0].up.weight
+        here = device_name(weight.device), str(weight.dtype).removeprefix("torch.")
+        if (self.device, self.dtype) != here:
+            raise InputError(
+                f"the plan is for {self.device}, {self.dtype}; the model is on {here[0]}, {here[1]}: a plan made there "
+                "is accepted (tl.plan, twell-lab plan)"
+            )
+        if self.release not in (None, __version__):
+            raise InputError(
+                f"the plan was made by twell-lab {self.release:.80}, this is {__version__}: a plan made by this one is "
+                "accepted (tl.plan, twell-lab plan)"
+            )
+
     def __str__(self) -> str:
-        rows = []
-        for each in self.layers:
-            for tokens, choice in each.choices.items():
-                weighed = [c for c in each.candidates if c.tokens == tokens]
-                chosen = next(c for c in weighed if c.chosen)
-                dense = next((c for c in weighed if c.choice == DENSE), chosen)
-                timed = None not in (chosen.measured_us, dense.measured_us)
-                dense_us, us = (c.measured_us if timed else c.predicted_us for c in (dense, chosen))
-                rows.append(
-                    {
-                        "layer": each.name or "layer",
-                        "nnz": each.nnz,
-                        "tokens": tokens,
-                        "choice": str(choice),
-                        "us": us,
-                        "dense_us": dense_us,
-                        "x_dense": dense_us / us if us else None,
-                        "how": "measured" if timed else "predicted",
-                        "why": chosen.why,
-                    }
-                )
-        columns = {
-            "layer": "layer",
-            "nnz": "mean nnz",
-            "tokens": "tokens",
-            "choice": "choice",
-            "us": "us",
-            "dense_us": "dense us",
-            "x_dense": "x dense",
-            "how": "how",
-            "why": "why",
-        }
+        rows = [{**row, "layer": each.name or "layer"} for each in self.layers for row in chosen(each)]
         left = f"; dense throughout: {', '.join(self.dense_layers)}" if self.dense_layers else ""
-        return f"plan for {self.device}, {self.dtype}{left}\n{records.table(rows, columns)}"
+        clock = f"; times: {self.clock}" if self.clock else ""
+        return f"plan for {self.device}, {self.dtype}{clock}{left}\n{records.table(rows, _COLUMNS)}"
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""
@@ -100,6 +116,8 @@ class Plan:
             "dtype": self.dtype,
             "rates": self.rates,
             "inputs": self.inputs,
+            "clock": self.clock,
+            "release": self.release,
             "layers": layers,
         }
         try:
@@ -112,10 +130,35 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
         """The plan that `save` wrote. RecordError names the file and the field missing or wrong."""
-        kinds = {"device": str, "dtype": str, "rates": dict, "inputs": (str, type(None)), "layers": list}
-        content, where = saved.load(path, "plan", FORMAT, VERSION, kinds)
-        layers = [_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(content.pop("layers"))]
+        content, where, version = saved.load(path, "plan", FORMAT, _PLAN)
+        layers = content.pop("layers")
+        layers = [_layer_from(each, version, f"{where}, layer {number}") for number, each in enumerate(layers)]
+        if version == 1:
+            timed = any(each.measured_us is not None for layer in layers for each in layer.candidates)
+            content |= {"clock": "device" if timed else None, "release": None}
         return cls(layers=layers, **content)
+
+
+def chosen(layer: LayerPlan) -> list[dict]:
+    """One row a class of token counts of a layer's plan: `tokens`, `choice`, `us` and `dense_us` (None without a dense
+    candidate), `x_dense`, `how` and on which layer they were measured, and `why`. dense_us: of the layer as it was,
+    where that was timed."""
+    rows = []
+    for tokens, choice in layer.choices.items():
+        weighed = [each for each in layer.candidates if each.tokens == tokens]
+        taken = next(each for each in weighed if each.chosen)
+        dense = next((each for each in weighed if each.choice == DENSE), taken)
+        us, dense_us, how = taken.predicted_us, dense.predicted_us, "predicted"
+        if taken.measured_us is not None and dense.measured_us is not None:
+            us, dense_us, how = taken.measured_us, dense.measured_us, "measured"
+            dense_us = taken.before_us or dense_us
+        if how == "measured" and taken.timed_on not in (None, layer.name):
+            how = f"measured on {taken.timed_on}"
+        nnz = layer.nnz if layer.profiled else None
+        row = {"layer": layer.name, "nnz": nnz, "tokens": tokens, "choice": str(choice), "us": us}
+        x_dense = dense_us / us if us else None
+        rows.append({**row, "dense_us": dense_us, "x_dense": x_dense, "how": how, "why": taken.why})
+    return rows
 
 
 def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
@@ -136,6 +179,9 @@ def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
             )
 
 
+_TEXT, _TIME = (str, type(None)), (int, float, type(None))
+_PLAN_1 = {"device": str, "dtype": str, "rates": dict, "inputs": _TEXT, "layers": list}
+_PLAN = {1: _PLAN_1, VERSION: {**_PLAN_1, "clock": _TEXT, "release": _TEXT}}
 _LAYER = {
     "name": str,
     "d_model": int,
@@ -145,24 +191,28 @@ _LAYER = {
     "neuron_counts": list,
     "candidates": list,
 }
-_CANDIDATE = {
+_CANDIDATE_1 = {
     "tokens": int,
     "path": str,
     "hot": int,
     "predicted_us": (int, float),
-    "measured_us": (int, float, type(None)),
+    "measured_us": _TIME,
     "chosen": bool,
     "why": str,
 }
+_CANDIDATE = {
+    1: _CANDIDATE_1,
+    VERSION: {**_CANDIDATE_1, "host_us": _TIME, "device_us": _TIME, "before_us": _TIME, "timed_on": _TEXT},
+}
 
 
-def _layer_from(content, where: str) -> LayerPlan:
+def _layer_from(content, version: int, where: str) -> LayerPlan:
     content = saved.fields(content, _LAYER, where)
     saved.widths(content, where)
     length = len(content["neuron_counts"])  # which LayerPlan looks at
     counts = saved.counts(content, "neuron_counts", length, content["profiled"], where, "'profiled', ")
-    weighed = content["candidates"]
-    weighed = [saved.fields(each, _CANDIDATE, f"{where}, candidate {i}") for i, each in enumerate(weighed)]
+    weighed = enumerate(content["candidates"])
+    weighed = [saved.fields(each, _CANDIDATE[version], f"{where}, candidate {i}") for i, each in weighed]
     try:
         found = tuple(Candidate(**each) for each in weighed)
         return LayerPlan(**{**content, "neuron_counts": tuple(counts), "candidates": found})

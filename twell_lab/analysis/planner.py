@@ -1,9 +1,18 @@
 """The planner: for each layer and number of tokens, dense, TwELL or hot/cold, by predicted and measured time.
 
-Candidates are predicted from counted bytes and operations over the device's measured rates (twell_lab.analysis.costs);
-the best few are then timed on the layer itself, the dense path beside them. A sparse path is only taken where it is at
-least 3% faster than the dense one (10% where nothing was timed), also than the dense one should be once torch.compile
-has fused it, so that no layer is slower than it was by choice.
+The design, in ten lines:
+1. Every candidate is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
+2. Within reach are dense and those predicted to take at most 1.5 times as long as the best; no others are timed.
+3. They are timed together, beside the layer as the model has it (analysis.trials): one trial, for one number of tokens.
+4. A layer of the same shape, dtype and device whose predictions are within 20% shares that trial: its own times are
+   those, scaled by its predictions. The plan says for each candidate on which layer it was timed.
+5. The caller's clock decides: the wall time of plain eager calls, or that of graph replays (`for_graphs=True`).
+6. A sparse path must be 3% faster than the layer as it was, and than our dense path (5% shared, 10% only predicted),
+7. also than dense should be once torch.compile has fused it, and neither its host time nor its device time may be above
+   dense's: in a model that waits for the host, the time of a layer alone misleads.
+8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
+9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
+10. On a CPU, where a call of dense is predicted to take more than 30 ms, nothing is timed.
 
 Method of the split: neurons that fire on more than about 1% of the tokens cost less as columns of a dense GEMM than as
 rows read from the cache for each entry; where the line lies is for the rates to say.
@@ -13,9 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ..core.errors import InputError
 from ..core.files import WHOLE
@@ -24,23 +35,25 @@ from ..layers.anatomy import FeedForward, Only, feed_forwards
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.paths import PATHS
 from ..layers.paths.hot_cold import STEP
-from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure as clocks
 from . import costs
 from .costs import Firing, Rates, measure_rates
 from .plan import Plan, check_fits
-from .profile import FiringProfile, LayerProfile, activations
+from .profile import FiringProfile, LayerProfile, captured
+from .trials import Subject, Times, Trial, Trials, check_clock
 
 __all__ = ["Candidate", "Choice", "LayerPlan", "Plan", "Rates", "measure_rates", "plan", "plan_layer"]
 
 TOKENS = (1, 64, 2048, 16384)
-MARGIN = 0.97  # a sparse path that was timed is taken up to this share of the dense time
+MARGIN = 0.97  # a sparse path that was timed on the layer is taken up to this share of the dense time
+MARGIN_SHARED = 0.95  # up to this one where it was timed on a layer like it
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
 _CUTS = 3  # times a class is cut in two at most
-_TIMED = 3  # sparse candidates of one class that are timed
+_TIMED = 3  # sparse candidates of one class that are timed at most
+_ROWS = 4096  # inputs of a layer that are captured at most; a class of more tokens repeats them
+_REACH = 1.5  # and only those predicted to take at most this many times the best prediction
 # microseconds: on a CPU, where a call of the dense path is predicted to take longer, nothing is timed
-_CPU_LONGEST = 5e5
-_HOPELESS = 1.5  # those predicted to take this many times the dense path are not
+_CPU_LONGEST = 3e4
 # Hot sizes that are weighed, in steps of 256; and the best predicted one.
 _HOT = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
@@ -56,18 +69,31 @@ def plan(
     batches: Iterable | None = None,
     rates: Rates | None = None,
     only: Only | None = None,
+    for_graphs: bool = False,
+    progress: bool = True,
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
 
-    profile: what `twell_lab.profile` counted. model: the profiled one, dense or sparsified; without it nothing is
-    timed, and the choice rests on the predictions. tokens: the largest count of each class (see LayerPlan). device:
-    where the layers will run, by default where the model is, or a GPU where there is one. measure: whether to time the
-    best candidates. batches: inputs of the model, OTHER than the profiled ones, to time them on; a class with more
-    tokens than they hold repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that
-    each neuron fires as often as in the profile, though independently (the plan's `inputs` says which). rates:
-    measure_rates of the device, if at hand. only: as it was for the profile.
+    Needs no gradient and leaves the model as it was. How it is done is said at the top of this module.
 
-    Needs no gradient and leaves the model as it was. Raises InputError for a profile that does not fit the model.
+    Args:
+        profile: what `twell_lab.profile` counted.
+        model: the profiled one, dense or sparsified. Without it nothing is timed, and the choice rests on predictions.
+        tokens: the largest count of each class (see LayerPlan).
+        device: where the layers will run, by default where the model is, or a GPU where there is one.
+        measure: whether to time candidates.
+        batches: inputs of the model, OTHER than the profiled ones, to time on; a class with more tokens than they hold,
+            or than 4,096, repeats them. Without batches the layers timed are stand-ins of the same shape, drawn so that
+            each neuron fires as often as in the profile, though independently (the plan's `inputs` says which).
+        rates: measure_rates of the device, if at hand.
+        only: as it was for the profile.
+        for_graphs: decide by the time of CUDA graph replays, which the host does not hold up, instead of the wall time
+            of plain calls. For models that are captured; on a GPU alone.
+        progress: show a bar on stderr while layers are planned, if that is a terminal.
+
+    Raises:
+        InputError: for a profile that does not fit the model, and other arguments that do not.
+        DeviceError: for a device that is not there.
     """
     if not isinstance(profile, FiringProfile):
         raise InputError(
@@ -77,114 +103,219 @@ def plan(
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = clocks.present_device(device if device is not None or weight is None else weight.device)
-    if found and measure and device.type != weight.device.type:
-        raise InputError(
-            f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is accepted"
-        )
-    dtype = weight.dtype if found else None
-    if dtype is not None and dtype not in VALUE_DTYPES:
-        raise InputError(f"the model's weights are {dtype}; bfloat16, float16 and float32 are accepted")
-    rates = rates or measure_rates(device, dtype)
+    trials = Trials(check_clock(device, for_graphs))
+    if weight is not None:
+        if measure and device.type != weight.device.type:
+            raise InputError(
+                f"device is {str(device)!r} but the model is on {weight.device}; to time its layers, the same is "
+                "accepted"
+            )
+        if weight.dtype not in VALUE_DTYPES:
+            raise InputError(f"the model's weights are {weight.dtype}; bfloat16, float16 and float32 are accepted")
     batches = None if batches is None else [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
     if batches is not None and not batches:
         raise InputError("batches is empty; accepted: at least one input of the model, or None")
-    layers, timed = [], measure and model is not None
-    for layer in profile.layers:
-        x = None
-        if timed and batches is not None:
-            x = _captured(model, batches, layer.name, max(tokens))
-        layers.append(plan_layer(layer, rates, tokens, found.get(layer.name) if timed else None, x))
+    rates = rates or measure_rates(device, None if weight is None else weight.dtype)
+    weighers = [_Weigher(layer, rates, trials) for layer in profile.layers]
+    if measure and model is not None:
+        _have_timed(weighers, found, tokens, model, batches)
+    layers = []
+    with tqdm(weighers, unit="layer", desc="plan", leave=False, disable=None if progress else True) as bar:
+        for weigher in bar:
+            bar.set_postfix_str(weigher.layer.name, refresh=False)
+            layers.append(weigher.plan(tokens))
+            weigher.subject = None  # its inputs and copies are not needed any more
+    timed = any(each.measured_us is not None for layer in layers for each in layer.candidates)
     inputs = None if not timed else DRAWN if batches is None else CAPTURED
-    return Plan(layers, rates.device, rates.dtype, rates.as_dict(), inputs)
+    return Plan(layers, rates.device, rates.dtype, rates.as_dict(), inputs, trials.clock if timed else None)
 
 
 def plan_layer(
     layer: LayerProfile,
     rates: Rates,
     tokens: Iterable[int] = TOKENS,
-    found: FeedForward | None = None,
-    x: Tensor | None = None,
+    subject: Subject | None = None,
+    trials: Trials | None = None,
     timed: Iterable[int] | None = None,
 ) -> LayerPlan:
-    """The plan of one layer. found: the layer itself, to time candidates on; x: real inputs of it [rows, d_model], or
-    None for a drawn stand-in; timed: the classes that are timed, by default all of them if `found` is given.
+    """The plan of one layer.
 
-    A class's choice is weighed at its largest count. Where it would lose to the dense path at its smallest one, the
-    class is cut in two, up to three times; what then still loses is dense (in the table with the times of the class
-    above it)."""
-    tokens = _classes(tokens)
-    timed = set(tokens if timed is None else timed) if found is not None else set()
-    weigher = _Weigher(layer, rates, found, x)
-    candidates, least = [], None  # nothing is said of counts below the first class
-    for most in tokens:
-        candidates += weigher.cut(least, most, most in timed)
-        least = most + 1
-    counts = tuple(layer.neuron_counts.tolist())
-    return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
+    Args:
+        layer: its profile.
+        rates: of its device.
+        tokens: the largest count of each class.
+        subject: what candidates are timed on; None: nothing is.
+        trials: those of layers before, which this one may share; its own are kept there.
+        timed: the classes that are timed, by default all of them.
+    """
+    return _Weigher(layer, rates, trials or Trials(), subject).plan(_classes(tokens), timed)
 
 
 class _Weigher:
     """Predicts, times and judges the candidates of one layer, from few tokens to many."""
 
-    def __init__(self, layer: LayerProfile, rates: Rates, found: FeedForward | None, x: Tensor | None) -> None:
-        self.layer, self.rates, self.found, self.x = layer, rates, found, x
+    def __init__(self, layer: LayerProfile, rates: Rates, trials: Trials, subject: Subject | None = None) -> None:
+        self.layer, self.rates, self.trials, self.subject = layer, rates, trials, subject
         self.firing, self.itemsize = Firing.of(layer), getattr(torch, rates.dtype).itemsize
-        self.off: dict[str, float] = {}  # how far off predictions were where candidates were last timed, by path
+        self.known: dict[tuple[Choice, int], float] = {}  # predictions, each asked for often
+        self.last: Trial | None = None  # what was timed last for this layer, if anything was
 
-    def cut(
-        self, least: int | None, most: int, timed: bool, cuts: int = _CUTS, found: list | None = None
+    def plan(self, tokens: list[int], timed: Iterable[int] | None = None) -> LayerPlan:
+        """The layer's plan. A class's choice is weighed at its largest count. Where it would lose to the dense path at
+        its smallest one, the class is cut in two, up to three times; what then still loses is dense (in the table with
+        the times of the class above it)."""
+        layer, timed = self.layer, {*(tokens if timed is None else timed)}
+        candidates, least = [], None  # nothing is said of counts below the first class
+        for most in tokens:
+            candidates += self._cut(least, most, most in timed)
+            least = most + 1
+        counts = tuple(layer.neuron_counts.tolist())
+        return LayerPlan(layer.name, layer.d_model, layer.d_ff, layer.gated, layer.tokens, counts, tuple(candidates))
+
+    def _cut(
+        self,
+        least: int | None,
+        most: int,
+        timed: bool,
+        cuts: int = _CUTS,
+        found: list[Candidate] | None = None,
+        below: int | None = None,
     ) -> list[Candidate]:
         """The candidates of the class from `least` (None: not looked at) to `most`, in one class or several.
 
-        found: what was weighed at `most`, if it was.
+        found: what was weighed at `most`, if it was. below: a count just below `least` that was weighed, to look at
+        instead.
         """
-        found = found or self.weigh(most, timed)
+        found = found or self._weigh(most, timed)
         (chosen,) = [each for each in found if each.chosen]
-        if least is None or least >= most or chosen.choice == DENSE:
-            return found
-        times = self.times([DENSE, chosen.choice], least, timed)
-        if times[chosen.choice] * MARGIN <= times[DENSE]:
+        timed = chosen.measured_us is not None  # what rests on predictions at its largest count does so throughout
+        at = below or least
+        if least is None or least >= most or chosen.choice == DENSE or self._holds(chosen.choice, at, timed):
             return found
         if not cuts:
-            return [_passed_over(each, least, most - 1) for each in found] + found
+            return [_passed_over(each, at, most - 1) for each in found] + found
         middle = max(least, min(most - 1, round((least * most) ** 0.5)))
-        below = self.cut(least, middle, timed, cuts - 1)
-        return below + self.cut(middle + 1, most, timed, cuts - 1, found)
+        lower = self._cut(least, middle, timed, cuts - 1, below=below)
+        return lower + self._cut(middle + 1, most, timed, cuts - 1, found, middle)
 
-    def weigh(self, tokens: int, timed: bool) -> list[Candidate]:
-        weighed = _weighed(self.firing, self.rates, tokens, self.itemsize)
-        predicted = {choice: self.predicted(choice, tokens) for choice in weighed}
-        measured = self.measured(_worth_timing(predicted), tokens) if timed else {}
-        if measured:
-            self.off = _off(predicted, measured)
+    def _weigh(self, tokens: int, timed: bool) -> list[Candidate]:
+        predicted = self.weighed(tokens)
+        trial = self._trial(self.worth_timing(tokens), tokens) if timed else None
         saved = costs.compiling_saves(self.firing, self.rates, tokens, self.itemsize)
-        return _judge(tokens, predicted, measured, self.off, min(saved, predicted[DENSE] / 4))
+        saved = min(saved, predicted[DENSE] / 4)
+        if trial is None:
+            how = "predicted" if self.last is None else "predicted, as far off as it was where timed"
+            return _judge(tokens, predicted, self._expected(predicted), MARGIN_PREDICTED, how, saved)
+        self.last = trial
+        predicted |= {choice: self.predicted(choice, tokens) for choice in trial.predicted}
+        shared = trial.layer != self.layer.name
+        margin, how = (MARGIN_SHARED, f"measured on {trial.layer}") if shared else (MARGIN, "measured")
+        return _judge(tokens, predicted, trial.times, margin, how, saved, trial.layer)
 
-    def times(self, choices: list[Choice], tokens: int, timed: bool) -> dict[Choice, float]:
-        measured = self.measured(choices, tokens) if timed else {}
-        return measured or _corrected({choice: self.predicted(choice, tokens) for choice in choices}, self.off)
+    def _holds(self, choice: Choice, tokens: int, timed: bool) -> bool:
+        """Whether a choice of more tokens loses nothing to dense here, as far as clocks tell them apart."""
+        trial = self._trial([DENSE, choice], tokens, exact=True) if timed else None
+        predicted = {each: self.predicted(each, tokens) for each in (DENSE, choice)}
+        times = self._expected(predicted) if trial is None else trial.times
+        return _barred(choice, times, 1 / MARGIN, 1 / MARGIN) is None
+
+    def _expected(self, predicted: dict[Choice, float]) -> dict[Choice | None, Times]:
+        """Times by predictions that are as far off as they were where each path was timed, or as the worst of those;
+        the host takes as long as it did there."""
+        if self.last is None:
+            return {choice: Times(us) for choice, us in predicted.items()}
+        off, hosts = {}, {}
+        for choice, us in self.last.predicted.items():
+            taken = self.last.times[choice]
+            off[choice.path] = max((taken.device or taken.call) / us, off.get(choice.path, 0.0))
+            hosts[choice.path] = taken.host
+        times: dict[Choice | None, Times] = {}
+        for choice, us in predicted.items():
+            host = hosts.get(choice.path)
+            times[choice] = Times(max(us * off.get(choice.path, max(off.values())), host or 0.0), host)
+        return {None: Times(times[DENSE].call, self.last.times[None].host), **times}
+
+    def worth_timing(self, tokens: int) -> list[Choice]:
+        """The dense path, and the best predicted other ones that are within reach; empty if there are none, or where a
+        CPU would take too long over it."""
+        predicted = self.weighed(tokens)
+        if self.subject is None or not self._takes_seconds(tokens):
+            return []
+        ranked = sorted((choice for choice in predicted if choice != DENSE), key=predicted.get)
+        best: dict[str, Choice] = {}
+        for choice in ranked:
+            best.setdefault(choice.path, choice)
+        reach = _REACH * min(predicted.values())
+        picked = [c for c in dict.fromkeys([*best.values(), *ranked]) if predicted[c] <= reach][:_TIMED]
+        return [DENSE, *picked] if picked else []
+
+    def _takes_seconds(self, tokens: int) -> bool:
+        """Whether timing this many tokens is a matter of seconds."""
+        return self.subject.weight.is_cuda or self.predicted(DENSE, tokens) <= _CPU_LONGEST
+
+    def weighed(self, tokens: int) -> dict[Choice, float]:
+        """Predicted microseconds of every path; of one that splits at hot sizes spread over d_ff, and at the best."""
+        found = {}
+        for path in PATHS.values():
+            each = {hot: self.predicted(Choice(path.name, hot), tokens) for hot in path.sizes(self.firing.d_ff)}
+            best = min(each, key=each.get, default=None)
+            found |= {Choice(path.name, hot): us for hot, us in each.items() if hot == best or hot // STEP in _HOT}
+        return found
 
     def predicted(self, choice: Choice, tokens: int) -> float:
-        return costs.predict(choice, self.firing, self.rates, tokens, self.itemsize)["total"]
+        """Predicted microseconds of one call."""
+        if (choice, tokens) not in self.known:
+            found = costs.predict(choice, self.firing, self.rates, tokens, self.itemsize)
+            self.known[choice, tokens] = found["total"]
+        return self.known[choice, tokens]
 
-    def measured(self, choices: list[Choice], tokens: int) -> dict[Choice, float]:
-        """Measured microseconds; empty where a CPU would take too long over it."""
-        if not self.found.up.weight.is_cuda and self.predicted(DENSE, tokens) > _CPU_LONGEST:
-            return {}
-        return _measure(self.layer, self.found, self.x, choices, tokens)
+    def _trial(self, choices: list[Choice], tokens: int, exact: bool = False) -> Trial | None:
+        """The trial of these choices, shared or run now; None where nothing is timed."""
+        if not choices or self.subject is None or not self._takes_seconds(tokens):
+            return None
+        predict = partial(self._at, tokens)
+        trial = self.trials.find(self.subject, tokens, choices, predict, exact)
+        trial = trial or self.trials.run(self.subject, tokens, choices, predict)
+        return trial.of(self.layer.name, predict)
+
+    def _at(self, tokens: int, choice: Choice) -> float:
+        return self.predicted(choice, tokens)
 
 
-def _worth_timing(predicted: dict[Choice, float]) -> list[Choice]:
-    """The dense path, the best few others, and twell, whose memory is no more than the transposed down projection."""
-    ranked = sorted((c for c in predicted if c != DENSE), key=predicted.get)
-    picked = dict.fromkeys([*ranked[:_TIMED], Choice()])
-    return [DENSE, *(c for c in picked if predicted[c] <= _HOPELESS * predicted[DENSE])]
+def _have_timed(
+    weighers: list[_Weigher], found: dict[str, FeedForward], tokens: list[int], model: nn.Module, batches: list | None
+) -> None:
+    """Give each layer a subject, with inputs if there is something to time."""
+    for weigher in weighers:
+        subject = weigher.subject = Subject(weigher.layer, found[weigher.layer.name])
+        subject.most = min(_ROWS, max((each for each in tokens if weigher.worth_timing(each)), default=0))
+    wanted = {weigher.layer.name: weigher for weigher in weighers if weigher.subject.most}
+    if batches is None or not wanted:
+        return
+    kept = captured(model, batches, wanted, max(weigher.subject.most for weigher in wanted.values()))
+    for name, weigher in wanted.items():
+        weigher.subject.rows = partial(kept.pop, name)
 
 
-def _corrected(predicted: dict[Choice, float], off: dict[str, float]) -> dict[Choice, float]:
-    """Predictions, as far off as they were where each path was timed, or as the worst of those."""
-    worst = max(off.values(), default=1.0)
-    return {choice: us * off.get(choice.path, worst) for choice, us in predicted.items()}
+def _barred(
+    choice: Choice, times: Mapping[Choice | None, Times], margin: float, slack: float = 1.0, saved: float = 0.0
+) -> str | None:
+    """Why a choice is not taken; None if it may be.
+
+    times: of the choice, of dense and, as None, of the layer as it was. margin: the share of dense's time that it may
+    take; slack: of dense's host and device time. saved: what compiling takes off dense's time."""
+    taken, dense = times[choice], times[DENSE]
+    before = times.get(None, dense)
+    call = min(dense.call, before.call)
+    if not taken.call <= margin * (call - saved):
+        compiled = " would be compiled" if taken.call <= margin * call else ""
+        return f"less than {100 * (1 - margin):.0f}% faster than dense{compiled}"
+    devices = [each.device for each in (dense, before) if each.device is not None]
+    # Of the host, dense means the layer as it was: our own dense path may take less.
+    for clock, us, limit in (("host", taken.host, before.host), ("device", taken.device, min(devices, default=None))):
+        if us is not None and limit is not None and us > slack * limit:
+            return f"faster, but its {clock} time, {us:.4g} us, is above dense's, {limit:.4g}"
+    return None
 
 
 def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
@@ -197,14 +328,6 @@ def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
             candidate, tokens=most, chosen=True, why=f"nothing else is sure to be faster from {least} tokens on"
         )
     return replace(candidate, tokens=most)
-
-
-def _off(predicted: dict[Choice, float], measured: dict[Choice, float]) -> dict[str, float]:
-    """By how much the times of each path differ from their predictions, where they were measured."""
-    ratios = {}
-    for choice, us in measured.items():
-        ratios.setdefault(choice.path, []).append(us / predicted[choice])
-    return {path: clocks.quartiles(found)[0] for path, found in ratios.items()}
 
 
 def _classes(tokens: Iterable[int]) -> list[int]:
@@ -227,107 +350,47 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
     return found
 
 
-def _weighed(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:
-    """Every path, one that splits at hot sizes spread over d_ff and at the one predicted to be best."""
-    found = []
-    for path in PATHS.values():
-        choices = [Choice(path.name, hot) for hot in path.sizes(firing.d_ff)]
-        cost = lambda choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]  # noqa: E731
-        best = min(choices, key=cost, default=None)
-        found += [choice for choice in choices if choice == best or choice.hot // STEP in _HOT]
-    return found
-
-
 def _judge(
     tokens: int,
     predicted: dict[Choice, float],
-    measured: dict[Choice, float],
-    off: dict[str, float] | None = None,
+    times: Mapping[Choice | None, Times],
+    margin: float,
+    how: str,
     saved: float = 0.0,
+    timed_on: str | None = None,
 ) -> list[Candidate]:
     """The candidates of one class with their times, one of them chosen, and why each is or is not.
 
-    off: how far predictions were off at another number of tokens, by path; it corrects those of a class not timed.
-    saved: what compiling would take off the dense time: who compiles the model should not lose by the choice either.
+    times: of dense, of other candidates and, as None, of the layer as it was, known as `how` says; without that last
+    one it counts as long as dense. margin: the share of the dense time that a sparse path may take. saved: what
+    compiling would take off that: who compiles the model should not lose by the choice either. timed_on: the layer that
+    was timed; None: nothing was, and the times are expected ones.
     """
-    times, margin, how = measured, MARGIN, "measured"
-    if not measured:
-        times, margin = _corrected(predicted, off or {}), MARGIN_PREDICTED
-        how = "predicted, as far off as it was where timed" if off else "predicted"
-    dense = times[DENSE]
-    fastest = min(times, key=times.get)
-    chosen = fastest if times[fastest] <= margin * (dense - saved) else DENSE
-    compiled = " would be compiled" if times[fastest] <= margin * dense else ""
-    short = f"less than {100 * (1 - margin):.0f}% faster than dense{compiled}"
+    before = times.get(None, times[DENSE])
+    taken = {choice: times[choice] for choice in predicted if choice in times}
+    bars = {choice: _barred(choice, times, margin, saved=saved) for choice in taken if choice != DENSE}
+    chosen = min((c for c, bar in bars.items() if bar is None), key=lambda c: taken[c].call, default=DENSE)
+    fastest = min(taken, key=lambda choice: taken[choice].call)
 
     def why(choice: Choice) -> str:
-        if choice == chosen:
-            if choice == fastest:
-                return f"fastest, {how}" + ("" if choice == DENSE else f": {dense / times[choice]:.2f}x dense")
-            return f"{fastest} is {short}, {how}"
-        if choice not in times:
+        if choice not in taken:
             return f"not timed: predicted {predicted[choice] / min(predicted.values()):.2f}x the best prediction"
+        if choice == chosen == DENSE:
+            return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
+        if choice == chosen:
+            first = "fastest" if choice == fastest else "fastest of those that may be taken"
+            return f"{first}, {how}" + (
+                f": {before.call / taken[choice].call:.2f}x dense" if timed_on is not None else ""
+            )
         if choice == fastest:
-            return f"{short}, {how}"
-        return f"{times[choice] / times[chosen]:.2f}x the time of the choice, {how}"
+            return f"{bars[choice]}, {how}"
+        return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice, {how}"
 
-    return [Candidate(tokens, c.path, c.hot, predicted[c], measured.get(c), c == chosen, why(c)) for c in predicted]
+    def candidate(choice: Choice) -> Candidate:
+        judged = tokens, choice.path, choice.hot, predicted[choice]
+        if timed_on is None or choice not in taken:
+            return Candidate(*judged, None, choice == chosen, why(choice))
+        call, host, device = taken[choice]
+        return Candidate(*judged, call, choice == chosen, why(choice), host, device, before.call, timed_on)
 
-
-# ---- timing ----
-
-
-@torch.no_grad()
-def _measure(
-    layer: LayerProfile, found: FeedForward, x: Tensor | None, choices: list[Choice], tokens: int
-) -> dict[Choice, float]:
-    """Measured microseconds of each choice with this many tokens."""
-    weight = found.up.weight
-    if x is None:
-        module, inputs = _stand_in(layer, tokens, weight.dtype, weight.device)
-    else:
-        module, inputs = _Parts(found), _inputs(x.to(weight.device, weight.dtype), tokens)
-    calls = {}
-    for choice in choices:
-        sparse = SparseFFN(
-            module, tile=layer.tile, words=layer.words, plan=LayerPlan.forced(layer, choice), _check=False
-        )
-        calls[choice] = lambda turn, f=sparse: f(inputs[turn % len(inputs)])
-    taken = costs.clock(calls, weight.device)
-    return {choice: 1e6 * seconds for choice, seconds in taken.items()}
-
-
-class _Parts(nn.Module):
-    """A feed-forward layer's projections, whatever they were called, as a module that SparseFFN takes."""
-
-    def __init__(self, found: FeedForward) -> None:
-        super().__init__()
-        if found.gate is not None:
-            self.gate_proj = found.gate
-        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, nn.ReLU()
-
-
-def _inputs(x: Tensor, tokens: int, sets: int = 3) -> list[Tensor]:
-    """Up to three inputs of so many tokens from the rows of x, other rows in each as far as there are any."""
-    if x.shape[0] < tokens:
-        x = x.repeat(-(-tokens // x.shape[0]), 1)
-    return [x[i * tokens : (i + 1) * tokens].contiguous() for i in range(min(sets, x.shape[0] // tokens))]
-
-
-def _captured(model: nn.Module, batches: list, name: str, tokens: int) -> Tensor:
-    """What enters the layer called `name` when the model runs on the batches, up to three times `tokens` rows."""
-    rows = []
-    for batch in batches:
-        rows.append(activations(model, batch, name)[0].detach())
-        if sum(map(len, rows)) >= 3 * tokens:
-            break
-    return torch.cat(rows)
-
-
-def _stand_in(
-    layer: LayerProfile, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Module, list[Tensor]]:
-    """A drawn layer of the profile's shape, and inputs at which each neuron fires as often as in the profile."""
-    frequency = layer.neuron_counts.double() / layer.tokens
-    shape = (tokens, layer.d_model, dtype, device)
-    return clocks.drawn(frequency, *shape, gated=layer.gated, shrink=layer.d_ff**0.5)
+    return [candidate(choice) for choice in predicted]

@@ -12,19 +12,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import records
 from ..core.errors import InputError, RecordError
 from ..core.files import WHOLE, write_atomically
 from ..formats.twell import TILE, WORDS, check_geometry, fires
 from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..records import record as records
 from . import saved
 
 FORMAT = "twell-lab firing profile"
@@ -141,7 +142,7 @@ class FiringProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
         """The profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where = saved.load(path, "profile", FORMAT, VERSION, {"layers": list})
+        content, where, _ = saved.load(path, "profile", FORMAT, {VERSION: {"layers": list}})
         if not content["layers"]:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
         return cls([_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(content["layers"])])
@@ -168,17 +169,7 @@ def profile(
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [Counter(layer, tile, words) for layer in found]
-    ran = False
-    with _evaluating(model), ExitStack() as hooks:
-        for layer, counter in zip(found, counters):
-            hooks.enter_context(on_gate(layer, counter.add))
-        for batch in _each(batches):
-            batch = _moved(batch, model)
-            for counter in counters:
-                counter.mask = _mask(batch)
-            _call(model, batch)
-            ran = True
-    if not ran:
+    if not _run(model, [(counter.layer, counter.add) for counter in counters], batches):
         raise InputError("batches is empty; accepted: at least one input of the model")
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
@@ -204,20 +195,34 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
         chosen = found[layer]
     else:
         raise InputError(f"layer is {layer!r}; accepted: a position among {len(found)}, or a name of {names}")
-    batch = _moved(batch, model)
-    mask = _mask(batch)
     seen: list[tuple[Tensor, Tensor]] = []
-
-    def keep(x: Tensor, gate: Tensor) -> None:
-        x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
-        rows = slice(None) if mask is None else _flat_mask(mask, x)
-        seen.append((x[rows], gate[rows]))
-
-    with _evaluating(model), on_gate(chosen, keep):
-        _call(model, batch)
+    _run(model, [(chosen, lambda *what: seen.append(_rows(*what)))], [batch])
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
+
+
+def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: int) -> dict[str, Tensor]:
+    """What really enters the feed-forward layers called so when `model` runs on the batches.
+
+    Returns for each name up to `rows` inputs, [rows, d_model], in the model's dtype on its device, masked positions
+    left out; batches after those that hold so many are not run. Batches and errors are those of `profile`.
+    """
+    kept: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def lacking(name: str) -> int:
+        return rows - sum(map(len, kept[name]))
+
+    def keep(name: str, *what: Tensor) -> None:
+        if lacking(name) > 0:
+            kept[name].append(_rows(*what)[0][: lacking(name)])
+
+    watched = [(each, partial(keep, each.name)) for each in feed_forwards(model) if each.name in kept]
+    _run(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in kept))
+    for name in kept:
+        if lacking(name) == rows:
+            raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
+    return {name: torch.cat(pieces) for name, pieces in kept.items()}
 
 
 class Counter:
@@ -226,7 +231,6 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
-        self.mask: Tensor | None = None  # of the batch that is running: bool [batch, tokens]
         self.counts = {
             "tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
             "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
@@ -235,9 +239,10 @@ class Counter:
             "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu"),
         }
 
-    def add(self, x: Tensor, gate: Tensor) -> None:
+    def add(self, x: Tensor, gate: Tensor, mask: Tensor | None = None) -> None:
+        """Count one batch. gate: the pre-activations, [..., d_ff]; mask: bool [batch, tokens], None counts all."""
         firing = fires(gate.reshape(-1, self.d_ff))
-        counted = firing.new_ones(len(firing)) if self.mask is None else _flat_mask(self.mask, firing)
+        counted = firing.new_ones(len(firing)) if mask is None else _flat_mask(mask, firing)
         firing &= counted[:, None]
         counted = counted.long()
         tiles = -(-self.d_ff // self.tile)
@@ -280,6 +285,27 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterat
         yield
     finally:
         hook.remove()
+
+
+def _run(
+    model: nn.Module,
+    watched: list[tuple[FeedForward, Callable]],
+    batches: Iterable,
+    enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run the model over the batches until there are enough; `see(x, gate pre-activation, mask)` is called of each
+    watched layer whenever that runs. Returns whether there was a batch."""
+    mask, ran = None, False
+    with _evaluating(model), ExitStack() as hooks:
+        for layer, see in watched:
+            hooks.enter_context(on_gate(layer, lambda x, gate, see=see: see(x, gate, mask)))
+        for batch in _each(batches):
+            batch = _moved(batch, model)
+            mask, ran = _mask(batch), True
+            _call(model, batch)
+            if enough():
+                break
+    return ran
 
 
 @contextmanager
@@ -331,6 +357,13 @@ def _call(model: nn.Module, batch) -> None:
 def _mask(batch) -> Tensor | None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _rows(x: Tensor, gate: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x and gate as [rows, ...], the masked positions left out."""
+    x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
+    counted = slice(None) if mask is None else _flat_mask(mask, x)
+    return x[counted], gate[counted]
 
 
 def _flat_mask(mask: Tensor, rows: Tensor) -> Tensor:

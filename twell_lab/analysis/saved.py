@@ -11,18 +11,27 @@ from ..core.files import WHOLE, read_json
 _NUMBER = "a whole number from 0 to 2**63 - 1"
 
 
-def load(path: str | os.PathLike, what: str, form: str, version: int, kinds: dict) -> tuple[dict, str]:
-    """The fields of a saved `what`, each of its kind, and the words that name the file. form, version: what its first
-    two fields say. Raises RecordError for another file."""
+def load(path: str | os.PathLike, what: str, form: str, kinds: dict[int, dict]) -> tuple[dict, str, int]:
+    """The fields of a saved `what`, each of its kind, the words that name the file, and its version.
+
+    Args:
+        path: of the file.
+        what: what it holds ("plan"), for messages.
+        form: what its first field says.
+        kinds: for each version that is read, its fields, as `fields` takes them.
+
+    Raises:
+        RecordError: for another file.
+    """
     where = f"{what} {str(path)!r}"
     content = read_json(path, what)
     if not isinstance(content, dict) or content.get("format") != form:
         raise RecordError(f"{where} is no {what}: its field 'format' is not {form!r}")
     found = content.get("version")
-    if type(found) is not int or found != version:
-        raise RecordError(f"{where} has version {found!r:.80}; this release reads {version}")
+    if type(found) is not int or found not in kinds:
+        raise RecordError(f"{where} has version {found!r:.80}; this release reads {' and '.join(map(str, kinds))}")
     content = {name: value for name, value in content.items() if name not in ("format", "version")}
-    return fields(content, kinds, where), where
+    return fields(content, kinds[found], where), where, found
 
 
 def fields(content, kinds: dict, where: str) -> dict:

@@ -1,19 +1,20 @@
-"""While a model is trained: each sparse layer on the dense path until its measured density says that the sparse one is
-faster.
+"""Which path each layer takes while a model is trained: the dense one, until so few of its neurons fire that the sparse
+one is faster.
 
-Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each side costs,
-for a token, d_model x d_ff weights of `b` bytes and n neurons firing (twell_lab.ops.differentiable):
+Early in training most neurons fire, and a layer's entries cost more than the tensor cores save. What each path costs at
+a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.differentiable):
   dense   nine GEMMs (plain: six) of 2 d_model d_ff operations, and the middle of the layer, 11 (5) values of d_ff
   sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down
   forwards;
           down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
-So there is a number of firing neurons, whatever the number of tokens, below which the sparse path wins. A token that
-the sparse path has no room for (a "lost" row: exact, and finished from the dense weights without tensor cores) costs as
-much as LOST of the layer's neurons firing; how many there are is seen on that path alone.
+So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
+faster. A token for which the sparse path has no room (a "lost" row, which is finished from the dense weights, exactly
+but without tensor cores) costs as much as if a share LOST of the layer's neurons fired. Only the sparse path counts its
+lost rows.
 
-Under torch.compile a changed path is another graph. Have a model's layers compiled one by one (`layer.compile()` for
-each), so that two graphs serve all of them; of a whole model there is one for each combination of paths, and after
-eight torch gives up."""
+Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
+so that two graphs serve all of them. A model compiled as a whole needs one for each combination of paths, and torch
+gives up after eight."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ from ..layers.sparse_ffn import SparseFFN
 from ..ops import differentiable, train_rows
 from . import costs
 
-MARGIN = 0.1  # a layer changes over when it is this far past the break-even, so that noise does not send it to and fro
-# of the room for entries: with the margin a layer still changes over before rows do not fit, which costs much more
+MARGIN = 0.1  # a layer changes its path when it is this far past the break-even: noise alone does not change it back
+# The share of the room for entries up to which the sparse path is taken. With MARGIN a layer still changes over before
+# rows do not fit, which costs much more.
 ROOM_USED = 0.9
 LOST = 0.3  # of d_ff: on an H100 5 us where 4% fire in it, 7 where 10%, 10 where 30% do, beside 4 ns for an entry
 _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy and dx, some of them twice
@@ -50,11 +52,20 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
     """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens found no room
-    on the sparse path; returns {layer: new path} of the changes.
+    on the sparse path. Reads the terms' nnz and lost, which waits for the device.
 
-    terms: of one forward pass (twell_lab.layers.terms.layer_terms). below: the break-even, one number or one for each
-    layer. Reads the terms' nnz and lost, which waits for the device. A layer without a term stays as it is. A layer
-    whose `learning` is None counts as sparse. Raises InputError for a threshold that is no number from 0 up."""
+    Args:
+        model: whose layers are set. A layer without a term stays as it is; one whose `learning` is None counts as
+            sparse.
+        terms: of one forward pass (twell_lab.layers.terms.layer_terms).
+        below: the break-even, one number or one for each layer, in neurons firing at a token.
+
+    Returns:
+        {layer: new path} of the layers whose path changed.
+
+    Raises:
+        InputError: for a break-even that is no number from 0 up.
+    """
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
     for term in terms:
@@ -79,10 +90,10 @@ def _cost(term: LayerTerm, layer: SparseFFN) -> float:
 
 
 class Switch:
-    """`switch` with break-evens of this model on its device: measured once, when the first terms come.
+    """`switch` with the break-evens of this model on its device, which are measured when the first terms come.
 
-    A layer that lost tokens send back to the dense path, where they are not seen, tries again when fewer neurons fire
-    than then: its break-even becomes that number.
+    The dense path does not see lost tokens. So a layer that goes back to it because of them gets the number of neurons
+    that fired then as its new break-even, and tries the sparse path again when fewer fire.
 
     below: a break-even for every layer instead, in neurons firing at a token.
     """
@@ -92,7 +103,7 @@ class Switch:
         self.below = below
 
     def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
-        """Have the layers follow what the terms of one forward pass say; returns the changes, as `switch` does."""
+        """Set the layers' paths by the terms of one forward pass; returns the changes, as `switch` does."""
         if self.below is None:
             self.below = self.measure()
         terms = list(terms)
@@ -105,13 +116,13 @@ class Switch:
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:
-        """The break-even of each layer, from rates measured on its device now; 0 (never) where the kernels do not take
-        it.
+        """The break-even of each layer, from rates measured on its device now.
 
-        tokens: how many a forward pass of training has. At most what the kernels have room for
-        (train_rows.capacity_for): the break-even of wide layers lies above that. Without the kernels (a CPU, float32)
-        the sparse path is torch's own operations, and the gate twice: slower, however few neurons fire. Raises
-        InputError for tokens below 1."""
+        It is at most the number for which the kernels have room (train_rows.capacity_for), which is less in wide
+        layers. It is 0, for never, where the kernels do not take the layer (on a CPU, in float32): there the sparse
+        path is torch's own operations, with the gate computed twice, and slower however few neurons fire.
+
+        tokens: how many a forward pass of training has. Raises InputError for tokens below 1."""
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InputError(f"tokens is {tokens!r}; a whole number from 1 up is accepted")
         layers = feed_forwards(self.model)

@@ -204,6 +204,11 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="tokens at once to plan for [1 64 2048 16384]",
     )
     plan.add_argument("--predict-only", action="store_true", help="time none of the candidates")
+    plan.add_argument(
+        "--for-graphs",
+        action="store_true",
+        help="decide by the time of CUDA graph replays instead of the wall time of plain calls; on a GPU",
+    )
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
@@ -402,6 +407,7 @@ def _plan(options) -> Answer:
         device=device,
         measure=not options.predict_only,
         batches=windows[1::2].split(32) if len(windows) > 1 else None,
+        for_graphs=options.for_graphs,
     )
     if options.out is not None:
         made.save(options.out)

@@ -92,7 +92,7 @@ def _usual_hot(layer: nn.Module) -> int:
 
 
 def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
-    """What the planner predicted and measured for each candidate, as rows of kind "plan"."""
+    """What the planner predicted and measured for each candidate, the GPU's time, as rows of kind "plan"."""
     found = []
     for entry in plan.layers[0].table():
         if entry["measured_us"] is None:
@@ -103,7 +103,7 @@ def _candidate_rows(shared: dict, plan: Plan) -> list[dict]:
                 **shared,
                 "kind": "plan",
                 "path": path,
-                "ms": entry["measured_us"] / 1e3,
+                "ms": (entry["device_us"] or entry["measured_us"]) / 1e3,
                 "predicted_ms": entry["predicted_us"] / 1e3,
                 "chosen": bool(entry["chosen"]),
                 "dense_ms": None,

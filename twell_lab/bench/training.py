@@ -200,7 +200,7 @@ def model_rows(
     dense = dense.to(torch.bfloat16)
     tokens = torch.randint(0, config.vocabulary, (3, batch, context + 1), device="cuda")
     fired = _quiet(dense, tokens[0, :2, :-1], nnz)
-    twin, sparse = sparsify(copy.deepcopy(dense)), sparsify(copy.deepcopy(dense))
+    twin, sparse = sparsify(copy.deepcopy(dense), "twell"), sparsify(copy.deepcopy(dense), "twell")
     choice = plan(twin, tokens[0, :, :-1])
     by_layer = copy.deepcopy(twin)  # compiled as the trainer compiles layers that may change their path
     for layer in by_layer.layers:

@@ -53,7 +53,11 @@ def one_of_each(d_ff: int, hot: int) -> list[Choice]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed."""
+    """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed.
+
+    measured_us: by the plan's clock; host_us: until the call returns; device_us: the GPU's work. before_us: the layer
+    as it was before it was swapped, timed beside the choice by the plan's clock. timed_on: the layer that was timed,
+    this one or one like it (twell_lab.analysis.trials)."""
 
     tokens: int
     path: str
@@ -62,6 +66,10 @@ class Candidate:
     measured_us: float | None
     chosen: bool
     why: str
+    host_us: float | None = None
+    device_us: float | None = None
+    before_us: float | None = None
+    timed_on: str | None = None
 
     @property
     def choice(self) -> Choice:
@@ -105,7 +113,7 @@ class LayerPlan:
         """A plan of one choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan that
         says how often the neurons fire."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
-        counts = tuple(int(count) for count in layer.neuron_counts)
+        counts = tuple(torch.as_tensor(layer.neuron_counts).tolist())
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
         return cls(layer.name, layer.d_model, layer.d_ff, layer.gated, profiled, counts, (only,))
 
@@ -137,7 +145,7 @@ class LayerPlan:
         return hot_first(torch.tensor(self.neuron_counts, dtype=torch.int64, device="cpu"), hot)
 
     def table(self) -> list[dict]:
-        """One row a candidate: tokens, path, hot, predicted_us, measured_us, chosen, why."""
+        """One row a candidate: its fields by name."""
         return [dict(vars(each)) for each in self.candidates]
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from ..ops import checks, copies, streams
 from ..ops.inference import STATS
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
-from .choice import Choice, LayerPlan
+from .choice import DENSE, Choice, LayerPlan
 from .learner import Learner
 from .paths import PATHS
 from .paths.dense import by_torch
@@ -166,8 +166,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         return any(choice.path == path for _, choice in self._choices)
 
     def watch(self, watch) -> None:
-        """Have the layer plan itself: an analysis.auto.Watch sees each input until it returns a plan to follow."""
-        self._watch = watch
+        """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
+        self.follow(DENSE)
+        self.plan, self._watch = None, watch
 
     @property
     def extra_bytes(self) -> int:

@@ -2,56 +2,83 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import nn
 
 from ..analysis.auto import Shared, Watch
-from ..analysis.plan import Plan, check_fits
+from ..analysis.plan import Plan
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
 from ..layers.anatomy import IN_BLOCK, HandOn, Only, feed_forwards, layout_of
+from ..layers.choice import DENSE, Choice
+from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
+
+AUTO = "auto"
 
 
 def sparsify(
-    model: nn.Module, plan: Plan | str | None = None, *, tile: int = TILE, words: int = WORDS, only: Only | None = None
+    model: nn.Module,
+    plan: Plan | Choice | str | os.PathLike | None = None,
+    *,
+    tile: int = TILE,
+    words: int = WORDS,
+    only: Only | None = None,
 ) -> nn.Module:
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
-    plan: what each layer is to do. None: pack what fires, always; layers that are sparse already stay as they are. A
-    Plan (twell_lab.plan): its paths, for the layers of its names and shapes; those it leaves dense become SparseFFNs
-    too, on the dense path and without extra memory (`Plan.dense_layers` names them). "auto": without a profile, each
-    layer counts who fires in the first inputs it sees without gradients, 4,096 tokens or eight batches, and then
-    decides by itself, timing the best candidates on the next input; that forward takes a second or so a layer. Not
-    inside torch.compile or a CUDA graph: run a few batches before either. Layers that are sparse already follow the new
-    plan. only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
+    Without a plan no layer is slower than it was, as far as clocks tell: each stays dense while it counts who fires in
+    the first inputs that it sees without gradients (4,096 tokens, or eight batches of 128 together), and then decides
+    by itself. It times the best candidates on the next input, unless a layer like it was timed before; that forward
+    takes up to a second or so a layer. Inside torch.compile and CUDA graphs nothing is counted: run a few batches
+    before either. `twell_lab.report` says what each layer does and why.
 
-    Parameters stay the same objects under the same names; `densify` takes it back. Raises InputError, with nothing
-    changed, if the model has no ReLU feed-forward layer, for a plan of another model, and where a layer cannot be
-    swapped: each layer is run on a few rows beside the formula first (probe.check), and looked over for hooks and
-    adapters; the message names those that differ, by how much, and what to do. Hooks belong on the SparseFFNs
-    afterwards, in the place of the layers. Each layer is asked once, on random rows, for its output and its gradients;
-    probe.check says what that cannot show. What is changed later on a decoder layer, such as the p of a dropout between
-    its parts, or on a dense module that was set aside, is not noticed."""
-    if plan is not None and plan != "auto" and not isinstance(plan, Plan):
-        raise InputError(f"plan is {plan!r:.80}; a Plan, 'auto' or None is accepted")
+    Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
+    afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
+    anything is swapped (probe.check, which says what that cannot show), and looked over for hooks and adapters. What is
+    changed later on a decoder layer, such as the p of a dropout between its parts, or on a dense module that was set
+    aside, is not noticed.
+
+    Args:
+        model: any module in which `feed_forwards` finds layers.
+        plan: what each layer is to do, instead.
+            A Plan (`twell_lab.plan`), or the name of a file that holds one: its paths. Layers that it leaves dense
+            become SparseFFNs too, on the dense path and without extra memory (`Plan.dense_layers` names them).
+            "twell" or "dense", or a Choice: this path for every layer and number of tokens, be it faster or not.
+            "auto": as without a plan, but layers that are sparse already begin anew; None leaves those as they are.
+        tile, words: the TwELL geometry of layers that become sparse.
+        only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
+
+    Raises:
+        InputError: with nothing changed, if the model has no ReLU feed-forward layer, for a plan of another model,
+            device, dtype or release, for a word that is neither a path nor a file, and where layers cannot be swapped:
+            the message names those that differ from the formula, by how much, and what to do.
+        RecordError: for a file that holds no plan, or not all of one.
+    """
+    plan = _read(plan)
     check_geometry(tile, words)
     hooks.refuse_obstacles(model, only)
     layers = feed_forwards(model, only=only)
     if isinstance(plan, Plan):
-        check_fits(layers, plan.layers, "plan")
+        plan.check_model(layers)
+    elif isinstance(plan, Choice):
+        for found in layers:
+            plan.check(found.up.weight.shape[0])
     probe.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
     shared = Shared()
     for found in layers:
         source = found.module
-        followed = plan.layer(found.name) if isinstance(plan, Plan) else None
+        followed = plan.layer(found.name) if isinstance(plan, Plan) else plan if isinstance(plan, Choice) else DENSE
         if isinstance(source, SparseFFN):
+            if plan is None:
+                continue
             sparse = source
-            if plan is not None:
-                sparse.follow(followed)
+            sparse.follow(followed)
         elif layout_of(source) != IN_BLOCK:
             sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False)
-            model = _replace(model, source, sparse)
+            model = _put(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
@@ -59,17 +86,37 @@ def sparsify(
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
             source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
-        if plan == "auto":
+        if plan is None or plan == AUTO:
             sparse.watch(Watch(shared, found.name))
     return model
+
+
+def _read(plan) -> Plan | Choice | str | None:
+    """What `sparsify` was told: a file is read, and the name of a path is a Choice. InputError for anything else."""
+    if plan is None or isinstance(plan, (Plan, Choice)):
+        return plan
+    if isinstance(plan, os.PathLike):
+        return Plan.load(plan)
+    whole = [name for name, path in PATHS.items() if not path.splits]
+    if isinstance(plan, str):
+        if plan == AUTO:
+            return plan
+        if plan in whole:
+            return Choice(plan)
+        if os.path.exists(plan):
+            return Plan.load(plan)
+    raise InputError(
+        f"plan is {plan!r:.200}; accepted: a Plan or the name of a file that holds one, "
+        f"{', '.join(map(repr, [AUTO, *whole]))}, a Choice, or None"
+    )
 
 
 def densify(model: nn.Module) -> nn.Module:
     """Undo sparsify, in place; returns the model. A model without a SparseFFN is left as it is.
 
-    What was set on a SparseFFN goes to the dense layer: its forward and backward hooks, whose handles go on to work,
-    public attributes, parameters, buffers and modules, projections that replaced others among them. Inside OPT they go
-    to the activation. Hooks on a state_dict do not."""
+    What was set on a SparseFFN goes to the dense layer, or inside OPT to the activation: forward and backward hooks,
+    whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
+    others. Hooks on a state_dict do not."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
@@ -80,7 +127,7 @@ def densify(model: nn.Module) -> nn.Module:
         if sparse.registered:
             hooks.hand_over(sparse, source)
             source.train(sparse.training)
-            model = _replace(model, sparse, source)
+            model = _put(model, sparse, source)
         else:
             (source.activation_fn,) = sparse._activation
             if isinstance(source.activation_fn, nn.Module):
@@ -89,7 +136,7 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """Put `new` in every seat of the model that holds `old`; the model itself may be that seat."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # named_children() skips a child's second seat

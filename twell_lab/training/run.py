@@ -72,7 +72,7 @@ class Run:
         self.model = model.to(world.device)
         self.switch: Switch | None = None
         if config.kernels != "off":
-            sparsify(model)
+            sparsify(model, "twell")
             for layer in feed_forwards(model):
                 layer.module.learn("dense" if config.kernels == "auto" else "twell")
             self.switch = Switch(model) if config.kernels == "auto" else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,7 +26,8 @@ def one_thread():
 
 @pytest.fixture
 def rates():
-    return H100
+    """As if this CPU reached them: a plan made with them is for models on it."""
+    return replace(H100, device="CPU", dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import twell_lab as tl
-from twell_lab.analysis import auto, costs, planner
+from twell_lab.analysis import auto, costs, planner, trials
 from twell_lab.analysis.profile import profile
+from twell_lab.analysis.trials import Times
 from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice, LayerPlan
@@ -29,19 +30,30 @@ def chosen(candidates):
 
 @pytest.fixture
 def times(monkeypatch):
-    """times(dense=..., twell=..., hot_cold=...): what the clock will read, in microseconds, whatever is really
-    timed."""
+    """times(dense=..., twell=..., hot_cold=...): what the clock will read, in microseconds or as Times, whatever is
+    really timed; `before` is the layer as the model has it, by default as long as dense. Returns the calls of the
+    clock, as lists of what was timed."""
 
     def read(**us):
-        def clock(calls, device, seconds=0.3):
+        def clock(calls, device):
             for call in calls.values():
                 call(0)
-            return {choice: us[choice.path] / 1e6 for choice in calls}
+            timed.append([*calls])
+            found = {c: us.get("before", us["dense"]) if c is None else us[c.path] for c in calls}
+            return {c: each if isinstance(each, Times) else Times(each) for c, each in found.items()}
 
-        monkeypatch.setattr(costs, "clock", clock)
-        monkeypatch.setattr(planner, "_HOPELESS", 100.0)  # layers as small as these are predicted to be all launches
+        timed = []
+        monkeypatch.setitem(trials.CLOCKS, "wall", clock)
+        monkeypatch.setattr(planner, "_REACH", 100.0)  # layers as small as these are predicted to be all launches
+        return timed
 
     return read
+
+
+def trial(**us):
+    """Times by choice; `before` is the layer as the model has it."""
+    found = {{"dense": DENSE, "twell": TWELL, "hot": HOT, "before": None}[name]: each for name, each in us.items()}
+    return {choice: each if isinstance(each, Times) else Times(each) for choice, each in found.items()}
 
 
 # ---- the judgement ----
@@ -51,7 +63,7 @@ def times(monkeypatch):
 def test_the_fastest_is_chosen_and_dense_in_doubt(dense, twell, hot, timed):
     times = {DENSE: dense, TWELL: twell, HOT: hot}
     margin = planner.MARGIN if timed else planner.MARGIN_PREDICTED
-    found = planner._judge(64, times, times if timed else {})
+    found = planner._judge(64, times, {c: Times(us) for c, us in times.items()}, margin, "measured")
     best = min(twell, hot)
     assert times[chosen(found)] == (best if best <= margin * dense else dense)
     assert all(c.why and c.tokens == 64 and c.predicted_us == times[c.choice] for c in found)
@@ -60,41 +72,84 @@ def test_the_fastest_is_chosen_and_dense_in_doubt(dense, twell, hot, timed):
 def test_reasons():
     def reason(choice, measured, predicted=None):
         times = {DENSE: 100.0, TWELL: 90.0, HOT: 300.0}
-        return next(c.why for c in planner._judge(1, predicted or times, measured) if c.choice == choice)
+        margin = planner.MARGIN if measured else planner.MARGIN_PREDICTED
+        how = "measured" if measured else "predicted"
+        known = measured or {c: Times(us) for c, us in predicted.items()}
+        judged = planner._judge(1, predicted or times, known, margin, how, timed_on="" if measured else None)
+        return next(c.why for c in judged if c.choice == choice)
 
-    assert reason(TWELL, {DENSE: 100.0, TWELL: 50.0}) == "fastest, measured: 2.00x dense"
-    assert reason(DENSE, {DENSE: 100.0, TWELL: 98.0}) == "twell is less than 3% faster than dense, measured"
-    (dense,) = [
-        c.why for c in planner._judge(1, {DENSE: 1, TWELL: 1}, {DENSE: 100.0, TWELL: 95.0}, saved=5.0) if c.chosen
-    ]
+    assert reason(TWELL, trial(dense=100.0, twell=50.0)) == "fastest, measured: 2.00x dense"
+    assert reason(TWELL, trial(dense=100.0, twell=50.0, before=150.0)) == "fastest, measured: 3.00x dense"
+    assert reason(DENSE, trial(dense=100.0, twell=98.0)) == "twell is less than 3% faster than dense, measured"
+    compiled = planner._judge(1, {DENSE: 1, TWELL: 1}, trial(dense=100.0, twell=95.0), 0.97, "measured", 5.0)
+    (dense,) = [c.why for c in compiled if c.chosen]
     assert dense == "twell is less than 3% faster than dense would be compiled, measured"
-    assert reason(TWELL, {DENSE: 100.0, TWELL: 98.0}) == "less than 3% faster than dense, measured"
-    assert reason(HOT, {DENSE: 100.0, TWELL: 50.0}) == "not timed: predicted 3.33x the best prediction"
+    assert reason(TWELL, trial(dense=100.0, twell=98.0)) == "less than 3% faster than dense, measured"
+    assert reason(HOT, trial(dense=100.0, twell=50.0)) == "not timed: predicted 3.33x the best prediction"
     assert (
-        reason(DENSE, {}, {DENSE: 100.0, TWELL: 95.0, HOT: 99.0})
+        reason(DENSE, None, {DENSE: 100.0, TWELL: 95.0, HOT: 99.0})
         == "twell is less than 10% faster than dense, predicted"
     )
+    held_up = trial(dense=Times(100.0, 40.0, 90.0), twell=Times(50.0, 45.0, 30.0), hot=Times(60.0, 40.0, 70.0))
+    assert reason(TWELL, held_up) == "faster, but its host time, 45 us, is above dense's, 40, measured"
+    assert reason(HOT, held_up) == "fastest of those that may be taken, measured: 1.67x dense"
+    busy = trial(dense=Times(100.0, 90.0, 20.0), twell=Times(50.0, 45.0, 30.0))
+    assert reason(DENSE, busy) == "twell is faster, but its device time, 30 us, is above dense's, 20, measured"
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 1e4)), min_size=4, max_size=4), st.booleans()
+)
+def test_no_clock_of_a_choice_is_above_denses(clocks, shared):
+    dense, before, twell, hot = (Times(*each) for each in clocks)
+    weighed = trial(dense=dense, before=before, twell=twell, hot=hot)
+    margin = planner.MARGIN_SHARED if shared else planner.MARGIN
+    choice = chosen(planner._judge(64, {c: 1.0 for c in (DENSE, TWELL, HOT)}, weighed, margin, "measured"))
+
+    def may(taken):
+        faster = taken.call <= margin * min(dense.call, before.call)
+        return faster and taken.host <= before.host and taken.device <= min(dense.device, before.device)
+
+    assert choice == DENSE or may(weighed[choice])
+    fastest = min((each for each in (twell, hot) if may(each)), default=None)  # by call
+    assert weighed[choice].call == (dense if fastest is None else fastest).call
 
 
 def test_predictions_elsewhere_are_as_far_off_as_they_were_where_timed(profiled, layer, rates, times):
     times(dense=10.0, twell=1e6, hot_cold=1e6)
-    found = planner.plan_layer(
-        profiled.layers[0], rates, (64, 4096), feed_forwards(layer[0])[0], layer[1][1], timed=[64]
-    )
+    found = planner.plan_layer(profiled.layers[0], rates, (64, 4096), subject(profiled, layer), timed=[64])
     alone = planner.plan_layer(profiled.layers[0], rates, (64, 4096))
     assert found.choice(64) == found.choice(4096) == DENSE != alone.choice(4096)
     assert any("as far off as it was where timed" in c.why for c in found.candidates if c.tokens == 4096)
 
 
+@pytest.mark.parametrize("host", [40.0, 60.0])
+def test_a_path_that_holds_up_the_host_is_not_taken_where_nothing_is_timed_either(profiled, layer, rates, times, host):
+    slow = Times(1e6, 1e6, 1e6)
+    times(dense=Times(100.0, 45.0, 90.0), before=Times(100.0, 50.0, 95.0), twell=Times(45.0, host, 40.0), hot_cold=slow)
+    found = planner.plan_layer(profiled.layers[0], rates, (64, 65536), subject(profiled, layer), timed=[64])
+    for tokens in (64, 65536):
+        assert found.choice(tokens) == (TWELL if host < 50 else DENSE)
+    (dense,) = [each for each in found.candidates if each.tokens == 65536 and each.path == "dense"]
+    if host > 50:
+        assert "its host time, 60 us, is above dense's, 50" in dense.why and "predicted" in dense.why
+
+
 def test_a_class_whose_choice_loses_at_its_smallest_count_is_cut(profiled, layer, rates, monkeypatch):
     def measure(first_wins):
-        def read(layer, found, x, choices, tokens):
+        def calls(self, choices, tokens):
             asked.append(tokens)
-            return {c: 100.0 if c.path == "dense" else 50.0 if tokens >= first_wins else 200.0 for c in choices}
+            return {c: tokens for c in (None, *choices)}
+
+        def clock(calls, device):
+            return {
+                c: Times(100.0 if c in (None, DENSE) else 50.0 if n >= first_wins else 200.0) for c, n in calls.items()
+            }
 
         asked = []
-        monkeypatch.setattr(planner, "_measure", read)
-        plan = planner.plan_layer(profiled.layers[0], rates, (4, 64, 1024), feed_forwards(layer[0])[0], layer[1][1])
+        monkeypatch.setattr(trials.Subject, "calls", calls)
+        monkeypatch.setitem(trials.CLOCKS, "wall", clock)
+        plan = planner.plan_layer(profiled.layers[0], rates, (4, 64, 1024), subject(profiled, layer))
         return {most: choice.path == "dense" for most, choice in plan.choices.items()}, asked, plan
 
     classes, asked, _ = measure(first_wins=1)
@@ -111,6 +166,11 @@ def test_a_class_whose_choice_loses_at_its_smallest_count_is_cut(profiled, layer
 
 
 # ---- plans of layers ----
+
+
+def subject(profiled, layer):
+    """The layer, to be timed on its second input."""
+    return trials.Subject(profiled.layers[0], feed_forwards(layer[0])[0], lambda: layer[1][1])
 
 
 def test_without_a_model_predictions_decide(profiled, rates):
@@ -172,7 +232,7 @@ def test_a_drawn_stand_in_fires_as_the_profile_says(gated):
     x = torch.randn(4000, 64)
     x[:, 0] = 8
     found = profile(layer, [x]).layers[0]
-    stand_in, inputs = planner._stand_in(found, 4000, torch.float32, torch.device("cpu"))
+    stand_in, inputs = trials.stand_in(found, 4000, torch.float32, torch.device("cpu"))
     again = profile(stand_in, inputs[:1]).layers[0]
     assert (again.d_model, again.d_ff, again.gated) == (64, 300, gated)
     off = again.neuron_frequency - found.neuron_frequency
@@ -181,8 +241,8 @@ def test_a_drawn_stand_in_fires_as_the_profile_says(gated):
 
 def test_rows_are_repeated_where_there_are_too_few():
     x = torch.arange(10.0)[:, None]
-    assert [part.flatten().tolist() for part in planner._inputs(x, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    (one,) = planner._inputs(x, 14)
+    assert [part.flatten().tolist() for part in trials.inputs_of(x, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    (one,) = trials.inputs_of(x, 14)
     assert one.flatten().tolist() == [*range(10), *range(4)]
 
 
@@ -245,9 +305,9 @@ def test_a_model_follows_its_plan(make, fast, rates, times, tmp_path):
 def test_a_sparse_model_takes_another_plan(rates):
     model, seen = course(), torch.randint(256, (2, 16))
     plan = tl.plan(profile(model, seen), rates=rates, tokens=(64,), device="cpu")
-    sparsify(model)
+    sparsify(model, "twell")
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    assert sparsify(sparsify(model), None) is model and all(m.plan is None for m in layers)
+    assert sparsify(sparsify(model, "twell"), None) is model and all(m.plan == TWELL for m in layers)
     sparsify(model, plan)
     assert [m for m in model.modules() if isinstance(m, SparseFFN)] == layers and all(
         m.plan is not None for m in layers
@@ -286,8 +346,8 @@ def test_what_does_not_fit_is_refused(profiled, layer, rates):
         with pytest.raises(InputError, match="the plan"):
             sparsify(other, plan)
         assert not any(isinstance(m, SparseFFN) for m in other.modules())
-    for wrong in ("fast", plan.layers[0], 3):
-        with pytest.raises(InputError, match="a Plan, 'auto' or None"):
+    for wrong in ("fast", "plan.jsn", "hot_cold", "", "\0", "x" * 5000, plan.layers[0], 3, torch.ones(2)):
+        with pytest.raises(InputError, match=r"plan is .*'auto', 'dense', 'twell', a Choice, or None"):
             sparsify(GatedFeedForward(32, 600), wrong)
     with pytest.raises(InputError, match="d_ff 600, gated True; d_model 32, d_ff 599"):
         SparseFFN(GatedFeedForward(32, 599), plan=plan.layers[0])
@@ -307,6 +367,7 @@ def soon(monkeypatch, rates):
     monkeypatch.setattr(costs, "measure_rates", lambda device, dtype: rates)
     monkeypatch.setattr(auto, "TOKENS", 20)
     monkeypatch.setattr(auto, "FORWARDS", 3)
+    monkeypatch.setattr(auto, "LEAST", 1)
 
 
 @pytest.mark.parametrize("make", [course, opt])
@@ -335,6 +396,17 @@ def test_many_small_batches_are_enough_too(soon, times, layer):
         sparse(layer[1][0][:1])
     assert sparse.plan.profiled == 3 and sparse.plan.choice(1) == TWELL
     assert {row["tokens"] for row in sparse.plan.table() if row["measured_us"] is not None} == {1}
+
+
+def test_a_few_tokens_are_not_enough(soon, times, layer, monkeypatch):
+    times(dense=100.0, twell=50.0, hot_cold=100.0)
+    monkeypatch.setattr(auto, "TOKENS", 100)
+    monkeypatch.setattr(auto, "LEAST", 10)
+    sparse = sparsify(copy.deepcopy(layer[0]))
+    for number in range(11):
+        assert sparse.plan is None, number
+        sparse(layer[1][0][number : number + 1])
+    assert sparse.plan.profiled == 10
 
 
 def test_training_compiling_and_copying_do_not_decide(soon, times, layer):

@@ -128,6 +128,10 @@ def test_tables(plan):
         "measured_us": 2.5,
         "chosen": True,
         "why": "a test's",
+        "host_us": None,
+        "device_us": None,
+        "before_us": None,
+        "timed_on": None,
     }
     assert plan.table()[4]["layer"] == "layers.1.mlp" and len(plan.table()) == 5
     assert "dense throughout: layers.1.mlp" in str(plan) and "hot_cold 256" in str(plan)
@@ -158,7 +162,7 @@ def broken(content, where, value):
     "where, value, named",
     [
         (["format"], "twell-lab firing profile", "is no plan"),
-        (["version"], 2, "version 2; this release reads 1"),
+        (["version"], 3, "version 3; this release reads 1 and 2"),
         (["device"], 3, "'device' is 3"),
         (["layers"], {}, "'layers' is"),
         (["note"], "x", "unknown field 'note'"),

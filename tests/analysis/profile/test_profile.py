@@ -215,7 +215,7 @@ def test_models_of_transformers_with_padding_left_out(make, gated):
 def test_a_sparsified_model_fires_as_its_dense_twin(make):
     model, tokens = make(), torch.randint(3, 64, (2, 9))
     dense, (x, gate) = profile(model, [tokens]), activations(model, tokens, -1)
-    sparsify(model)
+    sparsify(model, "twell")
     assert_same(dense, profile(model, [tokens]))
     sparse_x, sparse_gate = activations(model, tokens, -1)
     torch.testing.assert_close(sparse_x, x)
@@ -245,7 +245,7 @@ def hooks_of(model):
 def test_modes_hooks_and_gradients_are_put_back_also_after_an_exception(swap):
     model = course_model()
     if swap:
-        sparsify(model)
+        sparsify(model, "twell")
     model.train()
     model.layers[1].eval()
     modes = [module.training for module in model.modules()]

@@ -9,10 +9,13 @@ from types import ModuleType
 
 import pytest
 
+import twell_lab as tl
 from twell_lab import records
+from twell_lab.analysis import planner
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.core import folders
+from twell_lab.models.tiny import LanguageModel
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ["doctor", "tour", "train", "prepare", "profile", "plan", "bench", "record", "compile", "course", "records"]
@@ -210,13 +213,17 @@ def test_verify_answers_by_its_status(capsys, folder):
     assert "a test" in ask(capsys, "records", "--verify", "--folder", str(folder))
 
 
-def test_train_then_plan(capsys, tmp_path, text):
+def test_train_then_plan(capsys, tmp_path, text, monkeypatch):
+    monkeypatch.setattr(planner, "_REACH", 100.0)  # layers as small as these are predicted to be all launches
     model, saved = str(tmp_path / "model"), tmp_path / "plan.json"
     ask(capsys, "train", "--text", text, "--out", model, "--json", *SMALL)
     given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4", "64"]
     rows = json.loads(ask(capsys, *given, "--out", str(saved), "--json"))
     assert {row["tokens"] for row in rows if row["chosen"]} >= {4, 64} and any(row["measured_us"] for row in rows)
     assert json.loads(saved.read_text())["inputs"] == "captured from the batches"
+    loaded = LanguageModel.load(model)
+    assert tl.sparsify(loaded, str(saved)) is loaded and {row["state"] for row in tl.report(loaded).rows} == {"planned"}
+    assert cli.main([*given, "--for-graphs"]) == 2 and "for_graphs is True" in capsys.readouterr().err
     shown = ask(capsys, *given, "--predict-only", "--dtype", "bfloat16")
     assert "plan for CPU, bfloat16" in shown and "nothing was timed" in shown and "x dense" in shown
     assert "predicted us" in ask(capsys, *given, "--predict-only", "--all")

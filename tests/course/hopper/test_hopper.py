@@ -189,7 +189,7 @@ def test_the_paths_that_the_benchmark_names_are_those_read(monkeypatch):
     monkeypatch.setattr(measure, "time_cuda", lambda calls: {name: [2.0] for name in calls})
     monkeypatch.setattr(measure, "graphed", lambda call: call)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
-    monkeypatch.setattr(inference, "rates_here", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
+    monkeypatch.setattr(inference, "rates_here", lambda: costs.Rates("CPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
 
     def drawn(tokens, d_model, d_ff, nnz, kind="lognormal"):
         layer, inputs = measure.workload(9, 16, 600, 8, kind, torch.bfloat16, "cpu")

@@ -350,7 +350,7 @@ def test_a_decoder_layer_may_call_the_forward_of_a_part():
     torch.manual_seed(0)
     layer, x = Direct().eval(), torch.randn(2, 5, D_MODEL)
     expected = layer(x, None).detach()
-    torch.testing.assert_close(sparsify(layer)(x, None).detach(), expected)
+    torch.testing.assert_close(sparsify(layer, "twell")(x, None).detach(), expected)
 
 
 class Listening(Busy):

@@ -54,7 +54,7 @@ def outcome(module, name):
     before = {key: id(value) for key, value in layer.state_dict(keep_vars=True).items()}
     try:
         expected = answers(layer, width)
-        sparse = sparsify(layer)
+        sparse = sparsify(layer, "twell")
     except InputError:
         kept = {key: id(value) for key, value in layer.state_dict(keep_vars=True).items()}
         assert kept == before and not any(isinstance(each, SparseFFN) for each in layer.modules()), (
@@ -63,7 +63,7 @@ def outcome(module, name):
         return "refused"
     except Exception as error:  # it cannot be run on x alone: then it must be refused
         with pytest.raises(InputError):
-            sparsify(layer)
+            sparsify(layer, "twell")
         return f"refused: {error}"
     if isinstance(sparse, SparseFFN):
         assert {key: id(value) for key, value in sparse.state_dict(keep_vars=True).items()} == before, name
@@ -132,7 +132,7 @@ def test_a_whole_model_is_exact_or_refused(family):
     model = small(family, **{act: "relu"}, **experts)
     expected = logits(model)
     try:
-        sparsify(model)
+        sparsify(model, "twell")
     except InputError as error:
         assert family == "Phi3" and "no ReLU feed-forward layer" in str(error)  # its gate and up are one projection
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
@@ -143,11 +143,11 @@ def test_multipliers_of_one_are_none_and_others_are_refused():
     sizes = dict(mamba_n_heads=2, mamba_d_head=16, mamba_d_ssm=32, mamba_d_state=8, mamba_expand=2)
     assert any(
         isinstance(each, SparseFFN)
-        for each in sparsify(small("FalconH1", mlp_multipliers=[1.0, 1.0], **sizes)).modules()
+        for each in sparsify(small("FalconH1", mlp_multipliers=[1.0, 1.0], **sizes), "twell").modules()
     )
     for multipliers in ([0.7, 1.0], [1.0, 0.9]):
         with pytest.raises(InputError, match="FalconH1MLP. does not compute"):
-            sparsify(small("FalconH1", mlp_multipliers=multipliers, **sizes))
+            sparsify(small("FalconH1", mlp_multipliers=multipliers, **sizes), "twell")
 
 
 def test_the_layers_with_a_top_k_alone_are_named():
@@ -157,9 +157,9 @@ def test_the_layers_with_a_top_k_alone_are_named():
     assert model[1].activation_sparsity > 0
     model[0].activation_sparsity = model[2].activation_sparsity = 0.0
     with pytest.raises(InputError, match=r"1 \(Gemma3nTextMLP\) does not compute") as caught:
-        sparsify(model)
+        sparsify(model, "twell")
     assert "0 (" not in str(caught.value) and "2 (" not in str(caught.value)
-    sparsify(model, only=lambda name, module: getattr(module, "activation_sparsity", 0) == 0)
+    sparsify(model, "twell", only=lambda name, module: getattr(module, "activation_sparsity", 0) == 0)
     assert [isinstance(each, SparseFFN) for each in model] == [True, False, True]
 
 
@@ -170,6 +170,6 @@ def test_dropout_between_the_parts_is_refused_unless_it_drops_nothing(family, na
     layer = of_transformers.build(f"transformers.models.{family}.modeling_{family}", name)
     layer.activation_dropout = 0.1
     with pytest.raises(InputError, match="in training mode .*p=0"):
-        sparsify(layer)
+        sparsify(layer, "twell")
     layer.activation_dropout = 0.0
-    sparsify(layer)
+    sparsify(layer, "twell")

@@ -307,7 +307,7 @@ def test_two_layers_over_the_same_weights(dense, x):
 def test_two_models_never_meet(make, logits, tokens):
     one, other = make(seed=1), make(seed=2)
     expected = logits(one, tokens), logits(other, tokens)
-    sparsify(one), sparsify(other)
+    sparsify(one, "twell"), sparsify(other, "twell")
     for _ in range(2):
         for model, wanted in zip((one, other), expected):
             torch.testing.assert_close(logits(model, tokens), wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
@@ -334,7 +334,7 @@ def test_one_module_in_several_seats(dense, x):
 
     model = Both()
     expected, names = model(x), [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    sparsify(model)
+    sparsify(model, "twell")
     seats = (model.first, model.second, model.others[0], model.others[1][1])
     assert isinstance(model.first, SparseFFN) and all(seat is model.first for seat in seats)
     assert [n for n, _ in model.named_parameters(remove_duplicate=False)] == names

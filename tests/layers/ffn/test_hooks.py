@@ -74,13 +74,13 @@ def test_a_hook_is_refused_by_name_and_nothing_is_changed(kind, seat, model):
     with pytest.raises(
         InputError, match=rf"layers\.1\.mlp \(GatedFeedForward\): {seat} ?has a {named}.*put it on the SparseFFN"
     ):
-        sparsify(model)
+        sparsify(model, "twell")
     assert not any(isinstance(each, SparseFFN) for each in model.modules())
     with pytest.raises(InputError, match=named):
         SparseFFN.from_module(mlp)
-    sparsify(model, only=lambda name, module: name == "layers.0.mlp")
+    sparsify(model, "twell", only=lambda name, module: name == "layers.0.mlp")
     handle.remove()
-    assert len(feed_forwards(sparsify(model))) == 2 and isinstance(model.layers[1].mlp, SparseFFN)
+    assert len(feed_forwards(sparsify(model, "twell"))) == 2 and isinstance(model.layers[1].mlp, SparseFFN)
 
 
 @pytest.mark.parametrize("seat", ["fc1", "fc2", "activation_fn"])
@@ -88,11 +88,11 @@ def test_a_hook_is_refused_by_name_and_nothing_is_changed(kind, seat, model):
 def test_a_hook_on_a_part_of_a_decoder_layer_is_refused_and_one_on_the_layer_stays(kind, seat, block):
     handle = REGISTERED[kind](getattr(block, seat))
     with pytest.raises(InputError, match=f"OPTDecoderLayer: {seat} has a"):
-        sparsify(block)
+        sparsify(block, "twell")
     handle.remove()
     seen = []
     block.register_forward_hook(lambda *_: seen.append(1))
-    sparsify(block)(torch.randn(1, 3, 16))
+    sparsify(block, "twell")(torch.randn(1, 3, 16))
     assert seen == [1]  # and not while it was asked what it computes
 
 
@@ -110,26 +110,26 @@ def test_hooks_that_recompute_a_weight_are_named_with_what_to_do(seat, model):
     ]:
         put(part)
         with pytest.raises(InputError, match=rf"layers\.0\.mlp .*{seat} recomputes its weight.*{named}"):
-            sparsify(model)
+            sparsify(model, "twell")
         undo(part)
     parametrizations.weight_norm(part)  # whose weight is read anew by every forward
     tokens = torch.randint(50, (2, 9))
     expected = model(tokens)
-    torch.testing.assert_close(sparsify(model)(tokens), expected)
+    torch.testing.assert_close(sparsify(model, "twell")(tokens), expected)
 
 
 def test_hooks_and_state_of_its_own_are_refused(model):
     mlp = model.layers[0].mlp
     handle = mlp.register_state_dict_post_hook(lambda *_: None)
     with pytest.raises(InputError, match="state dict hook"):
-        sparsify(model)
+        sparsify(model, "twell")
     handle.remove()
     extra = type(
         "Extra", (GatedFeedForward,), {"get_extra_state": lambda self: 1, "set_extra_state": lambda self, state: None}
     )(16, 40)
     model.layers[0].mlp = extra
     with pytest.raises(InputError, match="extra state"):
-        sparsify(model)
+        sparsify(model, "twell")
 
 
 def accelerated(module):
@@ -185,21 +185,21 @@ def test_other_libraries_are_named_with_what_to_do(seat, model):
         changed = copy.deepcopy(model)
         setattr(changed.layers[1].mlp, seat, put(getattr(changed.layers[1].mlp, seat)))
         with pytest.raises(InputError, match=rf"layers\.1\.mlp .*{seat} .*{named}"):
-            sparsify(changed)
+            sparsify(changed, "twell")
         assert not any(isinstance(each, SparseFFN) for each in changed.modules())
         with pytest.raises(InputError, match=named):
             SparseFFN.from_module(changed.layers[1].mlp)
     accelerated(model.layers[0].mlp)  # the module itself, as a device_map of layers has it
     with pytest.raises(InputError, match="accelerate"):
-        sparsify(model)
+        sparsify(model, "twell")
 
 
 def test_a_layer_compiled_by_itself_is_refused(model):
     model.layers[0].mlp = torch.compile(model.layers[0].mlp, backend="eager")
     with pytest.raises(InputError, match="compiled by itself"):
-        sparsify(model)
+        sparsify(model, "twell")
     model.layers[0].mlp = model.layers[0].mlp._orig_mod
-    assert len(feed_forwards(sparsify(torch.compile(model, backend="eager")))) == 2
+    assert len(feed_forwards(sparsify(torch.compile(model, backend="eager"), "twell"))) == 2
     assert isinstance(model.layers[0].mlp, SparseFFN)
 
 
@@ -210,7 +210,7 @@ def test_a_layer_compiled_by_itself_is_refused(model):
 @pytest.mark.parametrize("seat", PARTS[:3])
 def test_a_hook_put_on_a_projection_later_is_noticed(kind, seat, model):
     tokens = torch.randint(50, (2, 9))
-    expected = sparsify(model)(tokens)
+    expected = sparsify(model, "twell")(tokens)
     handle = REGISTERED[kind](getattr(model.layers[0].mlp, seat))
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode, pytest.raises(InputError, match=f"{seat} of a SparseFFN has a .*hook.*densify"):
@@ -225,7 +225,7 @@ def test_a_hook_put_on_a_projection_later_is_noticed(kind, seat, model):
 @pytest.mark.parametrize("seat", PARTS[:3])
 def test_an_adapter_put_on_a_projection_later_is_noticed(put, seat, model):
     tokens = torch.randint(50, (2, 9))
-    mlp = sparsify(model).layers[0].mlp
+    mlp = sparsify(model, "twell").layers[0].mlp
     setattr(mlp, seat, put(getattr(mlp, seat)))
     with pytest.raises(InputError, match=f"{seat} of a SparseFFN"):
         model(tokens)
@@ -234,7 +234,7 @@ def test_an_adapter_put_on_a_projection_later_is_noticed(put, seat, model):
 def test_another_activation_is_noticed(model):
     tokens = torch.randint(50, (2, 9))
     for activation in (nn.GELU(), nn.functional.gelu):
-        changed = sparsify(copy.deepcopy(model))
+        changed = sparsify(copy.deepcopy(model), "twell")
         changed.layers[0].mlp.act_fn = activation
         with pytest.raises(InputError, match="act_fn was set on a SparseFFN"):
             changed(tokens)
@@ -242,7 +242,7 @@ def test_another_activation_is_noticed(model):
 
 def test_a_decoder_layer_notices_too(block):
     x = torch.randn(1, 3, 16)
-    expected = sparsify(block)(x)
+    expected = sparsify(block, "twell")(x)
     for seat in ("fc1", "fc2"):
         for put in REGISTERED.values():
             handle = put(getattr(block, seat))
@@ -268,13 +268,13 @@ def test_a_decoder_layer_notices_too(block):
 def test_densify_leaves_what_was_put_there_where_it_is(model, block):
     tokens, x = torch.randint(50, (2, 9)), torch.randn(1, 3, 16)
     dense = copy.deepcopy(model)
-    for net in (dense, sparsify(model)):
+    for net in (dense, sparsify(model, "twell")):
         torch.manual_seed(1)
         net.layers[0].mlp.down_proj = lora(net.layers[0].mlp.down_proj)
         net.layers[1].mlp.act_fn = nn.GELU()
     assert torch.equal(densify(model)(tokens), dense(tokens))
     dense = copy.deepcopy(block)
-    for net in (dense, sparsify(block)):
+    for net in (dense, sparsify(block, "twell")):
         torch.manual_seed(1)
         net.fc2, net.activation_fn = lora(net.fc2), nn.GELU()
     assert torch.equal(densify(block)(x)[0], dense(x)[0])
@@ -304,7 +304,7 @@ def test_hooks_on_the_sparse_layer_act_and_outlive_densify(kind, model):
     REGISTERED[kind](dense.layers[0].mlp)
     expected = gradient(dense)
     assert not all(map(torch.equal, bare, expected))
-    sparsify(model)
+    sparsify(model, "twell")
     handle = REGISTERED[kind](model.layers[0].mlp)
     for net in (model, densify(model)):
         for found, wanted in zip(gradient(net), expected, strict=True):
@@ -316,7 +316,7 @@ def test_hooks_on_the_sparse_layer_act_and_outlive_densify(kind, model):
 
 
 def test_what_is_set_on_the_sparse_layer_is_on_the_dense_one_afterwards(model):
-    mlp = sparsify(model).layers[0].mlp
+    mlp = sparsify(model, "twell").layers[0].mlp
     mlp.tag, mlp.counter = "kept", nn.Parameter(torch.ones(2))
     mlp.register_buffer("seen", torch.zeros(3))
     mlp.register_buffer("passing", torch.zeros(3), persistent=False)
@@ -338,14 +338,14 @@ def test_what_is_set_on_the_sparse_layer_is_on_the_dense_one_afterwards(model):
 
 def test_hooks_in_a_decoder_layers_seat_outlive_densify(block):
     x, seen = torch.randn(1, 3, 16), []
-    sparsify(block).activation_fn.register_forward_hook(lambda *_: seen.append(1))
+    sparsify(block, "twell").activation_fn.register_forward_hook(lambda *_: seen.append(1))
     block(x)
     densify(block)(x)
     assert seen == [1, 1] and isinstance(block.activation_fn, nn.ReLU)
 
 
 def test_global_hooks_see_the_sparse_layer(model):
-    mlp, seen = sparsify(model).layers[0].mlp, []
+    mlp, seen = sparsify(model, "twell").layers[0].mlp, []
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
     try:
         mlp(torch.randn(3, 16))
@@ -356,7 +356,7 @@ def test_global_hooks_see_the_sparse_layer(model):
 
 def test_what_is_set_on_the_layer_that_was_set_aside_waits_for_densify(model):
     tokens, dense = torch.randint(50, (2, 9)), model.layers[0].mlp
-    expected = sparsify(model)(tokens)
+    expected = sparsify(model, "twell")(tokens)
     dense.act_fn = nn.GELU()
     assert torch.equal(model(tokens), expected)
     assert not torch.equal(densify(model)(tokens), expected) and isinstance(model.layers[0].mlp.act_fn, nn.GELU)
@@ -364,17 +364,17 @@ def test_what_is_set_on_the_layer_that_was_set_aside_waits_for_densify(model):
 
 def test_the_librarys_own_hooks_are_no_strangers(model):
     tokens = torch.randint(50, (2, 9))
-    for net in (model, sparsify(copy.deepcopy(model)), sparsify(copy.deepcopy(model), "auto")):
+    for net in (model, sparsify(copy.deepcopy(model), "twell"), sparsify(copy.deepcopy(model), "auto")):
         assert profile(net, tokens).tokens == 18
         with layer_terms(net) as terms:
             net(tokens)
         assert len(terms) == 2
     with layer_terms(model), pytest.raises(InputError, match="down_proj has a forward pre hook"):
-        sparsify(model)  # whose terms nobody would tell any more
+        sparsify(model, "twell")  # whose terms nobody would tell any more
 
 
 def test_a_copy_and_a_compiled_layer_notice_as_well(model):
-    mlp = copy.deepcopy(sparsify(model)).layers[0].mlp
+    mlp = copy.deepcopy(sparsify(model, "twell")).layers[0].mlp
     mlp.up_proj.register_forward_hook(double)
     with pytest.raises(InputError, match="up_proj of a SparseFFN"):
         mlp(torch.randn(3, 16))
@@ -386,7 +386,7 @@ def test_a_copy_and_a_compiled_layer_notice_as_well(model):
 
 def test_densify_leaves_the_copies_that_a_later_plan_made():
     dense = GatedFeedForward(16, 300)
-    (sparse,) = model = sparsify(nn.ModuleList([dense]))
+    (sparse,) = model = sparsify(nn.ModuleList([dense]), "twell")
     for plan in (Choice("hot_cold", 256), Choice("twell"), Choice("hot_cold", 256)):
         sparse.follow(plan)
     densify(model)

@@ -32,7 +32,7 @@ def parameters(model):
 def test_layers_are_found_in_order_dense_and_sparse(make):
     model = make()
     dense = feed_forwards(model)
-    sparse = feed_forwards(sparsify(model))
+    sparse = feed_forwards(sparsify(model, "twell"))
     assert len(dense) == len(sparse) == 2
     names = dict(model.named_modules())
     for number, (before, after) in enumerate(zip(dense, sparse)):
@@ -49,7 +49,7 @@ def test_a_bare_feed_forward_is_a_model(models):
     expected = mlp(x)
     (found,) = feed_forwards(mlp)
     assert found.name == "" and found.module is mlp
-    sparse = sparsify(mlp)
+    sparse = sparsify(mlp, "twell")
     assert isinstance(sparse, SparseFFN) and feed_forwards(sparse)[0].module is sparse
     close(sparse(x), expected)
     assert densify(sparse) is mlp and torch.equal(mlp(x), expected)
@@ -59,7 +59,7 @@ def test_a_decoder_layer_alone(models):
     layer = models["opt"]().eval().model.decoder.layers[0]
     (found,) = feed_forwards(layer)
     assert found.name == "" and found.up is layer.fc1
-    assert sparsify(layer) is layer and feed_forwards(layer)[0].name == ""
+    assert sparsify(layer, "twell") is layer and feed_forwards(layer)[0].name == ""
     sparse = SparseFFN.from_module(densify(layer))
     x = torch.randn(2, 3, 16)
     close(sparse(x), layer.fc2(torch.relu(layer.fc1(x))))
@@ -71,13 +71,13 @@ def test_a_decoder_layer_alone(models):
 def test_a_sparse_model_computes_what_the_dense_one_does(make, tokens, logits):
     model = make()
     expected = logits(model, tokens)
-    assert sparsify(model) is model and len(sparse_layers(model)) == 2
+    assert sparsify(model, "twell") is model and len(sparse_layers(model)) == 2
     close(logits(model, tokens), expected)
     assert logits(model, tokens[:1, :1]).shape == (1, 1, 64)
 
 
 def test_a_sparse_model_really_runs_its_sparse_layers(make, tokens, logits):
-    model = sparsify(make())
+    model = sparsify(make(), "twell")
     before = logits(model, tokens)
     for sparse in sparse_layers(model):
         sparse.down_t.mul_(2)  # what the weight does not know of: only the entries' path reads it
@@ -85,7 +85,7 @@ def test_a_sparse_model_really_runs_its_sparse_layers(make, tokens, logits):
 
 
 def test_a_sparse_model_learns_what_the_dense_one_does(make, tokens, logits):
-    one, other = make().train(), sparsify(make().train())
+    one, other = make().train(), sparsify(make().train(), "twell")
     for model in (one, other):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
@@ -105,30 +105,30 @@ def test_generation(models, tokens):
         settings = dict(max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(tokens))
         expected = model.generate(tokens, **settings)
         assert expected.shape == (2, 21)
-        assert torch.equal(sparsify(model).generate(tokens, **settings), expected)
+        assert torch.equal(sparsify(model, "twell").generate(tokens, **settings), expected)
 
 
 def test_half_precision(make, tokens, logits):
     for dtype in (torch.bfloat16, torch.float16):
         dense = make().to(dtype)
-        sparse = sparsify(make()).to(dtype)
+        sparse = sparsify(make(), "twell").to(dtype)
         assert all(s.down_t.dtype == dtype for s in sparse_layers(sparse))
         exact = logits(make().double(), tokens)
         error, allowed = (logits(m, tokens).double().sub(exact).norm().item() for m in (sparse, dense))
         assert error <= 2 * allowed + 1e-2 * exact.norm().item()
-    close(logits(sparsify(make()).to(torch.float64).to(torch.float32), tokens), logits(make(), tokens))
+    close(logits(sparsify(make(), "twell").to(torch.float64).to(torch.float32), tokens), logits(make(), tokens))
 
 
 def test_float64_is_refused_by_name(make, tokens, logits):
     with pytest.raises(InputError, match="x is torch.float64"):
-        logits(sparsify(make()).double(), tokens)
+        logits(sparsify(make(), "twell").double(), tokens)
 
 
 def test_autocast(make_either, tokens, logits):
     model = make_either()
     with torch.autocast("cpu", torch.bfloat16):
         expected = logits(model, tokens)
-        found = logits(sparsify(model), tokens)
+        found = logits(sparsify(model, "twell"), tokens)
     assert found.dtype == expected.dtype
     assert (found - expected).float().norm() < 0.05 * expected.float().norm()
 
@@ -136,12 +136,12 @@ def test_autocast(make_either, tokens, logits):
 def test_inference_mode(make_either, tokens, logits):
     expected = logits(make_either(), tokens).detach()
     with torch.inference_mode():
-        model = sparsify(make_either())  # its weights are inference tensors
+        model = sparsify(make_either(), "twell")  # its weights are inference tensors
         close(logits(model, tokens), expected)
         with torch.no_grad():
             for sparse in sparse_layers(model):
                 sparse.down.weight.mul_(2)
-    model = sparsify(make_either())
+    model = sparsify(make_either(), "twell")
     with torch.inference_mode():
         close(logits(model, tokens), expected)
         model.to(torch.bfloat16)
@@ -168,7 +168,7 @@ def test_compiled_whole(models, tokens, gated):
 
     torch.manual_seed(0)
     model = models["course"](gated, layers=1)
-    assert graphs_for(sparsify(copy.deepcopy(model))) <= graphs_for(model)
+    assert graphs_for(sparsify(copy.deepcopy(model), "twell")) <= graphs_for(model)
 
 
 # ---- what is held ----
@@ -181,7 +181,7 @@ def test_parameters_and_state_stay_what_they_were(make):
         {k: id(v) for k, v in model.state_dict(keep_vars=True).items()},
         {k: v.clone() for k, v in model.state_dict().items()},
     )
-    sparsify(model)
+    sparsify(model, "twell")
     assert parameters(model) == names
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -193,7 +193,7 @@ def test_parameters_and_state_stay_what_they_were(make):
 
 
 def test_a_state_is_loaded_strictly_and_followed(make, tokens, logits):
-    sparse, other = sparsify(make()), make(seed=1)
+    sparse, other = sparsify(make(), "twell"), make(seed=1)
     before, expected = logits(sparse, tokens), logits(other, tokens)
     assert not torch.allclose(before, expected, rtol=0.1)
     sparse.load_state_dict(other.state_dict(), strict=True)
@@ -204,16 +204,16 @@ def test_a_state_is_loaded_strictly_and_followed(make, tokens, logits):
 
 
 def test_a_state_goes_through_a_file(make, tokens, logits):
-    sparse, file = sparsify(make(seed=2)), io.BytesIO()
+    sparse, file = sparsify(make(seed=2), "twell"), io.BytesIO()
     torch.save(sparse.state_dict(), file)
     file.seek(0)
-    loaded = sparsify(make())
+    loaded = sparsify(make(), "twell")
     loaded.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(logits(loaded, tokens), logits(sparse, tokens))
 
 
 def test_a_whole_model_goes_through_a_file(make_either, tokens, logits):
-    sparse, file = sparsify(make_either(seed=2)), io.BytesIO()
+    sparse, file = sparsify(make_either(seed=2), "twell"), io.BytesIO()
     expected = logits(sparse, tokens)
     torch.save(sparse, file)
     file.seek(0)
@@ -227,7 +227,7 @@ def test_a_whole_model_goes_through_a_file(make_either, tokens, logits):
 
 
 def test_a_copy_goes_its_own_way(make, tokens, logits):
-    sparse = sparsify(make())
+    sparse = sparsify(make(), "twell")
     expected = logits(sparse, tokens)
     twin = copy.deepcopy(sparse)
     assert not set(map(id, sparse.parameters())) & set(map(id, twin.parameters()))
@@ -242,7 +242,7 @@ def test_a_copy_goes_its_own_way(make, tokens, logits):
 
 
 def test_extra_bytes(make):
-    for sparse in sparse_layers(sparsify(make())):
+    for sparse in sparse_layers(sparsify(make(), "twell")):
         assert sparse.extra_bytes == 16 * 40 * 4 + 32  # and its counters
         assert sparse.to(torch.bfloat16).extra_bytes == 16 * 40 * 2 + 32
 
@@ -254,7 +254,7 @@ def test_densify_leaves_the_model_as_it_was(make, tokens, logits):
     model = make()
     modules, shown, expected = list(model.named_modules()), repr(model), logits(model, tokens)
     assert densify(model) is model  # nothing to undo yet
-    assert repr(sparsify(model)) != shown
+    assert repr(sparsify(model, "twell")) != shown
     assert densify(model) is model and repr(model) == shown
     assert [(n, id(m), type(m)) for n, m in model.named_modules()] == [(n, id(m), type(m)) for n, m in modules]
     assert not any("forward" in vars(m) for m in model.modules())
@@ -262,9 +262,9 @@ def test_densify_leaves_the_model_as_it_was(make, tokens, logits):
 
 
 def test_sparsify_twice_changes_nothing(make, tokens, logits):
-    model = sparsify(make(), tile=128, words=16)
+    model = sparsify(make(), "twell", tile=128, words=16)
     layers, expected = sparse_layers(model), logits(model, tokens)
-    assert sparsify(model) is model
+    assert sparsify(model, "twell") is model
     assert list(map(id, sparse_layers(model))) == list(map(id, layers))
     assert [(s.tile, s.words) for s in layers] == [(128, 16)] * 2
     assert torch.equal(logits(model, tokens), expected)
@@ -273,7 +273,7 @@ def test_sparsify_twice_changes_nothing(make, tokens, logits):
 def test_there_and_back_again_with_training_between(make, tokens, logits):
     model = make()
     for _ in range(2):
-        sparsify(model)
+        sparsify(model, "twell")
         logits(model, tokens)
         with torch.no_grad():
             for layer in feed_forwards(model):
@@ -284,7 +284,7 @@ def test_there_and_back_again_with_training_between(make, tokens, logits):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_training_mode_is_carried_over(make, training):
-    model = sparsify(make().train(training))
+    model = sparsify(make().train(training), "twell")
     assert all(m.training is training for m in model.modules())
     model.train(not training)
     assert all(s.training is not training for s in sparse_layers(model))
@@ -296,9 +296,9 @@ def test_the_geometry_is_passed_on_and_a_wrong_one_changes_nothing(make):
     model = make()
     shown = repr(model)
     with pytest.raises(InputError, match="words is 300"):
-        sparsify(model, words=300)
+        sparsify(model, "twell", words=300)
     assert repr(model) == shown
-    assert "tile=64, words=8" in repr(sparsify(model, tile=64, words=8))
+    assert "tile=64, words=8" in repr(sparsify(model, "twell", tile=64, words=8))
 
 
 # ---- what is refused ----
@@ -306,9 +306,9 @@ def test_the_geometry_is_passed_on_and_a_wrong_one_changes_nothing(make):
 
 def test_other_activations_are_named(models):
     with pytest.raises(InputError, match="LlamaForCausalLM.*use SiLU"):
-        sparsify(models["llama"](hidden_act="silu"))
+        sparsify(models["llama"](hidden_act="silu"), "twell")
     with pytest.raises(InputError, match="use GELU"):
-        sparsify(models["opt"](activation_function="gelu"))
+        sparsify(models["opt"](activation_function="gelu"), "twell")
     mlp = models["llama"](hidden_act="silu").model.layers[0].mlp
     with pytest.raises(InputError, match="LlamaMLP uses SiLU"):
         SparseFFN.from_module(mlp)
@@ -317,7 +317,7 @@ def test_other_activations_are_named(models):
 def test_what_holds_no_feed_forward():
     for model in (nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))):
         with pytest.raises(InputError, match=f"no ReLU feed-forward layer in {type(model).__name__}"):
-            sparsify(model)
+            sparsify(model, "twell")
         with pytest.raises(InputError, match=f"{type(model).__name__} is no feed-forward layer"):
             SparseFFN.from_module(model)
         assert densify(model) is model
@@ -354,7 +354,7 @@ def test_a_projection_that_is_more_than_a_linear_is_not_taken_for_one(models, na
         with pytest.raises(InputError, match="each a plain torch.nn.Linear"):
             SparseFFN.from_module(mlp)
         with pytest.raises(InputError, match="no ReLU feed-forward"):
-            sparsify(mlp)
+            sparsify(mlp, "twell")
     setattr(mlp, name, linear)
     linear.forward = lambda x: x  # as offloading hooks do
     with pytest.raises(InputError, match="each a plain torch.nn.Linear"):

@@ -98,7 +98,7 @@ def test_parameters_and_state_stay_what_they_were(path, module, x):
         [(n, id(p)) for n, p in module.named_parameters()],
         {k: v.clone() for k, v in module.state_dict().items()},
     )
-    sparse = sparsify(module)
+    sparse = sparsify(module, "twell")
     sparse.follow(plan_for(module, PATHS[path]))
     assert_follows(sparse, module, x)
     assert [(n, id(p)) for n, p in sparse.named_parameters()] == names and list(sparse.state_dict()) == list(state)

@@ -16,7 +16,7 @@ from twell_lab.ops import differentiable, inference, measure
 from twell_lab.ops.copies import TRANSPOSED
 from twell_lab.ops.reference import GatedFeedForward
 
-RATES = costs.Rates("a test's", "float32", bandwidth=1e10, l2=1e11, matmul=1e10, launch=1e-6)
+RATES = costs.Rates("CPU", "float32", bandwidth=1e10, l2=1e11, matmul=1e10, launch=1e-6)
 
 
 class Halves(Path):

@@ -114,7 +114,7 @@ def test_a_trained_silu_model_is_changed_trained_on_and_swapped():
     assert few < 0.75 * many and loss_of(model) < smooth
     tokens = torch.randint(256, (2, 20))
     expected = model(tokens).logits
-    torch.testing.assert_close(sparsify(model)(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sparsify(model, "twell")(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_saved_comes_back_as_a_relu_model(tmp_path):
@@ -153,7 +153,7 @@ def test_layers_with_a_relu_stay_dense_or_swapped():
     model = course()
     before = [layer.mlp.act_fn for layer in model.layers]
     assert relufy(model) == [] and [layer.mlp.act_fn for layer in model.layers] == before
-    assert relufy(sparsify(model)) == []
+    assert relufy(sparsify(model, "twell")) == []
 
 
 def test_what_cannot_be_changed_is_left_alone_and_named():

@@ -59,7 +59,7 @@ def same(one, other):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("path", ["dense", "twell", None])
 def test_penalty_and_gradients_are_those_of_the_dense_model(gated, path):
-    dense, sparse = model(gated), sparsify(model(gated))
+    dense, sparse = model(gated), sparsify(model(gated), "twell")
     for found in feed_forwards(sparse):
         found.module.learn(path)
     expected, terms = loss_of(dense)
@@ -74,7 +74,7 @@ def test_penalty_and_gradients_are_those_of_the_dense_model(gated, path):
 
 
 def test_penalty_inside_torch_compile():
-    dense, sparse = model(), sparsify(model())
+    dense, sparse = model(), sparsify(model(), "twell")
     compiled = torch.compile(sparse)
     for path in ("dense", "twell"):
         feed_forwards(sparse)[0].module.learn(path)
@@ -88,13 +88,13 @@ def test_penalty_inside_torch_compile():
 
 
 def test_nothing_is_reported_outside_the_context():
-    net = sparsify(model())
+    net = sparsify(model(), "twell")
     _, terms = loss_of(net)
     net(tokens())
     assert len(terms) == 2
 
 
-@pytest.mark.parametrize("net", [model(), sparsify(model())], ids=["dense", "sparse"])
+@pytest.mark.parametrize("net", [model(), sparsify(model(), "twell")], ids=["dense", "sparse"])
 def test_a_forward_pass_without_gradients_reports_nothing(net):
     with penalty.layer_terms(net) as terms, torch.no_grad():
         net(tokens())
@@ -102,7 +102,7 @@ def test_a_forward_pass_without_gradients_reports_nothing(net):
 
 
 def test_terms_of_several_passes_come_in_their_order():
-    net = sparsify(model())
+    net = sparsify(model(), "twell")
     net.layers[1].mlp = model().layers[1].mlp  # a dense layer beside a sparse one
     with penalty.layer_terms(net) as terms:
         net(tokens(1))
@@ -120,7 +120,7 @@ def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
     """As FSDP2 has them compiled, and many who train large models: what a layer tells must not make it another
     function."""
     torch._dynamo.reset()
-    net = sparsify(model()) if sparse else model()
+    net = sparsify(model(), "twell") if sparse else model()
     graphs = CompileCounterWithBackend("aot_eager")
     objective = Objective(net) if ask == "objective" else None
     for layer in net.layers:
@@ -137,7 +137,7 @@ def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
 
 
 def test_gradient_checkpointing():
-    dense, sparse = model(), sparsify(model())
+    dense, sparse = model(), sparsify(model(), "twell")
     for found in feed_forwards(sparse):
         layer = found.module
         layer.forward = lambda x, run=layer.forward: checkpoint(run, x, use_reentrant=False)
@@ -157,7 +157,7 @@ def test_the_sparse_path_keeps_nothing_as_wide_as_the_layer(path):
 
 
 def test_gradient_accumulation():
-    dense, sparse = model(), sparsify(model())
+    dense, sparse = model(), sparsify(model(), "twell")
     for net in (dense, sparse):
         for _ in range(3):
             (loss_of(net)[0] / 3).backward()
@@ -166,7 +166,7 @@ def test_gradient_accumulation():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_step_is_followed_forwards_and_backwards(fused, skipped):
-    dense, sparse = model(), sparsify(model())
+    dense, sparse = model(), sparsify(model(), "twell")
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in (dense, sparse)]
     for _ in range(3):
         for net, optimizer in zip((dense, sparse), optimizers):
@@ -179,7 +179,7 @@ def test_an_optimizer_step_is_followed_forwards_and_backwards(fused, skipped):
 
 
 def test_load_state_dict_to_and_deepcopy_are_followed(skipped):
-    dense, sparse = model(seed=0), sparsify(model(seed=0))
+    dense, sparse = model(seed=0), sparsify(model(seed=0), "twell")
     loss_of(sparse)[0].backward()
     other = model(seed=5)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_break_even_is_where_both_sides_cost_the_same():
 
 
 def test_layers_change_over_one_by_one_and_not_at_the_first_sign():
-    net = sparsify(model())
+    net = sparsify(model(), "twell")
     assert switching.switch(net, terms_of([100, 10]), below=50) == {"layers.0.mlp": "dense"}
     assert paths(net) == ["dense", "twell"]
     assert switching.switch(net, terms_of([47, 53]), below=50) == {} and paths(net) == ["dense", "twell"]
@@ -252,7 +252,7 @@ def test_layers_change_over_one_by_one_and_not_at_the_first_sign():
 
 
 def test_a_model_that_becomes_sparse_changes_over_and_computes_the_same():
-    dense, sparse = model(can_fire=256), sparsify(model(can_fire=256))
+    dense, sparse = model(can_fire=256), sparsify(model(can_fire=256), "twell")
     change = switching.Switch(sparse, below=20.0)
     for silent in (0, 248):
         with torch.no_grad():
@@ -269,7 +269,7 @@ def test_a_model_that_becomes_sparse_changes_over_and_computes_the_same():
 
 
 def test_tokens_without_room_count_as_what_they_cost():
-    net = sparsify(model())
+    net = sparsify(model(), "twell")
     share = 60 / (switching.LOST * CONFIG.d_ff)  # costs as much as 60 neurons firing
     assert switching.switch(net, terms_of([10, 10], [share, 0.0]), below=50) == {"layers.0.mlp": "dense"}
     assert paths(net) == ["dense", "twell"]
@@ -277,7 +277,7 @@ def test_tokens_without_room_count_as_what_they_cost():
 
 @pytest.mark.parametrize("below", [50.0, {"layers.0.mlp": 50.0, "layers.1.mlp": 50.0}])
 def test_a_layer_that_lost_tokens_send_back_waits_until_fewer_neurons_fire(below):
-    net, given = sparsify(model()), below.copy() if isinstance(below, dict) else below
+    net, given = sparsify(model(), "twell"), below.copy() if isinstance(below, dict) else below
     change = switching.Switch(net, below=below)
     assert change.see(terms_of([10, 10], [1.0, None])[:1]) == {"layers.0.mlp": "dense"}
     assert change.below == {"layers.0.mlp": 10, "layers.1.mlp": 50} and below == given
@@ -297,11 +297,11 @@ def test_dense_layers_of_the_model_are_left_alone_and_bad_thresholds_named():
     assert switching.switch(model(), terms_of([1, 1]), below=50) == {}
     for below in (-1, "x", True, {}, torch.nan):
         with pytest.raises(InputError, match="below is"):
-            switching.switch(sparsify(model()), terms_of([1, 1]), below=below)
+            switching.switch(sparsify(model(), "twell"), terms_of([1, 1]), below=below)
 
 
 def test_a_switch_measures_the_break_even_of_its_own_device():
-    net = sparsify(model())
+    net = sparsify(model(), "twell")
     change = switching.Switch(net)
     change.see(terms_of([1, 1]))
     # On a CPU there are no kernels, and the sparse path is the slower one: layers stay where they are.
@@ -309,7 +309,7 @@ def test_a_switch_measures_the_break_even_of_its_own_device():
 
 
 def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
-    net, asked = sparsify(model()), []
+    net, asked = sparsify(model(), "twell"), []
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
     monkeypatch.setattr(
         switching.differentiable, "takes", lambda x, gate, up: asked.append((x.shape, x.dtype)) or len(asked) > 1
@@ -322,11 +322,11 @@ def test_only_layers_that_the_kernels_take_have_a_break_even(monkeypatch):
 @pytest.mark.parametrize("tokens", [0, -1, 2.5, True])
 def test_a_break_even_needs_tokens(tokens):
     with pytest.raises(InputError, match=f"tokens is {tokens}; a whole number from 1 up"):
-        switching.Switch(sparsify(model())).measure(tokens)
+        switching.Switch(sparsify(model(), "twell")).measure(tokens)
 
 
 def test_a_break_even_stays_within_the_room_for_entries(monkeypatch):
-    net, tokens = sparsify(model()), 100
+    net, tokens = sparsify(model(), "twell"), 100
     monkeypatch.setattr(switching.costs, "measure_rates", lambda *_: RATES)
     monkeypatch.setattr(switching.differentiable, "takes", lambda *_: True)
     monkeypatch.setattr(switching, "break_even", lambda *_: 1e6)

@@ -72,7 +72,7 @@ def shard_and_train(rank, path, out):
 
     skipped, real = [], cpu._gated_wide
     cpu._gated_wide = lambda *arguments: skipped.append(1) or real(*arguments)
-    net = sparsify(model())
+    net = sparsify(model(), "twell")
     for found in feed_forwards(net):
         found.module.learn(path)
     for layer in net.layers:
@@ -121,7 +121,7 @@ def test_layers_whose_weights_are_sharded_already_are_refused():
             for part in parts(net):
                 fully_shard(part)
             with pytest.raises(InputError, match=r"layers\.1\.mlp .*swapped first and sharded then"):
-                sparsify(net)
+                sparsify(net, "twell")
             assert not any(isinstance(module, SparseFFN) for module in net.modules())
     finally:
         dist.destroy_process_group()

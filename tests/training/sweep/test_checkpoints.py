@@ -94,7 +94,7 @@ def test_the_sparse_layers_give_the_same_answer(models):
     with torch.no_grad():
         wanted = dense(WINDOWS[:, :-1])
         try:
-            found = sparsify(dense)(WINDOWS[:, :-1])
+            found = sparsify(dense, "twell")(WINDOWS[:, :-1])
         finally:
             densify(dense)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

@@ -58,7 +58,7 @@ def test_other_activations_are_refused_by_name(value):
 def test_sparse_layers_refuse_a_squared_model_and_say_why(gated):
     squared = model(gated=gated, activation="relu2")
     for refused in (
-        lambda: sparsify(squared),
+        lambda: sparsify(squared, "twell"),
         lambda: SparseFFN(squared.layers[0].mlp),
         lambda: feed_forwards(squared),
     ):
@@ -74,6 +74,6 @@ def test_layers_that_fire_are_found_with_either_activation(gated):
     assert all(layer.pattern is (layer.gate if gated else layer.up) for layer in squared)
     plain = model(gated=gated)
     assert firing_layers(plain) == feed_forwards(plain)
-    assert [layer.name for layer in firing_layers(sparsify(plain))] == ["layers.0.mlp", "layers.1.mlp"]
+    assert [layer.name for layer in firing_layers(sparsify(plain, "twell"))] == ["layers.0.mlp", "layers.1.mlp"]
     with pytest.raises(InputError, match="no ReLU feed-forward layer"):
         firing_layers(torch.nn.Linear(3, 3))

@@ -122,7 +122,7 @@ def test_hooks_come_off_after_an_exception():
 
 
 def test_swapped_layers_have_no_activations_to_penalise():
-    model = sparsify(initial_model(TINY))
+    model = sparsify(initial_model(TINY), "twell")
     with pytest.raises(InputError, match=r"layers\.0\.mlp, layers\.1\.mlp: a SparseFFN"):
         with hidden_activations(model):
             pass

@@ -38,7 +38,7 @@ def start(config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, torch.op
 
     windows never ends and yields int64 [batch, context + 1] of the training part of config.text, which must be a Text.
     """
-    model = sparsify(initial_model(config)).to(device)
+    model = sparsify(initial_model(config), "twell").to(device)
     for layer in feed_forwards(model):
         layer.module.learn("dense")
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)

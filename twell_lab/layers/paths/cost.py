@@ -88,9 +88,10 @@ class Firing:
         These are the tokens whose neurons would exceed the slots even if they were spread evenly over the tiles. In the
         layer's own order (hot 0) also those whose overflow would exceed the pool that 16 rows share, if all of it were
         in one tile."""
-        packed = self.frequency[hot:].sum() / self.frequency.sum().clamp(min=1e-30)
-        a_tile = torch.arange(self.totals.numel(), device="cpu") * packed / math.ceil((self.d_ff - hot) / TILE)
-        lost = self.totals[a_tile > WORDS - 1].sum().item()
+        fired, tiles = self.frequency.sum().item(), math.ceil((self.d_ff - hot) / TILE)
+        packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
+        most = math.floor((WORDS - 1) * tiles / packed) if packed else self.d_ff  # neurons that may fire
+        lost = self.totals[most + 1 :].sum().item()
         if hot or not self.excess:
             return lost
         return max(lost, self.overflowing * max(0.0, 1 - 64 / (16 * self.excess)))

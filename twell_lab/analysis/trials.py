@@ -1,0 +1,266 @@
+"""Trials: candidates of a plan timed on a layer, by the clock that the caller will see, and who shares which trial.
+
+The clocks give a call's `Times`. A `Subject` is a layer that can be timed: as the model has it, and on each path.
+`Trials` keeps what was timed, and finds a trial for a layer that is like one that was timed already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..core.errors import InputError
+from ..layers.anatomy import FeedForward
+from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.sparse_ffn import SparseFFN
+from ..ops import measure
+from .profile import LayerProfile
+
+ALIKE = 1.2  # layers share a trial where their predicted times are at most this factor apart
+_NEARLY = (
+    1.05  # and a hot size that was timed stands for the one asked for, if predicted to take at most this much more
+)
+_ROUNDS = 10  # of each timing on a GPU; medians of ten are steady there
+_BURST_MS = 3.0  # about how long the calls of a burst take; at least 3 calls (on a CPU 1), at most 10
+_CPU_MS = 150.0  # about how long a trial takes on a CPU; at least 3 bursts of each call, at most 10
+
+
+# ---- clocks ----
+
+
+class Times(NamedTuple):
+    """Microseconds of one call.
+
+    call: by the clock that decides. host: until the call returns; device: the GPU's work. None: not told apart."""
+
+    call: float
+    host: float | None = None
+    device: float | None = None
+
+    def scaled(self, ratio: float) -> Times:
+        """The times of a layer whose work takes `ratio` times as long; the host's part stays what it is."""
+        device = None if self.device is None else self.device * ratio
+        return Times(max(self.call * ratio, self.host or 0.0), self.host, device)
+
+
+Calls = dict[Choice | None, Callable[[int], object]]
+
+
+def wall(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:
+    """Times of plain eager calls. `call` is the wall time of a burst that is waited for at its end, divided by its
+    calls. On a GPU `host` is what of it passes until the last call returns, and `device` is taken by events, cold L2;
+    on a CPU there is one clock."""
+    if device.type != "cuda":
+        once = measure.time_bursts(calls, _nothing, rounds=1, count=1)  # which warms up, too
+        ms = [ended for _, (ended,) in once.values()]
+        count = min(10, max(1, int(_BURST_MS / max(ms))))
+        rounds = min(10, max(3, int(_CPU_MS / (2 * count * sum(ms)))))
+        bursts = measure.time_bursts(calls, _nothing, rounds=rounds, count=count)
+        return {
+            name: Times(1e3 * ms) for name, ms in _medians({name: wall for name, (_, wall) in bursts.items()}).items()
+        }
+    with torch.cuda.device(device):
+        busy = _medians(measure.time_cuda(calls, _ROUNDS))
+        count = min(10, max(3, int(_BURST_MS / max(busy.values()))))
+        bursts = measure.time_bursts(calls, torch.cuda.synchronize, count=count)
+    host, ended = (_medians({name: samples[i] for name, samples in bursts.items()}) for i in (0, 1))
+    return {name: Times(1e3 * ended[name], 1e3 * host[name], 1e3 * busy[name]) for name in calls}
+
+
+def _nothing() -> None:
+    """A CPU has finished when a call returns."""
+
+
+def graph(calls: Calls, device: torch.device) -> dict[Choice | None, Times]:
+    """Times of the calls replayed from CUDA graphs, by device events, cold L2: there the host does next to nothing."""
+    with torch.cuda.device(device):
+        busy = _medians(measure.time_cuda({name: measure.graphed(call) for name, call in calls.items()}, _ROUNDS))
+    return {name: Times(1e3 * ms, None, 1e3 * ms) for name, ms in busy.items()}
+
+
+def _medians(samples: dict) -> dict:
+    return {name: measure.quartiles(values)[0] for name, values in samples.items()}
+
+
+CLOCKS = {"wall": wall, "graph": graph}
+
+
+# ---- what is timed ----
+
+
+class Subject:
+    """A layer that can be timed.
+
+    layer: its profile; found: the layer itself; rows: gives inputs of it, [rows, d_model], when they are first needed.
+    Without rows a stand-in is timed: a layer of the same shape, drawn so that each neuron fires as often as in the
+    profile, though independently, with inputs of at least `most` rows."""
+
+    def __init__(
+        self, layer: LayerProfile, found: FeedForward, rows: Callable[[], Tensor] | None = None, most: int = 1
+    ) -> None:
+        self.layer, self.found, self.rows, self.most = layer, found, rows, most
+        self.made: dict[Choice, SparseFFN] = {}
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's up projection, which says dtype and device."""
+        return self.found.up.weight
+
+    def calls(self, choices: Iterable[Choice], tokens: int) -> Calls:
+        """A call of the layer as it is (None) and one for each choice; each takes the number of its turn."""
+        module, x = self._timed
+        inputs = inputs_of(x, tokens)
+        # Copies of weights are kept for the next number of tokens, but none that it has no use for.
+        self.made = {choice: self.made.get(choice) or self._sparse(module, choice) for choice in choices}
+        ways = {None: module, **self.made}
+        return {name: (lambda turn, way=way: way(inputs[turn % len(inputs)])) for name, way in ways.items()}
+
+    @cached_property
+    def _timed(self) -> tuple[_Parts, Tensor]:
+        if self.rows is not None:
+            return _Parts(self.found), self.rows().to(self.weight.device, self.weight.dtype)
+        drawn, inputs = stand_in(self.layer, self.most, self.weight.dtype, self.weight.device)
+        gate = getattr(drawn, "gate_proj", None)
+        return _Parts(FeedForward("", drawn, gate, drawn.up_proj, drawn.down_proj)), torch.cat(inputs)
+
+    def _sparse(self, module: _Parts, choice: Choice) -> SparseFFN:
+        plan = LayerPlan.forced(self.layer, choice)
+        modes = [(each, each.training) for each in module.children()]
+        made = SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
+        for each, mode in modes:  # a SparseFFN sets its projections' mode, and these are the model's
+            each.training = mode
+        return made
+
+
+class _Parts(nn.Module):
+    """A feed-forward layer's projections, whatever they were called, computed as the model does."""
+
+    def __init__(self, found: FeedForward) -> None:
+        super().__init__()
+        self.gated = found.gate is not None
+        if self.gated:
+            self.gate_proj = found.gate
+        self.up_proj, self.down_proj, self.act_fn = found.up, found.down, nn.ReLU()
+        self.training = False  # as the plan's layers will be; the projections themselves stay in the model's mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act_fn(_project(x, self.gate_proj if self.gated else self.up_proj))
+        return _project(hidden * _project(x, self.up_proj) if self.gated else hidden, self.down_proj)
+
+
+def _project(x: Tensor, projection: nn.Linear) -> Tensor:
+    """Not by calling it: the projections of a swapped OPT layer hand their input on."""
+    return linear(x, projection.weight, projection.bias)
+
+
+def inputs_of(x: Tensor, tokens: int, sets: int = measure.ROTATED) -> list[Tensor]:
+    """Up to three inputs of so many tokens from the rows of x, other rows in each as far as there are any."""
+    if x.shape[0] < tokens:
+        x = x.repeat(-(-tokens // x.shape[0]), 1)
+    return [x[i * tokens : (i + 1) * tokens].contiguous() for i in range(min(sets, x.shape[0] // tokens))]
+
+
+def stand_in(
+    layer: LayerProfile, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, list[Tensor]]:
+    """A drawn layer of the profile's shape, and inputs at which each neuron fires as often as in the profile."""
+    frequency = layer.neuron_counts.double() / layer.tokens
+    shape = (tokens, layer.d_model, dtype, device)
+    return measure.drawn(frequency, *shape, gated=layer.gated, shrink=layer.d_ff**0.5)
+
+
+# ---- what was timed ----
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Choices that were timed together on one layer with one number of tokens.
+
+    layer: its name. predicted: microseconds, for that layer. times: of each choice, and, as None, of the layer as the
+    model had it before it was swapped."""
+
+    layer: str
+    predicted: dict[Choice, float]
+    times: dict[Choice | None, Times]
+
+    def apart(self, predict: Callable[[Choice], float], choices: Iterable[Choice], exact: bool) -> float:
+        """The largest factor between what is predicted for this trial's layer and for another, over the choices that
+        the other asks for; infinite where one of them was not timed. exact: no other hot size stands for it."""
+        return max(self._ratio(predict, choice, exact) for choice in choices)
+
+    def _ratio(self, predict: Callable[[Choice], float], choice: Choice, exact: bool) -> float:
+        timed = [choice] if choice in self.predicted else []
+        if not timed and not exact:
+            nearly = _NEARLY * predict(choice)
+            timed = [each for each in self.predicted if each.path == choice.path and predict(each) <= nearly]
+        ratios = [predict(each) / self.predicted[each] for each in timed]
+        return min((max(ratio, 1 / ratio) for ratio in ratios), default=math.inf)
+
+    def of(self, layer: str, predict: Callable[[Choice], float]) -> Trial:
+        """The trial as it counts for the layer of this name. Another than was timed gets what is predicted for itself,
+        and the times scaled by the ratio of the predictions, of the choices for which that is alike."""
+        if layer == self.layer:
+            return self
+        ratios = {choice: predict(choice) / us for choice, us in self.predicted.items()}
+        ratios = {choice: ratio for choice, ratio in ratios.items() if 1 / ALIKE <= ratio <= ALIKE}
+        times = {choice: self.times[choice].scaled(ratio) for choice, ratio in ratios.items()}
+        return Trial(self.layer, {choice: predict(choice) for choice in times}, {None: self.times[None], **times})
+
+
+class Trials:
+    """The trials of one plan, or of one model whose layers plan themselves.
+
+    clock: "wall" or "graph", see CLOCKS."""
+
+    def __init__(self, clock: str = "wall") -> None:
+        self.clock = clock
+        self.kept: dict[tuple, list[Trial]] = {}
+
+    def find(
+        self,
+        subject: Subject,
+        tokens: int,
+        choices: Iterable[Choice],
+        predict: Callable[[Choice], float],
+        exact: bool = False,
+    ) -> Trial | None:
+        """The trial of the layer most like this one, if one is: same shape, tile, dtype and device, as many tokens, and
+        each choice predicted to take at most ALIKE times as long on the one as on the other."""
+        kept = self.kept.get(_key(subject, tokens), [])
+        found = min(kept, key=lambda trial: trial.apart(predict, choices, exact), default=None)
+        return found if found is not None and found.apart(predict, choices, exact) <= ALIKE else None
+
+    def keep(self, subject: Subject, tokens: int, trial: Trial) -> Trial:
+        """Have the trial found from now on."""
+        self.kept.setdefault(_key(subject, tokens), []).append(trial)
+        return trial
+
+    @torch.no_grad()
+    def run(
+        self, subject: Subject, tokens: int, choices: Iterable[Choice], predict: Callable[[Choice], float]
+    ) -> Trial:
+        """Time the choices, and the layer as it is, on the subject."""
+        choices = dict.fromkeys([DENSE, *choices])
+        times = CLOCKS[self.clock](subject.calls(choices, tokens), subject.weight.device)
+        return self.keep(subject, tokens, Trial(subject.layer.name, {each: predict(each) for each in choices}, times))
+
+
+def _key(subject: Subject, tokens: int) -> tuple:
+    layer, weight = subject.layer, subject.weight
+    return layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, weight.dtype, weight.device, tokens
+
+
+def check_clock(device: torch.device, for_graphs: bool) -> str:
+    """The name of the clock to go by; InputError for graphs where there are none."""
+    if not isinstance(for_graphs, bool):
+        raise InputError(f"for_graphs is {for_graphs!r:.80}; True or False is accepted")
+    if for_graphs and device.type != "cuda":
+        raise InputError(f"for_graphs is True, but the plan is for {device}; accepted: on a GPU, which has CUDA graphs")
+    return "graph" if for_graphs else "wall"

@@ -1,0 +1,104 @@
+"""What the feed-forward layers of a model do, why, and what that was worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .. import records
+from ..analysis import auto
+from ..analysis.plan import chosen
+from ..layers.anatomy import Only, feed_forwards
+from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.sparse_ffn import SparseFFN
+
+_COLUMNS = {
+    "layer": "layer",
+    "tokens": "tokens up to",
+    "choice": "runs",
+    "nnz": "mean nnz",
+    "us": "us",
+    "dense_us": "dense us",
+    "x_dense": "x dense",
+    "how": "how",
+    "why": "why",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` found; printed, it is a table.
+
+    rows: one a layer and class of token counts, JSON-able; see `report`."""
+
+    rows: list[dict]
+
+    @property
+    def together(self) -> list[dict]:
+        """For each class that all layers have, and with a time in each: `tokens`, and `us`, `dense_us` and `x_dense` of
+        all layers together."""
+        layers = {row["layer"] for row in self.rows}
+        found = []
+        for tokens in sorted({row["tokens"] for row in self.rows if row["tokens"] is not None}):
+            rows = [row for row in self.rows if row["tokens"] == tokens]
+            if {row["layer"] for row in rows} == layers and all(row["us"] and row["dense_us"] for row in rows):
+                us, dense_us = (sum(row[name] for row in rows) for name in ("us", "dense_us"))
+                found.append({"tokens": tokens, "us": us, "dense_us": dense_us, "x_dense": dense_us / us})
+        return found
+
+    def __str__(self) -> str:
+        lines = [records.table([{**row, "layer": row["layer"] or "layer"} for row in self.rows], _COLUMNS)]
+        for all_of in self.together:
+            lines.append(
+                "all layers, {tokens:,} tokens: {us:,.0f} us instead of {dense_us:,.0f}, {x_dense:.3g}x dense".format(
+                    **all_of
+                )
+            )
+        return "\n".join(lines)
+
+
+def report(model: nn.Module, *, only: Only | None = None) -> Report:
+    """Say for each ReLU feed-forward layer of a model what runs, why, and what it was worth.
+
+    Reads what the layers were told and what was timed when they were; it runs and times nothing.
+
+    Args:
+        model: dense, sparse, or in part.
+        only: the layers for which only(name, module) is true.
+
+    Returns:
+        A Report: a table when printed, and `rows`, one a layer and class of token counts. A row has the `layer`; its
+        `state` ("not swapped", "watching", "planned" or "told"); `tokens`, the largest count of the class, None for any
+        count; the `choice` of path; `nnz`, the neurons firing at a token when they were counted; `us` and `dense_us`,
+        the microseconds that so many tokens take, and took before the layer was swapped; `x_dense`, their ratio; `how`
+        they are known ("measured", "measured on" a layer like it, "predicted"); `why`; and `extra_bytes`, the memory
+        held beyond the dense layer's. What is not known is None.
+
+    Raises:
+        InputError: for a model without ReLU feed-forward layers.
+    """
+    rows = []
+    for found in feed_forwards(model, only=only):
+        state, told = _state(found.module)
+        held = found.module.extra_bytes if isinstance(found.module, SparseFFN) else 0
+        nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
+        rows += [{**nothing, **row, "layer": found.name, "state": state, "extra_bytes": held} for row in told]
+    return Report(rows)
+
+
+def _state(module: nn.Module) -> tuple[str, list[dict]]:
+    """The state of a layer, and what else its rows say."""
+    if not isinstance(module, SparseFFN):
+        return "not swapped", [{"choice": str(DENSE), "why": "sparsify left this layer as it is, or was not called"}]
+    status, plan = module.status(), module.plan
+    if status["plan"] == "watching":
+        why = f"dense until {auto.TOKENS:,} tokens, or {auto.FORWARDS} batches of {auto.LEAST}, were counted"
+        return "watching", [{"choice": str(DENSE), "why": why}]
+    if isinstance(plan, LayerPlan):
+        return "planned", chosen(plan)
+    (whole,) = status["classes"]
+    choice = Choice(whole["path"], whole["hot"])
+    if plan is None and choice == DENSE:
+        return "told", [{"choice": str(choice), "why": "captured in a CUDA graph before it could decide"}]
+    return "told", [{"choice": str(choice), "why": "asked for by name, be it faster or not"}]
