@@ -61,7 +61,9 @@ def close(found, wanted, within=0.02):
 
 @torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens, shift", [(1, -1.0), (40, -1.0), (70, -2.0), (300, -1.0), (2048, -2.0), (2050, 0.3), (4300, -2.0)])
+@pytest.mark.parametrize(
+    "tokens, shift", [(1, -1.0), (40, -1.0), (70, -2.0), (300, -1.0), (2048, -2.0), (2050, 0.3), (4300, -2.0)]
+)
 def test_packed_layers(driver, gated, tokens, shift):
     """Few neurons or so many that rows are lost to the pool; the portable kernels, one pass, and two."""
     made = drawn(tokens, gated, shift)
