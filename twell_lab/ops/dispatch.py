@@ -39,7 +39,7 @@ def key_of(x, weights, stats, path, hot, tile, words):
     if not x.is_contiguous():
         return None
     shape = x.shape
-    counted = None if stats is None else (stats.shape, stats.dtype, stats.device)
+    counted = None if stats is None else (stats.shape, stats.stride(), stats.dtype, stats.device)
     rows = shape[:-1].numel(), shape[-1], x.data_ptr() & 15, x.dtype, x.device
     return path, hot, tile, words, rows, counted, *map(place, weights)
 
