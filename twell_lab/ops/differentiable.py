@@ -23,6 +23,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn.functional import linear
 
 from ..core.errors import InputError
+from ..cuda import launcher
 from ..cuda.tape import Tape
 from ..formats import twell
 from . import (
@@ -124,7 +125,7 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
     if d_ff % _VECTOR or not train_rows.takes(x.dtype, x.shape[0], d_model, d_ff):
         return False
     supported = (8, 0) if x.dtype == torch.bfloat16 else (7, 5)
-    return torch.cuda.get_device_capability(x.device) >= supported
+    return launcher.capability(x.device.index) >= supported
 
 
 # ---- the sparse path ----

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources, tma
-from ..cuda.launcher import DEFINE, kernel, multiprocessors
+from ..cuda.launcher import kernel, multiprocessors
+from ..cuda.macros import value
 from ..cuda.tape import empty
 from .hopper_pack import BM, BN, VECTOR, fits
 
@@ -99,7 +100,7 @@ def _gate_up(x, gate, up, gate_bias, up_bias, h, first=0, rows=None, lost=None, 
     With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
     there are rows, the words of `counters` are set to 0."""
     (d_ff, d_model), rows = up.shape, len(x) if rows is None else rows
-    defines = (DEFINE[up.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gate is not None))
+    defines = (*value(up.dtype), ("CLUSTER", _CLUSTER), ("GATED", int(gate is not None)))
     maps = tma.matrix_map(x, BM), tma.matrix_map(up if gate is None else gate, BM), tma.matrix_map(up, BM)
     numbers = first, rows, d_model, d_ff, counters, 0 if counters is None else counters.numel()
     arguments = (*maps, tma.matrix_map(h, _OUT_ROWS), None if gate is None else gate_bias, up_bias, lost, *numbers)
@@ -140,7 +141,7 @@ def finish_lost(
     h = empty(slots, d_ff, dtype=up.dtype, device=device)
     parts = empty(clusters * _WARPS * _PART_BYTES, dtype=torch.uint8, device=device)  # of tiles that clusters share
     counters = empty(clusters * _WARPS, dtype=torch.int32, device=device)
-    finish = kernel("sm90_down_rows.cu", "down_rows", ((DEFINE[up.dtype], True), ("CLUSTER", _CLUSTER)), _SHARED)
+    finish = kernel("sm90_down_rows.cu", "down_rows", (*value(up.dtype), ("CLUSTER", _CLUSTER)), _SHARED)
     maps = tma.matrix_map(h, BM), tma.matrix_map(down, BM)
     for first in range(0, tokens, CHUNK):
         slots = min(CHUNK, tokens - first)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import launcher, sources
+from ..cuda.macros import value
 from ..cuda.tape import empty
 from . import portable
-from .train_rows import Survivors
+from .train_rows import MOST_COLUMNS, Survivors
 
-MOST_COLUMNS = 65536  # a survivor's column has 16 bits
 _number = partial(sources.number, "smxx_columns.cu")
 _MOST_CHUNKS = _number("MOST_CHUNKS")
 _COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
@@ -55,7 +55,7 @@ def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: i
     for."""
     tokens, device = len(s.spans), dh.device
     chunks, rows = _chunks(tokens, d_ff)
-    defines = ((launcher.DEFINE[dtype], True),)
+    defines = value(dtype)
     shapes = [(len(s.words), 4), (d_ff + 1,), (d_ff,), (pieces, 2), (d_ff,), (_PLAN_INTS,)]
     counts, totals, *columns = (
         empty(*shape, dtype=torch.int32, device=device) for shape in ((chunks, d_ff), (d_ff,), *shapes)
@@ -108,7 +108,7 @@ def weight_gradients(
     partials, bias_partials = (
         empty(pieces, width, dtype=torch.float32, device=x.device) for width in (sums * d_model, 2)
     )
-    defines = ((launcher.DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
+    defines = (*value(x.dtype), *(() if gated else (("GATED", 0),)))
 
     def run(name, grid, *tensors):
         made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines)

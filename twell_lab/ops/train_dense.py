@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import DEFINE, aligned, kernel
+from ..cuda.launcher import aligned, kernel
+from ..cuda.macros import VALUE, value
 
 FILE = "smxx_train_dense.cu"
 _ROWS_A_BLOCK = sources.number(FILE, "THREADS") // 32  # a warp a row
@@ -57,7 +58,7 @@ def dense_gradients(
 
 
 def _check(name: str, g: Tensor, *others: Tensor | None) -> torch.Size:
-    if g.dim() != 2 or g.dtype not in DEFINE or g.shape[1] >= 2**30:
+    if g.dim() != 2 or g.dtype not in VALUE or g.shape[1] >= 2**30:
         raise InputError(
             f"g of {name} is {g.dtype} {list(g.shape)}; bfloat16, float16 or float32 [tokens, d_ff] is accepted"
         )
@@ -82,5 +83,5 @@ def _rows(name: str, version: int | None, g: Tensor, arguments: tuple, vectors: 
             f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})"
         )
     version = version or 1 + wide
-    made = kernel(FILE, f"{name}_v{version}", ((DEFINE[g.dtype], True),))
+    made = kernel(FILE, f"{name}_v{version}", value(g.dtype))
     made.launch(g.device, (-(-rows // _ROWS_A_BLOCK), 1), (*arguments, rows, d_ff))

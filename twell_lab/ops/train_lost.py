@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import DEFINE, aligned, kernel, multiprocessors
+from ..cuda.launcher import aligned, kernel, multiprocessors
+from ..cuda.macros import value
 from ..cuda.tape import empty
 from .portable import pooled_takes
 
@@ -142,7 +143,7 @@ def _blocks(x: Tensor) -> int:
 
 def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
     numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
-    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, ((DEFINE[x.dtype], True),))
+    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, value(x.dtype))
     made.launch(x.device, (grid, 1), (*tensors, *numbers))
 
 

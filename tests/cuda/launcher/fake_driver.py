@@ -97,6 +97,7 @@ def driving(monkeypatch, capability=(9, 0), stream=77):
     monkeypatch.setattr(launcher, "_current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda index: stream)
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(launcher, "capability", lambda index: capability)
     facts = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: facts)

@@ -8,13 +8,11 @@ import torch
 from tests.cuda.launcher.fake_driver import driving
 from twell_lab.cuda import tma
 from twell_lab.ops import (
-    ampere,
     checks,
     decode,
     differentiable,
     dispatch,
     hopper_dense,
-    hopper_pack,
     inference,
     portable,
     train_lost,
@@ -76,9 +74,8 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(
             dispatch, "_start", lambda h, down: pretend(torch.zeros(len(h), len(down), dtype=torch.float32))
         )
-        monkeypatch.setattr(ampere, "_capability", lambda index: capability)
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
-        cached = [tma.tensor_map, hopper_pack._runs_on, decode._capability, decode._layer]
+        cached = [tma.tensor_map, decode._layer]
         for each in (*cached, dispatch.calls, differentiable._tapes):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver
