@@ -15,7 +15,7 @@ from ..formats.twell import VALUE_DTYPES, TwELL
 
 def watched(*tensors: Tensor | None) -> bool:
     """Whether something observes operations on these tensors: torch.compile, a tensor subclass, or a mode that traces
-    or counts operations. Then the operator is called through torch's dispatcher, which costs more time than a launch."""
+    or counts operations. Then the operator is called through torch's dispatcher, which takes longer than a launch."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -201,7 +201,7 @@ def test_what_is_refused():
     for capacity in (2**31 - 1, -1):
         with pytest.raises(InputError, match=f"capacity is {capacity} entries"):
             train_rows.survivors(case.x, *[None] * 4, 300, capacity)
-    with pytest.raises(InputError, match=r"pool is \[1, 2, 64\]; 5 tokens and 600 columns make \[5, 3, 32\]"):
+    with pytest.raises(InputError, match=r"pool is \[1, 2, 64\]; for 5 tokens and 600 columns \[5, 3, 32\]"):
         train_rows.survivors(case.x, torch.empty(5, 2, 32), torch.empty(1, 2, 64), case.up, None, 600)
     with pytest.raises(InputError, match="d_ff is 65537"):
         train_rows.survivors(case.x, *[None] * 4, 65537)
