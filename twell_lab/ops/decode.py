@@ -1,6 +1,6 @@
-"""Launching the decode kernels: a whole sparse layer for 1 to 64 tokens in two launches.
+"""How the decode kernels are launched: a whole sparse layer for 1 to 64 tokens in two launches.
 
-CUDA only; torch's current stream, torch's allocator, no waiting for the GPU."""
+CUDA tensors only. Everything runs on torch's current stream and nothing waits for the GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MOST_TOKENS = 64
 VERSIONS = (1, 2)
 FILE = "sm80_decode.cu"
 _TILE, _SLAB = (sources.number(FILE, name) for name in ("BAND", "SLAB"))
-_HIDDEN = Struct("<QQ").pack  # the structure Hidden of the source: where masks and values lie
+_HIDDEN = Struct("<QQ").pack  # the structure Hidden of the source: the addresses of masks and values
 
 
 def takes(x: Tensor, up: Tensor) -> bool:
-    """Whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate is taken to be like up."""
+    """Whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate must be of up's shape and type."""
     if (
         x.dim() != 2
         or not 1 <= x.shape[0] <= MOST_TOKENS
@@ -77,8 +77,8 @@ def decode(
 ) -> Tensor:
     """A sparse feed-forward layer for few tokens: x [tokens, d_model] -> y [tokens, d_model]; see `takes`.
 
-    gate, up, down_t: [d_ff, d_model]; gate None: a plain layer, relu(x up^T + up_bias) down^T + down_bias. stats: int64
-    [4], to which the tokens and the kept entries are added, or None.
+    gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, relu(x up^T + up_bias) down^T + down_bias. stats:
+    int64 [4] or None; the tokens and the kept values are added to its first two. version: 1 or 2.
     """
     gate, down_t = plain(gate), plain(down_t)
     gate_bias, up_bias, down_bias = (b if b is None else b.contiguous() for b in (gate_bias, up_bias, down_bias))
