@@ -56,7 +56,7 @@ def new(*shape):
 
 
 def chain(x, bias, weight):
-    """Three kernels: first and second lie between them, y is returned beside None."""
+    """Three kernels, with the buffers `first` and `second` between them; returns (y, None)."""
     first, second, y = new(100), new(100), new(4, 4)
     launch("one", "PPPi", x, weight[2:], first, len(x))
     launch("two", "HP", Structure(PAIR, (first[50:], bias)), second, grid=(len(x), 1))
@@ -160,7 +160,7 @@ def test_an_input_on_another_boundary_runs_again(driver):
 
 
 def not_recorded():
-    """Names, and what a call does that cannot be replayed: run(x, other) -> result."""
+    """Functions run(x, other) that do something that cannot be replayed."""
 
     def unknown(x, other):
         launch("one", "P", gpu(3) + 1)

@@ -1,4 +1,4 @@
-"""Tensor maps without a driver: what is asked of it, what is refused, and where the gate's maps put each weight row."""
+"""Tensor maps without a driver: the arguments it gets, what is refused, and where the gate's maps put each weight row."""
 
 import ctypes
 from itertools import product
