@@ -7,10 +7,9 @@
 //   class 0      a piece of one list, of at most BLOCK_WARPS * unit records; a list of this class has several pieces
 //   class 1 2 3  one, two or four whole lists, each for a team of 8, 4 or 2 warps, each warp at most `unit` records
 //   class 4 to 8 eight lists, a warp each: of up to unit, unit / 2, unit / 4 and unit / 8 records, and empty ones: lists
-//                of about the same length, since a block's place is free only when its longest list is done.
-// A block of class 0 leaves partial sums, and partial row b belongs to block b. What takes longest is started first.
-// `unit` is chosen from the number of records so that there are never more blocks or partial rows than the caller made
-// room for.
+//                of about the same length, because a block ends only when its longest list is done.
+// A block of class 0 leaves partial sums: block b writes partial row b. What takes longest is started first. `unit` is
+// chosen from the number of records so that there are never more blocks or partial rows than the caller has room for.
 #pragma once
 #include "twell.cuh"
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ RowVectors load_row_if(bool wanted, const value_t* ro
 
 __device__ __forceinline__ RowVectors load_row(const value_t* row) { return load_row_if(true, row); }
 
-// The same of a row that nobody reads again: past the caches, which have better uses.
+// The same for a row that is not read again: past the caches, which are needed for other data.
 __device__ __forceinline__ RowVectors load_row_once(const value_t* row) {
     RowVectors r;
 #pragma unroll
@@ -170,7 +170,7 @@ __device__ __forceinline__ bool has_nonfinite(const RowVectors& row) {
     return found;
 }
 
-// Whether a value of x's row is infinite or NaN, which all of the block learns.
+// Whether a value of x's row is infinite or NaN; the same in all threads of the block.
 __device__ __forceinline__ bool any_nonfinite(const RowVectors& row) {
     const bool found = has_nonfinite(row);
 #if WARPS * TEAMS > 1

@@ -60,8 +60,8 @@ __device__ __forceinline__ long long place_of(int neuron, int i, int room) {
     return ((long long)(neuron / NEURONS) * room + i) * NEURONS;
 }
 
-// The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. Every sum is
-// made by the same tree, so that it does not matter for its bits which i it has.
+// The sum over the lanes of each of 32 values: lane i gets the sum of s[i]. 31 shuffles instead of 160. All sums are
+// added in the same order, so that the bits of a sum do not depend on its number i.
 template <int STEP>
 __device__ __forceinline__ void halve(float (&s)[WARP]) {
     const bool upper = lane_of() & STEP;
@@ -127,7 +127,8 @@ __device__ __forceinline__ float one_dot(const uint4* __restrict__ row, const ui
     return s;
 }
 
-// all_dots for those whose bit is set in `wanted`; the others get anything. Few are made one by one.
+// all_dots for the lanes whose bit is set in `wanted`; the results of other lanes are undefined. Up to ONE_BY_ONE of
+// them are computed one by one.
 template <bool WEIGHTS_ONCE>
 __device__ __forceinline__ float dots(const uint4* __restrict__ in, const unsigned* row, const uint4* __restrict__ weights,
                                       int last, int width, unsigned wanted) {
@@ -183,8 +184,9 @@ __device__ __forceinline__ Entry entry(const Layer& layer, const value_t* x, con
     return e;
 }
 
-// How `count` lost rows are dealt to a grid of `blocks`: by groups of ROWS. As many groups as fill the grid evenly get
-// a block each, for all neurons; the rest are cut into slices of neurons, so that the grid is as full as can be.
+// How `count` lost rows are distributed over a grid of `blocks`, in groups of ROWS. As many groups as fill the grid
+// evenly get a block each, for all neurons; the other groups are cut into slices of neurons, one for a block, so that
+// as few blocks as possible are idle.
 struct Deal {
     int whole;    // groups with a block each, `blocks` at a time
     int cut;      // groups that are cut, fewer than `blocks`: cut * slices <= blocks

@@ -1,10 +1,10 @@
 // Walks the kept entries of one packed row whose overflow lies in the pool (twell.cuh), up to 32 at a time, one a lane;
 // and hands on the rows that the pool could not hold.
 //
-// As in RowWalk the tiles of a group of 32 are lined up in one list, here with all their values, the pooled ones behind
-// those in the tile's words: so the order, and with it every bit of the sums, is that of tiles with a slot for every
+// As in RowWalk the entries of 32 tiles form one list. Here it holds all their values: of each tile those in its words,
+// then those in the pool. So the order, and with it every bit of the sums, is that of tiles with a slot for every
 // column. Where the pooled values of a tile begin follows from the counts of the earlier rows of the row's group. Those
-// are loaded only for a tile that overflows, by 16 lanes at once.
+// counts are loaded only for a tile that overflows, by 16 lanes at once.
 #pragma once
 #include "dense_row.cuh"
 #include "row_walk.cuh"

@@ -3,8 +3,8 @@
 // fires; plain: h = g. y = h Wd^T + bd. Weights are [d_ff][D_MODEL], 16-bit; sums are fp32; the same bits on every run.
 //
 // What bounds it: with so few tokens the gate's weights have to come once from device memory, and nothing makes that
-// shorter. Behind them come two latencies that nothing hides: which rows of up are wanted is known only after the gate,
-// and h only after up.
+// shorter. Then come two latencies that nothing hides: which rows of up are needed is known only after the gate, and h
+// only after up.
 //
 //   decode_gate_v1  a warp a neuron, plain fused multiply-adds; every further token reads the weights again
 //   decode_gate_v2  tensor cores: a block's neurons are multiplied with all tokens at once, each warp taking a part of
@@ -15,8 +15,8 @@
 #include "ptx_sm80.cuh"
 #include "ptx_sm80_decode.cuh"
 
-// From the command line: D_MODEL; TOKENS, the tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 the bands of a
-// block, its warps, the stages of each warp, the values of a row in a stage, and the blocks of a multiprocessor.
+// Macros: D_MODEL; TOKENS, the number of tokens rounded up to 1, 8, 16, 32 or 64; and for gate_v2 BANDS of a block, its
+// BLOCK_WARPS, the STAGES of each warp, the values of a row in a stage (BK), and RESIDENT blocks of a multiprocessor.
 #ifndef TOKENS
 #define TOKENS 8
 #endif
@@ -74,8 +74,8 @@ __device__ __forceinline__ float gate_value(float sum, const value_t* bias, int 
 }
 
 // In a row of x that is not finite every up value is infinite or NaN; the dense layer multiplies those of silent
-// neurons by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its own sum cannot be finite then:
-// the row itself is looked at only where that is so.
+// neurons by zero, which makes the whole row NaN. So such a neuron contributes NaN. Its gate's sum cannot be finite
+// then either: the row is searched only where this sum is not finite.
 __device__ __forceinline__ bool spoils(float sum, float g, const value_t* x) {
     return g <= 0.0f && !is_finite(sum) && !row_is_finite(x);
 }
@@ -180,7 +180,8 @@ struct Wanted {
     unsigned groups;       // groups of eight tokens
 };
 
-// Where 16 bytes number `chunk` of row `row` of a stage lie: shuffled so that eight rows' same chunk meet in no bank.
+// The offset of the 16-byte chunk number `chunk` of row `row` in a stage. Chunks are permuted so that the same chunk of
+// eight neighbouring rows lies in different banks.
 __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
     return (row * STAGE_CHUNKS + (BK == 64 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3))) * 16;
 }
@@ -278,9 +279,9 @@ struct Firing {
     int kept;
 };
 
-// A pair is a token and a neuron of the block: a band's neurons come first, then bands, then tokens. Thread t has the
-// pairs i * THREADS + t; find_firing returns a bit i for each of them that fires, and leaves masks, and what needs no
-// up.
+// A pair is a token and a neuron of the block. Pairs are numbered by token, then band, then neuron of the band, which
+// changes fastest. Thread t has the pairs i * THREADS + t. find_firing returns bit i for each of them that fires, and
+// writes the masks and the values that need no up.
 __device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, const value_t* x,
                                                 const value_t* gate_bias, bool gated, const Hidden& out, int first,
                                                 int tokens, int d_ff) {
@@ -316,7 +317,7 @@ __device__ __forceinline__ unsigned find_firing(Firing& f, const float* part, co
     return fired;
 }
 
-// The rows of down_t will be read by the next launch: have them fetched while up is being read.
+// The next launch will read these rows of down_t: fetch them into the L2 cache while up is being read.
 __device__ __forceinline__ void fetch_down_rows(const Firing& f, const value_t* down_t, int first) {
     constexpr int LINES = (D_MODEL * (int)sizeof(value_t) + 127) / 128;
     for (int i = threadIdx.x; i < BLOCK_NEURONS * LINES && TOKENS <= 16; i += THREADS)
@@ -380,8 +381,8 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
     wanted.groups = ~0u;
     unsigned fired = 0;
     const value_t* weights = gate;
-    // The gate's product first; where many neurons fire, up's in a second turn. (Written out twice, the product would
-    // take more registers than there are.)
+    // The first turn computes the gate's product; the second one, where many neurons fire, up's. (A loop, because the
+    // product written out twice would take more registers than there are.)
 #pragma unroll 1
     for (bool of_up = false;; of_up = true) {
         multiply(shared_address(memory), part, weights + (long long)first * D_MODEL, wanted, x, tokens);

@@ -10,8 +10,8 @@
 //                 bits
 //   gate_pack_v4  blocks stay and walk over tiles: the next tile's stages are under way while one is packed
 //
-// Compile with -DVERSION=1..4, -DBK=32|64 (of d_model, a stage), -DSTAGES=2.. and, for sm_75 or to take its way on a
-// newer GPU, -DTURING. Worklog: docs/kernels/sm80_gate_pack.md
+// Compile with -DVERSION=1..4, -DBK=32|64 (columns of x and gate in a stage), -DSTAGES=2.. and -DTURING for sm_75 (or
+// to test its code on a newer GPU). Worklog: docs/kernels/sm80_gate_pack.md
 #include "ptx_sm80.cuh"
 
 #ifndef BM
@@ -65,8 +65,8 @@ __device__ __forceinline__ unsigned place(int row, int chunk) {
     const int key = BK == 64 ? row % 8 : row / 2 % 4;
     return row * STAGE_ROW_BYTES + (chunk ^ key) * 16;
 }
-// Which weight row is stored at a place. A lane of a product tile has its columns 2q and 2q + 1; stored in this order,
-// the 64 columns of a warp give each lane 16 neighbouring neurons: columns j and j + 8 of them in product tile j.
+// Which weight row is stored at a place. A lane holds columns 2q and 2q + 1 of a product tile; in this order of weight
+// rows the 64 columns of a warp give each lane 16 neighbouring neurons, of which tile j holds numbers j and j + 8.
 __device__ __forceinline__ int neuron_at(int place) { return place / 64 * 64 + place % 8 * 8 + place / 8 % 8; }
 
 // One thread's part of bringing in the stages, in the order in which they are used, on from one tile of the block to
@@ -82,7 +82,7 @@ public:
     __device__ __forceinline__ void start(int part = 0, int parts = 1) {
         const bool in_row = k_ + chunk_ * 8 < p_.d_model;
         const int x_rows = in_row ? x_rows_ : 0, gate_rows = in_row ? gate_rows_ : 0;
-        const unsigned pitch = p_.d_model * 2;  // Python sees to it that 256 rows take less than 4 GiB
+        const unsigned pitch = p_.d_model * 2;  // ops/ampere.py refuses widths of which 256 rows take 4 GiB or more
         // After the last tile there is nothing to bring, and zeros would run into the tile laid out in the same memory.
         if (APART || tile_ < p_.tiles()) {
 #pragma unroll
@@ -306,8 +306,8 @@ __device__ __forceinline__ void pack_by_masks(const Problem& p, int n, int row, 
         }
 }
 
-// Four warps own half the rows, lay them out and pack them: only they wait for each other. memory: in nobody's use,
-// HALF_BYTES for each half, or for both where they take turns.
+// Four warps own half of the rows, lay them out and pack them; only these four wait for each other. memory: free to
+// overwrite, HALF_BYTES for each half, or for both where they take turns.
 __device__ __forceinline__ void pack_tile(Sums& sums, const Problem& p, int tile, const Warp& w, unsigned char* memory) {
     const Tile t = tile_at(p, tile);
     unsigned char* values = memory + (TAKE_TURNS ? 0 : w.m * HALF_BYTES);

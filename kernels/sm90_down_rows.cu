@@ -1,6 +1,6 @@
 // down_rows: y[lost[1 + first + i], :] = start[that row, :] + bias + h[i] Wd^T for the slots i of a chunk: the second
-// half of the layer for the rows that the packed path gave up (gate_up makes h). fp32 sums, rounded once, scattered by
-// row. The host does not know how many rows there are: the launch is for `slots`, and ends at once where there are
+// half of the layer for the rows that the packed path lost (gate_up computes h). fp32 sums, rounded once, scattered by
+// row. The host does not know how many rows there are: the launch is for `slots` rows, and ends at once where there are
 // none.
 //
 // What bounds it: with no row lost, the launch. With few, the weights, which have to be read once, and how much one
@@ -75,7 +75,8 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
     const u32 base = start_pipeline();
     Tiles tiles = tiles_for(rows, (d_model + BN - 1) / BN);
     // Few tiles leave most of the GPU idle: then several clusters share a tile, and each has only that one. Not where
-    // there is another chunk: which rows are in which is a matter of time, and all are to be summed in one order.
+    // there are several chunks: which rows are in which chunk differs from run to run, and every row has to be summed
+    // in the same order.
     const bool alone = first == 0 && lost[0] <= slots;
     const int k_all = (d_ff + BK - 1) / BK, shares = min(min(SPLITS, tiles.step / tiles.total), k_all / 8);
     const int splits = alone ? max(1, shares) : 1;

@@ -10,8 +10,8 @@
 //   gate_pack_v2  clusters of two blocks share the rows of the weights that they fetch
 //   gate_pack_v3  packing goes between the k-steps of the next tile, while the tensor cores work
 //
-// One is compiled at a time: VERSION 0 to 3; BIAS 1 | 0. The drawing below says where wgmma leaves the sums, and why
-// neighbouring columns end up in one lane. Worklog: docs/kernels/sm90_gate_pack.md
+// One version is compiled at a time: VERSION 0 to 3; BIAS 1 | 0. The drawing below shows where wgmma leaves the sums,
+// and why neighbouring columns end up in one lane. Worklog: docs/kernels/sm90_gate_pack.md
 #include "twell.cuh"
 #ifndef VERSION
 #define VERSION 3
@@ -41,9 +41,9 @@
 //   row 15     28     29     30     31  |   28     29     30     31 |     |      28          31
 //                     j = 0                        j = 1                         j = 31
 //
-// What lies at a place is ours to choose: at place 8 j + 2 q + e it is the weights' row of neuron span * q + 2 j + e, a
-// tensor map of five dimensions sees to that (the launcher makes it). So lane q of a quad holds `span` neighbouring
-// neurons in order, 64 in a whole tile:
+// The order of the weight rows is free to choose: place 8 j + 2 q + e gets the row of neuron span * q + 2 j + e. A
+// tensor map of five dimensions reads them in this order (_gate_maps in ops/hopper_pack.py). So lane q of a quad holds
+// `span` neighbouring neurons in order, 64 in a whole tile:
 //
 //   row of neurons   [ q = 0: 0 .. 63 ][ q = 1: 64 .. 127 ][ q = 2: 128 .. 191 ][ q = 3: 192 .. 255 ]
 
@@ -265,8 +265,8 @@ struct Consumer {
     }
 };
 
-// v0 stores the gate itself (null: nothing), v1 and v2 pack a tile when it is done. Where the next tile is takes
-// divisions: they are made beside the products, not between two tiles.
+// v0 stores the gate itself (null: nothing), v1 and v2 pack a tile when it is done. Finding the next tile takes
+// divisions: they run while the tensor cores work, not between two tiles.
 __device__ __forceinline__ void one_after_the_other(u32 base, int number, Tiles tiles, int k_count,
                                                     word_t* __restrict__ packed, const value_t* __restrict__ bias,
                                                     word_t* __restrict__ pool, int tokens, int d_ff) {
@@ -324,8 +324,8 @@ __device__ __forceinline__ void packing_beside_the_products(u32 base, int number
 }
 
 // ---------------------------------------------------------------- the kernel
-// gate: the weights as (k, 2, 4, 32, full tiles), gate_last: the narrow last tile as (k, 2, 4, span / 2, 1); see
-// the launcher.
+// gate: map of the weights as (k, 2, 4, 32, whole tiles); gate_last: of the narrow last tile as (k, 2, 4, span / 2, 1).
+// See _gate_maps in ops/hopper_pack.py.
 #define GATE_PACK_KERNEL(NAME, CONSUME)                                                                             \
     extern "C" __global__ void HOPPER_GEMM NAME(                                                                    \
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap gate,                                \

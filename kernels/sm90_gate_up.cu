@@ -23,7 +23,7 @@ __device__ __forceinline__ float2 biases(const value_t* __restrict__ bias, int c
     return bias && c < d_ff ? two_floats(*(const u32*)(bias + c)) : make_float2(0, 0);
 }
 
-// 128 columns of h, from `first`, in the order of the sums. half: which, of a plain layer's tile.
+// 128 columns of h, from `first`, in the order of the sums. half: which half of a plain layer's tile.
 template <bool BIASED>
 __device__ __forceinline__ void hidden(u32 (&pairs)[16][2], const float (&d)[128], const value_t* __restrict__ gate_bias,
                                        const value_t* __restrict__ up_bias, int first, int d_ff, int half) {

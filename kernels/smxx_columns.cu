@@ -1,6 +1,5 @@
-// columns: the survivors of a sparse layer, which lie row by row, brought into order neuron by neuron, with what each
-// adds to the gradients. A sparse transpose: a row of the weights' gradient has to find every token that its neuron
-// fired for.
+// columns: sorts the survivors of a sparse layer, which lie row by row, by neuron, with what each adds to the
+// gradients. This is a sparse transpose: a row of the weights' gradient needs every token that its neuron fired for.
 //
 // The order is fixed, tokens ascending, so that every sum over it is deterministic. No place is handed out by a race:
 // rows are taken in chunks, a histogram of each chunk (integer sums) gives it the places of its records in each list,
@@ -106,9 +105,10 @@ columns_scan_v2(int* __restrict__ counts, int* __restrict__ totals, int chunks, 
 // The sum of v over the lanes before this one.
 __device__ __forceinline__ int sum_before_lane(int v) { return sum_up_to_lane(v) - v; }
 
-// One block; each warp takes a run of columns, a lane each in turn. most_units: the records are at most so many units
-// (see columns.cuh). order [d_ff]: the neurons by class. pieces: of each block of class 0, its neuron and the first
-// record of its piece. first_piece [d_ff]: of the lists of class 0, in their order. At most 65,536 columns.
+// One block; each warp takes a range of columns, which its lanes take in turn. most_units: the records must make at
+// most so many units (see columns.cuh). order [d_ff]: the neurons by class. pieces: of each block of class 0, its
+// neuron and the first record of its piece. first_piece [d_ff]: of the lists of class 0, in their order. At most 65,536
+// columns.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 columns_plan_v2(const int* __restrict__ totals, int* __restrict__ starts, int* __restrict__ order, int2* __restrict__ pieces,
                 int* __restrict__ first_piece, Plan* __restrict__ plan, int d_ff, int most_units) {

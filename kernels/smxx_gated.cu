@@ -69,8 +69,8 @@ gated_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const
 }
 #endif
 
-// The sum over the lanes of the team. With several warps they meet at one barrier a call: two sets of parts take
-// turns, so a warp that runs ahead writes the set that nobody is reading.
+// The sum over the lanes of the team. Several warps meet at one barrier in each call. Two sets of parts take turns, so
+// that a warp which is already in the next call writes the set that no warp is reading.
 __device__ __forceinline__ sum_t team_sum(sum_t v, int& turn) {
     v = warp_sum(v);
 #if WARPS > 1
@@ -167,7 +167,7 @@ GATED_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ pa
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts();
     count_row(stats, facts);
-    if (facts.lost) return hand_on(in, row, lost, lost_x);  // every warp finds the same facts
+    if (facts.lost) return hand_on(in, row, lost, lost_x);  // the same in every warp
     if (any_nonfinite(in) && facts.kept < columns) {  // see gated_v1
         if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
         return;

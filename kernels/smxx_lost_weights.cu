@@ -2,9 +2,9 @@
 // dgate[j] += sum dgate_t x_t, dup[j] += sum dup_t x_t, ddown_t[j] += sum h_t dy_t, over the lost rows t, ascending.
 //
 // A block has BLOCK_NEURONS neurons and walks over the lost rows twice: once over x for dgate and dup, once over dy for
-// ddown_t, a thread THREAD_COLUMNS columns of a row, AHEAD rows under way. h, dup and dgate are those that
-// lost_backward left, or, where there was no room for them, are computed again for each batch of rows, the sums lying
-// in memory meanwhile.
+// ddown_t. A thread has THREAD_COLUMNS columns of a row, and AHEAD rows are loaded in advance. h, dup and dgate are
+// those that lost_backward left; where there was no room for them, they are computed again for each batch of rows, and
+// the sums stay in memory meanwhile.
 //
 // What bounds it: with few rows, reading and writing the gradients, however few they are; then the rows of x and dy,
 // which each block of neurons reads again through the L2 cache. Worklog: docs/kernels/smxx_lost_weights.md

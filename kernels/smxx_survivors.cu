@@ -74,8 +74,7 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
     }
 }
 
-// Sums of entries stop at the largest int: `a`, `b` and the result are at most that, so that their order does not
-// matter.
+// a + b, but at most the largest int, as are `a` and `b`. So the order of several such sums does not matter.
 __device__ __forceinline__ unsigned add_up(unsigned a, unsigned b) { return min(a + b, 0x7fffffffu); }
 
 // The sum of v over the threads before this one, in a block of PLACE_THREADS; total: over all of them.
@@ -139,8 +138,8 @@ survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ 
     if (row >= rows) return;
     const Totals before = totals[blockIdx.x];
     const int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
-    // Of lane k: what the block's k-th row is. An end may pass the largest int: as unsigned it does not come round
-    // again.
+    // Lane k holds the facts of the block's k-th row. The end of a row may exceed the largest int; as an unsigned
+    // number it does not wrap around.
     const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));
     const bool there = count != LOST && end <= (unsigned)capacity;
     const unsigned rows_there = __ballot_sync(ALL_LANES, there);

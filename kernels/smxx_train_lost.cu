@@ -1,6 +1,6 @@
 // The rows that a sparse training step cannot hold ("lost" rows, of which a tile overflows the pool), forward and
-// backward, from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending, known on the
-// device only: each kernel is launched with a fixed grid, looks, and ends at once where there are none.
+// backward, from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending. Only the device
+// knows them: each kernel is launched with a fixed grid, reads lost[0], and ends at once where it is 0.
 // smxx_lost_weights.cu has the weights' gradients.
 //
 // What bounds it: with few rows, reading the weights; with many, instructions: fused multiply-adds on 16-bit values
@@ -87,9 +87,9 @@ struct Task {
     bool whole;
 };
 
-// Forward: out is y, its sums those of h * down_t, and l1 and kept of row r go to [r], or if the task is whole to [its
-// number]. Backward: out is dx, its sums those of dgate * gate + dup * up, and if there is room for all rows of the
-// list their entries are kept. sums: the block's float [ROWS][d_model].
+// Forward: out is y, the sum of h * down_t; l1 and kept of row r of the group go to [r], or, if the task is whole, to
+// [number of the row]. Backward: out is dx, the sum of dgate * gate + dup * up; if there is room for the entries of all
+// rows of the list, they are kept. sums: the block's float [ROWS][d_model].
 template <bool BACKWARD>
 __device__ __forceinline__ void take_rows(const Layer& layer, const Task& task, const value_t* __restrict__ x,
                                           const value_t* __restrict__ dy, const float* __restrict__ dl1,

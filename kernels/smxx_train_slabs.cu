@@ -11,8 +11,8 @@
 //   up_values_v1        u = sum of pieces + up_bias, l1 = sum |g u|
 //   hidden_gradient_v2  dh = sum of pieces + dl1 sign(h)
 //
-// What bounds it: what L1 does not hold, through the L2 cache; and what each slab costs a row besides: the span, the
-// words. Worklog: docs/kernels/smxx_train_slabs.md
+// What bounds it: the L2 cache, for what L1 does not hold; and for each row and slab, reading the span and the words
+// again. Worklog: docs/kernels/smxx_train_slabs.md
 #include "row_walk.cuh"
 #include "spans.cuh"
 
@@ -69,7 +69,7 @@ struct Place {
     }
 };
 
-// Element i of a list, past L1: the lists are read once a slab, and the rows of the matrices have better uses for it.
+// Element i of a list, read past L1: a slab reads the lists only once, and L1 is needed for the rows of the matrices.
 template <class T>
 __device__ __forceinline__ T element(const T* list, int i) {
     return __ldcg((const T*)((const char*)list + (size_t)(unsigned)i * sizeof(T)));
@@ -93,9 +93,9 @@ __device__ __forceinline__ void store_sums(value_t* m, const Place& p, const flo
     if (!p.lost && p.inside()) __stcs((uint4*)(m + (long long)p.row * D_MODEL + p.column), Vector::of_floats(sum).raw);
 }
 
-// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. Behind a row's last
-// entry comes the offset of the last one again, with zeros for values: that row of the matrix is in L1, and nobody has
-// to ask whether to load.
+// A turn's entries lie in shared memory, where the lanes of a part read them, several at a time. After a row's last
+// entry the last offset is repeated, with zeros for values: that row of the matrix is in L1 already, and no lane has to
+// test whether to load.
 extern "C" __global__ void WARPS_OF_ROWS(SUMS_RESIDENT)
 weighted_rows_v2(const int2* __restrict__ spans, const word_t* __restrict__ words, const float* __restrict__ ups,
                  const value_t* __restrict__ down_t, const value_t* __restrict__ bias, value_t* __restrict__ y, int rows) {
@@ -195,8 +195,8 @@ input_gradient_v2(const int2* __restrict__ spans, const word_t* __restrict__ wor
 }
 #endif
 
-// The sum of d over the ROW_LANES lanes of a part, of AT_ONCE values at once: a value has the lanes whose number within
-// the part, divided by ROW_LANES / AT_ONCE, is its own. Each step halves the values that a lane is adding up.
+// The sums of AT_ONCE values over the ROW_LANES lanes of a part, all at once. Lane l of the part gets the sum of value
+// l / (ROW_LANES / AT_ONCE). Each step halves the number of values that a lane adds up.
 __device__ __forceinline__ float sums_over_group(float* d, int lane) {
     int step = ROW_LANES / 2;
 #pragma unroll

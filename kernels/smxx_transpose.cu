@@ -4,8 +4,8 @@
 // What bounds it: device memory; each value is read and written once.
 //
 //   transpose_v1  SIDE x SIDE values through shared memory, 16 bytes a thread on either side. Rows in shared memory are
-//                 33 words apart, so that the eight rows that a thread picks its column's values from lie in other
-//                 banks
+//                 33 words apart, so that the eight rows from which a thread reads the values of its column lie in
+//                 different banks
 // Worklog: docs/kernels/smxx_transpose.md
 #include "twell.cuh"
 

@@ -3,9 +3,9 @@
 // and the biases' gradients, the sums of dgate_of and dup_of. float32 sums in a fixed order, rounded once. GATED 0: no
 // dgate.
 //
-// What bounds it: the L2 cache, through which each survivor reads a row of x and one of dy. That holds only if rows
-// that are read again are still there, which x and dy together exceed: so columns are taken in slabs of SLAB, one after
-// another.
+// What bounds it: the L2 cache, through which each survivor reads a row of x and one of dy. Rows that are read again
+// have to be still in the cache, and x and dy together are too large for it: so columns are taken in slabs of SLAB, one
+// after another.
 //
 //   weight_gradients_v1  a block a neuron and 128 columns, its threads a column each: no work shared, no vectors. Any
 //                        d_model

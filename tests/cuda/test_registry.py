@@ -1,4 +1,4 @@
-"""Every kernel is declared, and what is declared is what is launched."""
+"""Every kernel is declared, and every launch agrees with the declaration."""
 
 import pytest
 import torch

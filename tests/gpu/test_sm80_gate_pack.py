@@ -188,5 +188,5 @@ def test_what_is_not_taken():
     assert not ampere.takes(wide, wide)
     shifted = torch.empty(512 * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(512, 64)
     assert not ampere.takes(x, shifted)
-    with pytest.raises(errors.InputError, match="16-byte alignment"):
+    with pytest.raises(errors.InputError, match="aligned to 16 bytes"):
         ampere.gate_pack(x, shifted)

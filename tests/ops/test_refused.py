@@ -10,7 +10,7 @@ from twell_lab.ops import ampere, hopper_dense
 def test_by_the_gate_kernel_of_ampere():
     x, gate = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)
     assert not ampere.takes(x, gate)
-    with pytest.raises(InputError, match=r"not torch.bfloat16 \[4, 64\] on cpu with a gate \[16, 64\]"):
+    with pytest.raises(InputError, match=r"x is torch.bfloat16 \[4, 64\] on cpu and gate is \[16, 64\]"):
         ampere.gate_pack(x, gate)
 
 

@@ -57,7 +57,7 @@ def compiler() -> tuple[int, int]:
 
 @cache
 def _cuda_include() -> str:
-    """The folder of cuda_bf16.h and cuda_fp16.h that belongs to this NVRTC."""
+    """The folder of the headers cuda_bf16.h and cuda_fp16.h that belong to this NVRTC."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     found = find_nvidia_header_directory("cudart")
@@ -91,8 +91,8 @@ def architecture(capability: tuple[int, int], file: str) -> str:
 
 
 def _prebuilt() -> Path | None:
-    """The folder that TWELL_LAB_CUBINS names. Raises InputError for one that others than this user and root can
-    fill."""
+    """The folder that TWELL_LAB_CUBINS names, or None. Raises InputError for one in which others than this user and
+    root can write."""
     if not (named := os.environ.get("TWELL_LAB_CUBINS")):
         return None
     try:
@@ -106,8 +106,8 @@ def _prebuilt() -> Path | None:
 
 def _flags(arch: str, defines: Mapping[str, object]) -> list[str]:
     values = [f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items())]
-    # Without --fmad=false the compiler may join a product and a sum as it likes; the kernels say fma where they mean
-    # it, so that they compute the same bits on every GPU and in the simulator.
+    # --fmad=false: the compiler must not fuse products and sums by itself. The kernels write fma where they mean it, so
+    # that they compute the same bits on every GPU and in the simulator.
     fixed = ["--std=c++17", "--fmad=false", "--generate-line-info", "--ptxas-options=-v"]
     return [*fixed, f"--gpu-architecture={arch}", *values]
 
@@ -122,8 +122,8 @@ def _stem(file: str, arch: str, defines: Mapping[str, object]) -> str:
 def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_in: Path | None = None) -> Cubin:
     """The cubin of kernels/`file` for `arch`, with `defines` as macros (True: defined without a value).
 
-    Looks in TWELL_LAB_CUBINS, then in the cache (`cache_in`, or the user's), then compiles. A cache that
-    cannot be written costs a warning and the time to compile again, nothing else; so does one where others can write.
+    Looks in TWELL_LAB_CUBINS, then in the cache (`cache_in`, or the user's), then compiles. Where the cache cannot be
+    written, or others can write there, it warns and compiles in each process.
     Raises InputError for a folder or file of TWELL_LAB_CUBINS that others than this user and root could have written.
     """
     stem = _stem(file, arch, defines)
@@ -158,7 +158,7 @@ def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[byt
 
 
 def _read_cached(folder: Path, name: str) -> Cubin | None:
-    """A cached cubin, or None where there is none or it is not whole (its log holds its SHA-256)."""
+    """A cached cubin; None where there is none or it is incomplete: its log begins with its SHA-256."""
     try:
         if folders.refusal(folder):
             return None

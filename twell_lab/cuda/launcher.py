@@ -1,9 +1,9 @@
 """Loading compiled kernels and launching them: on a GPU through the driver, on CPU tensors in the simulator.
 
 Launches run on torch's current stream, and nothing waits for the GPU. Each thread prepares a kernel once
-(`_Prepared`): the driver's handle, and one block of memory from which the driver reads the grid and the arguments. From
-then on a launch writes numbers into that block and calls the driver. What a kernel's parameters are, and how many
-threads its block has, is read from its source.
+(`_Prepared`): it gets the driver's handle, and one piece of host memory from which the driver reads the grid and the
+arguments. From then on a launch writes numbers into that memory and calls the driver. A kernel's parameters and the
+number of threads of its blocks are read from its source.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .sources import Entry
 if TYPE_CHECKING:
     from ..simulator.source import Parameter
 
-DEFINE = macros.VALUE
-# CUDA_ERROR_INVALID_CONTEXT: a thread, such as autograd's, in which torch has not had to ask for anything yet
+# CUDA_ERROR_INVALID_CONTEXT: of a thread, such as autograd's, in which torch has not used CUDA yet
 _NO_CONTEXT = 201
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _EARLY_DRIVER = 12_030  # CUDA 12.3: since then graphs can hold launches that may start before the previous one ends
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID of cuda.h
-_MOST_KERNELS, _MOST_PREPARED = 4096, 1024  # kept at most; the least recently used goes
-_ALIGNED = 64  # bytes: what a tensor map asks for
-_CONFIG = "7I4xQQI12x"  # CUlaunchConfig of cuda.h: grid, block, shared, stream, attributes, how many; up to _ALIGNED
-# Parameters that are numbers: how `struct` has one, the least that it holds, and what is one too many.
+_MOST_KERNELS, _MOST_PREPARED = 4096, 1024  # kept at most; the least recently used is dropped
+_ALIGNED = 64  # bytes: the alignment of a tensor map
+# CUlaunchConfig of cuda.h, for `struct`: grid, block, shared, stream, attributes, their number, padding to _ALIGNED.
+_CONFIG = "7I4xQQI12x"
+# Parameters that are numbers: the format for `struct`, the least value, and the greatest plus 1.
 _NUMBERS = {
     "int": ("i4x", -(2**31), 2**31),
     "unsigned": ("I4x", 0, 2**32),
@@ -51,9 +51,9 @@ _lock = threading.Lock()
 
 
 class Structure(NamedTuple):
-    """An argument of several words that says where tensors lie.
+    """An argument that a kernel takes by value and that holds the addresses of tensors.
 
-    make: its bytes, from their addresses, in order; it must hold no tensor. of: the tensors, or addresses."""
+    make: its bytes, from the addresses of `of`, in this order; it must hold no tensor. of: tensors, addresses, None."""
 
     make: Callable[..., bytes]
     of: tuple[Tensor | int | None, ...]
@@ -63,23 +63,31 @@ class Structure(NamedTuple):
 
 
 class Kernel:
-    """One kernel as it is launched. Made by `kernel`, which gives the same one for the same description."""
+    """One kernel, as it is compiled and launched. `kernel` makes it, and returns the same one for the same
+    arguments."""
 
     def __init__(self, file: str, name: str, defines: tuple, shared: int = 0, early: bool = False):
         self.file, self.name, self.defines, self.shared, self.early = file, name, defines, shared, early
 
     @cached_property
     def entry(self) -> Entry:
-        """Its parameters and the threads of its block, as the source has them."""
+        """Its parameters and the number of threads of its blocks, read from its source."""
         return sources.entries(self.file, self.defines)[self.name]
 
     def launch(self, device: torch.device, grid: tuple[int, int], arguments: Sequence) -> None:
-        """Run it on `device` for a grid of blocks.
+        """Launch it on `device`, in the simulator if that is the CPU.
 
-        arguments: one for each parameter. For a pointer a tensor, None or (on a GPU) an address, for a number a whole
-        number, for a structure a Structure. Those of a thread's first launch are held against the source, as
-        `check_arguments` says; later ones are taken to be alike. Raises InputError there, and DeviceError if the driver
-        refuses."""
+        Args:
+            device: where the tensors among the arguments lie.
+            grid: the number of blocks along x and y.
+            arguments: one for each parameter: for a pointer a tensor, None or (on a GPU) an address; for a number an
+                int; for a structure a Structure or its bytes.
+
+        Raises:
+            InputError: for arguments that the source does not take (`check_arguments`). Only a thread's first launch
+                of a kernel is checked; later ones must pass arguments of the same kinds.
+            DeviceError: if the driver refuses the launch.
+        """
         _launch(self, device, grid, arguments)
 
 
@@ -87,18 +95,19 @@ class Kernel:
 def kernel(file: str, name: str, defines: tuple, shared: int = 0, early: bool = False) -> Kernel:
     """The kernel `name` of kernels/`file`, compiled with the macros `defines`.
 
-    shared: bytes of dynamic shared memory. early: it may start before the kernel in front of it has ended, and waits
-    inside for what it reads; where GPU and driver can."""
+    shared: bytes of dynamic shared memory. early: the GPU may start it before the previous kernel has ended, where GPU
+    and driver support that ("programmatic stream serialization"); the kernel itself then waits for that one before it
+    reads or writes memory."""
     return Kernel(file, name, defines, shared, early)
 
 
 def loaded_kernels() -> set[str]:
-    """The names of the kernels' sources of which this process has launched something on a GPU, without their ending."""
+    """The source files, without ".cu", from which this process has loaded a kernel on a GPU."""
     return {file.removesuffix(".cu") for file, *_ in list(_loaded)}
 
 
 def _launch(made: Kernel, device: torch.device, grid: tuple[int, int], arguments: Sequence) -> None:
-    """What every launch goes through; see Kernel.launch."""
+    """Kernel.launch, as a function of the module: tests put their own in its place to watch launches."""
     if device.type == "cpu":
         from ..simulator import program
 
@@ -113,7 +122,8 @@ def _launch(made: Kernel, device: torch.device, grid: tuple[int, int], arguments
 
 
 def start(made: Kernel, index: int, grid: tuple[int, int], stream: int, values: list) -> None:
-    """Launch on CUDA device `index`, which is the current one, with arguments that are addresses, numbers and bytes."""
+    """Launch on CUDA device `index`, which must be the current one. values: an address, a number or bytes for each
+    parameter."""
     prepared = own.prepared(made, index)
     if prepared.write is None:
         prepared.lay_out(values)
@@ -124,12 +134,13 @@ _NOTHING: AbstractContextManager = nullcontext()
 
 
 def on(index: int) -> AbstractContextManager:
-    """A context in which CUDA device `index` is the current one. torch.cuda.device costs more than the comparison."""
+    """A context in which CUDA device `index` is the current one. It mostly is already, and torch.cuda.device would cost
+    more time than this comparison."""
     return _NOTHING if _current_device() == index else torch.cuda.device(index)
 
 
 def _value(given):
-    """An argument as it is written into the memory of a launch."""
+    """An argument as a launch passes it on: an address, a number or bytes."""
     if type(given) in (int, bytes):
         return given
     return given.image() if isinstance(given, Structure) else address(given)
@@ -142,22 +153,22 @@ class _Attribute(ctypes.Structure):
 
 
 class _Prepared:
-    """A kernel loaded on one device, and the memory that one thread's launches of it are read from."""
+    """A kernel loaded on one device, and the memory from which the driver reads one thread's launches of it."""
 
     def __init__(self, made: Kernel, index: int):
         _make_context_current(index)
         self.made, self.device = made, torch.device("cuda", index)
-        _make_context_current(index)
         self.function = _kernel(made, self.device)
         self.attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
         self.attribute.value[0] = 1
         early = made.early and _may_start_early(index)
         self.fixed = (1, made.entry.threads, 1, 1, made.shared)
         self.attributes = (ctypes.addressof(self.attribute), 1) if early else (0, 0)
-        self.write: Callable | None = None  # known with the first arguments
+        self.write: Callable | None = None  # made by lay_out, which needs the first arguments
 
     def lay_out(self, arguments: Sequence) -> None:
-        """Make the memory, for arguments such as these."""
+        """Make the memory for arguments of these kinds. Raises InputError for arguments that the kernel does not
+        take."""
         check_arguments(self.made.entry, arguments)
         layout, offsets = _layout(self.made.entry.parameters, arguments)
         room = (ctypes.c_char * (layout.size + _ALIGNED))()
@@ -183,8 +194,10 @@ class _Prepared:
 
 
 class _Own(threading.local):
-    """What each thread has for itself: two threads never write into the same memory. recording: who is told of each
-    launch on a GPU (twell_lab.cuda.tape), or None."""
+    """What each thread has for itself, so that no two threads write into the same memory.
+
+    recording: the recording in progress (twell_lab.cuda.tape), which is told of each launch on a GPU, or None.
+    prepared: the thread's _Prepared for a Kernel and a device's index."""
 
     def __init__(self):
         self.recording = None
@@ -195,7 +208,7 @@ own = _Own()
 
 
 def _layout(parameters: Sequence[Parameter], arguments: Sequence) -> tuple[struct.Struct, list[int]]:
-    """How a launch lies in memory: the configuration, then the arguments; and where each argument starts."""
+    """The format of a launch in memory: the configuration, then the arguments; and the offset of each argument."""
     form, offsets = "<" + _CONFIG, []
     for parameter, given in zip(parameters, arguments):
         number = _NUMBERS.get(parameter.type)
@@ -222,12 +235,12 @@ def _driver():
 def _may_start_early(index: int) -> bool:
     version = ctypes.c_int(0)
     _driver().cuDriverGetVersion(ctypes.byref(version))
-    return torch.cuda.get_device_capability(index) >= (9, 0) and version.value >= _EARLY_DRIVER
+    return capability(index) >= (9, 0) and version.value >= _EARLY_DRIVER
 
 
 def _make_context_current(index: int) -> None:
-    """Give this thread torch's context if it has none: the driver launches into it, and torch sets it only when it
-    must."""
+    """Make torch's context of this device the thread's, if the thread has none: a launch needs one, and torch sets it
+    only when it first uses CUDA in a thread."""
     context, driver = ctypes.c_void_p(), _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context:
@@ -237,10 +250,7 @@ def _make_context_current(index: int) -> None:
 
 
 def _kernel(made: Kernel, device: torch.device) -> int:
-    """Driver handle of one kernel on one device, compiled and loaded on first use.
-
-    Dynamic shared memory above 48 KiB a kernel must be allowed, once.
-    """
+    """Driver handle of one kernel on one device, compiled and loaded on first use."""
     key = (made.file, made.name, made.defines, device.index, made.shared)
     if key not in _loaded:
         with _lock:
@@ -259,7 +269,7 @@ def _load(made: Kernel, device: torch.device) -> int:
         from cupy.cuda.function import Module
     except ImportError as error:
         raise StackError(f"running the CUDA kernels needs CuPy; {cubins.NEEDS_NVRTC}") from error
-    arch = cubins.architecture(torch.cuda.get_device_capability(device), made.file)
+    arch = cubins.architecture(capability(device.index), made.file)
     cubin = cubins.compile(made.file, arch, dict(made.defines))
     with torch.cuda.device(device):
         enter(device)
@@ -267,54 +277,62 @@ def _load(made: Kernel, device: torch.device) -> int:
         module.load(cubin.image)
         _modules.append(module)
         function = module.get_function(made.name).ptr
-        if made.shared > macros.SHARED_BY_DEFAULT:
+        if made.shared > macros.SHARED_BY_DEFAULT:  # more than that needs permission
             driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, made.shared)
         return function
 
 
 def enter(device: torch.device) -> None:
-    """Make the primary context of torch's current device, which this is, the calling thread's."""
+    """Make the primary context of `device`, which must be torch's current device, the calling thread's context."""
     from cupy.cuda import runtime
 
     runtime.setDevice(device.index)
 
 
 def address(given: Tensor | int | None) -> int:
-    """Where a tensor starts; 0 for None. What is an address already stays so."""
+    """The address of a tensor's first value; 0 for None; an address itself."""
     return 0 if given is None else given if type(given) is int else given.data_ptr()
 
 
 def aligned(*tensors: Tensor | None) -> bool:
+    """Whether each of these tensors, None aside, starts at a multiple of 16 bytes."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
 @cache
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def multiprocessors(index: int) -> int:
+    """How many multiprocessors CUDA device `index` has."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def capability(index: int) -> tuple[int, int]:
+    """The compute capability of CUDA device `index`, for example (9, 0)."""
+    return torch.cuda.get_device_capability(index)
 
 
 # ---- what a kernel may be given
 
 
 def check_arguments(entry: Entry, arguments: Sequence) -> None:
-    """Raise InputError unless these are what the entry takes: as many, and each of its kind.
+    """Raise InputError unless the entry takes these arguments: as many as it has parameters, each of the right kind.
 
-    A pointer takes a tensor whose values are what it points to (of uint8, memory to be cut up, any pointer), None, or
-    an address; a number a whole one that its bits hold; a structure a Structure or its bytes."""
+    For a pointer: a tensor of the type that it points to, a tensor of uint8 (memory for any use), None, or an address.
+    For a number: an int in its range. For a structure: a Structure, or its bytes."""
     if len(arguments) != len(entry.parameters):
         names = ", ".join(parameter.name for parameter in entry.parameters)
         raise InputError(f"{entry.name} takes {len(entry.parameters)} arguments ({names}); {len(arguments)} were given")
     for parameter, given in zip(entry.parameters, arguments):
         taken = _pointer_takes if parameter.pointer else _value_takes
         if accepted := taken(parameter.type, given):
-            told = (
+            what = (
                 f"a tensor of {given.dtype}" if isinstance(given, Tensor) else f"{type(given).__name__} {given!r:.60}"
             )
-            raise InputError(f"{parameter.name} of {entry.name} is {told}; {accepted} is accepted")
+            raise InputError(f"{parameter.name} of {entry.name} is {what}; {accepted} is accepted")
 
 
 def _pointer_takes(pointee: str, given) -> str:
-    """What would be accepted, "" for what is."""
+    """ "" where a pointer to `pointee` takes `given`; otherwise what it takes, in words."""
     if given is None or type(given) is int or isinstance(given, Tensor) and given.dtype == torch.uint8:
         return ""
     if isinstance(given, Tensor):
@@ -326,7 +344,7 @@ def _pointer_takes(pointee: str, given) -> str:
 
 
 def _value_takes(kind: str, given) -> str:
-    """What would be accepted, "" for what is."""
+    """ "" where a parameter of the type `kind` takes `given`; otherwise what it takes, in words."""
     if kind not in _NUMBERS:
         return "" if type(given) in (bytes, Structure) else f"the bytes of one {kind}"
     _, least, end = _NUMBERS[kind]

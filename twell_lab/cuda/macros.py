@@ -1,7 +1,7 @@
 """Which macros each kernel is compiled with: for a type of values, a width of rows, and a GPU.
 
-A set of macros is a tuple of (name, value) pairs; True is a macro without a value. The functions at the end list, for
-`registry`, every set that launches may ask for."""
+A set of macros is a tuple of (name, value) pairs; the value True stands for a macro without a value. The functions at
+the end list, for `registry`, every set that launches may ask for."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TENSOR_CORES_OF_BF16 = (8, 0)  # the first GPUs with them; those of float16 came
 
 
 def value(dtype: torch.dtype) -> tuple:
-    """The macros of a kernel that has its type of values alone."""
+    """The macros of a kernel that needs only its type of values."""
     return ((VALUE[dtype], True),)
 
 
 # ---- whole rows in registers: smxx_down, smxx_gated, smxx_up, smxx_survivors, smxx_train_rows
 
-TEAMS = 8  # teams that share a token when there are few
+TEAMS = 8  # teams that share each token when there are few tokens
 _CHUNKS_A_LANE = 4  # 16-byte chunks of one row that a lane keeps in registers; more would spill
 _MOST_WARPS = 16  # 128 registers for each of 512 threads is all a multiprocessor has
 
 
 @lru_cache
 def specialisation(dtype: torch.dtype, d_model: int, teams: int = 1) -> tuple | None:
-    """The macros of the register kernels for this width, or None where only the v1 kernels take it.
+    """The macros of the kernels that keep whole rows in registers, for this width; None where only v1 kernels take it.
 
-    teams: how many teams of warps share a token, at most; fewer where a block would grow beyond 512 threads.
+    teams: how many teams of warps share a token, at most; fewer where a block would have more than 512 threads.
     """
     vector = 16 // dtype.itemsize
     if d_model % vector:
@@ -54,12 +54,14 @@ def any_width(dtype: torch.dtype) -> tuple:
 
 # ---- slabs of rows: smxx_train_slabs
 
-# Lanes that share an entry, so that a slab is so many vectors wide; entries under way in a lane.
+# By kernel: the lanes that share an entry, which is also the width of a slab in vectors of 16 bytes; and the entries
+# that a lane loads at once.
 SLAB_SHAPES = {"weighted_rows": (32, 8), "input_gradient": (16, 2), "dots": (32, 8)}
 
 
 @lru_cache
 def slabs(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
+    """The macros of smxx_train_slabs for this width and a shape from SLAB_SHAPES."""
     sizes = (("D_MODEL", d_model), ("ROW_LANES", shape[0]), ("AT_ONCE", shape[1]))
     return ((VALUE[dtype], True), *sizes)
 
@@ -67,16 +69,17 @@ def slabs(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> tuple:
 # ---- sm80_gate_pack
 
 _GATE_PACK = "sm80_gate_pack.cu"
-# KiB of shared memory that one block may have; for a GPU that is not named here, what the smallest since Ampere has.
+# KiB of shared memory that one block may have, by compute capability; GPUs that are not named here have at least
+# _LEAST_SHARED.
 _SHARED = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED = 99
 
 
 class Setup(NamedTuple):
-    """Macros of one specialisation; turing: without what came after sm_75."""
+    """One specialisation. turing: without instructions that came after sm_75."""
 
     version: int
-    k_step: int  # of d_model, a stage of the pipeline
+    k_step: int  # columns of x and of the gate's weights in one stage of the pipeline
     stages: int
     turing: bool = False
 
@@ -94,7 +97,7 @@ class Setup(NamedTuple):
 def _shared_bytes(setup: Setup) -> int:
     number = lambda name: sources.number(_GATE_PACK, name, setup.defines(torch.float16))  # noqa: E731
     pipeline = setup.stages * number("STAGE_BYTES")
-    packing = (1 if number("TAKE_TURNS") else 2) * number("HALF_BYTES")  # halves of a tile at a time
+    packing = (1 if number("TAKE_TURNS") else 2) * number("HALF_BYTES")  # for one half of a tile at a time, or both
     return pipeline + packing if number("APART") else max(pipeline, packing)
 
 
@@ -108,8 +111,8 @@ def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
     if capability < TENSOR_CORES_OF_BF16:
         made = {1: Setup(1, 32, 1, True), 2: Setup(2, 32, 2, True), 3: Setup(3, 32, 2, True)}
     else:
-        # A barrier for every 64 of d_model rather than 32 is worth 5% on an H100, a pipeline that runs on while a tile
-        # is packed 1%: where there is not enough memory for both, v3 with the longer steps.
+        # On an H100, steps of 64 columns instead of 32, with half as many barriers, gain 5%; a pipeline that loads the
+        # next tile while one is packed (v4) gains 1%. Where there is too little memory for both: v3 with steps of 64.
         steps = (64, 3) if Setup(3, 64, 3).shared <= limit else (32, 4)
         made = {1: Setup(1, 32, 1), **{number: Setup(number, *steps) for number in (2, 3, 4)}}
         made = {number: setup for number, setup in made.items() if setup.shared <= limit}
@@ -123,22 +126,23 @@ def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
 # ---- sm80_decode
 
 _DECODE = "sm80_decode.cu"
-_DECODE_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source, by tokens rounded up:
+_DECODE_NAMES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source
+# Their values, by `decode_tokens`:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
-_SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # where a block has 99 or 163 KiB of shared memory, not 227
+_SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # the same on GPUs with 99 or 163 KiB of shared memory a block
 SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that any kernel may ask for
 
 
 def decode_tokens(tokens: int) -> int:
-    """The number of tokens a decode kernel is compiled for."""
+    """The number of tokens that the decode kernel for this many tokens is compiled for."""
     return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
 def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
     """BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them.
 
-    From 17 tokens on a multiprocessor holds one block, and what it reads of the weights and of x is what takes the
-    time: of three bands a block and two, whichever leaves the busiest one less to read."""
+    From 17 tokens on a multiprocessor holds one block, and reading the weights and x takes most of the time. So a block
+    has three bands or two, whichever leaves the busiest multiprocessor less to read."""
     shape = _SHAPES[rows]
     if capability[0] not in (9, 10):
         return _SMALLER.get(rows, shape)
@@ -160,7 +164,8 @@ def decode(dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...]) 
     parts = number("BLOCK_WARPS") * number("PADDED_TOKENS") * number("PART_STRIDE") * 4
     shared = max(number("BLOCK_WARPS") * number("STAGES") * number("STAGE_BYTES"), parts)
     if shared > SHARED_BY_DEFAULT - 16 * 1024:
-        # with its static part it passes what needs no permission: so ask
+        # With the kernel's static shared memory this is more than a launch gets without permission. A number above
+        # SHARED_BY_DEFAULT makes the launcher ask for it.
         shared = max(shared, SHARED_BY_DEFAULT + 16)
     return macros, shared
 
@@ -206,12 +211,12 @@ def gated(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -
 
 
 def down(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
-    """As `gated`; and the second of two passes, for many tokens alone."""
+    """As `gated`; and the second of the two passes that serve many tokens."""
     return [*gated(dtype, widths), *((*macros, ("HIDDEN", True)) for macros in up(dtype, widths))]
 
 
 def up(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
-    """The first of two passes: each width, with a pool."""
+    """The first of the two passes: each width, with a pool."""
     return [macros for macros in _with_pool(dtype, widths, (1,)) if "TEAMS" not in dict(macros)]
 
 
@@ -227,13 +232,13 @@ def row_slabs(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0
 
 
 def tensor_cores(dtype: torch.dtype, widths: Widths, capability: Capability) -> list[tuple]:
-    """The newest setup for this GPU, for values that its tensor cores take."""
+    """The newest setup for this GPU, for the types of values that its tensor cores take."""
     takes = dtype == torch.float16 or (dtype == torch.bfloat16 and capability >= TENSOR_CORES_OF_BF16)
     return [setup_for(capability).defines(dtype)] if takes else []
 
 
 def decode_every(dtype: torch.dtype, widths: Widths, capability: Capability = (9, 0)) -> list[tuple]:
-    """Each width and number of tokens, in every shape that some GPU takes them in."""
+    """Each width and number of tokens, in every shape that `decode_shape` returns for some GPU."""
     if dtype.itemsize != 2:
         return []
     wide = [(rows, (bands, *_SHAPES[rows][1:])) for rows in (32, 64) for bands in (2, 3)]
@@ -252,7 +257,7 @@ def hopper_pack(dtype: torch.dtype, widths: Widths = (), capability: Capability 
 
 
 def clusters(dtype: torch.dtype, widths: Widths = (), capability: Capability = (9, 0)) -> list[tuple]:
-    """For 16-bit values, blocks in the clusters that the source names."""
+    """For 16-bit values, with the cluster size of the source."""
     size = ("CLUSTER", sources.number("sm90_mainloop.cuh", "CLUSTER"))
     return [(*each, size) for each in sixteen_bits(dtype)]
 

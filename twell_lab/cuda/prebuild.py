@@ -1,4 +1,4 @@
-"""Everything that the launchers compile, ahead of time: for machines without a compiler, and to fill a cache."""
+"""Compiles ahead of time all that launches may need: for machines without a compiler, and to fill a cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _THREADS = 8  # the compiler runs outside of Python's lock
 
 
 def builds(arch: str, dtypes, d_models) -> list[tuple[str, str, tuple]]:
-    """(file, architecture, macros) of every kernel that a GPU of `arch` may be asked for, for these values and
-    widths."""
+    """(file, target, macros) of everything that may be launched on a GPU of `arch`, for these types of values and
+    widths of rows."""
     found = registry.builds(divmod(int(arch.removeprefix("sm_")), 10), dtypes, d_models)
     return [(kernel.file, kernel.target(arch), defines) for kernel, defines in found]
 
@@ -29,13 +29,12 @@ def prebuild(
     progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written.
     """
     try:  # before a minute is spent on compiling
-        folders.make_folder(
-            folder, 0o755
-        )  # not writable by others, whatever the umask: TWELL_LAB_CUBINS would refuse it
+        # Not writable by others, whatever the umask: TWELL_LAB_CUBINS would refuse such a folder.
+        folders.make_folder(folder, 0o755)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise InputError(f"{folder} is no folder that can be written ({error.strerror})") from error
+        raise InputError(f"{folder} is not a folder that can be written ({error.strerror})") from error
     wanted = [each for arch in architectures for each in builds(arch, dtypes, d_models)]
     made = []
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -45,5 +44,5 @@ def prebuild(
             if progress is not None:
                 progress(len(made), len(wanted), cubin.name)
     if lost := [name for name in made if not (folder / f"{name}.cubin").is_file()]:
-        raise InputError(f"{folder} is no folder that can be written: {len(lost)} of {len(made)} cubins are missing")
+        raise InputError(f"{folder} is not a folder that can be written: {len(lost)} of {len(made)} cubins are missing")
     return made

@@ -1,9 +1,9 @@
 """Every kernel, declared once: which GPUs it runs on, what it is compiled with, and who launches it.
 
-What a source says itself is read from it and not written again: its entries with their arguments and the size of their
-blocks, the numbers that its launch needs (`sources.number`), and what bounds it. From both together come the cubins
-that `twell-lab compile` makes, the compile tests, the hashes of `records.provenance`, the kernels that the tests of the
-simulator and of the sanitizer must reach, and the check of arguments."""
+What stands in a kernel's source is read from there: its entries with their arguments and the size of their blocks, the
+numbers that its launch needs (`sources.number`), and what bounds it. Declaration and source together determine the
+cubins that `twell-lab compile` makes, the compile tests, the hashes of `records.provenance`, the kernels that the tests
+of the simulator and of the sanitizer must reach, and the check of arguments."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ Builds = Callable[[torch.dtype, Sequence[int], tuple[int, int]], list[tuple]]
 class Kernel:
     """One `.cu` file of kernels/.
 
-    name: the file's, without its ending. launched_by: module.name of what in twell_lab launches it: functions, and
-    classes of prepared calls.
-    builds: (type of values, widths of rows, a GPU's compute capability) -> every set of macros that these launches may
-    ask for there. oldest: compute capability of the oldest GPU that runs it. alone: it runs on no other, because its
-    instructions are that architecture's own (a target such as sm_90a)."""
+    name: the file's, without its ending. launched_by: the functions and classes of twell_lab that launch it, as
+    "module.name". builds: (type of values, widths of rows, a GPU's compute capability) -> every set of macros that
+    these launches may ask for there. oldest: compute capability of the oldest GPU that runs it. alone: it runs on no
+    other, because only that architecture has its instructions (a target such as sm_90a)."""
 
     name: str
     launched_by: tuple[str, ...]
@@ -44,12 +43,12 @@ class Kernel:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator takes it: no CPU runs raw PTX, which stands in ptx_ headers alone."""
+        """Whether the simulator can run it: it cannot run raw PTX, which stands in headers called ptx_ only."""
         return not any(name.startswith("ptx_") for name in sources.with_headers(self.file))
 
     @property
     def bound(self) -> str:
-        """What bounds it, in a line: as the head of the source has it."""
+        """What bounds it, in a line, from the header comment of the source."""
         text = (folders.kernels_dir() / self.file).read_text(encoding="utf-8").replace("\n// ", " ")
         found = re.search(r"What bounds it: (.+?)[.;]\s", text)
         return found[1] if found else ""
@@ -59,15 +58,15 @@ class Kernel:
         return capability == self.oldest if self.alone else capability >= self.oldest
 
     def target(self, arch: str) -> str:
-        """What it is compiled for on a GPU whose architecture is `arch`, for example "sm_90": that, or "sm_90a"."""
+        """The target to compile for on a GPU of architecture `arch`: for "sm_90" that, or "sm_90a" if `alone`."""
         return f"{arch}a" if self.alone else arch
 
     def entries(self, defines: sources.Macros) -> dict[str, Entry]:
-        """What can be launched of it when it is compiled with these macros, by name."""
+        """The entries that can be launched when it is compiled with these macros, by name."""
         return sources.entries(self.file, defines)
 
 
-# Who places a whole call's memory and arguments, besides the functions that launch one kernel alone:
+# Besides the functions that launch one kernel, those that decide for a whole call what is launched:
 _PORTABLE, _HOPPER, _DECODE = "ops.dispatch._Portable", "ops.dispatch._Hopper", "ops.dispatch._Decode"
 _TRAINED = ("ops.differentiable._forward_cuda", "ops.differentiable._backward_cuda")
 _TRAINED_ROWS = ("ops.train_rows.weighted_rows", "ops.train_rows.hidden_gradient", "ops.train_rows.input_gradient")
@@ -118,7 +117,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel("smxx_transpose", ("ops.transpose.transposed", *_TRAINED), macros.sixteen_bits),
     )
 }
-OLDEST = min(kernel.oldest for kernel in KERNELS.values())  # GPU that runs any
+OLDEST = min(kernel.oldest for kernel in KERNELS.values())  # compute capability of the oldest GPU that runs any kernel
 
 
 def find(name: str) -> Kernel:
@@ -132,8 +131,8 @@ def find(name: str) -> Kernel:
 def builds(
     capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
 ) -> list[tuple[Kernel, tuple]]:
-    """(kernel, macros) of everything that a GPU of this capability may be asked for, for these values and widths of
-    rows; each once."""
+    """(kernel, macros) of everything that may be launched on a GPU of this capability, for these types of values and
+    widths of rows, without repeats."""
     found = (
         (kernel, defines)
         for kernel in KERNELS.values()
@@ -148,8 +147,8 @@ def builds(
 
 
 def usual_builds(given: Mapping[str, Any] = {}) -> list[tuple[Kernel, tuple]]:
-    """(kernel, macros) of every kernel, for bfloat16 rows of 2048 if `given` does not say otherwise by the macros that
-    name them, on the GPUs that have every kernel and every version; only such as agree with `given`."""
+    """(kernel, macros) of every kernel and version, for the type of values and the width of rows that the macros
+    `given` name, or else for bfloat16 rows of 2048; only those that agree with `given`."""
     dtypes = [dtype for dtype, name in macros.VALUE.items() if name in given] or [torch.bfloat16]
     widths = [given.get("D_MODEL", 2048)]
     found = [build for capability in ((9, 0), (7, 5)) for build in builds(capability, dtypes, widths)]
@@ -160,10 +159,10 @@ def usual_builds(given: Mapping[str, Any] = {}) -> list[tuple[Kernel, tuple]]:
 
 
 def signature(name: str, entry: str, defines: sources.Macros = ()) -> Entry:
-    """The arguments of an entry of a kernel, in order, compiled with these macros; without any, with the first build
-    that has it.
+    """One entry of a kernel, with its parameters in order.
 
-    name: the kernel's, or its file's. Raises InputError for a kernel or an entry that is not there."""
+    name: the kernel's, or its file's. defines: the macros that the kernel is compiled with; without any, those of the
+    first build of `usual_builds` that has the entry. Raises InputError for a kernel or an entry that does not exist."""
     kernel = find(name)
     tried = [tuple(defines)] if defines else [each for found, each in usual_builds() if found is kernel]
     known: dict[str, Entry] = {}

@@ -1,7 +1,8 @@
-"""What the text of a kernel says: its tokens, its headers, the numbers that its macros stand for, and its entries.
+"""What Python reads from a kernel's source: its tokens, its headers, the numbers that macros stand for, and its
+entries.
 
-A number that a kernel and its launch share stands in the kernel's source, where a reader needs it; Python reads it from
-there (`number`). So do a kernel's arguments and the size of its blocks (`entries`). No compiler is needed: this is a
+A number that a kernel and its launch share stands only in the kernel's source, and Python reads it from there
+(`number`); likewise a kernel's parameters and the size of its blocks (`entries`). No compiler is needed: this is a
 small C preprocessor, which knows what the files of kernels/ use."""
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Macros = Iterable[tuple[str, object]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel that can be launched. parameters: in order, typedefs resolved; threads: of a block, at most; resident:
-    blocks that a multiprocessor is to hold at least (both from its __launch_bounds__)."""
+    """A kernel that can be launched. parameters: in order, typedefs resolved. From its __launch_bounds__: threads, the
+    most that a block may have; resident, how many blocks a multiprocessor must at least be able to hold."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -53,8 +54,8 @@ def with_headers(file: str) -> dict[str, str]:
 def number(file: str, name: str, macros: Macros = ()) -> int:
     """The whole number that the macro `name` stands for in kernels/`file`, compiled with `macros`.
 
-    Where it depends on the type of values, and no macro says which, they have 16 bits.
-    Raises CompileError where it is not defined, or is no whole number."""
+    Where the number depends on the type of values, and no macro names one, 16-bit values are assumed.
+    Raises CompileError where the macro is not defined, or stands for no whole number."""
     return _preprocessed(file, macros).number(name)
 
 
@@ -93,9 +94,10 @@ _TOKEN = re.compile(
 
 @lru_cache(maxsize=256)
 def tokens(text: str) -> tuple[str, ...]:
-    """The tokens of a CUDA C++ source. Ends of preprocessor lines count, all other white space does not.
+    """The tokens of a CUDA C++ source. The end of a preprocessor line is a token, other white space is left out.
 
-    In `#define F(x)` the bracket is written "(argument". Raises CompileError for a string that does not end."""
+    In `#define F(x)` the opening bracket becomes the token "(argument", to tell it from `#define F (x)`. Raises
+    CompileError for a string that does not end."""
     text = text.replace("\\\n", "")
     found, at, directive, line_start, spaced = [], 0, False, True, False
     while at < len(text):
@@ -113,7 +115,7 @@ def tokens(text: str) -> tuple[str, ...]:
         else:
             if line_start and token == "#":
                 directive = True
-            # `#define F(x)` takes an argument, `#define F (x)` does not: there white space is code.
+            # `#define F(x)` takes an argument, `#define F (x)` does not.
             if token == "(" and directive and not spaced and found[-2:-1] == ["define"]:
                 token = "(argument"
             found.append(token)
@@ -125,7 +127,7 @@ def tokens(text: str) -> tuple[str, ...]:
 
 
 class _Preprocessed:
-    """A source after its preprocessor lines: what its macros are at the end, and what it declares outside of bodies."""
+    """A source after preprocessing: its macros at the end of the file, and its declarations without function bodies."""
 
     def __init__(self, file: str, texts: dict[str, str], given: dict[str, object]):
         self._file, self._texts = file, texts
@@ -138,6 +140,7 @@ class _Preprocessed:
         self._include(file)
 
     def number(self, name: str) -> int:
+        """The whole number that the macro stands for."""
         if name not in self._macros or self._macros[name][0] is not None:
             raise CompileError(f"{self._file} has no macro {name} that stands for a number")
         return self._integer(self._expanded([name]), name)
@@ -238,7 +241,7 @@ class _Preprocessed:
                 self._depth -= 1
 
     def _expanded(self, found: list[str], hidden: frozenset[str] = frozenset()) -> list[str]:
-        """These tokens with every macro in its place replaced; `hidden` are those being replaced already."""
+        """These tokens with all macros replaced; hidden: the names that are being replaced already, and stay."""
         done, at = [], 0
         while at < len(found):
             token = found[at]
@@ -253,7 +256,7 @@ class _Preprocessed:
                     continue
                 given, at = _arguments(found, at)
                 values = dict(zip(parameters, given))
-                pasted = [word for word in body]
+                pasted = list(body)
                 while "##" in pasted:
                     i = pasted.index("##")
                     sides = ["".join(values.get(word, [word])) for word in (pasted[i - 1], pasted[i + 1])]
@@ -265,7 +268,7 @@ class _Preprocessed:
                 ]
             expanded = self._expanded(body, hidden | {token})
             if expanded and found[at : at + 1] == ["("] and self._macros.get(expanded[-1], (None,))[0] is not None:
-                name = expanded.pop()  # a macro that stands for the name of one with arguments
+                name = expanded.pop()  # the macro stands for the name of another one, which takes arguments
                 _, end = _arguments(found, at)
                 expanded += self._expanded([name, *found[at:end]], hidden)
                 at = end
@@ -281,7 +284,7 @@ class _Preprocessed:
             raise CompileError(f"{what} of {self._file} is no whole number: {' '.join(words)}") from error
 
     def _without_types(self, words: list[str]) -> list[str]:
-        """Without casts, and with each sizeof as its number."""
+        """These tokens without casts, and with each sizeof replaced by its number."""
         plain, at = [], 0
         while at < len(words):
             end = words.index(")", at) if "(" in words[at : at + 2] and ")" in words[at:] else at
@@ -300,13 +303,13 @@ class _Preprocessed:
         return plain
 
     def _size(self, words: list[str]) -> int | None:
-        """Bytes of a type that numbers of kernels/ are made with; None for what is none."""
+        """The bytes of a type, for the types that occur in numbers of kernels/; None for anything else."""
         sizes = {"int": 4, "unsigned": 4, "value_t": 4 if "VALUE_FP32" in self._macros else 2}
         return sizes.get(words[0]) if len(words) == 1 else None
 
 
 def _arguments(found: list[str], opening: int) -> tuple[list[list[str]], int]:
-    """The arguments between the bracket at `opening` and its end, and the place behind that."""
+    """The arguments between the bracket at `opening` and the one that closes it, and the index after that one."""
     given: list[list[str]] = [[]]
     depth, at = 0, opening
     while True:
@@ -325,7 +328,7 @@ _SPELLED = {"&&": "and", "||": "or", "!": "not", "/": "//"}
 
 
 def _evaluated(words: list[str]) -> int:
-    """The value of an expression of whole numbers, as C++ has it."""
+    """The value of an expression of whole numbers, as C++ computes it."""
     while "(" in words:  # the innermost ones first
         opening = len(words) - 1 - words[::-1].index("(")
         end = words.index(")", opening)

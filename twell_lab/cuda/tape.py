@@ -1,14 +1,16 @@
-"""Calls that launch several kernels, recorded the first time they run and replayed from then on.
+"""Calls that launch several kernels: recorded the first time they run, replayed from then on.
 
-Most of what a call costs the host is the same each time: checks, choosing kernels, grids and numbers, and allocating
-what lies between the kernels. A `Tape` keeps all that. A replay fills in where the tensors are, and launches. What lies
-between the kernels becomes one piece of memory, in which results that are not in use at the same time share a place.
-A CUDA graph does the same for the GPU's side of a call, but its tensors may not lie elsewhere the next time."""
+Most of the host's work for a call is the same each time: checks, the choice of kernels, their grids and arguments, and
+the allocation of the buffers between them. A `Tape` does that work once. A replay computes the addresses of this call's
+tensors, writes them into the recorded arguments, and launches. The buffers between the kernels become parts of one
+allocation, in which buffers that are not in use at the same time share memory. A CUDA graph saves the same work, but
+its inputs must lie at the same addresses each time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -16,11 +18,11 @@ from torch import Tensor
 from . import launcher
 from .launcher import Kernel, Structure, address
 
-_BOUNDARY = 256  # bytes: what lies between kernels starts at a multiple of it
+_BOUNDARY = 256  # bytes: each buffer between the kernels starts at a multiple of it
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty, for what is allocated while a Tape may be recording."""
+    """torch.empty, for code that a Tape may record."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if launcher.own.recording is not None:
         launcher.own.recording.allocated(made)
@@ -28,161 +30,167 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Tape:
-    """One call, for tensors of certain shapes. Any number of threads may play it."""
+    """One call, for inputs of certain shapes. Several threads may play it at once."""
 
     def __init__(self) -> None:
-        self._take: _Take | None = None
+        self._recorded: _Recorded | None = None
 
     @property
     def recorded(self) -> bool:
-        """Whether the next call with tensors on the same boundaries replays."""
-        return self._take is not None
+        """Whether the launches are known: calls whose inputs are aligned as those of the recorded call replay them."""
+        return self._recorded is not None
 
     def play(self, run: Callable, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None] = ()) -> Any:
-        """run(*inputs, *fixed), or, once that was recorded, the launches that it made.
+        """What run(*inputs, *fixed) returns. The first call records the launches of `run`; later calls replay them.
 
-        run: all that it does to a GPU's memory are launches; it allocates with `empty`, and returns what it allocated,
-        inputs, None, or a tuple of these. inputs: may lie elsewhere on each call. All else that decides what is
-        launched has to be the same on each call: shapes, strides and types, and the addresses of `fixed`.
+        Every call must pass the same `run`, inputs of the same shapes, strides, types and devices, and `fixed` at the
+        same addresses: this is not checked. The addresses of the inputs may change; where their alignment to 16 bytes
+        changes, `run` is called instead of a replay. No tensor is kept alive.
 
-        No tensor is held alive. A call is not recorded where the inputs share memory, or where a kernel was given an
-        address of something else, such as a copy that `run` made. On a CPU nothing is recorded."""
-        take = self._take
-        if take is not None and take.fits(inputs):
-            return take.replay(inputs)
-        on_gpu = any(t.is_cuda for t in (*inputs, *fixed) if t is not None)
-        if take is not None or launcher.own.recording is not None or not on_gpu:
+        Some calls are never recorded, and always call `run`: on a CPU, where two inputs (or an input and a tensor of
+        `fixed`) share memory, and where a kernel or the result has an address outside of the inputs, `fixed` and what
+        `empty` allocated, such as that of a copy. A call within one that is being recorded is recorded as part of it.
+
+        Args:
+            run: a function that does nothing to the GPU's memory but launch kernels, allocates with `empty`, and
+                returns a tensor that it allocated, an input, None, or a tuple of these.
+            inputs: tensors that may lie elsewhere on each call.
+            fixed: tensors that lie at the same addresses on each call, such as weights; they may share memory.
+        """
+        if launcher.own.recording is not None:
+            return run(*inputs, *fixed)
+        recorded = self._recorded
+        if recorded is not None:
+            return recorded.replay(inputs) if recorded.fits(inputs) else run(*inputs, *fixed)
+        if not any(t.is_cuda for t in (*inputs, *fixed) if t is not None):
             return run(*inputs, *fixed)
         launcher.own.recording = recording = _Recording(inputs, fixed)
         try:
             result = run(*inputs, *fixed)
         finally:
             launcher.own.recording = None
-        self._take = recording.take(result)
+        self._recorded = recording.finished(result)
         return result
 
 
 class _Launch(NamedTuple):
-    """One launch. values: its arguments; of a pointer, what is to be added to a base. bases: (argument, base) of each
-    pointer. structures: (argument, Structure.make, (base, what is to be added) for each address in it)."""
+    """One recorded launch.
+
+    Addresses that change from call to call are kept as a pair: the number of a tensor, and the bytes from its start.
+    Tensors are numbered as in `_Recording`.
+
+    values: the arguments, of which a replay changes those named below. pointers: (index in values, tensor); there
+    values holds the bytes from the tensor's start. structures: (index in values, Structure.make, a pair for each
+    address that `make` takes)."""
 
     kernel: Kernel
     grid: tuple[int, int]
     values: list
-    bases: list[tuple[int, int]]
+    pointers: list[tuple[int, int]]
     structures: list[tuple[int, Callable[..., bytes], list[tuple[int, int]]]]
+
+    def uses(self, tensor: int) -> bool:
+        """Whether an argument lies in this tensor."""
+        return any(number == tensor for _, number in self.pointers) or any(
+            number == tensor for *_, pairs in self.structures for number, _ in pairs
+        )
 
 
 class _Recording:
     """What a call does while it runs.
 
-    Addresses are written as a base and what is to be added to it. Base 0 is address 0, for what is fixed; then come the
-    inputs, then what was allocated, in order."""
+    Tensors are numbered: the inputs from 1 on, then what was allocated, in order. The number 0 stands for all that does
+    not change from call to call: there the bytes from the start are the address itself (of a tensor of `fixed`, or 0
+    for None)."""
 
     def __init__(self, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
         self.inputs = inputs
         self.launches: list[_Launch] = []
-        self.allocations: list[Tensor] = []  # on the GPU's "meta" twin: shape and type alone
-        self.known: list[tuple[int, int, int]] = []  # first byte, the byte after the last one, base
-        self.whole = True  # whether every address is of something known
+        self.allocations: list[Tensor] = []  # their shapes and types, on the device "meta", which has no memory
+        # The memory of each tensor: its first byte, the one after its last, the tensor's number, and a weak reference
+        # to its storage. Once that is freed, other tensors may get the same addresses.
+        self.known: list[tuple[int, int, int, ref]] = []
+        self.complete = True  # whether each address that was met belongs to a numbered tensor
         for t in fixed:
             self._know(t, 0)
-        for base, t in enumerate(inputs, 1):
+        for number, t in enumerate(inputs, 1):
             first, end = _span(t)
-            self.whole &= not any(first < other_end and other_first < end for other_first, other_end, _ in self.known)
-            self._know(t, base)
+            self.complete &= not any(first < other_end and start < end for start, other_end, *_ in self.known)
+            self._know(t, number)
 
-    def _know(self, t: Tensor | None, base: int) -> None:
-        first, end = _span(t)
-        if first < end:
-            self.known.append((first, end, base))
+    def _know(self, t: Tensor | None, number: int) -> None:
+        if t is not None and t.numel():
+            self.known.append((*_span(t), number, ref(t.untyped_storage())))
 
     def allocated(self, t: Tensor) -> None:
         self.allocations.append(t.new_empty(t.shape, device="meta"))
         self._know(t, len(self.inputs) + len(self.allocations))
 
-    def _place(self, at: int) -> tuple[int, int]:
-        """An address as (base, what is to be added)."""
+    def _located(self, at: int) -> tuple[int, int]:
+        """An address as the number of a tensor and the bytes from its start."""
         if at:
-            for first, end, base in reversed(self.known):  # the last one first: freed memory is given out again
-                if first <= at < end:
-                    return base, at - first if base else at
-            self.whole = False
+            for first, end, number, storage in self.known:
+                if first <= at < end and storage() is not None:
+                    return number, at - first if number else at
+            self.complete = False
         return 0, at
 
     def launched(self, kernel: Kernel, grid: tuple[int, int], arguments: Sequence) -> None:
         launch = _Launch(kernel, grid, [], [], [])
-        for at, (parameter, given) in enumerate(zip(kernel.entry.parameters, arguments)):
+        for index, (parameter, given) in enumerate(zip(kernel.entry.parameters, arguments)):
             if isinstance(given, Structure):
-                places = [self._place(address(t)) for t in given.of]
-                if any(base for base, _ in places):
-                    launch.structures.append((at, given.make, places))
+                pairs = [self._located(address(t)) for t in given.of]
+                if any(number for number, _ in pairs):
+                    launch.structures.append((index, given.make, pairs))
                 given = given.image()
             elif parameter.pointer:
-                base, given = self._place(address(given))
-                if base:
-                    launch.bases.append((at, base))
+                number, given = self._located(address(given))
+                if number:
+                    launch.pointers.append((index, number))
             launch.values.append(given)
         self.launches.append(launch)
 
-    def take(self, result: Any) -> _Take | None:
-        """What there is to replay; None where not every address is of something known."""
-        results = [self._result(t) for t in (result if isinstance(result, tuple) else (result,))]
-        return _Take(self, results, isinstance(result, tuple)) if self.whole else None
+    def finished(self, result: Any) -> _Recorded | None:
+        """What there is to replay, for a `run` that returned `result`; None where it cannot be replayed."""
+        results = [self._returned(t) for t in (result if isinstance(result, tuple) else (result,))]
+        return _Recorded(self, results, isinstance(result, tuple)) if self.complete else None
 
-    def _result(self, t: Tensor | None) -> int | None:
-        """The base that a returned tensor is."""
+    def _returned(self, t: Tensor | None) -> int:
+        """The number of a tensor that `run` returned, 0 for None. A part of a tensor, or another view, has none."""
         if t is None:
-            return None
-        base, inside = self._place(t.data_ptr())
-        there = None if not base or inside else [*self.inputs, *self.allocations][base - 1]
-        alike = there is not None and (there.shape, there.dtype, there.stride()) == (t.shape, t.dtype, t.stride())
-        self.whole &= alike
-        return base
+            return 0
+        number, inside = self._located(t.data_ptr())
+        whole = [*self.inputs, *self.allocations][number - 1] if number and not inside else None
+        alike = whole is not None and (whole.shape, whole.dtype, whole.stride()) == (t.shape, t.dtype, t.stride())
+        self.complete &= alike
+        return number
 
-    def used(self, base: int) -> tuple[int, int]:
-        """The first launch that gets an address with this base, and the first one that may write over it."""
-        getting = [
-            number
-            for number, launch in enumerate(self.launches)
-            if base
-            in {each for _, each in launch.bases}.union(each for *_, places in launch.structures for each, _ in places)
-        ]
-        if not getting:
+    def in_use(self, tensor: int) -> tuple[int, int]:
+        """From which launch on this tensor's memory is in use, and from which one on it is free again."""
+        users = [index for index, launch in enumerate(self.launches) if launch.uses(tensor)]
+        if not users:
             return 0, 0
-        free = getting[-1] + 1
-        # A kernel that may start early starts while the one before it still reads.
-        return getting[0], free + (free < len(self.launches) and self.launches[free].kernel.early)
+        free = users[-1] + 1
+        # A kernel that may start early may start while the kernels before it still read.
+        while free < len(self.launches) and self.launches[free].kernel.early:
+            free += 1
+        return users[0], free
 
 
-class _Take:
-    """What was recorded, to be replayed."""
+class _Recorded:
+    """A call that was recorded, to be replayed. Tensors are numbered as in `_Recording`."""
 
-    def __init__(self, recording: _Recording, results: list[int | None], several: bool) -> None:
-        given, allocated = len(recording.inputs), recording.allocations
+    def __init__(self, recording: _Recording, results: list[int], several: bool) -> None:
         self.alignments = [*map(_alignment, recording.inputs)]
         self.device = next(t.device for t in recording.inputs if t is not None)
-        new = [base for base in range(given + 1, given + 1 + len(allocated)) if base in results]
-        between = [base for base in range(given + 1, given + 1 + len(allocated)) if base not in results]
-        self.new = [(allocated[base - given - 1].shape, allocated[base - given - 1].dtype) for base in new]
-        sizes = [allocated[base - given - 1].nbytes for base in between]
-        self.offsets, self.size = _places(sizes, [*map(recording.used, between)])
-        # From here on bases are: 0, the inputs, what is returned and new, what lies between.
-        order = {base: base for base in range(given + 1)} | {
-            base: given + 1 + at for at, base in enumerate(new + between)
-        }
-        self.results = [None if base is None else order[base] - 1 for base in results]
-        self.several = several
-        self.launches = [
-            _Launch(
-                each.kernel,
-                each.grid,
-                each.values,
-                [(at, order[base]) for at, base in each.bases],
-                [(at, make, [(order[base], more) for base, more in places]) for at, make, places in each.structures],
-            )
-            for each in recording.launches
-        ]
+        self.launches, self.results, self.several = recording.launches, results, several
+        allocated = dict(enumerate(recording.allocations, len(recording.inputs) + 1))
+        self.unknown = [None] * len(allocated)
+        # What is returned gets memory of its own, the rest a part of one allocation of `size` bytes.
+        self.returned = [(number, t.shape, t.dtype) for number, t in allocated.items() if number in results]
+        between = [number for number in allocated if number not in results]
+        offsets, self.size = _offsets([allocated[each].nbytes for each in between], [*map(recording.in_use, between)])
+        self.between = [*zip(between, offsets)]
 
     def fits(self, inputs: Sequence[Tensor | None]) -> bool:
         return [*map(_alignment, inputs)] == self.alignments
@@ -190,45 +198,49 @@ class _Take:
     def replay(self, inputs: Sequence[Tensor | None]) -> Any:
         device = self.device
         with launcher.on(device.index):
-            new = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.new]
-            tensors = [*inputs, *new]
-            bases = [0, *map(address, tensors)]
+            tensors = [None, *inputs, *self.unknown]  # by number
+            for number, shape, dtype in self.returned:
+                tensors[number] = torch.empty(shape, dtype=dtype, device=device)
+            starts = [*map(address, tensors)]
             if self.size:
                 between = torch.empty(self.size, dtype=torch.uint8, device=device)
                 begin = between.data_ptr()
-                bases += [begin + offset for offset in self.offsets]
+                for number, offset in self.between:
+                    starts[number] = begin + offset
             stream = launcher.current_stream(device.index)
             for kernel, grid, values, pointers, structures in self.launches:
                 values = values.copy()
-                for at, base in pointers:
-                    values[at] += bases[base]
-                for at, make, places in structures:
-                    values[at] = make(*[bases[base] + more for base, more in places])
+                for index, number in pointers:
+                    values[index] += starts[number]
+                for index, make, pairs in structures:
+                    values[index] = make(*[starts[number] + more for number, more in pairs])
                 launcher.start(kernel, device.index, grid, stream, values)
-        found = tuple([None if at is None else tensors[at] for at in self.results])
+        found = tuple([tensors[number] for number in self.results])
         return found if self.several else found[0]
 
 
 def _alignment(t: Tensor | None) -> int:
-    """Where t starts, as far as a choice of kernels depends on it: bytes beyond a multiple of 16; -1 for None."""
+    """All of t's address that a choice of kernels depends on: the bytes beyond a multiple of 16; -1 for None."""
     return -1 if t is None else t.data_ptr() & 15
 
 
 def _span(t: Tensor | None) -> tuple[int, int]:
-    """The first byte of a tensor, and the byte after its last one."""
+    """The first byte of a tensor, and the byte after its last one; (0, 0) where it has none."""
     if t is None or not t.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def _places(sizes: list[int], uses: list[tuple[int, int]]) -> tuple[list[int], int]:
-    """Where pieces of memory lie, in bytes from the start, and where the last one ends. Two overlap only if one is free
-    before the other is used.
+def _offsets(sizes: list[int], uses: list[tuple[int, int]]) -> tuple[list[int], int]:
+    """Where each buffer starts in one allocation, in bytes, and the size of that allocation.
 
-    uses: the number of the first launch that uses a piece, and of the first one that finds it free."""
+    Two buffers overlap only where one is free before the other is used: the largest is placed first, each as far in
+    front as it fits.
+
+    uses: for each buffer the number of the first launch that uses it, and of the first one that finds it free."""
     found = [0] * len(sizes)
-    placed: list[tuple[int, int, int, int]] = []
+    placed: list[tuple[int, int, int, int]] = []  # (begin, end, first launch, launch that finds it free)
     for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
         size, (first, free), at = -(-sizes[number] // _BOUNDARY) * _BOUNDARY, uses[number], 0
         for begin, end in sorted((begin, end) for begin, end, used, until in placed if used < free and first < until):

@@ -1,8 +1,8 @@
-"""Tensor maps: how Hopper's copy engine (TMA) is told where a matrix lies and which box of it one copy brings.
+"""Tensor maps: they tell Hopper's copy engine (TMA) where a matrix lies and which box of it one copy moves.
 
 A map is 128 bytes that the driver encodes on the host, from plain numbers, without touching the GPU; a kernel gets it
-by value. It holds an address, so an activation has a new one for each call: the maps are cached by their numbers, and
-memory that torch hands out again finds its map there."""
+by value. A map holds an address, and activations lie elsewhere on each call. So maps are cached by their numbers: torch
+gives out the same memory again and again."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def _encode():
 def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128) -> bytes:
     """The map of the matrix at `address`: 128 bytes that a launch passes by value.
 
-    dims: elements along each dimension, innermost first (1 to 5). strides: bytes from one element to the next along
-    each dimension but the innermost, whose elements lie side by side; they need not rise. box: elements of one copy
-    along each dimension. swizzle: bytes, of 0, 32, 64, 128. What a box holds beyond the matrix arrives as zeros. Raises
-    InputError for what the engine does not take, StackError without a driver, DeviceError if the driver refuses."""
+    dims: elements along each dimension, innermost first, 1 to 5 dimensions. strides: bytes from one element to the next
+    along each dimension but the innermost, whose elements are contiguous; in any order of size. box: elements of one
+    copy along each dimension. swizzle: 0, 32, 64 or 128 bytes. Elements of a box outside of the matrix are copied as
+    zeros. Raises InputError for what the engine does not take, StackError without a driver, DeviceError if the driver
+    refuses."""
     _check(address, dtype, dims, strides, box, swizzle)
     encode, rank = _encode(), len(dims)
     room = (ctypes.c_char * (8 * MAP_WORDS + _ENCODED_AT))()
@@ -66,8 +67,7 @@ def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, bo
     if error:
         raise DeviceError(
             f"the driver refused a tensor map (error {error}): {dtype} at {address:#x}, dims {dims}, strides "
-            f"{strides}, "
-            f"box {box}, swizzle {swizzle}"
+            f"{strides}, box {box}, swizzle {swizzle}"
         )
     return ctypes.string_at(ctypes.addressof(room) + start, 8 * MAP_WORDS)
 
@@ -97,14 +97,14 @@ def _check(address, dtype, dims, strides, box, swizzle) -> None:
 
 
 def map_at(address: torch.Tensor | int, *numbers) -> Structure:
-    """A launch's argument: the map of what lies at `address`, or where a tensor starts; numbers: as tensor_map takes
-    them after the address."""
+    """The map of the matrix at `address`, or at the start of a tensor, as an argument of a launch. numbers: the other
+    arguments of tensor_map."""
     return Structure(lambda at: tensor_map(at, *numbers), (address,))
 
 
 def matrix_map(matrix: torch.Tensor, rows: int, columns: int = 64) -> Structure:
-    """The map of a matrix [n, d] of which each row is contiguous (stride(1) == 1), in boxes of `rows` x `columns`
-    values."""
+    """The map of a matrix [n, d] in boxes of `rows` x `columns` values, as an argument of a launch. Each row must be
+    contiguous (stride(1) == 1)."""
     n, d = matrix.shape
-    row = matrix.stride(0) if n > 1 else d  # torch leaves the stride of a single row as it happens to be
+    row = matrix.stride(0) if n > 1 else d  # with a single row, torch's stride may be any number
     return map_at(matrix, matrix.dtype, (d, n), (row * matrix.dtype.itemsize,), (columns, rows))

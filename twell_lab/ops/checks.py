@@ -1,5 +1,6 @@
 """What every operator does with its arguments before anything runs: refuse wrong dtypes, shapes, devices and layouts
-(InputError, with the value and what is accepted), follow autocast, and transpose what was not kept transposed."""
+(InputError, with the value and what is accepted), cast as autocast does, and transpose `down` where the caller keeps no
+transpose."""
 
 from __future__ import annotations
 
@@ -13,9 +14,8 @@ from ..formats.twell import VALUE_DTYPES, TwELL
 
 
 def watched(*tensors: Tensor | None) -> bool:
-    """Whether anything but a kernel would see what happens to these tensors: torch.compile, a tensor subclass, a mode
-    such as those that trace or count operations. Then the operator is called through torch's dispatcher, which costs
-    more than a launch."""
+    """Whether something observes operations on these tensors: torch.compile, a tensor subclass, or a mode that traces
+    or counts operations. Then the operator is called through torch's dispatcher, which takes longer than a launch."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -36,6 +36,11 @@ def transformed() -> bool:
     )
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def refuse_transforms(name: str) -> None:
     if transformed():
         raise InputError(
@@ -48,7 +53,7 @@ _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # from torch 2.7 
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """Under torch.autocast, what nn.Linear makes of its tensors there; otherwise the tensors as they are."""
+    """Under torch.autocast the tensors cast as nn.Linear casts them there; otherwise the tensors themselves."""
     tensors = [x, *others]
     if not torch.is_autocast_enabled(x.device.type):
         return tensors
@@ -113,10 +118,10 @@ def check_weights(d_model, d_ff, gate, up, down, gate_bias, up_bias, down_bias) 
 
 
 def layer(x, gate, up, down, gate_bias, up_bias, down_bias, down_t=None) -> list[Tensor | None]:
-    """The tensors of a layer's call, in this order, as autocast wants them. x: [..., d_model]; gate is None for a plain
-    layer, down_t for who has no transpose of down.
+    """The tensors of a layer's call, in this order, cast as autocast does. x: [..., d_model]; gate: None for a plain
+    layer; down_t: None where the caller keeps no transpose of down; it is checked by `transposed`.
 
-    Raises InputError, naming the tensor, for what kernels do not read and for what does not fit together."""
+    Raises InputError, naming the tensor, for tensors that kernels cannot read or that do not fit together."""
     check_tensor("x", x)
     tensors = autocast(x, gate, up, down, gate_bias, up_bias, down_bias, down_t)
     x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
@@ -128,6 +133,7 @@ def layer(x, gate, up, down, gate_bias, up_bias, down_bias, down_t=None) -> list
 
 
 def transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
+    """down_t, once it is checked; where it is None, a new transpose of down."""
     if down_t is None:
         return down.t().contiguous()
     check_shape("down_t", down_t, tuple(reversed(down.shape)))
@@ -137,16 +143,15 @@ def transposed(down: Tensor, down_t: Tensor | None) -> Tensor:
 
 
 def plain(t: Tensor | None) -> Tensor | None:
-    """t itself if it is contiguous and starts on a 16-byte boundary, as the kernels read it; otherwise a copy that
-    does."""
+    """t itself if it is contiguous and aligned to 16 bytes, as kernels read it; otherwise a copy that is."""
     if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def check_backend(backend: str | None, *tensors: Tensor | None) -> bool:
-    """Whether the kernels are to run in the simulator: None (what the tensors' device has) or "simulator" is
-    accepted."""
+    """Whether the kernels are to run in the simulator. Raises InputError for a backend other than None (the tensors'
+    device) and "simulator", and for tensors that the simulator does not take."""
     if backend is None:
         return False
     if backend != "simulator":
@@ -154,6 +159,6 @@ def check_backend(backend: str | None, *tensors: Tensor | None) -> bool:
     for t in tensors:
         if t is not None and t.device.type != "cpu":
             raise InputError(f"backend 'simulator' got a tensor on {t.device}; tensors on the cpu are accepted")
-        if t is not None and t.requires_grad and torch.is_grad_enabled():
+        if needs_gradient(t):
             raise InputError("backend 'simulator' has no gradient; call it under torch.no_grad()")
     return True

@@ -6,9 +6,9 @@ instead of travelling to memory and back.
 
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
-adding them in float32 is sure to come as close. So the gate of an entry is summed again there, in float64, where its
-weights are at hand; and where all neurons are computed, this follows torch's layer operation by operation on the
-tensors as they came, or, where the tensors are no longer those (permuted, packed), takes float64."""
+adding them in float32 is sure to come as close. So for float32, where the gate's weights are given, the gate of an
+entry is summed again in float64. Where all neurons are computed, the same operations as in torch's layer run on the
+same tensors; or, if the tensors are not those of the layer (permuted, packed), the sums are float64."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..formats import twell
 from . import reference
 
 _ENTRIES_AT_ONCE = 128
-# An entry costs about as much as the dense layer's work on this many of a neuron's two weight rows, and the
-# dense layer's cost grows with tokens only past this many. Measured on two AVX-512 cores at d_model 2048,
-# d_ff 5632; they decide when too many neurons fire for skipping to pay.
+# Up to how many entries it is faster to skip the silent neurons (`_pays`). An entry takes about as long as the dense
+# layer takes for _ENTRY_COST neurons, and up to _TOKENS_FREE tokens the dense layer takes as long as for one. Measured
+# on two AVX-512 cores at d_model 2048, d_ff 5632.
 _ENTRY_COST = 6.0
 _TOKENS_FREE = {torch.float32: 9, torch.bfloat16: 24, torch.float16: 24}
 
@@ -42,9 +42,9 @@ def gated(
 ) -> Tensor:
     """(relu(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the ReLU.
 
-    down may be None where only its transpose is at hand. made_by: the weight and bias that gate was made with from x,
-    or None where the values of the gate are what was asked for. follow: whether these are the tensors that torch's
-    layer would have."""
+    down: None where only its transpose is given. made_by: the weight and bias from which gate was computed with x, or
+    None where the values of gate itself are the input. follow: whether these tensors are those of torch's layer, so
+    that the same operations give the same bits."""
     token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
         if x.dtype == torch.float32:
@@ -61,7 +61,7 @@ def gated(
     else:
         hidden = torch.where(twell.fires(gate), gate * linear(x, up, up_bias), torch.zeros_like(gate))
         y = linear(hidden, _as_stored(down, down_t), down_bias)
-    # An infinity or NaN in x leaves no finite sum (nor may an overflow: then this looks in vain).
+    # With an infinity or NaN in x its sum is not finite. (After an overflow it is not either; then no row is spoilt.)
     if not math.isfinite(x.sum()):
         y[reference.spoilt(x, twell.fires(gate))] = torch.nan
     return y
@@ -71,7 +71,7 @@ def plain(
     gate: Tensor, down: Tensor | None, down_t: Tensor, bias, x: Tensor | None = None, made_by=None, follow=True
 ) -> Tensor:
     """relu(gate) down^T + bias; gate [tokens, d_ff] before the ReLU. down, made_by, follow: see gated; x: what gate was
-    made from."""
+    computed from."""
     token, neuron, value = _entries(gate)
     if not _pays(gate, token.numel()):
         if not follow and gate.dtype == torch.float32:
@@ -91,9 +91,9 @@ def plain(
 def added_to(
     start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, down_t: Tensor, up_bias, down_bias
 ) -> Tensor:
-    """start + what `gated`, or `plain` where up is None, makes of 16-bit values: summed in start, float32 [tokens,
-    d_model] that is written over, and rounded once. A part that is rounded by itself may overflow float16 where the
-    whole does not."""
+    """start + the result of `gated`, or of `plain` where up is None, for 16-bit values. start: float32 [tokens,
+    d_model]; the sums are added to it in place, and rounded once: a part that is rounded by itself may overflow float16
+    where the whole sum does not."""
     token, neuron, value = _entries(gate)
     if _pays(gate, token.numel()):
         hidden = value if up is None else _hidden_short(x, value, token, neuron, up, up_bias)
@@ -110,7 +110,7 @@ def added_to(
 def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(token, neuron, value) of what fires, tokens ascending. relu leaves NaN as it is, and NaN is not zero.
 
-    With one token every operation here costs more to start than to do, so there are as few as can be.
+    For one token, starting an operation takes longer than the operation itself, so there are as few as possible.
     """
     fired = torch.relu(gate)
     token, neuron = fired.nonzero(as_tuple=True)
@@ -118,7 +118,7 @@ def _entries(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _summed_again(x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The gate of each entry after the ReLU, float64: an entry that rounding alone made positive is 0."""
+    """The gate of each entry after the ReLU, in float64; 0 for an entry that was positive only because of rounding."""
     x = x.double()
     made = [
         _dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
@@ -132,16 +132,18 @@ def _double(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
-    """down as the dense layer stores it: over a transposed view the GEMM would sum in another order."""
+    """down, contiguous as the dense layer stores it: for a transposed view the GEMM would sum in another order."""
     return down_t.t().contiguous() if down is None else down
 
 
 def _pays(gate: Tensor, entries: int) -> bool:
+    """Whether skipping the silent neurons is faster than computing all."""
     tokens, d_ff = gate.shape
     return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[gate.dtype])
 
 
 def _chunks(*lists: Tensor):
+    """The lists, cut into parts of _ENTRIES_AT_ONCE."""
     return zip(*(each.split(_ENTRIES_AT_ONCE) for each in lists)) if lists[0].numel() else ()
 
 
@@ -178,10 +180,10 @@ def _span(token: Tensor, tokens: int) -> tuple[int, int]:
 
 
 def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor:
-    """x[token] . rows + bias, one of each (tokens ascend).
+    """x[token[i]] . rows[i] + bias[i] for each i; tokens ascend.
 
-    A small GEMM of the tokens concerned with all the rows computes some products nobody asked for; that is cheaper
-    than gathering x, and sums in a wider type, which an elementwise product in 16 bits would not.
+    A small GEMM multiplies all these tokens with all the rows, also pairs that are not needed. That is cheaper than
+    gathering x, and it sums in a wider type, which an elementwise product in 16 bits would not.
     """
     first, last = _span(token, x.shape[0])
     dots = linear(x[first : last + 1], rows, bias)
@@ -212,8 +214,8 @@ def _sum_short(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:
         return y if bias is None else y + bias
     first = token.new_zeros(1) if tokens == 1 else torch.searchsorted(token, torch.arange(tokens, device="cpu"))
     if bias is not None:
-        # The bias joins the sum as a neuron that fires with 1 on every token, ahead of the token's entries:
-        # added to a sum that is already rounded, it could cancel all but the rounding.
+        # The bias is treated as a neuron that fires with 1 on every token, before the token's entries. Added to a
+        # rounded sum, it could nearly cancel that sum, and the rounding error would remain.
         used, place = neuron.unique(return_inverse=True)
         down_t = torch.cat([down_t[used], bias[None]])
         entries = torch.arange(token.numel(), device="cpu") + token + 1

@@ -1,10 +1,10 @@
-"""Launching the decode kernels: a whole sparse layer for 1 to 64 tokens in two launches.
+"""How the decode kernels are launched: a whole sparse layer for 1 to 64 tokens in two launches.
 
-CUDA only; torch's current stream, torch's allocator, no waiting for the GPU."""
+CUDA tensors only. Everything runs on torch's current stream and nothing waits for the GPU."""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -17,16 +17,17 @@ from ..cuda.macros import decode as specialisation
 from ..cuda.macros import decode_shape as shape_for
 from ..cuda.macros import decode_tokens as rounded_up
 from ..cuda.tape import empty
+from .checks import plain
 
 MOST_TOKENS = 64
 VERSIONS = (1, 2)
 FILE = "sm80_decode.cu"
 _TILE, _SLAB = (sources.number(FILE, name) for name in ("BAND", "SLAB"))
-_HIDDEN = Struct("<QQ").pack  # the structure Hidden of the source: where masks and values lie
+_HIDDEN = Struct("<QQ").pack  # the structure Hidden of the source: the addresses of masks and values
 
 
 def takes(x: Tensor, up: Tensor) -> bool:
-    """Whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate is taken to be like up."""
+    """Whether `decode` takes x [tokens, d_model] and up [d_ff, d_model]; gate must be of up's shape and type."""
     if (
         x.dim() != 2
         or not 1 <= x.shape[0] <= MOST_TOKENS
@@ -36,13 +37,9 @@ def takes(x: Tensor, up: Tensor) -> bool:
         return False
     if x.shape[1] % 8 or x.shape[1] != up.shape[1] or x.dtype != up.dtype or not 1 <= up.shape[0] < 2**27:
         return False
-    aligned = x.data_ptr() % 16 == 0 and up.data_ptr() % 16 == 0 and x.is_contiguous() and up.is_contiguous()
-    return aligned and _capability(x.device.index) >= (8, 0)
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    if not (launcher.aligned(x, up) and x.is_contiguous() and up.is_contiguous()):
+        return False
+    return launcher.capability(x.device.index) >= (8, 0)
 
 
 class _Layer(NamedTuple):
@@ -59,16 +56,12 @@ class _Layer(NamedTuple):
 def _layer(index: int, dtype: torch.dtype, d_model: int, d_ff: int, rows: int, version: int) -> _Layer:
     if version not in VERSIONS:
         raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
-    shape = shape_for(rows, d_ff, _capability(index), launcher.multiprocessors(index))
+    shape = shape_for(rows, d_ff, launcher.capability(index), launcher.multiprocessors(index))
     defines, shared = specialisation(dtype, d_model, rows, shape)
     neurons, shared = (_TILE * dict(defines)["BANDS"], shared) if version > 1 else (_TILE, 0)
     gate = launcher.kernel(FILE, f"decode_gate_v{version}", defines, shared, early=True)
     down = launcher.kernel(FILE, "decode_down", defines, early=True)
     return _Layer(gate, down, -(-d_ff // neurons), -(-d_ff // _TILE), -(-d_model // _SLAB))
-
-
-def _fit(t: Tensor | None) -> bool:
-    return t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
 
 
 def decode(
@@ -84,11 +77,10 @@ def decode(
 ) -> Tensor:
     """A sparse feed-forward layer for few tokens: x [tokens, d_model] -> y [tokens, d_model]; see `takes`.
 
-    gate, up, down_t: [d_ff, d_model]; gate None: a plain layer, relu(x up^T + up_bias) down^T + down_bias. stats: int64
-    [4], to which the tokens and the kept entries are added, or None.
+    gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, relu(x up^T + up_bias) down^T + down_bias. stats:
+    int64 [4] or None; the tokens and the kept values are added to its first two. version: 1 or 2.
     """
-    if not (_fit(gate) and _fit(down_t)):  # rare: copies are contiguous and aligned
-        gate, down_t = (t if _fit(t) else t.clone(memory_format=torch.contiguous_format) for t in (gate, down_t))
+    gate, down_t = plain(gate), plain(down_t)
     gate_bias, up_bias, down_bias = (b if b is None else b.contiguous() for b in (gate_bias, up_bias, down_bias))
     (d_ff, d_model), tokens, device = up.shape, len(x), x.device
     layer = _layer(device.index, x.dtype, d_model, d_ff, rounded_up(tokens), version)

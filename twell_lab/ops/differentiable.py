@@ -1,5 +1,5 @@
-"""The operator of a layer that is being trained: its output, its L1 norm, and gradients that skip the silent neurons
-too.
+"""The operator of a layer that is being trained: its output, its L1 norm, and gradients, all without the silent
+neurons.
 
 `train_forward` keeps, for the backward pass, the entries that fired and nothing as wide as d_ff: for each row of x its
 survivors' columns, gate values and up values (twell_lab.ops.train_rows). `train_backward` makes every gradient from
@@ -10,9 +10,10 @@ them:
   dx = dg gate + du up                    rows of the weights, per token
   dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
 
-Rows that do not fit into the compact form are finished densely, on the device, exactly (train_lost). On a CPU, for
-float32 and for shapes the kernels do not take, the same operators recompute the gate and use torch's own operations.
-Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries a row, and what exceeds it in a dense tail).
+Rows that do not fit into the compact form are computed from the dense weights, on the device and exactly (train_lost).
+On a CPU, for float32 and for shapes that the kernels do not take, the same operators compute the gate again and use
+torch's own operations. Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries for each row, and a
+dense tail for what exceeds it).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn.functional import linear
 
 from ..core.errors import InputError
+from ..cuda import launcher
 from ..cuda.tape import Tape
 from ..formats import twell
 from . import (
@@ -79,9 +81,9 @@ def train_ffn(
     x: [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]; gate None for a plain layer. y: [...,
     d_model]. l1: float32 [...], the sum over neurons of |h| at each token, differentiable: add it to the loss with any
     factor. kept: int32 [...], how many neurons fired. path: "twell" computes and differentiates only neurons that fire;
-    "dense" all of them, with the element-wise middle of the layer in one kernel each way. Same function, same
-    gradients, either way. Under torch.autocast everything is cast first, as torch.nn.functional.linear does. Raises
-    InputError for arguments that do not fit together."""
+    "dense" all of them, with one kernel forward and one backward for what lies between the matrix products. Both give
+    the same function and the same gradients. Under torch.autocast everything is cast first, as
+    torch.nn.functional.linear does. Raises InputError for arguments that do not fit together."""
     return train_layer(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)[:3]
 
 
@@ -96,8 +98,9 @@ def train_layer(
     *,
     path: str = "twell",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`train_ffn`, and how many tokens did not fit into the compact form and were finished densely: an int32 scalar on
-    the device, None where no such form was made (path "dense", and wherever `takes` says no)."""
+    """What `train_ffn` returns, and how many tokens did not fit into the compact form and were computed from the dense
+    weights: an int32 scalar on the device; None where there is no compact form (path "dense", and where `takes` is
+    False)."""
     x, *weights, _ = checks.layer(x, gate, up, down, gate_bias, up_bias, down_bias)
     if path not in PATHS:
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
@@ -124,17 +127,17 @@ def takes(x: Tensor, gate: Tensor | None, up: Tensor) -> bool:
     if d_ff % _VECTOR or not train_rows.takes(x.dtype, x.shape[0], d_model, d_ff):
         return False
     supported = (8, 0) if x.dtype == torch.bfloat16 else (7, 5)
-    return torch.cuda.get_device_capability(x.device) >= supported
+    return launcher.capability(x.device.index) >= supported
 
 
 # ---- the sparse path ----
 
 
-_tapes = Kept()  # of the layers that were trained: a Tape for each direction, by where weights and how x lie
+_tapes = Kept()  # (forward, backward) Tape of each layer, by the addresses of its weights and the layout of x
 
 
 def _tapes_of(x, *weights) -> tuple[Tape, Tape] | None:
-    """The tapes of this layer for such an x, None where the kernels do not take them."""
+    """The tapes of this layer, forward and backward, for an x of this layout; None where the kernels do not take it."""
     key = (x.shape, x.stride(), x.data_ptr() & 15, x.dtype, x.device, *map(place, weights))
     tapes = _tapes.get(key)
     if tapes is None and takes(x, *weights[:2]):
@@ -194,7 +197,7 @@ def _backward_sparse(
 
 
 def _or_nothing(like: Tensor, t: Tensor | None) -> Tensor:
-    """An operator returns tensors alone: an empty one stands for None."""
+    """t, or an empty tensor for None, which an operator cannot return."""
     return like.new_empty(0) if t is None else t
 
 
@@ -209,7 +212,7 @@ def _forward_dense(*arguments):
 
 
 def _nothing(x: Tensor) -> list[Tensor]:
-    """Where nothing is kept for the backward pass: it computes the gate again."""
+    """Empty tensors in the place of what the sparse path keeps; the backward pass then computes the gate again."""
     return [x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.int32, torch.int32, torch.float32, torch.int32)]
 
 
@@ -226,7 +229,7 @@ def _backward_dense(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias):
     return _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, _or_nothing(x, u))
 
 
-# ---- the dense path: torch's GEMMs, and the middle of the layer fused (h is not kept, but made again) ----
+# ---- the dense path: torch's GEMMs, and one fused kernel between them (h is not kept, but computed again) ----
 
 
 def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
@@ -241,9 +244,7 @@ def _dense(x, gate, up, down, gate_bias, up_bias, down_bias):
 def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
     """(y, l1, kept), differentiable any number of times."""
     first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
-    h = (
-        first if gate is None else first * linear(x, up, up_bias)
-    )  # torch's compiler fuses these; on a CPU nothing is gained
+    h = first if gate is None else first * linear(x, up, up_bias)
     return (
         linear(h, down, down_bias),
         h.abs().sum(1, dtype=_wide(h)),
@@ -252,7 +253,7 @@ def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
 
 
 def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
-    """The gate before its ReLU, and up; of a plain layer its up, and None."""
+    """g and u: the gate before its ReLU, and up. For a plain layer: up before its ReLU, and None."""
     with torch.autocast(x.device.type, enabled=False):
         if gate is None:
             return linear(x, up, up_bias), None
@@ -265,9 +266,8 @@ def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None
 def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias):
     g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
     h, l1, kept = _middle(g, u)
-    if (
-        u is not None and not x.is_cuda
-    ):  # a silent neuron's zero times an infinity: the kernel multiplies these as torch does
+    # On a CPU a silent neuron's zero is not multiplied by an infinite u; the GPU's kernel does it, as torch does.
+    if u is not None and not x.is_cuda:
         spoilt = reference.spoilt(x, twell.fires(g))
         h[spoilt], l1[spoilt] = torch.nan, torch.nan
     with torch.autocast(x.device.type, enabled=False):
@@ -299,7 +299,7 @@ def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g
 
 
 def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, l1, kept) from the gate before its ReLU and up."""
+    """(h, l1, kept) from g and u as `_gate_and_up` returns them."""
     if g.is_cuda:
         return train_dense.dense_hidden(g, u)
     keep = twell.fires(g)
@@ -308,7 +308,7 @@ def _middle(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
-    """(h, dg, du) from dL/dh, with L1's part of it added. dh may be written over."""
+    """(h, dg, du) from dh, the gradient of the loss in h, and dl1, that in l1. dh may be overwritten."""
     if g.is_cuda:
         return train_dense.dense_gradients(g, u, dh, None if dl1 is None else dl1.contiguous())
     keep, zero = twell.fires(g), g.new_zeros(())
@@ -321,7 +321,7 @@ def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | Non
 
 
 def _wide(t: Tensor) -> torch.dtype:
-    """What sums over neurons are made in: float32, and float64 for itself."""
+    """The type of sums over neurons: float64 for float64, otherwise float32."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
@@ -372,8 +372,8 @@ def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u):
 # ---- autograd ----
 
 
-# Each operator twice: as torch.library has it, for whoever watches a call (torch.compile, a tensor subclass, a mode),
-# and as a plain autograd.Function, which costs the host a third of that.
+# Each operator exists twice: in torch.library, for calls that are watched (torch.compile, a tensor subclass, a mode),
+# and as a plain autograd.Function, which costs the host a third of the time.
 
 
 def _keeping(ctx, inputs, output):
@@ -389,10 +389,11 @@ def _keep(ctx, inputs, saved, told) -> None:
 
 
 def _gradients(name: str, ctx, dy, dl1, saved_for: slice):
-    everything = ctx.saved_tensors  # read once: a checkpoint unpacks it a single time
+    """The gradients of all inputs by the operator `name`. saved_for: which of the saved outputs it takes."""
+    everything = ctx.saved_tensors  # read only once: under torch.utils.checkpoint a second time would be an error
     inputs, saved = everything[:7], everything[7:]
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
-    # create_graph: these gradients are to be differentiated themselves; or they are asked for many dy at once.
+    # With create_graph the gradients are themselves differentiated; with batched tensors there are many dy at once.
     if torch.is_grad_enabled() or any(
         t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)
     ):
@@ -406,10 +407,10 @@ def _gradients(name: str, ctx, dy, dl1, saved_for: slice):
 
 
 def _differentiable_gradients(dy, dl1, inputs):
-    """The same gradients by torch's operations, all neurons computed, so that autograd can go on through them."""
+    """The same gradients by torch's operations on all neurons, so that autograd can differentiate them again."""
     again = torch.is_grad_enabled()
     with torch.autocast(dy.device.type, enabled=False), torch.enable_grad():
-        # Views, so that an input which depends on another one, or is the same, is not followed back to it.
+        # Views, so that each gets its own gradient, also where one input is computed from another or is the same.
         inputs = [None if t is None else t.view_as(t) for t in inputs]
         y, l1, _ = _by_torch(*inputs)
         wanted = [t for t in inputs if t is not None and t.requires_grad]

@@ -2,11 +2,17 @@
 
 Three paths compute the same function:
   dense      every neuron, through the tensor cores;
-  twell      the gate's positives packed while the gate GEMM still holds them, the rest of the layer for those alone;
-  hot_cold   the neurons that fire most (the first `hot` rows of permuted weights) dense, the others packed; one sum.
+  twell      the gate GEMM packs its positive values before they are written, and the rest of the layer is computed for
+             these alone;
+  hot_cold   the neurons that fire most (the first `hot` rows of permuted weights) are computed as in dense, the others
+             as in twell, and both are added up before y is rounded.
 Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or the
-portable kernels behind torch's own gate GEMM. Arguments are checked (ops.py) and contiguous, apart from `down`, which
-may be a slice of columns; everything runs on torch's current stream, and nothing waits for the GPU.
+portable kernels after torch's own gate GEMM. The operators (inference.py, operators.py) have checked the arguments and
+made them contiguous, apart from `down`, which may be a slice of columns. Everything runs on torch's current stream, and
+nothing waits for the GPU.
+
+The choice for a call, and the launches that it made, are kept in `calls` under `key_of` the call: the next call with
+the same key replays the launches (twell_lab.cuda.tape).
 """
 
 from __future__ import annotations
@@ -22,37 +28,38 @@ from . import decode, hopper_dense, hopper_pack, portable
 from .kept import Kept, place
 
 _NO_TAIL = (None, None, None)
-# Tokens of one pass: bounds the workspace; twice the waves of the GPU at 16,384 tokens, so little is lost.
-_PIECE = 32768
+_PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
 LEAST_TWELL = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
-LEAST_HOT = 512  # and with a hot part, whose float32 sums the portable kernels could not start from
-LEAST_DENSE = 256  # and from which relu(gate) * up in one GEMM beats four operations of torch
+LEAST_HOT = 512  # the same with a hot part: lower, because the portable kernels cannot start from its float32 sums
+LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM is faster than four operations of torch
 
 
-calls = Kept()  # the calls that were looked at, by `key_of` them
+calls = Kept()  # a Call for each key of `key_of`
 
 
 def key_of(x, weights, stats, path, hot, tile, words):
-    """What decides how a call runs: everything but where x, stats and what is made lie. None: it is not kept.
+    """Everything that decides which kernels a call launches and with which arguments, without the addresses of x and
+    stats. None where the call cannot be kept.
 
-    x: [..., d_model]; weights: gate, up, down, down_t, gate_bias, up_bias, down_bias, or None for some."""
+    x: [..., d_model]; weights: gate, up, down, down_t, gate_bias, up_bias, down_bias, some of them None."""
     if not x.is_contiguous():
         return None
     shape = x.shape
-    counted = None if stats is None else (stats.shape, stats.dtype, stats.device)
+    counted = None if stats is None else (stats.shape, stats.stride(), stats.dtype, stats.device)
     rows = shape[:-1].numel(), shape[-1], x.data_ptr() & 15, x.dtype, x.device
     return path, hot, tile, words, rows, counted, *map(place, weights)
 
 
 def infer(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words) -> Tensor:
-    """One layer without gradients on the named path. x: [tokens, d_model]; gate is None for a plain layer."""
+    """One layer without gradients on the named path: x [tokens, d_model] -> [tokens, d_model]. gate: None for a plain
+    layer. The other arguments: as twell_lab.ops.infer takes them."""
     weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
     key = key_of(x, weights, stats, path, hot, tile, words)
     return _kept(key, lambda: _chosen(x, weights, path, hot, tile, words)).run(x, weights, stats)
 
 
 def _kept(key: Hashable, make: Callable[[], Call]) -> Call:
-    """The call that is kept under this key, or else a new one. Under the key None nothing is kept."""
+    """The Call kept under this key. Where there is none, a new one, kept from now on unless the key is None."""
     call = None if key is None else calls.get(key)
     if call is None:
         call = make()
@@ -62,9 +69,10 @@ def _kept(key: Hashable, make: Callable[[], Call]) -> Call:
 
 
 class Call:
-    """A call of `infer` that was looked at once, and its launches as they were recorded. It holds no tensor alive.
+    """How calls of `infer` with the same key run: the choices made for the first of them, and its recorded launches.
+    It keeps no tensor alive.
 
-    checked: set by who knows that its arguments passed every check."""
+    checked: whether these arguments passed every check of twell_lab.ops.infer, which sets it."""
 
     checked = False
 
@@ -84,7 +92,7 @@ def _chosen(x, weights, path, hot, tile, words) -> Call:
 
 
 class _Decode(Call):
-    """Few tokens."""
+    """The decode kernels, for few tokens."""
 
     def __init__(self) -> None:
         self.tape = Tape()
@@ -99,7 +107,7 @@ def _decode(x, stats, *weights) -> Tensor:
 
 
 class _Hidden:
-    """relu(x gate^T) * (x up^T), or relu(x up^T), of the first neurons of these weights for so many tokens."""
+    """relu(x gate^T) * (x up^T), or relu(x up^T) in a plain layer, for the first `neurons` neurons of these weights."""
 
     def __init__(self, x, gate, up, neurons: int):
         parts = [w[:neurons] for w in (gate, up) if w is not None]
@@ -117,13 +125,14 @@ class _Hidden:
         return hopper_dense.gate_up(x, *self._first(weights))
 
     def _first(self, weights: tuple) -> tuple:
+        """The rows of gate, up and their biases that belong to the first neurons."""
         if self.neurons == len(weights[1]):
             return weights
         return tuple(t if t is None else t[: self.neurons] for t in weights)
 
 
 class _Dense(Call):
-    """Every neuron: on Hopper relu(gate) * up in one GEMM, so that neither is written; elsewhere torch's operations."""
+    """Every neuron: on Hopper relu(gate) * up in one GEMM that writes neither factor, elsewhere torch's operations."""
 
     def __init__(self, x, gate, up) -> None:
         self.hidden = _Hidden(x, gate, up, len(up))
@@ -134,13 +143,13 @@ class _Dense(Call):
 
 
 def dense(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
-    """Every neuron of a layer, x [tokens, d_model]."""
+    """The dense path: x [tokens, d_model] -> [tokens, d_model]."""
     return _Dense(x, gate, up).run(x, (gate, up, down, None, gate_bias, up_bias, down_bias), None)
 
 
 def fuses(weight: Tensor) -> bool:
-    """Whether `dense` beats torch's operations on a layer with this gate or up weight, also compiled, from LEAST_DENSE
-    tokens."""
+    """Whether `dense` is faster than torch's operations, also when those are compiled, for a layer with this gate or up
+    weight and at least LEAST_DENSE tokens."""
     sizes = weight.dim() == 2 and all(n and n % hopper_pack.VECTOR == 0 for n in weight.shape)
     return sizes and hopper_pack.fits(weight)
 
@@ -157,13 +166,15 @@ def _hopper(x, gate, up, down, hot, tile, words) -> bool:
 
 
 class _Hopper(Call):
-    """The packed path on Hopper: packed inside the gate GEMM, finished by the readers with a pool; rows that the pool
-    lost are computed densely. hot: neurons, the first ones, that are computed densely beforehand.
+    """The packed path on Hopper: the gate GEMM packs its result, the portable kernels that read a pool compute the
+    rest, and rows that the pool could not hold are computed densely.
 
-    packs: hopper_pack, or ampere to time its GEMM in the same place."""
+    hot: how many neurons, the first ones, are computed densely before. packs: the module whose gate_pack is used,
+    hopper_pack, or ampere to compare the two."""
 
     def __init__(self, x, gate, up, hot: int, packs=hopper_pack) -> None:
         self.hot, self.packs = hot, packs
+        # By the tokens of a pass: the last one may have fewer than the others.
         self.warm = {len(part): _Hidden(part, gate, up, hot) for part in x.split(_PIECE)} if hot else {}
         self.cold = {len(part): Tape() for part in x.split(_PIECE)}
 
@@ -176,6 +187,7 @@ class _Hopper(Call):
         return y
 
     def _pass(self, x, y, weights, stats) -> Tensor:
+        """At most _PIECE tokens. y: where to write; None: a new tensor."""
         start = None
         if self.hot:
             gate, up, down, _, gate_bias, up_bias, _ = weights
@@ -183,7 +195,7 @@ class _Hopper(Call):
         return self.cold[len(x)].play(self._packed, (x, y, start, stats), weights)
 
     def _packed(self, x, y, start, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
-        """The neurons that are not hot, added to `start`."""
+        """start, or 0, plus what all neurons but the hot ones add to y."""
         x, gate, up, down_t = (t if t is None else t.contiguous() for t in (x, gate, up, down_t))
         gate, up, down_t, gate_bias, up_bias = (
             t if t is None else t[self.hot :] for t in (gate, up, down_t, gate_bias, up_bias)
@@ -205,12 +217,14 @@ class _Hopper(Call):
 
 
 def _start(h: Tensor, down: Tensor) -> Tensor:
-    """What the hot neurons add to y, in float32, so that y is rounded once. h: [tokens, hot], down: [d_model, hot]."""
+    """What the hot neurons add to y, float32 [tokens, d_model], so that y is rounded only once. h: [tokens, hot]; down:
+    [d_model, hot]."""
     return torch.mm(h, down.t(), out_dtype=torch.float32)
 
 
 def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, packs=hopper_pack) -> Tensor:
-    """The packed path on Hopper, for any number of tokens; see _Hopper."""
+    """The packed path on Hopper, also where others would be chosen: x [tokens, d_model] -> [tokens, d_model]. hot,
+    packs: see _Hopper."""
     weights = (gate, up, down, down_t, gate_bias, up_bias, down_bias)
     if not len(x):
         return torch.empty_like(x)
@@ -220,10 +234,11 @@ def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, p
 
 
 class _Portable(Call):
-    """torch's gate GEMM, and behind it the portable kernels: any width and type, any GPU from sm_75.
+    """torch's gate GEMM, then the portable kernels: any width and type, any GPU from sm_75.
 
-    Hot or not, all are packed: these kernels round their sums to x's type, and a cold part that is rounded by itself
-    may overflow float16 where the whole does not, or cancel against the hot one and leave its rounding."""
+    The hot neurons are packed like the others: these kernels round their sums to x's type. A sum over the cold neurons
+    that is rounded before the hot part is added may overflow float16 where the whole sum does not; and where the two
+    parts nearly cancel, the error of that rounding would remain."""
 
     def __init__(self, hot: int, tile: int, words: int) -> None:
         self.hot, self.tile, self.words, self.tape = hot, tile, words, Tape()
@@ -233,7 +248,7 @@ class _Portable(Call):
         g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
         left = (down_t, down_bias) if gate is None else (up, down_t, up_bias, down_bias)
         y, packed = self.tape.play(self._plain if gate is None else self._gated, (x, g), left)
-        if stats is not None and x.shape[0] >= LEAST_TWELL:  # below, the extra launches would be felt
+        if stats is not None and x.shape[0] >= LEAST_TWELL:  # for fewer tokens its launches would take too much time
             _count(packed[:, self.hot // self.tile :], stats, self.words)
         return y
 
@@ -247,15 +262,15 @@ class _Portable(Call):
 
 
 def twell(x, gate, up, down_t, gate_bias, up_bias, down_bias, tile, words) -> Tensor:
-    """The portable kernels behind torch's gate GEMM, also where others would be chosen."""
+    """The portable kernels after torch's gate GEMM, also where others would be chosen: x [tokens, d_model] -> [tokens,
+    d_model]."""
     x, weights = x.contiguous(), (gate, up, None, down_t, gate_bias, up_bias, down_bias)
     key = key_of(x, weights, None, "portable", 0, tile, words)
     return _kept(key, lambda: _Portable(0, tile, words)).run(x, weights, None)
 
 
 def _count(packed: Tensor, stats: Tensor, words: int) -> None:
-    """Add this call to stats: tokens, kept entries, rows with an overflowing tile, rows computed densely (none
-    here)."""
+    """Add this call to stats: tokens, kept values, rows with a tile that overflows, rows computed densely (0 here)."""
     counts = packed[..., 0].long()
     seen = torch.stack(
         [counts.new_full((), packed.shape[0]), counts.sum(), (counts >= words).any(1).sum(), counts.new_zeros(())]

@@ -1,8 +1,8 @@
 """Launches of the Hopper kernels that compute neurons densely: kernels/sm90_gate_up.cu and kernels/sm90_down_rows.cu.
 
-They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path gives up. Everything
-runs on torch's current stream and nothing waits for the GPU. Only CUDA tensors of compute capability 9.0: `takes` says
-so."""
+They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path lost because its pool
+could not hold them. Everything runs on torch's current stream and nothing waits for the GPU. Compute capability 9.0
+only; `takes` tells what they accept."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources, tma
-from ..cuda.launcher import DEFINE, kernel, multiprocessors
+from ..cuda.launcher import kernel, multiprocessors
+from ..cuda.macros import value
 from ..cuda.tape import empty
 from .hopper_pack import BM, BN, VECTOR, fits
 
-CHUNK = 8192  # lost rows whose h has room at a time
+CHUNK = 8192  # lost rows that are computed at a time, which bounds the memory for their h
 _number = partial(sources.number, "sm90_down_rows.cu")
 _CLUSTER, _OUT_ROWS, _PART_BYTES, _SHARED = map(_number, ("CLUSTER", "OUT_ROWS", "PART_BYTES", "OUT_END"))
 _WARPS = 4 * _number("CONSUMERS") * _CLUSTER  # consumer warps of a cluster
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the kernels take these matrices: bfloat16 or float16 on one GPU of capability 9.0, all sizes of weights
-    multiples of 8.
+    """Whether the kernels take these matrices: bfloat16 or float16 on one GPU of capability 9.0, both sizes of each
+    weight multiples of 8.
 
-    x: [rows, d_model]; weights may be slices of rows or columns that start on 16 bytes.
+    x: [rows, d_model]; weights may be slices of rows or columns, aligned to 16 bytes.
     """
     return fits(x, *weights) and all(w.shape[0] % VECTOR == 0 and w.shape[1] % VECTOR == 0 and len(w) for w in weights)
 
 
 def _grid(rows: int, columns: int, columns_a_tile: int, device: torch.device) -> tuple[int, int]:
-    """As many clusters as there are tiles, or as run at a time: a block takes a multiprocessor."""
+    """A cluster for each tile, but at most as many as run at a time, where each block has a multiprocessor."""
     tiles = -(-rows // (BM * _CLUSTER)) * -(-columns // columns_a_tile)
     return min(multiprocessors(device.index) // _CLUSTER, tiles) * _CLUSTER, 1
 
 
 def fitting(bias: Tensor | None) -> Tensor | None:
-    """The kernels read a bias in pairs of values."""
+    """The bias, or a copy, contiguous and aligned to 4 bytes: the kernels read pairs of values."""
     if bias is None:
         return None
     return bias.contiguous() if bias.data_ptr() % 4 == 0 else bias.clone(memory_format=torch.contiguous_format)
 
 
 def check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None, **biases: Tensor | None) -> None:
-    """Raise InputError for what gate_up, and finish_lost where there is a down, do not take."""
+    """Raise InputError for what gate_up does not take, or, where `down` is given, finish_lost."""
     given = {name: t for name, t in (("x", x), ("gate", gate), ("up", up), ("down", down)) if t is not None}
     d_ff, d_model = up.shape if up.dim() == 2 else (0, 0)
     if (
@@ -55,14 +56,13 @@ def check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None
         or (gate is not None and gate.shape != up.shape)
         or (down is not None and down.shape != (d_model, d_ff))
     ):
-        told = ", ".join(
+        given_as = ", ".join(
             f"{name} {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for name, t in given.items()
         )
         raise InputError(
-            f"{told}; x [rows, d_model], gate and up [d_ff, d_model] and down [d_model, d_ff] of bfloat16 or float16 "
-            f"on one GPU of "
-            "capability 9.0 are accepted, where d_model and d_ff are multiples of 8 and rows lie in one piece on 16 "
-            "bytes"
+            f"got {given_as}; accepted are x [rows, d_model], gate and up [d_ff, d_model] and down [d_model, d_ff] of "
+            "bfloat16 or float16 on one GPU of capability 9.0, with d_model and d_ff multiples of 8, and each row "
+            "contiguous and aligned to 16 bytes"
         )
     _check_biases(up, **biases)
 
@@ -73,7 +73,7 @@ def _check_biases(up: Tensor, **biases: Tensor | None) -> None:
         if bias is not None and (bias.shape != (length,) or bias.dtype != up.dtype or bias.device != up.device):
             raise InputError(
                 f"{name} is {bias.dtype} {list(bias.shape)} on {bias.device}; {up.dtype} [{length}] on {up.device} is "
-                f"accepted"
+                "accepted"
             )
 
 
@@ -96,10 +96,10 @@ def gate_up(
 def _gate_up(x, gate, up, gate_bias, up_bias, h, first=0, rows=None, lost=None, counters=None) -> None:
     """Fill the first `rows` rows of h from rows first, first + 1, ... of x.
 
-    With `lost` it is as many rows as that says, at most `rows`; what later rows of h hold then is left open. Where
-    there are rows, the words of `counters` are set to 0."""
+    lost: int32, or None. With it lost[0] - first rows are computed, but at most `rows`; the other rows of h are
+    undefined. If any row is computed, the words of `counters` are set to 0."""
     (d_ff, d_model), rows = up.shape, len(x) if rows is None else rows
-    defines = (DEFINE[up.dtype], True), ("CLUSTER", _CLUSTER), ("GATED", int(gate is not None))
+    defines = (*value(up.dtype), ("CLUSTER", _CLUSTER), ("GATED", int(gate is not None)))
     maps = tma.matrix_map(x, BM), tma.matrix_map(up if gate is None else gate, BM), tma.matrix_map(up, BM)
     numbers = first, rows, d_model, d_ff, counters, 0 if counters is None else counters.numel()
     arguments = (*maps, tma.matrix_map(h, _OUT_ROWS), None if gate is None else gate_bias, up_bias, lost, *numbers)
@@ -119,13 +119,14 @@ def finish_lost(
     start: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Compute the rows of y that the packed path gave up: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i])
+    """Compute the rows of y that the packed path lost: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i])
     down^T.
 
-    lost: int32 [1 + tokens], lost[0] their number, on the GPU; lost_x [tokens, d_model]: their rows of x, in that
-    order; down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens,
-    d_model], contiguous. The launches depend on `tokens` alone: two for each CHUNK tokens, which end at once where
-    nothing is lost. Raises InputError for what `takes` refuses, and for other shapes, types and layouts than these."""
+    lost: int32 [1 + tokens], how many rows are lost, then their numbers; lost_x [tokens, d_model]: their rows of x, in
+    that order; down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens,
+    d_model], contiguous. The host does not know how many rows are lost: there are two launches for each CHUNK tokens,
+    which end at once where nothing is lost. Raises InputError for what `takes` refuses, and for other shapes, types and
+    layouts than these."""
     check(lost_x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     tokens, d_model = lost_x.shape
     _check_plain("lost", lost, torch.int32, (1 + tokens,), y.device)
@@ -140,13 +141,14 @@ def finish_lost(
     h = empty(slots, d_ff, dtype=up.dtype, device=device)
     parts = empty(clusters * _WARPS * _PART_BYTES, dtype=torch.uint8, device=device)  # of tiles that clusters share
     counters = empty(clusters * _WARPS, dtype=torch.int32, device=device)
-    finish = kernel("sm90_down_rows.cu", "down_rows", ((DEFINE[up.dtype], True), ("CLUSTER", _CLUSTER)), _SHARED)
+    finish = kernel("sm90_down_rows.cu", "down_rows", (*value(up.dtype), ("CLUSTER", _CLUSTER)), _SHARED)
     maps = tma.matrix_map(h, BM), tma.matrix_map(down, BM)
     for first in range(0, tokens, CHUNK):
         slots = min(CHUNK, tokens - first)
         _gate_up(lost_x, gate, up, gate_bias, up_bias, h, first, slots, lost, counters)
         arguments = (*maps, down_bias, start, y, lost, first, slots, d_ff, d_model, counters, parts)
-        finish.launch(device, (clusters * _CLUSTER, 1), arguments)  # all of them: few tiles are shared
+        # The grid is for all clusters, also where there are few tiles: several clusters then share a tile.
+        finish.launch(device, (clusters * _CLUSTER, 1), arguments)
 
 
 def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
@@ -159,6 +161,5 @@ def _check_plain(name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device:
     ):
         raise InputError(
             f"{name} is {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}; a contiguous {dtype} "
-            f"{list(shape)} on {device} "
-            "that starts on 16 bytes is accepted"
+            f"{list(shape)} on {device} is accepted, aligned to 16 bytes where it has rows"
         )

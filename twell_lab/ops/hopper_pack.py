@@ -1,40 +1,32 @@
-"""How the Hopper kernels are launched: compute capability 9.0 alone, bf16 and fp16.
+"""How the Hopper kernel that packs the gate inside its GEMM is launched: compute capability 9.0 only, bf16 and fp16.
 
-As in twell_lab.ops.portable, tensors come checked, everything runs on torch's current stream and nothing waits for the
-GPU."""
+Everything runs on torch's current stream and nothing waits for the GPU."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import launcher, sources, tma
-from ..cuda.macros import PACK_VERSIONS
-from ..cuda.tape import empty
-from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ..cuda.macros import PACK_VERSIONS, value
+from .portable import new_packed
 
 _number = partial(sources.number, "sm90_gate_pack.cu")
 CLUSTER, BM, BN, BK = map(_number, ("CLUSTER", "BM", "BN", "BK"))  # for all but version 1
-VECTOR = 8  # values in 16 bytes: the copy engine moves rows in steps of these
+VECTOR = 8  # values in 16 bytes: the copy engine moves rows in pieces of 16 bytes
 _MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
 _DTYPES = (torch.bfloat16, torch.float16)
 _PACK_SHARED = _number("SHARED_BYTES")
 
 
-@cache
-def _runs_on(index: int) -> bool:
-    """Whether this GPU runs the kernels."""
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
 def fits(*matrices: Tensor) -> bool:
-    """Whether the copy engine can read these matrices [n, d]: 16-bit values of one dtype on one Hopper GPU, whole
-    vectors."""
+    """Whether the copy engine can read these matrices [n, d]: 16-bit values of one dtype on one Hopper GPU, each row
+    contiguous and aligned to 16 bytes."""
     first = matrices[0]
-    if not (first.is_cuda and first.dtype in _DTYPES and _runs_on(first.device.index)):
+    if not (first.is_cuda and first.dtype in _DTYPES and launcher.capability(first.device.index) == (9, 0)):
         return False
     return all(m.dtype == first.dtype and m.device == first.device and _rows_fit(m) for m in matrices)
 
@@ -46,7 +38,8 @@ def _rows_fit(m: Tensor) -> bool:
 
 
 def takes(x: Tensor, gate: Tensor) -> bool:
-    """Whether gate_pack takes x [tokens, d_model] and gate [d_ff, d_model]; views of contiguous rows are fine."""
+    """Whether gate_pack takes x [tokens, d_model] and gate [d_ff, d_model]; each row must be contiguous, there may be
+    gaps between rows."""
     d_ff, d_model = gate.shape
     sizes = (
         x.shape[1] == d_model
@@ -61,18 +54,16 @@ def takes(x: Tensor, gate: Tensor) -> bool:
 def gate_pack(
     x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, lost: Tensor | None = None, version: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as pool.packed_and_pool has
-    them.
+    """x [tokens, d_model] x gate [d_ff, d_model]^T + gate_bias, packed: (packed, pool), as
+    twell_lab.formats.pool.packed_and_pool describes them.
 
-    Words and pool words that are not in use are left as they were. lost: int32 [1 or more] or None; lost[0] is set to 0
-    for the kernels that follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate)."""
+    Unused words of both are not written. lost: int32 [1 or more] or None; lost[0] is set to 0 for the kernels that
+    follow. version: 1 to 3, None the fastest. Raises InputError unless takes(x, gate)."""
     check(x, gate)
     if version not in (None, *PACK_VERSIONS):
         raise InputError(f"version is {version}; {PACK_VERSIONS[0]} to {PACK_VERSIONS[-1]} are accepted")
-    tokens, tiles = len(x), -(-gate.shape[0] // TILE)
-    packed = empty(tokens, tiles, WORDS, dtype=torch.int32, device=x.device)
-    pool = empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32, device=x.device)
-    if tokens:
+    packed, pool = new_packed(len(x), gate.shape[0], x.device)
+    if len(x):
         _launch(x, gate, gate_bias, packed, pool, lost, version or PACK_VERSIONS[-1])
     elif lost is not None:
         lost[:1].zero_()
@@ -80,8 +71,8 @@ def gate_pack(
 
 
 def dense_gate(x: Tensor, gate: Tensor, gate_bias: Tensor | None = None, store: bool = True) -> Tensor:
-    """The same main loop without the packing: the gate [tokens, d_ff], for checks; store=False: for timing,
-    unwritten."""
+    """The gate [tokens, d_ff] by the same main loop, not packed, for checks. store: False to time the main loop alone;
+    the result is then not written."""
     check(x, gate)
     out = torch.empty(x.shape[0], gate.shape[0], dtype=x.dtype, device=x.device)
     if x.shape[0]:
@@ -93,16 +84,15 @@ def check(x: Tensor, gate: Tensor) -> None:
     """Raise InputError unless takes(x, gate)."""
     if not takes(x, gate):
         raise InputError(
-            f"the Hopper gate kernel takes bfloat16 or float16 on a GPU of compute capability 9.0, d_model and d_ff "
-            f"multiples "
-            f"of {VECTOR} and 16-byte alignment; not {x.dtype} {list(x.shape)} on {x.device} with a gate "
-            f"{list(gate.shape)}"
+            f"x is {x.dtype} {list(x.shape)} on {x.device} and gate is {list(gate.shape)}; the Hopper gate kernel "
+            "takes bfloat16 or float16 on a GPU of compute capability 9.0, d_model and d_ff multiples of "
+            f"{VECTOR}, rows aligned to 16 bytes"
         )
 
 
 def _launch(x, gate, bias, packed, pool, lost, version) -> None:
     (tokens, d_model), d_ff, cluster = x.shape, gate.shape[0], 1 if version == 1 else CLUSTER
-    defines = ((launcher.DEFINE[x.dtype], True), ("BIAS", int(bias is not None)), ("VERSION", version))
+    defines = (*value(x.dtype), ("BIAS", int(bias is not None)), ("VERSION", version))
     made = launcher.kernel("sm90_gate_pack.cu", f"gate_pack_v{version}", defines, _PACK_SHARED)
     tiles = -(-tokens // (BM * cluster)) * -(-d_ff // BN)
     grid = min(launcher.multiprocessors(x.device.index) // cluster, tiles) * cluster, 1
@@ -111,12 +101,13 @@ def _launch(x, gate, bias, packed, pool, lost, version) -> None:
 
 
 def _gate_maps(gate: Tensor, cluster: int) -> tuple[launcher.Structure, launcher.Structure]:
-    """Two maps of the gate's rows in the order in which the packing epilogue wants the columns: whole tiles, narrow
-    tile.
+    """Two tensor maps of the gate's rows, in the order in which the packing epilogue wants the columns: of the whole
+    tiles, and of the narrow last tile.
 
-    After wgmma, lane q of a quad holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the weights is put
-    there, so that a lane holds `span` neighbouring columns in order: a view [tile, j, q, e, k] of the weights, which
-    moves no data. span is 64, and a quarter of the width in a narrow last tile."""
+    After wgmma, lane q of a group of four lanes holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the
+    weights is put there, so that a lane holds `span` neighbouring columns in order. The map is of a view [tile, j, q,
+    e, k] of the weights, so no data are moved. span is 64, and a quarter of the width in a narrow last tile. Where
+    there are only whole tiles, or only a narrow one, both maps are the same."""
     (d_ff, d_model), row = gate.shape, gate.stride(0) * gate.dtype.itemsize
     box = (BK, 2, 4, 32 // cluster, 1)
 

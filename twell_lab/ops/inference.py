@@ -1,8 +1,8 @@
-"""The operator of a layer that is not being trained: one call, one of three paths (see twell_lab.ops.dispatch).
+"""The operator of a layer that is not being trained, on one of three paths (see twell_lab.ops.dispatch).
 
 `torch.ops.twell_lab.infer` is registered for CPU and CUDA, with a fake implementation for torch.compile; it has no
-gradient. `infer_counted` also adds what it saw to `stats`, so that a layer can say how often it fires without a second
-pass."""
+gradient. `infer_counted` also adds counts of tokens and kept values to `stats`, so that a layer knows how many neurons
+fire without a second pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import checks, cpu, dispatch, reference
 from .kept import Kept
 
 PATHS = ("dense", "twell", "hot_cold")
-STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` add up
+STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` count
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _WEIGHTS = (
@@ -26,7 +26,7 @@ _WEIGHTS = (
     "Tensor? down_bias"
 )
 _HOW = "str path, int hot, int tile, int words"
-# Two operators, because torch.compile cannot lower one that writes to an argument which may be None.
+# Two operators, because torch.compile does not take one that writes to an argument which may be None.
 _library.define(f"infer({_WEIGHTS}, {_HOW}) -> Tensor")
 _library.define(f"infer_counted({_WEIGHTS}, Tensor(a!) stats, {_HOW}) -> Tensor")
 
@@ -51,12 +51,12 @@ def infer(
 
     x: [..., d_model] -> [..., d_model]; gate: None for a plain layer, where the up projection goes through the ReLU.
     path: "dense" computes every neuron; "twell" only those that fire; "hot_cold" the first `hot` neurons densely and
-    the others as twell does. For hot_cold the neurons are in the order of the weights given: permute gate, up, down,
-    down_t and the biases so that those that fire most come first; `hot` is a multiple of 256. down_t: down transposed
-    and contiguous, if the caller keeps one. stats: int64 [4] on x's device or None; tokens, kept values of the packed
-    neurons, rows that overflowed into the pool and rows that were computed densely are added to it, where the kernels
-    count them. Under torch.autocast everything is cast first. Raises InputError for arguments that do not fit, and
-    where a gradient would be needed: `gated_ffn` and `plain_ffn` have one."""
+    the others as twell does. For hot_cold, permute gate, up, down, down_t and the biases so that the neurons that fire
+    most come first; `hot` is a multiple of 256. down_t: down transposed and contiguous, if the caller keeps one. stats:
+    contiguous int64 [4] on x's device, or None; tokens, kept values of the packed neurons, rows that overflowed into
+    the pool and rows that were computed densely are added to it, where the kernels count them. Under torch.autocast
+    everything is cast first. Raises InputError for arguments that do not fit, and where a gradient would be needed:
+    `gated_ffn` and `plain_ffn` have one."""
     seen = x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats, path, hot, tile, words
     if not torch.compiler.is_compiling() and (y := _again(*seen)) is not None:
         return y
@@ -65,7 +65,7 @@ def infer(
     x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
     _check_path(path, hot, up.shape[0], tile)
     _check_stats(stats, x)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if checks.needs_gradient(*tensors):
         raise InputError(
             "infer has no gradient and an argument requires one; gated_ffn and plain_ffn are differentiable"
         )
@@ -73,11 +73,11 @@ def infer(
     if path != "dense":
         down_t = checks.transposed(down, down_t)
     rows = x.reshape(-1, x.shape[-1])
-    if rows.is_cuda:  # on a CPU as they came: torch's dense layer sums over other strides in another order
+    if rows.is_cuda:  # on a CPU the strides stay: with other strides torch's dense layer adds in another order
         rows, gate, up = rows.contiguous(), None if gate is None else gate.contiguous(), up.contiguous()
     counted = () if stats is None else (stats,)
     arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias, *counted, path, hot, tile, words)
-    # As in ops: the dispatcher is for whoever watches the call; on its own a layer goes straight to its kernels.
+    # As in operators.py: torch's dispatcher is needed only where somebody watches the call, and costs time.
     kinds = torch.ops.twell_lab if checks.watched(*tensors) else _CUDA if rows.is_cuda else _CPU
     y = (kinds.infer_counted if counted else kinds.infer)(*arguments).view(x.shape)
     if kinds is _CUDA:
@@ -89,7 +89,8 @@ def infer_again(kept: Kept, x, weights: tuple, stats, path: str, hot: int, tile:
     """`infer`, with as little to do on the host as can be where the same call was made before.
 
     kept: of these very weights (copies.unchanged), which are plain tensors. weights: gate, up, down, gate_bias,
-    up_bias, down_bias, down_t. Nothing needs a gradient, and no transform, mode or compiler watches."""
+    up_bias, down_bias, down_t. stats: None, or four counters in one piece. Nothing needs a gradient, and no transform,
+    mode or compiler watches."""
     gate, up, down, *biases, down_t = weights
     ordered, key, call = (gate, up, down, down_t, *biases), None, None
     if type(x) is Tensor and x.is_cuda and x.is_contiguous() and not torch.is_autocast_enabled("cuda"):
@@ -113,9 +114,9 @@ def _run(call: dispatch.Call, x: Tensor, weights: tuple, stats: Tensor | None) -
 
 
 def _again(x, weights, stats, *how) -> Tensor | None:
-    """The result where a call with these very weights passed every check before; None where it has to be looked at.
+    """The result, if a call with the same key (dispatch.key_of) has passed every check before; otherwise None.
 
-    Whatever a check depends on and the key of the call (dispatch.key_of) does not say is asked here."""
+    What the checks depend on and the key does not hold is looked at here."""
     tensors = (x, stats, *weights)
     if any(t is not None and type(t) is not Tensor and type(t) is not Parameter for t in tensors):
         return None
@@ -123,7 +124,7 @@ def _again(x, weights, stats, *how) -> Tensor | None:
         return None
     if torch._C._len_torch_dispatch_stack() > 0 or checks.transformed() or torch.is_autocast_enabled("cuda"):
         return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if checks.needs_gradient(*tensors):
         return None
     call = _kept_call(x, weights, stats, *how)
     if call is None or not call.checked:
@@ -132,8 +133,8 @@ def _again(x, weights, stats, *how) -> Tensor | None:
 
 
 def _remember(x, weights, stats, *how) -> None:
-    """Have the next call with these very weights go straight to its kernels. Not where the weights had to be cast or
-    copied: those that the kernels got were others."""
+    """Note that the call with this key passed every check, so that `_again` runs the next one. Where weights had to be
+    cast or copied there is no call with this key: the kernels got the copies, at other addresses."""
     if (call := _kept_call(x, weights, stats, *how)) is not None:
         call.checked = True
 
@@ -142,7 +143,7 @@ def _kept_call(x, weights, stats, *how):
     try:
         key = dispatch.key_of(x, weights, stats, *how)
         return None if key is None else dispatch.calls.get(key)
-    except (RuntimeError, TypeError, IndexError):  # no address, strides or dimensions; what cannot be a key
+    except (RuntimeError, TypeError, IndexError):  # tensors without address, strides or dimensions; unhashable values
         return None
 
 
@@ -152,7 +153,7 @@ def _check_path(path: str, hot: int, d_ff: int, tile: int) -> None:
     if isinstance(hot, bool) or not isinstance(hot, int):
         raise InputError(f"hot is {hot!r}; a whole number is accepted")
     if path != "hot_cold" and hot != 0:
-        raise InputError(f"hot is {hot} on path {path!r}; 0 is accepted, and more on 'hot_cold'")
+        raise InputError(f"hot is {hot} on path {path!r}; 0 is accepted, and other values on 'hot_cold' only")
     if path == "hot_cold" and (hot % 256 or not 0 < hot < d_ff):
         raise InputError(f"hot is {hot} of {d_ff} neurons; multiples of 256 above 0 and below {d_ff} are accepted")
 
@@ -163,7 +164,7 @@ def _check_stats(stats: Tensor | None, x: Tensor) -> None:
     if not isinstance(stats, Tensor) or stats.dtype != torch.int64 or tuple(stats.shape) != (len(STATS),):
         what = f"{stats.dtype} {list(stats.shape)}" if isinstance(stats, Tensor) else type(stats).__name__
         raise InputError(f"stats is {what}; an int64 tensor of {len(STATS)} is accepted")
-    if not stats.is_contiguous():  # kernels count in the four words from its first one on
+    if not stats.is_contiguous():  # the kernels get its address alone
         raise InputError(f"stats has strides {stats.stride()}; a contiguous tensor is accepted")
     if stats.device != x.device:
         raise InputError(f"stats is on {stats.device} but the input is on {x.device}; one device is accepted")
@@ -177,7 +178,7 @@ def _cuda(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, *how):
 
 @torch.no_grad()
 def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, hot, tile, words):
-    with torch.autocast("cpu", enabled=False):  # the weights have their dtype, and so has the result
+    with torch.autocast("cpu", enabled=False):  # the arguments were cast already
         first = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias)
         if path == "dense":
             hidden = reference.relu(first)
@@ -185,9 +186,8 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
         if stats is not None:
             kept = twell.fires(first[:, hot:])
             stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
-        if (
-            not hot or x.dtype == torch.float32
-        ):  # as on a GPU: no GEMM sums as widely as float32 values ask for, so all are packed
+        # For float32 all neurons are packed, as on a GPU: those sums are float64, and a GEMM's are not.
+        if not hot or x.dtype == torch.float32:
             return _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=not hot)
         bias = None if up_bias is None else up_bias[:hot]
         hidden = reference.relu(first[:, :hot])
@@ -195,7 +195,7 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
             hidden = torch.where(
                 twell.fires(first[:, :hot]), hidden * linear(x, up[:hot], bias), torch.zeros_like(hidden)
             )
-        start = linear(hidden.float(), down[:, :hot].float())  # the two parts meet in a wider type, to be rounded once
+        start = linear(hidden.float(), down[:, :hot].float())  # float32, so that the whole sum is rounded only once
         cold_up, cold_bias = (None, None) if gate is None else (up[hot:], None if up_bias is None else up_bias[hot:])
         y = cpu.added_to(
             start, x, first[:, hot:].contiguous(), cold_up, down[:, hot:], down_t[hot:], cold_bias, down_bias
@@ -212,7 +212,7 @@ def _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias,
 
 
 class _Implementation:
-    """Both operators on one kind of device."""
+    """Registers `run` as both operators for the dispatch key `key`; `infer` and `infer_counted` call it directly."""
 
     def __init__(self, run, key: str) -> None:
         self.infer = lambda *a: run(*a[:8], None, *a[8:])

@@ -1,8 +1,9 @@
-"""What is kept of calls that were made before, so that the same call need not be looked at again: bounded, by its key.
+"""What is kept of earlier calls, so that checks and choices need not be repeated: a bounded dictionary for any number
+of threads.
 
-A key says everything that a check or a choice of kernels depends on: where each weight lies, its shape, strides, type
-and device. A weight that was replaced, moved, cast or resized therefore never meets what was prepared for another, and
-no weight is held alive. What a weight holds may change: kernels read it anew on each call."""
+A call's key holds all that checks and the choice of kernels depend on: of each weight its address, shape, strides, type
+and device. A weight that is replaced, moved, cast or resized therefore has another key, and no weight is kept alive.
+The values of a weight are not part of the key: kernels read them anew on each call."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-MOST = 4096  # calls; whichever was not made for longest goes
+MOST = 4096  # entries; then the least recently used one is dropped
 
 
 class Kept:
-    """At most `most` things by their keys, for any number of threads."""
+    """At most `most` entries by their keys, for any number of threads; the least recently used one is dropped."""
 
     def __init__(self, most: int = MOST):
         self.most = most
@@ -28,7 +29,7 @@ class Kept:
         return len(self._kept)
 
     def get(self, key: Hashable) -> Any:
-        """What was put under this key, or None."""
+        """The entry of this key, or None."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -48,5 +49,5 @@ class Kept:
 
 
 def place(t: Tensor | None) -> Hashable:
-    """Where a tensor lies and how."""
+    """A tensor's part of a key: its address, shape, strides, type and device; None for None."""
     return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)

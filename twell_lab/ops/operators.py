@@ -1,14 +1,13 @@
 """The torch operators: what torch, its compiler and its autograd see (twell_lab.ops.dispatch picks the kernels).
 
 `torch.ops.twell_lab.*` are registered for CPU (torch operations that skip the zeros) and CUDA (the kernels),
-with fake implementations for torch.compile and autograd. The functions of this module check their arguments
-once and call them. Weights are as torch.nn.Linear stores them: gate and up [d_ff, d_model], down
+with fake implementations for torch.compile, and autograd. The functions of this module check their arguments
+once and call the operators. Weights are as torch.nn.Linear stores them: gate and up [d_ff, d_model], down
 [d_model, d_ff]; x is [..., d_model]. dtypes: bfloat16, float16, float32, the same for x and every weight.
 
 `backend="simulator"` runs the CUDA kernels themselves on CPU tensors (twell_lab.simulator), slowly, for tests and
-notebooks; it is never picked otherwise. No CUDA implementation waits for the GPU. `gated_ffn` and `plain_ffn` run on
-the kernels that twell_lab.ops.dispatch picks; where gradients are not needed, `infer` also has the dense and the
-hot/cold path."""
+notebooks; it never runs unless it is asked for. No CUDA implementation waits for the GPU, but `pack`, which reads the
+length of its tail. Where gradients are not needed, `infer` (inference.py) also has the dense and the hot/cold path."""
 
 from __future__ import annotations
 
@@ -45,11 +44,11 @@ _library.define(
 
 
 def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | None = None) -> TwELL:
-    """TwELL of relu(gate), exact on every input. gate: [rows, d_ff]; keeps positives and NaN. An array of CuPy's, or of
-    another library that shares its memory (`formats.as_tensor`), is taken as a tensor is.
+    """TwELL of relu(gate), exact on every input. gate: [rows, d_ff]; keeps positives and NaN. gate may also be an array
+    of CuPy's, or of another library that can share its memory (`formats.as_tensor`).
 
-    On a GPU the tiles are packed by a kernel, and the length of the tail is then read back, once, as
-    torch.nonzero would; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
+    On a GPU a kernel packs the tiles, and then the host waits once, to learn the length of the tail, as torch.nonzero
+    does; the operators that run inside a layer (`gated_ffn`, `plain_ffn`) need no tail.
     """
     checks.refuse_transforms("pack")
     gate = as_tensor("gate", gate)
@@ -138,9 +137,10 @@ def gated_ffn(
     x: [..., d_model] -> [..., d_model]. down_t: down transposed and contiguous, if the caller keeps one (SparseFFN
     does); otherwise it is made anew on each call. Differentiable in x, the weights and the biases. Under torch.autocast
     everything is cast first, as torch.nn.functional.linear does. Inside torch.func's transforms, export and traces
-    torch's own operations compute it. Weights must be finite: what lies in a silent neuron's rows is not read, so a NaN
-    there is not passed on as the dense layer would. On a CPU, where down_t is not given, InputError names a weight that
-    is not finite; else nobody looks (SparseFFN does, once for each change). Method: arXiv 2603.23198, section 3."""
+    torch's own operations compute it. Weights must be finite: the rows of a silent neuron are not read, so a NaN there
+    does not reach the result as it does in the dense layer. On a CPU, where down_t is not given, InputError names a
+    weight that is not finite; otherwise the values are not checked (SparseFFN checks them, once for each change).
+    Method: arXiv 2603.23198, section 3."""
     checks.check_tensor("x", x)
     checks.check_tensor("gate", gate)
     biases = (gate_bias, up_bias, down_bias)
@@ -165,45 +165,37 @@ def plain_ffn(
 
 
 def _layer(on_cpu, on_cuda, x, gate, up, down, biases, down_t, tile, words, backend) -> Tensor:
-    """gated_ffn, or plain_ffn where gate is None, by its operator's implementations."""
+    """gated_ffn, or plain_ffn where gate is None. on_cpu, on_cuda: the implementations of its operator."""
     check_geometry(tile, words)
     tensors = checks.layer(x, gate, up, down, *biases, down_t)
     x, gate, up, down, gate_bias, up_bias, down_bias, down_t = tensors
-    if _learning(*tensors) and backend is None or checks.transformed():
+    # For training on a GPU the forward pass keeps what a sparse backward pass needs.
+    if x.is_cuda and backend is None and checks.needs_gradient(*tensors) or checks.transformed():
         return differentiable.train_ffn(*tensors[:7])[0]
     if down_t is None:
         _check_unprepared(gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     down_t, simulated = checks.transposed(down, down_t), checks.check_backend(backend, *tensors)
     rows = x.reshape(-1, x.shape[-1])
-    if x.is_cuda or simulated:  # on a CPU as they came: torch's dense layer sums over other strides in another order
+    if x.is_cuda or simulated:  # else the strides stay: with others torch's dense layer adds in another order
         rows, gate, up = (t if t is None else t.contiguous() for t in (rows, gate, up))
     if gate is None:
         arguments = (rows, up, down, down_t, up_bias, down_bias)
     else:
         arguments = (rows, gate, up, down, down_t, gate_bias, up_bias, down_bias)
-    # torch's dispatcher and autograd cost more host time than a launch; they are needed where the call is watched, and
-    # for gradients. Where neither is, the implementation is called itself.
+    # torch's dispatcher and autograd cost more host time than a launch; they are needed only where the call is watched
+    # or has gradients. Otherwise the implementation is called directly.
     run = on_cuda if x.is_cuda or simulated else on_cpu
-    if not simulated and (checks.watched(*arguments) or _needs_gradient(*arguments)):
+    if not simulated and (checks.watched(*arguments) or checks.needs_gradient(*arguments)):
         run = torch.ops.twell_lab.plain_ffn if gate is None else torch.ops.twell_lab.gated_ffn
     return run(*arguments, tile, words).view(x.shape)
 
 
 def _check_unprepared(**weights: Tensor | None) -> None:
-    """Refuse weights that are not finite where nobody prepared them, on a CPU and outside of training."""
+    """Raise InputError for weights that are not finite, on a CPU and outside of training: for calls without down_t,
+    whose caller has not prepared the weights."""
     on_gpu = any(w is not None and w.is_cuda for w in weights.values())
-    if not on_gpu and not torch.compiler.is_compiling() and not _needs_gradient(*weights.values()):
+    if not on_gpu and not torch.compiler.is_compiling() and not checks.needs_gradient(*weights.values()):
         copies.check_finite(weights)
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _learning(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for on a GPU: a forward pass for training saves what its sparse backward pass
-    needs."""
-    return tensors[0] is not None and tensors[0].is_cuda and _needs_gradient(*tensors)
 
 
 # ---- CPU ----
@@ -217,7 +209,7 @@ def _pack_cpu(gate, tile, words):
 @torch.library.impl(_library, "packed_down", "CPU")
 def _packed_down_cpu(packed, tail_pointer, tail_column, tail_value, down_t, bias, tile):
     gate = _unpacked(packed, tail_pointer, tail_column, tail_value, down_t, tile)
-    with torch.autocast("cpu", enabled=False):  # the packed values have their dtype, and so has the result
+    with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
         return cpu.plain(gate, None, down_t, bias, follow=False)
 
 
@@ -304,12 +296,12 @@ def _(x, up, down, down_t, up_bias, down_bias, tile, words):
     return x.new_empty(x.shape)
 
 
-# ---- autograd: by torch's operations. On a GPU the functions above take ops.differentiable, for a sparse backward ----
+# ---- autograd, by torch's operations. On a GPU the public functions use ops.differentiable, whose backward is sparse
 
 
 def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.tile, ctx.words = inputs
-    tensors[len(tensors) // 2] = None  # down_t, in the middle of both signatures, only repeats down
+    tensors[len(tensors) // 2] = None  # down_t, the middle one of both signatures, holds the same values as down
     ctx.save_for_backward(*tensors)
 
 

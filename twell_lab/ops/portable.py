@@ -1,7 +1,7 @@
 """How the kernels that run on every GPU are launched: which version, which specialisation, grid and arguments.
 
 CUDA tensors run on torch's current stream, are allocated with torch, and nothing waits for the GPU; CPU tensors run the
-same kernels, by the same grids and arguments, in twell_lab.simulator. The only state is the cache of loaded kernels.
+same kernels, with the same grids and arguments, in twell_lab.simulator. The only state is the cache of loaded kernels.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import DEFINE, Kernel, aligned, kernel, multiprocessors
-from ..cuda.macros import TEAMS, any_width, specialisation, value
+from ..cuda.launcher import Kernel, aligned, kernel, multiprocessors
+from ..cuda.macros import TEAMS, VALUE, any_width, specialisation, value
 from ..cuda.tape import empty
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, check_geometry, word_dtype
 
-_FEW_TOKENS = 2  # tokens a multiprocessor, up to which sharing them pays
-_MANY_TOKENS = 32  # tokens a multiprocessor, from which on two passes with one weight matrix each pay
-_PACK_TILES = {1: 128, 2: 8, 3: 8, 4: 32}  # of a block, by version
-_TWO_PASS_ROWS = 32768  # rows whose hidden values lie between the two passes at once: a multiple of the pool's groups
-_SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y a block of v1 owns
+_FEW_TOKENS = 2  # tokens per multiprocessor up to which it pays that several teams share each token
+_MANY_TOKENS = 32  # tokens per multiprocessor from which on two passes, with one weight matrix each, are faster
+_PACK_TILES = {1: 128, 2: 8, 3: 8, 4: 32}  # tiles per block, by version
+_TWO_PASS_ROWS = 32768  # rows that the two passes take at a time; a multiple of POOL_ROWS
+_SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y that a block of v1 computes
 
 
 def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Tensor:
-    """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are left as they were.
+    """gate [rows, d_ff] -> packed [rows, tiles, words]; words past a tile's count are not written.
 
-    version: 1 or 2 for any gate, 3 or 4 where rows and tiles are made of 16-byte pieces; None: the fastest."""
-    if gate.dim() != 2 or gate.dtype not in DEFINE:
+    version: 1 or 2 for any gate; 3 or 4 where d_ff and tile are whole numbers of 16 bytes and the gate is aligned to
+    16 bytes; None: the fastest that takes this gate. Raises InputError for what no kernel takes."""
+    if gate.dim() != 2 or gate.dtype not in VALUE:
         raise InputError(
             f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted"
         )
@@ -55,14 +56,19 @@ def pack(gate: Tensor, tile: int, words: int, version: int | None = None) -> Ten
 
 
 def down(packed, gate, tail, down_t, bias, columns: int, tile: int, version: int | None = None) -> Tensor:
-    """packed [rows, tiles, words] x down_t [columns, d_model] + bias -> y [rows, d_model]."""
+    """packed [rows, tiles, words] x down_t [columns, d_model] + bias [d_model] -> y [rows, d_model].
+
+    gate: the dense gate [rows, columns] that was packed, or None; tail: its CSR tail (pointer, column, value), or three
+    times None. What a tile's words cannot hold is read from one of the two. version: 1 to 3; None: the fastest."""
     y = empty(packed.shape[0], down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
     tensors = (packed, gate, *tail, down_t, bias)
     return _token_kernel("down", 2, tensors, (down_t, bias), y, packed.shape[2], columns, tile, version)
 
 
 def gated(x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, version: int | None = None) -> Tensor:
-    """x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model]."""
+    """x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model].
+
+    gate, tail: as `down` takes them. version: 1 to 4; None: the fastest."""
     y = empty(*x.shape, dtype=x.dtype, device=x.device)
     tensors = (x, packed, gate, *tail, up, down_t, up_bias, down_bias)
     vectors = (x, up, down_t, down_bias)
@@ -70,14 +76,15 @@ def gated(x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, vers
 
 
 def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version) -> Tensor:
-    """Launch `gated` or `down`, which make one row of y from one packed row.
+    """Launch `gated` or `down`, which make one row of y from one packed row, and return y.
 
-    many: the version for many tokens; the one after it is for few. vectors: what is read 16 bytes at a time."""
+    many: the version for many tokens; the next number is the version for few. vectors: tensors that all versions but
+    the first read 16 bytes at a time."""
     if version not in (None, *range(1, many + 2)):
         raise InputError(f"version is {version}; 1 to {many + 1} are accepted")
     if not len(y):
         return y
-    tensors = [t if t is None else t.contiguous() for t in tensors]  # inductor may hand over other strides
+    tensors = [t if t is None else t.contiguous() for t in tensors]  # torch's compiler may pass other strides
     (rows, d_model), dtype = y.shape, y.dtype
     if version is None:
         version = many + _few(rows, y.device)
@@ -85,7 +92,7 @@ def _token_kernel(name, many, tensors, vectors, y, words, columns, tile, version
     if defines is None:
         version = 1
     elif version == many + 1 and "TEAMS" not in dict(defines):
-        version = many  # so wide a row that one team fills the block
+        version = many  # the row is so wide that one team fills the block
     if version == 1:
         defines = any_width(dtype)
     grid = rows, -(-d_model // _SLAB) if version == 1 else 1
@@ -111,12 +118,14 @@ def gated_pooled(
 ) -> Tensor:
     """x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model] -> y [tokens, d_model].
 
-    packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], as kernels/twell.cuh has them. start: float32
-    [tokens, d_model] or None, what the sums start from besides down_bias. Rows that the pool could not hold are lost:
-    each takes the next of lost[0] slots, lost int32 [1 + tokens] and lost_x [tokens, d_model] get its number and its x
-    there, and its row of y is left unwritten. stats: int64 [4] or None: += tokens, kept values, rows read from the
-    pool, lost rows. version: 5 (one pass), 6 (one, with teams, for few tokens), 7 (two passes, for many). y: where to
-    write, if not into a new tensor. Raises InputError for what the kernels do not take."""
+    packed: int32 [tokens, tiles, 32], and pool: int32 [ceil(tokens / 16), tiles, 64], in the format of
+    kernels/twell.cuh. start: float32 [tokens, d_model] or None, added to y before it is rounded.
+
+    lost: int32 [1 + tokens], lost_x: [tokens, d_model]. A row that the pool could not hold is lost: its row of y is not
+    written, lost[0] rises by 1 (it must be 0 before), and the row's number and its x are written to the next place of
+    lost[1:] and lost_x. stats: int64 [4] or None; tokens, kept values, rows that use the pool, and lost rows are added
+    to it. version: 5 (one pass), 6 (one pass, several teams a token, for few tokens), 7 (two passes, for many tokens).
+    y: where to write; None: a new tensor. Raises InputError for what the kernels do not take."""
     vectors, (tokens, d_model), d_ff = (x, up, down_t, down_bias, start, lost_x, y), x.shape, up.shape[0]
     _check_pooled(x, packed, pool, d_ff, vectors, lost, lost_x, version, (5, 6, 7))
     y = empty(tokens, d_model, dtype=x.dtype, device=x.device) if y is None else y
@@ -153,11 +162,10 @@ def gated_pooled(
 def down_pooled(
     x, packed, pool, down_t, bias, start, lost, lost_x, stats, version: int | None = None, y: Tensor | None = None
 ) -> Tensor:
-    """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model]; see
-    gated_pooled.
+    """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model].
 
     x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for
-    few tokens. y: where to write, if not into a new tensor."""
+    few tokens. The other arguments: see gated_pooled."""
     (tokens, d_model), d_ff = x.shape, down_t.shape[0]
     _check_pooled(x, packed, pool, d_ff, (x, down_t, bias, start, lost_x, y), lost, lost_x, version, (4, 5))
     y = empty(tokens, d_model, dtype=x.dtype, device=x.device) if y is None else y
@@ -173,17 +181,35 @@ def pooled_takes(dtype: torch.dtype, d_model: int) -> bool:
     return dtype.itemsize == 2 and specialisation(dtype, d_model) is not None
 
 
+def _packed_shapes(tokens: int, d_ff: int) -> tuple[list[int], list[int]]:
+    """The shapes of a packed gate and of its pool, as kernels/twell.cuh describes them."""
+    tiles = -(-d_ff // TILE)
+    return [tokens, tiles, WORDS], [-(-tokens // POOL_ROWS), tiles, POOL_WORDS]
+
+
+def new_packed(tokens: int, d_ff: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for a packed gate [tokens, tiles, 32] and its pool [ceil(tokens / 16), tiles, 64], int32, not filled."""
+    packed, pool = (empty(*shape, dtype=torch.int32, device=device) for shape in _packed_shapes(tokens, d_ff))
+    return packed, pool
+
+
+def check_packed(packed: Tensor, pool: Tensor, tokens: int, d_ff: int) -> None:
+    """Raise InputError unless these are a packed gate and a pool of the right shapes."""
+    wanted = _packed_shapes(tokens, d_ff)
+    if [[*packed.shape], [*pool.shape]] != [*wanted]:
+        raise InputError(
+            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; for {tokens} tokens and {d_ff} columns "
+            f"{wanted[0]} and {wanted[1]} are accepted"
+        )
+
+
 def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, versions) -> None:
-    tokens, tiles = x.shape[0], -(-columns // TILE)
+    tokens = len(x)
     if not pooled_takes(x.dtype, x.shape[1]):
         raise InputError(
             f"x is {x.dtype} {list(x.shape)}; the pool is for 16-bit values and rows of a multiple of 8, up to 16384"
         )
-    if packed.shape != (tokens, tiles, WORDS) or pool.shape != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
-        raise InputError(
-            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {columns} columns "
-            f"make {[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
-        )
+    check_packed(packed, pool, tokens, columns)
     if lost is None or lost_x is None or lost.numel() <= tokens or lost_x.numel() < x.numel():
         raise InputError(
             f"lost and lost_x are for {tokens} rows: int32 [{1 + tokens}] and {x.dtype} {list(x.shape)} are accepted"
@@ -191,22 +217,22 @@ def _check_pooled(x, packed, pool, columns, vectors, lost, lost_x, version, vers
     if version not in (None, *versions):
         raise InputError(f"version is {version}; {', '.join(map(str, versions))} take a pool")
     if not aligned(*vectors):
-        raise InputError(
-            "the kernels with a pool read 16 bytes at a time; a tensor does not start at a multiple of them"
-        )
+        raise InputError("a tensor does not start at a multiple of 16 bytes, and the kernels with a pool need that")
 
 
 @lru_cache(maxsize=1024)
 def pooled_kernel(name: str, version: int, one: int, dtype: torch.dtype, d_model: int) -> Kernel:
-    """A kernel with a pool, a block a token. one: its version of one team a token; the next has several."""
+    """A kernel that reads a pool, with one block per token.
+
+    version: the one wanted. one: the version in which one team computes a token; in the next one several share it."""
     defines = specialisation(dtype, d_model, TEAMS if version > one else 1)
     if "TEAMS" not in dict(defines):
-        version = one  # also where one team of so wide a row fills the block
+        version = one  # also where the row is so wide that one team fills the block
     hidden = (name, version) == ("down", 6)
     defines += (("POOL", True), ("HIDDEN", True)) if hidden else (("POOL", True),)
     return kernel(f"smxx_{name}.cu", f"{name}_v{version}", defines)
 
 
 def _few(rows: int, device: torch.device, most: int = _FEW_TOKENS) -> bool:
-    """Whether there are at most so many tokens a multiprocessor; a CPU has none."""
+    """Whether there are at most `most` tokens per multiprocessor of this GPU; False for a CPU."""
     return device.type == "cuda" and rows <= most * multiprocessors(device.index)

@@ -1,8 +1,8 @@
 """Each operation in a few lines of plain torch: what every kernel is checked against.
 
-Call these with float64 tensors to get the reference a kernel's error is measured from. They compute the
-textbook sums over the neurons that fire, so a value that would overflow inside a silent neuron does no
-harm; and they follow the dense layer where an input row is not finite. Weights: gate and up [d_ff, d_model],
+Call these with float64 tensors to get the reference from which a kernel's error is measured. They sum over the
+neurons that fire, so that a value that would overflow inside a silent neuron does no harm; where an input row is
+not finite, they give what the dense layer gives. Weights: gate and up [d_ff, d_model],
 down [d_model, d_ff], as torch.nn.Linear stores them; x [tokens, d_model]; biases may be None.
 """
 
@@ -57,7 +57,7 @@ class PlainFeedForward(nn.Module):
 
 
 def relu(gate: Tensor) -> Tensor:
-    """What unpacking gives back: gate where it fires, +0 elsewhere."""
+    """gate where it fires, +0 elsewhere: what a packed gate holds."""
     return torch.where(fires(gate), gate, torch.zeros_like(gate))
 
 

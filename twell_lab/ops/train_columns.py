@@ -14,31 +14,33 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import launcher, sources
+from ..cuda.macros import value
 from ..cuda.tape import empty
 from . import portable
-from .train_rows import Survivors
+from .train_rows import MOST_COLUMNS, Survivors
 
-MOST_COLUMNS = 65536  # a survivor's column has 16 bits
 _number = partial(sources.number, "smxx_columns.cu")
 _MOST_CHUNKS = _number("MOST_CHUNKS")
-_COUNTS = 3 << 19  # counts of chunks and columns, at most: 6 MB
-_LEAST_ROWS = 16  # rows of a chunk
+_COUNTS = 3 << 19  # counts, one for each chunk and column, at most: 6 MiB
+_LEAST_ROWS = 16  # rows of a chunk, at least
 _COUNT_SLAB, _FILL_SLAB = map(_number, ("COUNT_SLAB", "FILL_SLAB"))
 _BLOCK_WARPS, _CLASSES = map(_number, ("BLOCK_WARPS", "CLASSES"))
-_PLAN_INTS = 2 + 2 * (_CLASSES + 1)  # of a Plan of columns.cuh
-_UNITS_A_PIECE = 4  # a list of more than 8 units makes a piece of each 8 and one of the rest: never more than two for 8
-_MOST_PIECES = 512  # partial rows of the longest lists,
-_PARTIAL_BYTES = 13 << 20  # and bytes of them, at most;
-_LEAST_PIECES = 16  # but never fewer
+_PLAN_INTS = 2 + 2 * (_CLASSES + 1)  # size of a Plan of columns.cuh
+# A list of more than 8 units is cut into pieces of 8 units and one of the rest, so never into more than one piece for
+# each 4 units.
+_UNITS_A_PIECE = 4
+# Each piece of a long list leaves a row of partial sums. There are at most _MOST_PIECES, and at most _PARTIAL_BYTES of
+# them, but never fewer than _LEAST_PIECES.
+_MOST_PIECES, _PARTIAL_BYTES, _LEAST_PIECES = 512, 13 << 20, 16
 # Columns of x and dy that a warp sums up at a time:
 _WIDTH = sources.number("smxx_weight_gradients.cu", "SLAB")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The survivors by neuron. records: int32 [capacity, 4] (token, then the bits of float32 dgate_of, dup_of, hidden),
-    those of neuron j from starts[j] to starts[j + 1], tokens ascending; the rest as described in
-    kernels/columns.cuh."""
+    """The survivors sorted by neuron. records: int32 [capacity, 4]: the token, then the bits of the float32 values
+    dgate_of, dup_of and hidden; the records of neuron j are starts[j] to starts[j + 1], tokens ascending.
+    kernels/columns.cuh describes the others."""
 
     records: Tensor
     starts: Tensor
@@ -51,11 +53,10 @@ class Columns:
 def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: int = _MOST_PIECES) -> Columns:
     """The survivors s, whose values are of `dtype`, with dh float32 [capacity], sorted by neuron.
 
-    pieces: what the longest lists may be cut into, in all. Raises InputError for more tokens than the counts have bits
-    for."""
+    pieces: how many pieces the longest lists may be cut into, together. Raises InputError for too many tokens."""
     tokens, device = len(s.spans), dh.device
     chunks, rows = _chunks(tokens, d_ff)
-    defines = ((launcher.DEFINE[dtype], True),)
+    defines = value(dtype)
     shapes = [(len(s.words), 4), (d_ff + 1,), (d_ff,), (pieces, 2), (d_ff,), (_PLAN_INTS,)]
     counts, totals, *columns = (
         empty(*shape, dtype=torch.int32, device=device) for shape in ((chunks, d_ff), (d_ff,), *shapes)
@@ -75,7 +76,7 @@ def by_column(s: Survivors, dh: Tensor, d_ff: int, dtype: torch.dtype, pieces: i
 
 
 def _chunks(tokens: int, d_ff: int) -> tuple[int, int]:
-    """Into how many chunks of how many rows the survivors are cut for counting."""
+    """(chunks, rows of a chunk) for counting the survivors."""
     chunks = max(1, min(_MOST_CHUNKS, _COUNTS // d_ff))
     rows = max(_LEAST_ROWS, -(-tokens // chunks))
     if rows > 65535:
@@ -90,10 +91,11 @@ def weight_gradients(
 
     x, dy: [tokens, d_model], 16-bit, rows of a multiple of 8 values; s: the survivors of x; dh: float32 [capacity], the
     gradient of each survivor's h. With g, u, h of a survivor at (t, j), and dg = dh u, du = dh g: dgate[j] = sum of dg
-    x[t], dup[j] = sum of du x[t], ddown_t[j] = sum of h dy[t], the biases' the sums of dg and du. A plain layer (s.ups
-    is None) has neither dgate nor dgate_bias; its dg is dh, and dup and dup_bias are made of that. Without `biases`
-    both are None. Lost rows add nothing. Every row is written, with zeros for a neuron that never fired. Sums are
-    float32 and rounded once. version: 1 or 2. Raises InputError for what the kernels do not take."""
+    x[t], dup[j] = sum of du x[t], ddown_t[j] = sum of h dy[t]; the biases' gradients are the sums of dg and du. A plain
+    layer (s.ups is None) has neither dgate nor dgate_bias; dup and dup_bias are then sums of dh x[t] and dh. biases:
+    whether the biases' gradients are wanted; otherwise they are None. Lost rows add nothing. Every row is written, with
+    zeros for a neuron that never fired. Sums are float32 and rounded once. version: 1 or 2. Raises InputError for what
+    the kernels do not take."""
     x, dy, dh = x.contiguous(), dy.contiguous(), dh.contiguous()
     _check(x, dy, s, dh, d_ff, version)
     (tokens, d_model), gated = x.shape, s.ups is not None
@@ -108,7 +110,7 @@ def weight_gradients(
     partials, bias_partials = (
         empty(pieces, width, dtype=torch.float32, device=x.device) for width in (sums * d_model, 2)
     )
-    defines = ((launcher.DEFINE[x.dtype], True), *(() if gated else (("GATED", 0),)))
+    defines = (*value(x.dtype), *(() if gated else (("GATED", 0),)))
 
     def run(name, grid, *tensors):
         made = launcher.kernel("smxx_weight_gradients.cu", f"weight_gradients_{name}", defines)
@@ -126,8 +128,8 @@ def weight_gradients(
 
 
 def _most_blocks(d_ff: int, pieces: int) -> int:
-    """Blocks that a plan has at most: a warp for each list, or less than two for each unit of it, rounded up class by
-    class."""
+    """The most blocks that a plan can have: a warp for each list, for long lists less than two for each unit, rounded
+    up to whole blocks in each class."""
     return -(-(d_ff + 2 * _UNITS_A_PIECE * pieces) // _BLOCK_WARPS) + _CLASSES
 
 
@@ -149,4 +151,4 @@ def _check(x: Tensor, dy: Tensor, s: Survivors, dh: Tensor, d_ff: int, version: 
     if version not in (1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")
     if not launcher.aligned(x, dy):
-        raise InputError("x and dy are read 16 bytes at a time; one of them does not start at a multiple of them")
+        raise InputError("x or dy does not start at a multiple of 16 bytes, and the kernels need that")

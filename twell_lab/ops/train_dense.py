@@ -1,8 +1,10 @@
-"""Launching the element-wise middle of a dense training step (kernels/smxx_train_dense.cu): one kernel each way.
+"""How the element-wise kernels of a dense training step are launched (kernels/smxx_train_dense.cu): one forward, one
+backward.
 
-Between a gated layer's matrix products lie, in eager torch, a ReLU, a product, an absolute value and a sum, and as many
-again backward; each reads and writes whole [tokens, d_ff] arrays. Here each direction is one pass. bfloat16, float16,
-float32; CUDA tensors run on torch's current stream, CPU tensors in twell_lab.simulator. Nothing waits for the GPU.
+In eager torch a ReLU, a product, an absolute value and a sum lie between a gated layer's matrix products, and as many
+operations again in the backward pass; each reads and writes whole [tokens, d_ff] arrays. Here each direction is one
+pass. bfloat16, float16, float32; CUDA tensors run on torch's current stream, CPU tensors in twell_lab.simulator.
+Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import DEFINE, aligned, kernel
+from ..cuda.launcher import aligned, kernel
+from ..cuda.macros import VALUE, value
 
 FILE = "smxx_train_dense.cu"
 _ROWS_A_BLOCK = sources.number(FILE, "THREADS") // 32  # a warp a row
@@ -21,10 +24,10 @@ _ROWS_A_BLOCK = sources.number(FILE, "THREADS") // 32  # a warp a row
 def dense_hidden(g: Tensor, u: Tensor | None, version: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(h, l1, kept) of g and u [tokens, d_ff] before the ReLU; u None for a plain layer.
 
-    h = relu(g) * u, or relu(g), in g's dtype, rounded once and as torch gives it, NaN included; l1 float32 [tokens]:
+    h = relu(g) * u, or relu(g), in g's dtype, rounded once, as torch computes it, NaN included; l1 float32 [tokens]:
     the sum of |h| of each row, of the rounded h, added in float32 (float64 where g is float32); kept int32 [tokens]:
-    how many neurons of each row fire (reference.fires). version: 1 (any d_ff) or 2 (16 bytes at a time). Raises
-    InputError."""
+    how many neurons of each row fire (twell_lab.formats.twell.fires). version: 1 (any d_ff) or 2 (16 bytes at a time);
+    None: the fastest that takes these tensors. Raises InputError for what the kernels do not take."""
     rows, _ = _check("dense_hidden", g, u)
     h = torch.empty_like(g)
     l1 = torch.empty(rows, dtype=torch.float32, device=g.device)
@@ -40,8 +43,8 @@ def dense_gradients(
     l1.
 
     With d = dh + dl1 * sign(h), not rounded: dg = d * u (plain: d) where g fires, else 0; du = d * relu(g), None for a
-    plain layer. h is that of dense_hidden, for the gradient of the down weight. dg is written over dh's memory and is
-    dh. Raises InputError."""
+    plain layer. h is that of dense_hidden, for the gradient of the down weight. dg overwrites dh, and the tensor dh is
+    returned for it. Raises InputError for what the kernels do not take."""
     rows, _ = _check("dense_gradients", g, u, dh)
     if dl1 is not None and (
         dl1.dtype != torch.float32 or dl1.shape != (rows,) or dl1.device != g.device or not dl1.is_contiguous()
@@ -57,7 +60,7 @@ def dense_gradients(
 
 
 def _check(name: str, g: Tensor, *others: Tensor | None) -> torch.Size:
-    if g.dim() != 2 or g.dtype not in DEFINE or g.shape[1] >= 2**30:
+    if g.dim() != 2 or g.dtype not in VALUE or g.shape[1] >= 2**30:
         raise InputError(
             f"g of {name} is {g.dtype} {list(g.shape)}; bfloat16, float16 or float32 [tokens, d_ff] is accepted"
         )
@@ -82,5 +85,5 @@ def _rows(name: str, version: int | None, g: Tensor, arguments: tuple, vectors: 
             f"version is {version}; 1, and 2 where rows start on 16-byte boundaries, are accepted (d_ff is {d_ff})"
         )
     version = version or 1 + wide
-    made = kernel(FILE, f"{name}_v{version}", ((DEFINE[g.dtype], True),))
+    made = kernel(FILE, f"{name}_v{version}", value(g.dtype))
     made.launch(g.device, (-(-rows // _ROWS_A_BLOCK), 1), (*arguments, rows, d_ff))

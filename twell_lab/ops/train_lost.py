@@ -1,7 +1,7 @@
-"""Launching the kernels for the rows that a sparse training step cannot hold (kernels/smxx_train_lost.cu,
+"""How the kernels for the rows that a sparse training step cannot hold are launched (kernels/smxx_train_lost.cu,
 smxx_lost_weights.cu).
 
-How many rows are lost, and which, only the GPU knows: `lost`, int32 [1 + tokens], holds their count and then their
+Only the GPU knows how many rows are lost, and which: `lost`, int32 [1 + tokens], holds their count and then their
 numbers, ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's
 current stream, CPU tensors in twell_lab.simulator; nothing waits for the GPU. The same input gives the same bits on the
 same GPU."""
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..cuda import sources
-from ..cuda.launcher import DEFINE, aligned, kernel, multiprocessors
+from ..cuda.launcher import aligned, kernel, multiprocessors
+from ..cuda.macros import value
 from ..cuda.tape import empty
 from .portable import pooled_takes
 
@@ -24,9 +25,9 @@ _number = partial(sources.number, WEIGHTS_FILE)
 _ROWS, _NEURONS = map(_number, ("ROWS", "NEURONS"))
 _OWN, _PIECE = map(_number, ("BLOCK_NEURONS", "SLAB"))  # neurons of a block, and columns that it takes at a time
 _BLOCKS_A_MULTIPROCESSOR = 2
-_BLOCKS_ON_CPU = 6  # few enough that small tests meet every way of dealing the rows
-_MOST_SUMS = 32 << 20  # bytes of float32 sums that blocks keep in global memory, forward
-_MOST_ENTRIES = 48 << 20  # bytes of what lost_backward leaves for lost_weights
+_BLOCKS_ON_CPU = 6  # few enough that small tests reach every way of distributing rows over blocks
+_MOST_SUMS = 32 << 20  # bytes of float32 sums that the blocks of a launch keep in global memory, at most
+_MOST_ENTRIES = 48 << 20  # bytes of the entries that lost_backward leaves for lost_weights, at most
 
 
 def lost_forward(
@@ -47,7 +48,8 @@ def lost_forward(
     x and y [tokens, d_model]; gate (None: a plain layer), up, down_t [d_ff, d_model]; biases [d_ff], [d_ff], [d_model]
     or None; l1 float32 [tokens]: sum of |h|; kept int32 [tokens]: neurons that fire. bfloat16 or float16, d_model a
     multiple of 8 up to 16384. The gate is rounded to x's type before it is tested and used, as torch's linear gives it;
-    u and h are not rounded, y once. Where x's row is not finite, y's row and l1 are NaN. Raises InputError."""
+    u and h are not rounded, y once. Where x's row is not finite, y's row and l1 are NaN. Raises InputError for what the
+    kernels do not take."""
     _check(lost, x, gate, up, down_t, gate_bias, up_bias, l1)
     _same("y and down_bias", x, (y, x.shape), (down_bias, x.shape[1:]))
     if kept.dtype != torch.int32 or kept.shape != x.shape[:1] or l1 is None:
@@ -85,12 +87,13 @@ def lost_backward(
     dgate_bias: Tensor | None,
     dup_bias: Tensor | None,
 ) -> None:
-    """Write the lost rows of dx, and add what they give to the weights' and biases' gradients.
+    """Write the lost rows of dx, and add the lost rows' part to the gradients of weights and biases.
 
     dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. dgate (None: a plain layer), dup and
-    ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to each row of a neuron that
-    fired the sum over the lost rows, ascending, is added in float32, and the result rounded once; other rows are not
-    touched. Where x's row is not finite, dx's row is NaN and nothing is added. Otherwise see lost_forward."""
+    ddown_t like the weights, dgate_bias and dup_bias like the biases or None (not wanted): to the row of each neuron
+    that fired in a lost row, the sum over the lost rows, ascending, is added in float32, and the result is rounded
+    once; the rows of other neurons stay as they are. Where x's row is not finite, dx's row is NaN and nothing is added.
+    The other arguments: see lost_forward."""
     _check_gradients(
         lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, dgate, dup, ddown_t, dgate_bias, dup_bias
     )
@@ -99,9 +102,8 @@ def lost_backward(
     (d_ff, d_model), planes, groups = up.shape, 2 if gate is None else 3, -(-up.shape[0] // _NEURONS)
     room = min(len(x), max(_MOST_ENTRIES // (4 * planes * _NEURONS * groups), 1))
     blocks, others = _blocks(x), min(_grid(x), -(-d_ff // _OWN))
-    least = (
-        planes * _OWN * _PIECE * -(-d_model // _PIECE)
-    )  # where entries find no room, sums of one block at least must
+    # Where there is no room for the entries, this memory must hold the sums of at least one block.
+    least = planes * _OWN * _PIECE * -(-d_model // _PIECE)
     most = max(planes * groups * room * _NEURONS, least)
     sums = empty(blocks, _ROWS, d_model, dtype=torch.float32, device=x.device)
     entries = empty(most, dtype=torch.float32, device=x.device)
@@ -127,7 +129,8 @@ def _check_gradients(
     )
     if dup is None or ddown_t is None or (gate is None) != (dgate is None) or (gate is None and dgate_bias is not None):
         raise InputError(
-            "dup and ddown_t are needed, and dgate (perhaps dgate_bias) exactly where the layer has a gate"
+            "dup and ddown_t are needed; dgate is needed for a gated layer, and dgate and dgate_bias are accepted only "
+            "there"
         )
 
 
@@ -136,13 +139,13 @@ def _grid(x: Tensor) -> int:
 
 
 def _blocks(x: Tensor) -> int:
-    """How many blocks, of which each has 8 rows of float32 sums in global memory."""
+    """The number of blocks: each has 8 rows of float32 sums in global memory, all together at most _MOST_SUMS."""
     return max(1, min(_grid(x), _MOST_SUMS // (4 * _ROWS * x.shape[1])))
 
 
 def _run(name: str, grid: int, x: Tensor, up: Tensor, tensors: tuple, *more: int, room: int | None = None) -> None:
     numbers = (*(() if room is None else (room,)), x.shape[1], up.shape[0], *more)
-    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, ((DEFINE[x.dtype], True),))
+    made = kernel(WEIGHTS_FILE if "weights" in name else FILE, name, value(x.dtype))
     made.launch(x.device, (grid, 1), (*tensors, *numbers))
 
 
@@ -173,15 +176,15 @@ def _check(lost, x, gate, up, down_t, gate_bias, up_bias, by_row) -> None:
 
 
 def _same(what: str, x: Tensor, *wanted: tuple[Tensor | None, tuple]) -> None:
-    """Each tensor has x's type and device, the shape beside it, and, if it has rows, lies on a 16-byte boundary."""
+    """Raise InputError unless each tensor has x's type and device, the shape given with it, and is contiguous; and, if
+    its rows are as long as x's, is aligned to 16 bytes."""
     for t, shape in wanted:
         if t is None:
             continue
         if t.dtype != x.dtype or t.device != x.device or t.shape != tuple(shape) or not t.is_contiguous():
             raise InputError(
                 f"{what}: a tensor is {t.dtype} {list(t.shape)} on {t.device}, strides {t.stride()}; contiguous "
-                f"{x.dtype} "
-                f"{list(shape)} on {x.device} is accepted"
+                f"{x.dtype} {list(shape)} on {x.device} is accepted"
             )
         if t.shape[-1] == x.shape[1] and not aligned(t):
             raise InputError(f"{what}: a tensor does not start at a multiple of 16 bytes")

@@ -1,10 +1,9 @@
-"""How the row kernels of a training step are launched: what a layer keeps for the backward pass, and what it makes of
-it.
+"""How the row kernels of a training step are launched: those that collect what a layer keeps for the backward pass, and
+those that use it.
 
-A forward pass keeps the `Survivors` of its gate and nothing as wide as d_ff. As in twell_lab.ops.portable, tensors come
-checked by the caller as far as types and devices go, CUDA tensors run on torch's current stream and nothing waits for
-the GPU; CPU tensors run the same kernels in twell_lab.simulator. 16-bit values, rows that `launch.pooled_takes`, d_ff
-up to 65,536."""
+A forward pass keeps the `Survivors` of its gate and nothing as wide as d_ff. The caller has checked types and devices.
+CUDA tensors run on torch's current stream and nothing waits for the GPU; CPU tensors run the same kernels in
+twell_lab.simulator. The kernels take 16-bit values, rows that `portable.pooled_takes`, and d_ff up to 65,536."""
 
 from __future__ import annotations
 
@@ -18,14 +17,13 @@ from ..cuda import launcher, sources
 from ..cuda.macros import SLAB_SHAPES as _SHAPES
 from ..cuda.macros import slabs as _slab_defines
 from ..cuda.tape import empty
-from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from . import portable
 
 MOST_COLUMNS = 65536  # a word has 16 bits for the column
-ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for
+ROOM_A_TOKEN, ROOM_A_NEURON = 128, 16  # entries that the list has room for, per token and per neuron
 _MOST_ENTRIES = 2**31 - 2
 _VECTOR = 8  # values in 16 bytes
-_MOST_SLABS = 16  # of which the pieces of dot products are kept at once
+_MOST_SLABS = 16  # slabs whose pieces of dot products are kept at once
 SURVIVORS, ROWS, SLABS = "smxx_survivors.cu", "smxx_train_rows.cu", "smxx_train_slabs.cu"
 _PACKED_ROWS = sources.number(SURVIVORS, "BLOCK_ROWS")
 _SLAB_WARPS = sources.number(SLABS, "BLOCK_WARPS")
@@ -38,8 +36,8 @@ class Survivors:
     spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the
     16 bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] +
     up_bias[column], not rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept:
-    int32 [tokens], entries of each row, l1: float32 [tokens], sum of |h|; both unwritten for lost rows, for whoever
-    computes those to fill in. What is not in use of any of them is never read and not cleared."""
+    int32 [tokens], entries of each row, l1: float32 [tokens], sum of |h|; of lost rows neither is written here, but by
+    train_lost. Unused parts of all these are neither cleared nor read."""
 
     spans: Tensor
     words: Tensor
@@ -80,9 +78,10 @@ def survivors(
     """The entries of x's packed gate, with u beside each where `up` is given.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
-    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if a value of x's row is not finite, if a
-    tile of it reached past the pool, or if its entries would end past `capacity` (None: capacity_for), which then holds
-    for all rows behind it. Raises InputError for what the kernels do not take."""
+    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if its row of x has a value that is not
+    finite, if the pool could not hold one of its tiles, or if its entries would end past `capacity` (None:
+    capacity_for); after the first row lost for want of capacity all later rows are lost too. Raises InputError for what
+    the kernels do not take."""
     tokens, d_model = x.shape
     capacity = capacity_for(tokens, d_ff) if capacity is None else capacity
     _check_survivors(x, packed, pool, up, d_ff, capacity)
@@ -106,7 +105,7 @@ def survivors(
 
     run("survivor_counts_v2", blocks, x, packed, pool, counts, totals, tokens, d_ff)
     run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity)
-    alone = l1 if up is None else None  # of a gated layer, l1 comes with u
+    alone = l1 if up is None else None  # in a gated layer the kernel that computes u also writes l1
     placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
     run("survivor_words_v2", blocks, *placed, tokens, d_ff, capacity)
     if up is not None:
@@ -117,18 +116,13 @@ def survivors(
 def _check_survivors(x, packed, pool, up, d_ff, capacity) -> None:
     tokens, d_model = x.shape
     _check(x.dtype, d_model, d_ff, capacity, (x, up))
-    tiles = -(-d_ff // TILE)
-    if packed.shape != (tokens, tiles, WORDS) or pool.shape != (-(-tokens // POOL_ROWS), tiles, POOL_WORDS):
-        raise InputError(
-            f"packed is {list(packed.shape)} and pool is {list(pool.shape)}; {tokens} tokens and {d_ff} columns make "
-            f"{[tokens, tiles, WORDS]} and {[-(-tokens // POOL_ROWS), tiles, POOL_WORDS]}"
-        )
+    portable.check_packed(packed, pool, tokens, d_ff)
     if up is not None and up.shape != (d_ff, d_model):
         raise InputError(f"up is {list(up.shape)}; {[d_ff, d_model]} is accepted")
 
 
 def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: int = 2) -> Tensor:
-    """y [tokens, d_model] = sum of h * down_t[column] + bias; down_t: [d_ff, d_model]. Lost rows are left unwritten.
+    """y [tokens, d_model] = sum of h * down_t[column] + bias; down_t: [d_ff, d_model]. Lost rows are not written.
 
     version: 1 (whole rows in registers) or 2 (slabs of columns)."""
     y = empty(s.tokens, down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
@@ -157,10 +151,10 @@ def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None
 def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, version: int = 2) -> Tensor:
     """dx [tokens, d_model]: sum of dh * u * gate[column] + dh * g * up[column], of a plain layer dh * up[column].
 
-    dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are left unwritten."""
+    dh: float32 [capacity]; gate, up: [d_ff, d_model], gate None for a plain layer. Lost rows are not written."""
     if (gate is None) != (s.ups is None):
-        is_none = tuple("None" if t is None else "a tensor" for t in (gate, s.ups))
-        raise InputError("gate is {} and ups is {}; both or neither are accepted".format(*is_none))
+        kinds = ["None" if t is None else "a tensor" for t in (gate, s.ups)]
+        raise InputError(f"gate is {kinds[0]} and ups is {kinds[1]}; two tensors, or twice None, are accepted")
     dx = empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
     gate, up = None if gate is None else gate.contiguous(), up.contiguous()
     _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
@@ -178,7 +172,7 @@ def _check(dtype, d_model, d_ff, capacity, vectors) -> None:
             f"capacity is {capacity} entries; up to {_MOST_ENTRIES} are accepted: take fewer tokens at once"
         )
     if not launcher.aligned(*vectors):
-        raise InputError("the row kernels read 16 bytes at a time; a tensor does not start at a multiple of them")
+        raise InputError("a tensor does not start at a multiple of 16 bytes, and the row kernels need that")
 
 
 def _slabs(d_model: int, group: int) -> int:
@@ -186,7 +180,8 @@ def _slabs(d_model: int, group: int) -> int:
 
 
 def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, tensors: tuple, *numbers: int) -> None:
-    """Launch a kernel of smxx_train_slabs.cu for these rows and so many slabs; 0: one that has none, a warp a row."""
+    """Launch a kernel of smxx_train_slabs.cu for these rows and this number of slabs; 0 for the kernels that take no
+    slabs, but a warp per row."""
     defines = _slab_defines(rows.dtype, rows.shape[1], shape)
     grid = (-(-len(rows) // (_SLAB_WARPS * (32 // shape[0] if slabs else 1))), max(slabs, 1))
     made = launcher.kernel(SLABS, name, defines)
@@ -194,7 +189,7 @@ def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, tens
 
 
 def _rows(name: str, version: int, rows: Tensor, tensors: tuple) -> None:
-    """Launch version 1 or 2 of a kernel that makes something of, or for, each of these rows."""
+    """Launch version 1 or 2 of a kernel that reads, or writes, each of these rows."""
     if version not in (1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")
     if not len(rows):
@@ -208,8 +203,8 @@ def _rows(name: str, version: int, rows: Tensor, tensors: tuple) -> None:
 
 
 def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
-    """The dot product of each entry's row with a row of the matrix: pieces by slab, then what `finish` makes of their
-    sums."""
+    """Launch the dot product of each entry's row with the entry's row of the matrix: one kernel computes a piece of it
+    for each slab of columns, and the kernel `finish` adds the pieces up and uses the sums."""
     if not len(rows):
         return
     shape = _SHAPES["dots"]

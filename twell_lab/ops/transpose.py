@@ -1,5 +1,6 @@
-"""Launching the transpose of a training step's matrices (kernels/smxx_transpose.cu). Rules as in
-twell_lab.ops.portable."""
+"""How the transpose of a training step's matrices is launched (kernels/smxx_transpose.cu).
+
+CUDA tensors run on torch's current stream and nothing waits for the GPU; CPU tensors run in twell_lab.simulator."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def transposed(m: Tensor) -> Tensor:
     if m.dim() != 2 or m.dtype not in (torch.bfloat16, torch.float16) or m.shape[0] % VECTOR or m.shape[1] % VECTOR:
         raise InputError(
             f"the matrix is {m.dtype} {list(m.shape)}; bfloat16 or float16, rows and columns multiples of {VECTOR} "
-            f"are accepted"
+            "are accepted"
         )
     m = plain(m)
     rows, columns = m.shape

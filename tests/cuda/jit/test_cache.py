@@ -332,7 +332,7 @@ def test_prebuilding_makes_what_launching_asks_for(runs, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:kernel cache not written")
 def test_prebuilding_where_nothing_can_be_written(runs, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="no folder that can be written"):
+    with pytest.raises(InputError, match="not a folder that can be written"):
         prebuild.prebuild(tmp_path / "file", ["sm_90"], [torch.bfloat16], [2048])
     assert runs == []  # said before anything was compiled
 

@@ -1,4 +1,4 @@
-"""The way to the real compiler: what it is told, what it says, what is kept of it. Needs no GPU."""
+"""Calls of the real compiler: its options, its messages, and what is cached. Needs no GPU."""
 
 import pytest
 

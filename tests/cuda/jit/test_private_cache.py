@@ -1,5 +1,5 @@
-"""What others could have put into a cache is not used: owners, modes, links and the folders above; what kills leave
-behind."""
+"""What other users could have put into a cache is not used: owners, modes, links and the folders above. And
+what a killed process leaves behind is removed."""
 
 import errno
 import os
@@ -194,7 +194,7 @@ def test_folders_above_that_another_group_can_write(above, owner, system, monkey
 @pytest.mark.parametrize("owner,group", [(USER, GROUP), (USER, 0), (0, 0), (0, GROUP)])
 @pytest.mark.parametrize("known", [{}, {GROUP: [], 0: []}, {GROUP: ["somebody"], 0: ["root", "somebody"]}])
 def test_folders_above_that_the_users_own_group_can_write(above, owner, group, known, monkeypatch):
-    """As a home is where each user has a group of his own and umask is 002."""
+    """As in a home folder where each user has a group of his own and the umask is 002."""
     members(monkeypatch, known)
     os.chown(above, owner, group)
     above.chmod(0o775)
@@ -252,7 +252,7 @@ def test_links(tmp_path):
 
 @as_root
 def test_a_link_of_somebody_else_is_not_followed(system, tmp_path):
-    """It leads to a folder of the victim's own, whose files would be taken for kernels and overwritten."""
+    """It leads to another folder of this user's, whose files would be read as kernels and overwritten."""
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
     link = system / "twell-lab-0"

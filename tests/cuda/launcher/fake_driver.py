@@ -48,9 +48,9 @@ class Driver:
 
     def __init__(self):
         self.launches: list[Launch] = []
-        self.status: list[int] = []  # what the next launches answer; 0 when it is empty
+        self.status: list[int] = []  # the error codes that the next launches return; 0 when it is empty
         self.kernels: list[launcher.Kernel] = []
-        self.compute, self.failed = None, []  # what else to do with each launch; what went wrong there
+        self.compute, self.failed = None, []  # called with each Launch, or None; the exceptions that it raised
         launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
         self.cuLaunchKernelEx = launch(self._launch)
         self.version = 13_000
@@ -88,7 +88,7 @@ class Driver:
 
 @contextmanager
 def driving(monkeypatch, capability=(9, 0), stream=77):
-    """Inside it, launches on any CUDA device go to the Driver that this gives."""
+    """A context in which launches on any CUDA device go to the Driver that it gives."""
     made = Driver()
     monkeypatch.setattr(launcher, "_driver", lambda: made)
     monkeypatch.setattr(launcher, "_load", made.load)
@@ -97,6 +97,7 @@ def driving(monkeypatch, capability=(9, 0), stream=77):
     monkeypatch.setattr(launcher, "_current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda index: stream)
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(launcher, "capability", lambda index: capability)
     facts = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: facts)

@@ -1,4 +1,4 @@
-"""Launches through the driver, without one: a C function in its place reads back what it was given."""
+"""Launches without a driver: a C function takes its place and reads the arguments back."""
 
 import struct
 import threading
@@ -129,7 +129,7 @@ def test_threads_do_not_write_over_each_others_arguments(driver):
     assert len({launch.arguments[0][0] for launch in driver.launches}) == 4  # a block of memory each
 
 
-def test_what_was_not_used_for_longest_is_prepared_anew(driver, monkeypatch):
+def test_the_least_recently_used_kernel_is_prepared_anew(driver, monkeypatch):
     monkeypatch.setattr(launcher, "_MOST_PREPARED", 2)
     monkeypatch.setattr(launcher, "own", launcher._Own())
     kernels = [kernel("i", shared=n) for n in (16, 32, 48)]

@@ -56,7 +56,7 @@ def new(*shape):
 
 
 def chain(x, bias, weight):
-    """Three kernels: first and second lie between them, y is returned beside None."""
+    """Three kernels, with the buffers `first` and `second` between them; returns (y, None)."""
     first, second, y = new(100), new(100), new(4, 4)
     launch("one", "PPPi", x, weight[2:], first, len(x))
     launch("two", "HP", Structure(PAIR, (first[50:], bias)), second, grid=(len(x), 1))
@@ -127,6 +127,24 @@ def test_a_kernel_that_starts_early_gets_no_memory_that_is_still_read(driver):
         assert driver.kept[0].nbytes == 256 * places
 
 
+def test_nor_does_a_second_kernel_that_starts_early_behind_it(driver):
+    def run(x):
+        first, second, third, fourth = (new(64) for _ in range(4))
+        launch("one", "PP", x, first)
+        launch("two", "PP", first, second)
+        launch("three", "PP", second, third, early=True)
+        launch("four", "PP", third, fourth, early=True)
+        launch("five", "PP", fourth, x)
+        return x
+
+    made, x = Tape(), gpu(3)
+    made.play(run, (x,))
+    driver.kept.clear()
+    launches, _ = seen(driver, lambda: made.play(run, (x,)))
+    read_by_two, written_by_four = launches[1][2][0], launches[3][2][1]
+    assert read_by_two != written_by_four  # "four" may start while "three" has not yet waited for "two"
+
+
 def test_an_input_on_another_boundary_runs_again(driver):
     made, runs = Tape(), []
 
@@ -142,7 +160,7 @@ def test_an_input_on_another_boundary_runs_again(driver):
 
 
 def not_recorded():
-    """Names, and what a call does that cannot be replayed: run(x, other) -> result."""
+    """Functions run(x, other) that do something that cannot be replayed."""
 
     def unknown(x, other):
         launch("one", "P", gpu(3) + 1)
@@ -173,6 +191,23 @@ def test_what_cannot_be_replayed_runs_each_time(driver, run):
     for turn in range(3):
         made.play(run, (x, gpu(4)))
         assert not made.recorded and len(driver.launches) == turn + 1
+
+
+def test_a_copy_where_freed_memory_was_is_not_taken_for_that_memory(driver, monkeypatch):
+    room = bytearray(256)  # all that this allocator has
+    allocate = lambda *_, **__: pretend(torch.frombuffer(room, dtype=torch.float32))  # noqa: E731
+
+    def run(x):
+        launch("one", "PP", x, new(64))
+        copy = allocate()
+        launch("two", "PP", copy, x)
+        return x
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", allocate)
+        made = Tape()
+        made.play(run, (gpu(3),))
+    assert not made.recorded
 
 
 def test_inputs_that_share_memory_are_not_told_apart_later(driver):
@@ -233,6 +268,26 @@ def test_a_call_within_a_call_is_recorded_with_it(driver):
         assert outer.recorded and not inner.recorded
 
 
+def test_a_call_that_was_recorded_is_recorded_again_within_another(driver):
+    inner, outer, x = Tape(), Tape(), gpu(4)
+
+    def within(x):
+        launch("inner", "P", x)
+        return x
+
+    def run(x):
+        y = new(4)
+        launch("outer", "PP", inner.play(within, (x,)), y)
+        return y
+
+    inner.play(within, (x,))
+    assert inner.recorded
+    for _ in range(3):
+        launches, _ = seen(driver, lambda: outer.play(run, (x,)))
+        assert [name for name, *_ in launches] == ["inner", "outer"]
+    assert outer.recorded
+
+
 def test_no_tensor_is_held_alive(driver):
     made, tensors = Tape(), [gpu(7), gpu(7), gpu(10)]
     for _ in range(2):
@@ -282,7 +337,7 @@ pieces = st.lists(
 @given(pieces)
 def test_places_overlap_only_where_one_is_free(drawn):
     sizes, uses = [size for size, _ in drawn], [use for _, use in drawn]
-    places, end = tape._places(sizes, uses)
+    places, end = tape._offsets(sizes, uses)
     assert all(at % 256 == 0 and at + size <= end for at, size in zip(places, sizes))
     assert end <= sum(-(-size // 256) * 256 for size in sizes)
     for i, (at, size, (first, free)) in enumerate(zip(places, sizes, uses)):

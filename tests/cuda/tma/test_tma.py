@@ -1,4 +1,4 @@
-"""Tensor maps without a driver: what is asked of it, what is refused, and where the gate's maps put each weight row."""
+"""Tensor maps without a driver: the arguments it gets, what is refused, and where the gate's maps put each weight row."""
 
 import ctypes
 from itertools import product
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from twell_lab.core.errors import DeviceError, InputError, StackError
-from twell_lab.cuda import tma
+from twell_lab.cuda import launcher, tma
 from twell_lab.ops import hopper_pack
 
 ADDRESS, BF16 = 1 << 20, torch.bfloat16
@@ -141,7 +141,7 @@ def test_each_lane_of_a_quad_gets_neighbouring_columns(driver, d_ff, cluster):
 
 
 def test_what_the_hopper_kernel_takes(monkeypatch):
-    monkeypatch.setattr(hopper_pack, "_runs_on", lambda index: True)
+    monkeypatch.setattr(launcher, "capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x, gate = torch.zeros(3, 64, dtype=BF16), torch.zeros(24, 64, dtype=BF16)
     assert hopper_pack.takes(x, gate) and hopper_pack.takes(x[:1], gate[8:]) and hopper_pack.takes(x[:0], gate)

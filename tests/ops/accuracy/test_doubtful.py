@@ -72,7 +72,7 @@ def test_a_wrong_result_of_which_every_neuron_is_in_doubt_is_refused_soon():
 
 
 def test_the_row_of_a_broken_promise_is_one_that_no_way_explains():
-    """Row 3 is explained by another way, though further off before; row 5 by none."""
+    """Another way of counting explains row 3, whose error was larger before; none explains row 5."""
     tensors = layer(8, 64, 300)
     exact = accuracy.Exact(*tensors)
     dense, other = exact.y.bfloat16(), exact.keep.clone()

@@ -1,6 +1,7 @@
-"""A driver that computes what it launches: portable kernels in the simulator, the others by a few lines of torch.
+"""Computes what is launched: portable kernels in the simulator, the others in a few lines of torch.
 
-It works on the memory at the addresses that it is given, as a GPU does, so a wrong argument gives a wrong result."""
+It reads and writes the memory at the addresses in the arguments, as a GPU does, so a wrong argument gives a wrong
+result."""
 
 import ctypes
 
@@ -27,7 +28,7 @@ def at(address: int, dtype: torch.dtype, *shape: int, stride: int | None = None)
 
 
 def matrix(given: bytes, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix that one of pretended.map_of's maps is of."""
+    """The matrix that a map of pretended.map_of describes."""
     address, _, d, n, stride = [int.from_bytes(given[8 * i : 8 * i + 8], "little") for i in range(5)]
     return at(address, dtype, n, d, stride=stride // dtype.itemsize)
 

@@ -1,4 +1,4 @@
-"""CPU tensors that say they are on a GPU, so that what is prepared for one can be looked at without one."""
+"""CPU tensors that claim to be on a GPU, so that launches can be tested without one."""
 
 from collections import deque
 from contextlib import contextmanager
@@ -8,13 +8,11 @@ import torch
 from tests.cuda.launcher.fake_driver import driving
 from twell_lab.cuda import tma
 from twell_lab.ops import (
-    ampere,
     checks,
     decode,
     differentiable,
     dispatch,
     hopper_dense,
-    hopper_pack,
     inference,
     portable,
     train_lost,
@@ -24,7 +22,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Pretended(torch.Tensor):
-    """Its memory is where `data_ptr` says; operations on it give more of its kind."""
+    """A CPU tensor that claims to be on a GPU; so do the results of operations on it."""
 
     is_cuda = True
     device = GPU
@@ -35,7 +33,7 @@ def pretend(t: torch.Tensor | None) -> Pretended | None:
 
 
 def map_of(out, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill):
-    """In the place of cuTensorMapEncodeTiled: a map that says what it is of."""
+    """Takes the place of cuTensorMapEncodeTiled: its map holds the arguments, readable for `computed.matrix`."""
     import ctypes
 
     words = [address.value, dtype, *dims, *strides, *box]
@@ -46,7 +44,7 @@ def map_of(out, dtype, rank, address, dims, strides, box, steps, interleave, swi
 
 @contextmanager
 def pretending(monkeypatch, capability=(9, 0)):
-    """Inside it, `pretend`ed tensors are taken for tensors on a GPU; gives the driver that remembers the launches."""
+    """A context in which `pretend`ed tensors are taken for GPU tensors; gives the driver that remembers the launches."""
     with driving(monkeypatch, capability) as driver:
         empty, like = torch.empty, torch.empty_like
 
@@ -65,7 +63,7 @@ def pretending(monkeypatch, capability=(9, 0)):
             return made
 
         driver.allocated = []
-        driver.alive = deque(maxlen=20)  # of them the last, so that no other takes their place
+        driver.alive = deque(maxlen=20)  # the last of them, kept so that no other tensor gets their addresses
         monkeypatch.setattr(torch, "empty", on_gpu)
         monkeypatch.setattr(torch, "empty_like", like_it)
         monkeypatch.setattr(tma, "_encode", lambda: map_of)
@@ -76,9 +74,8 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(
             dispatch, "_start", lambda h, down: pretend(torch.zeros(len(h), len(down), dtype=torch.float32))
         )
-        monkeypatch.setattr(ampere, "_capability", lambda index: capability)
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
-        cached = [tma.tensor_map, hopper_pack._runs_on, decode._capability, decode._layer]
+        cached = [tma.tensor_map, decode._layer]
         for each in (*cached, dispatch.calls, differentiable._tapes):
             getattr(each, "cache_clear", getattr(each, "clear", None))()
         yield driver

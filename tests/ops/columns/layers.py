@@ -1,4 +1,4 @@
-"""Survivors to sum up, and what the gradients of the weights are then, in float64. Also for tests/gpu."""
+"""Survivors for the tests of train_columns, here and in tests/gpu, and the gradients that they give, in float64."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Layer:
         return put(dh * u), put(dh * g), put(g * u)
 
     def expected(self) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """In float64: the gradients, and the sums of the absolute values of what they are sums of."""
+        """In float64: the gradients, each a sum of terms, and the sums of the absolute values of these terms."""
         x, dy = self.x.double(), self.dy.double()
         silent = ~self.fires.any(1)
         x[silent] = dy[silent] = 0
@@ -98,8 +98,7 @@ class Layer:
         return tuple(results)
 
     def check(self, biases: bool = True, version: int = 2) -> dict[str, Tensor | None]:
-        """Run and compare: half an ulp of the result, and float32's rounding of a sum of that many terms of that
-        size."""
+        """Run and compare. Tolerance: half an ulp of the result, and the rounding of a float32 sum of these terms."""
         found = self.run(biases, version)
         expected, sizes = self.expected()
         half_ulp = torch.finfo(self.x.dtype).eps / 2

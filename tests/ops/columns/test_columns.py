@@ -72,7 +72,7 @@ def test_several_slabs_of_columns_and_few_chunks(monkeypatch):
 
 @simulated
 def test_as_many_chunks_as_there_can_be():
-    """256 of 32 rows: every group of the scan has its eight."""
+    """256 chunks of 32 rows: every group of the scan has its eight chunks."""
     fires = pattern(8192, 5, 0.02)
     fires[-1, 3] = True
     layer = Layer.draw(fires, 8)

@@ -1,4 +1,4 @@
-"""Layers to try the operators on, the dense layers of torch beside them, and the two paths of the CPU."""
+"""Layers for the tests of the operators, the same layers by torch, and the two ways in which the CPU computes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layer:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Everything but x that is there, by name."""
+        """All tensors but x that are not None, by name."""
         return {name: t for name, t in vars(self).items() if name != "x" and t is not None}
 
     def replace(self, **tensors) -> Layer:
@@ -62,13 +62,13 @@ class Layer:
         return linear(hidden, self.down, self.down_bias)
 
     def pattern(self) -> Tensor:
-        """What the ReLU gets: the gate GEMM's result (for a plain layer, up's), torch's own in either layer."""
+        """The input of the ReLU: the result of the gate's GEMM (in a plain layer up's), by torch for both layers."""
         if self.gate is None:
             return linear(self.x, self.up, self.up_bias)
         return linear(self.x, self.gate, self.gate_bias)
 
     def exact(self) -> Tensor:
-        """Float64 from the pattern on: its rounding decides who fires, and is the same in both layers."""
+        """In float64, from the rounded input of the ReLU on: which neurons fire is the same in both layers."""
         pattern, wide = self.pattern().double(), {n: t.double() for n, t in self.weights.items()}
         if self.gate is None:
             return linear(reference.relu(pattern), wide["down"], wide.get("down_bias"))
@@ -77,7 +77,7 @@ class Layer:
 
 
 def taking(path: str):
-    """The context in which the CPU layer takes the named path: over the entries, or dense, or its own choice."""
+    """A context in which the CPU layer takes the named path: over the entries, dense, or the one that it chooses."""
     if path == "either":
         return mock.patch.object(cpu, "_pays", cpu._pays)
     return mock.patch.object(cpu, "_pays", lambda gate, entries: path == "entries")

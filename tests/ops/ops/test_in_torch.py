@@ -142,7 +142,7 @@ def test_opcheck_of_the_layers(gated, dtype, biases, wanted, draw):
 
 
 def test_opcheck_of_the_layers_with_columns_in_rows(gated, draw):
-    """y has its rows in one piece whatever strides x has, and the compiler is told so."""
+    """y is contiguous whatever strides x has, and its fake implementation says so too."""
     layer = draw(5, gated=gated)
     layer.x = layer.x.t().contiguous().t()
     opcheck(*operator(layer))

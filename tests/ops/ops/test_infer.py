@@ -29,7 +29,7 @@ def layer(seed, tokens=9, d_model=64, d_ff=640, dtype=torch.float32, gated=True,
 
 
 def exact(x, gate, up, down, gate_bias, up_bias, down_bias):
-    """float64, from the same rounded pattern."""
+    """In float64, from the same rounded input of the ReLU on."""
     first = torch.nn.functional.linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias).double()
     wide = lambda t: None if t is None else t.double()  # noqa: E731
     if gate is None:
@@ -134,7 +134,7 @@ def test_refusals():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cold_fires", [1, 256])
 def test_hot_and_cold_parts_that_cancel_are_rounded_together(dtype, cold_fires):
-    """Each part alone is past the end of float16, and a rounded one would leave its rounding."""
+    """Each part alone overflows float16, and if one were rounded, its rounding error would remain."""
     up, down = torch.zeros(512, 1), torch.zeros(1, 512)
     up[0], down[0, 0] = 256.0, -512.0
     up[256 : 256 + cold_fires], down[0, 256 : 256 + cold_fires] = 256.0, 512.0 / cold_fires

@@ -1,5 +1,4 @@
-"""Odd inputs for the element-wise middle of a dense training step, and what must come out: for the CPU and the GPU
-tests."""
+"""Odd inputs for the element-wise kernels of a dense training step, and their results, for tests on CPU and GPU."""
 
 from __future__ import annotations
 

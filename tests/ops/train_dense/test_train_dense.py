@@ -40,7 +40,7 @@ def test_as_autograd_derives_it(gated):
 
 @needs_simulator
 def test_rows_anywhere_in_memory():
-    """Rows of a multiple of the vector at an address that is not one: the scalar version, unasked."""
+    """Rows of whole vectors at an address that is not aligned: the scalar version is chosen."""
     g, u, dh, dl1 = draw(6, 64, torch.bfloat16)
     shifted = torch.empty(6 * 64 + 1, dtype=g.dtype)[1:].view(6, 64)
     shifted.copy_(g)

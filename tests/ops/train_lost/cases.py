@@ -92,7 +92,7 @@ class Case:
 
     @property
     def lost(self) -> Tensor:
-        """The list as the kernels get it; what is past its end would lead them far astray."""
+        """The list as the kernels get it; the numbers after its end lie far outside of x."""
         out = torch.full((1 + len(self.x),), 2**30, dtype=torch.int32, device=self.x.device)
         out[0] = len(self.rows)
         out[1 : 1 + len(self.rows)] = self.rows
@@ -164,7 +164,7 @@ class Case:
         return linear(h, self.down_t.t().contiguous(), self.down_bias)
 
     def check(self) -> None:
-        """Run both directions; what must be written is right, what must not be is as it was."""
+        """Run both directions: what the kernels must write is right, and everything else is as it was."""
         rows, y, l1, kept, dx, gradients, used, unsure, sure = self.expected()
         got = self.forward()
         spoilt = self.rows[~self.x[self.rows].isfinite().all(1)]

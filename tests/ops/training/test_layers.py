@@ -117,8 +117,7 @@ def test_terms_of_several_passes_come_in_their_order():
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("ask", ["terms", "objective"])
 def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
-    """As FSDP2 has them compiled, and many who train large models: what a layer tells must not make it another
-    function."""
+    """As with FSDP2 and other large models: the terms that a layer reports must not make it another graph."""
     torch._dynamo.reset()
     net = sparsify(model(), "twell") if sparse else model()
     graphs = CompileCounterWithBackend("aot_eager")

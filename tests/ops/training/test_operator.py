@@ -33,7 +33,7 @@ def leaves_of(made):
 
 
 def gradients(function, made, weight):
-    """Of a loss in which y and each token's L1 have parts of their own."""
+    """Gradients of a loss to which y and each token's L1 contribute with different weights."""
     y, l1, kept = function(*made)
     loss = (y * torch.arange(1, y.numel() + 1).view_as(y).to(y) / y.numel()).sum() + weight * (
         l1 * torch.arange(1, l1.numel() + 1)
