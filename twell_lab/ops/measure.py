@@ -9,7 +9,8 @@ slows all of them alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from .reference import GatedFeedForward, PlainFeedForward
 
 GRAPH_TOKENS = 256  # up to so many tokens a layer takes about as long as its launches: graph replays are timed too
 ROTATED = 3  # how many inputs take turns in a timing
+Name = TypeVar("Name", bound=Hashable)  # of a call that is timed
 
 
 class WrongResult(TwellError, ArithmeticError):
@@ -184,7 +186,7 @@ def time_cpu(
     return samples
 
 
-def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> dict[str, list[float]]:
+def time_cuda(calls: dict[Name, Callable[[int], object]], rounds: int = 30) -> dict[Name, list[float]]:
     """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times.
 
     Before each call a gigabyte is read. Afterwards the L2 cache holds nothing that the call needs, and meanwhile the
@@ -195,7 +197,7 @@ def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> di
         for turn in range(ROTATED):
             call(turn)
     torch.cuda.synchronize()
-    events: dict[str, list] = {name: [] for name in calls}
+    events: dict[Name, list] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, call in calls.items():
             flush.sum()
@@ -208,10 +210,42 @@ def time_cuda(calls: dict[str, Callable[[int], object]], rounds: int = 30) -> di
     return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
 
 
-def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
-    """The call as CUDA graphs, one for each input, so that a replay costs a single launch."""
+def time_bursts(
+    calls: dict[Name, Callable[[int], object]], wait: Callable[[], object], *, rounds: int = 5, count: int = 10
+) -> dict[Name, tuple[list[float], list[float]]]:
+    """Milliseconds a call of the host, and on the wall, for each named call in turn: as a caller sees plain calls.
+
+    Args:
+        calls: each takes the number of its turn.
+        wait: returns once the device has finished, as torch.cuda.synchronize does.
+        rounds: samples of each call.
+        count: calls of one sample, one right after the other; as many come before, and are not timed.
+
+    Returns:
+        For each name two lists: time until the last call of a burst returned, and until the device had finished all of
+        them, both divided by `count`.
+    """
+    samples: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for turn in range(count):  # or it would meet the caches as another call left them
+                call(turn)
+            wait()
+            start = time.perf_counter()
+            for turn in range(count):
+                call(turn)
+            returned = time.perf_counter()
+            wait()
+            ended = time.perf_counter()
+            for kept, moment in zip(samples[name], (returned, ended)):
+                kept.append(1e3 * (moment - start) / count)
+    return samples
+
+
+def graphed(call: Callable[[int], object], inputs: int = ROTATED) -> Callable[[int], object]:
+    """The call as CUDA graphs, one for each of so many inputs, so that a replay costs a single launch."""
     graphs = []
-    for turn in range(ROTATED):
+    for turn in range(inputs):
         call(turn)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -219,6 +253,11 @@ def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
             call(turn)
         graphs.append(graph)
     return lambda turn: graphs[turn % len(graphs)].replay()
+
+
+def device_name(device: torch.device) -> str:
+    """What records and plans call a device: the GPU's own name, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def peak_bytes(call: Callable[[int], object]) -> int:
