@@ -24,7 +24,7 @@ def stopped(monkeypatch):
     monkeypatch.setattr(measure, "peak_bytes", lambda call: 1)
     monkeypatch.setattr(measure, "graphed", lambda call: call)
     monkeypatch.setattr(
-        training.inference, "rates_here", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6)
+        training.inference, "rates_here", lambda: costs.Rates("CPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6)
     )
     monkeypatch.setattr(
         training, "_compiled", lambda path: training.dense_layer if path == "torch" else training.our_layer(path)
