@@ -1,5 +1,7 @@
 """What all benchmarks share: what is replayed as a graph, and with which row each row is compared."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,20 +11,68 @@ from twell_lab.ops import measure
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock of a GPU that only notes what it was given, and graphs that call what they were made of."""
-    noted = []
+    """Clocks of a GPU that only note what they were given, and graphs that call what they were made of."""
+    noted, bursts = [], []
     monkeypatch.setattr(measure, "time_cuda", lambda calls: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
     monkeypatch.setattr(measure, "graphed", lambda call: call)
-    return noted
+
+    def time_bursts(calls, wait, *, rounds, count):
+        wait()
+        bursts.append(([*calls], rounds, count))
+        return {name: ([0.5] * rounds, [2.0] * rounds) for name in calls}
+
+    monkeypatch.setattr(measure, "time_bursts", time_bursts)
+    return SimpleNamespace(noted=noted, bursts=bursts)
 
 
 def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_and_parts(clock):
     calls = dict.fromkeys(("dense eager", "dense compiled", "twell"), lambda turn: None)
     parts = {"part: pack": lambda turn: None}
-    samples = rows.clock_gpu(calls, measure.GRAPH_TOKENS, parts)
-    assert clock == [[*calls, "part: pack"], ["dense eager (graph)", "twell (graph)"]]
-    assert [*samples] == clock[0] + clock[1]
-    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1)] == [*calls]
+    samples, bursts = rows.clock_gpu(calls, measure.GRAPH_TOKENS, parts)
+    replayed = ["dense eager (graph)", "twell (graph)"]
+    assert clock.noted == [[*calls, "part: pack"], replayed]
+    assert [*samples] == clock.noted[0] + clock.noted[1]
+    assert [*bursts] == [*calls, *replayed]
+    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1)[0]] == [*calls]
+    assert [*rows.clock_gpu(calls, measure.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
+
+
+@pytest.mark.parametrize(
+    "ms, most, count", [(1.0, 50, 5), (0.01, 50, 50), (0.01, 20, 20), (4.0, 50, 1), (900.0, 50, 1)]
+)
+def test_a_burst_takes_some_milliseconds_and_holds_no_more_calls_than_the_queue_does(
+    clock, monkeypatch, ms, most, count
+):
+    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds=30: dict.fromkeys(calls, [ms]))
+    calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
+    for rounds, bursts in ((None, 5), (20, 5), (3, 3)):
+        rows.clock_gpu(calls, 1000, rounds=rounds, most=most)
+        assert clock.bursts.pop() == ([*calls], bursts, count)
+
+
+def test_of_many_tokens_one_input_is_captured(clock, monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "graphed", lambda call, inputs=measure.ROTATED: asked.append(inputs) or call)
+    for tokens in (1, rows.LARGE, rows.LARGE + 1):
+        rows.clock_gpu({"dense eager": lambda turn: None}, tokens, graphs=True)
+    assert asked == [3, 3, 1]
+
+
+def test_a_row_says_what_a_plain_call_takes_beside_the_dense_layer_that_was_run_in_the_same_way():
+    samples = dict.fromkeys(("dense eager", "twell", "part: pack", "dense eager (graph)", "twell (graph)"), [1.0])
+    bursts = {
+        "dense eager": ([0.1, 0.2, 0.3], [4.0, 5.0, 6.0]),
+        "twell": ([0.3, 0.4, 0.5], [2.0, 2.5, 3.0]),
+        "dense eager (graph)": ([0.01], [3.0]),
+        "twell (graph)": ([0.01], [1.5]),
+    }
+    made = {row["path"]: row for row in rows.table({"kind": "made"}, samples, bursts=bursts)}
+    assert made["dense eager"]["wall_ms"] == made["dense eager"]["dense_wall_ms"] == 5.0
+    twell = made["twell"]
+    assert (twell["wall_ms"], twell["wall_spread"], twell["dense_wall_ms"]) == (2.5, 0.5, 5.0)
+    assert twell["host_us"] == pytest.approx(400) and twell["wall_samples"] == [2.0, 2.5, 3.0]
+    assert (made["twell (graph)"]["wall_ms"], made["twell (graph)"]["dense_wall_ms"]) == (1.5, 3.0)
+    assert not any("wall" in key for key in made["part: pack"])
 
 
 def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
@@ -66,3 +116,4 @@ def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypa
     for row in made:
         assert row["kind"] == "host" and row["gated"] and row["tokens"] == 3 and len(row["samples"]) == 2
         assert row["wall_ms"] >= row["ms"] > 0 and row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
+        assert row["dense_wall_ms"] > 0 and row["host_us"] == pytest.approx(1e3 * row["ms"])

@@ -17,11 +17,14 @@ from twell_lab.ops import measure
 def stopped(monkeypatch):
     """No clock, no GPU memory, rates of an H100."""
     monkeypatch.setattr(
-        measure, "time_cuda", lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1)}
+        measure,
+        "time_cuda",
+        lambda calls, rounds=0: {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1) is not None},
     )
     monkeypatch.setattr(measure, "peak_bytes", lambda call: 1)
+    monkeypatch.setattr(measure, "graphed", lambda call: call)
     monkeypatch.setattr(
-        training.inference, "rates_here", lambda: costs.Rates("a GPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6)
+        training.inference, "rates_here", lambda: costs.Rates("CPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6)
     )
     monkeypatch.setattr(
         training, "_compiled", lambda path: training.dense_layer if path == "torch" else training.our_layer(path)
@@ -38,6 +41,7 @@ def weights(d_model=32, d_ff=96, gated=True):
 def test_every_path_is_checked_and_says_what_it_is(stopped, gated):
     inputs = [torch.randn(40, 32).bfloat16() for _ in range(2)]
     rows = training.compare(weights(gated=gated), inputs, "drawn", {"layer": 3})
+    eager = ["dense eager", "forced dense", "forced twell", "planned"]
     assert [row["path"] for row in rows] == [
         "dense eager",
         "dense compiled",
@@ -45,11 +49,14 @@ def test_every_path_is_checked_and_says_what_it_is(stopped, gated):
         "forced twell",
         "planned",
         "planned compiled",
+        *(f"{path} (graph)" for path in eager),
     ]
     for row in rows:
         assert row["kind"] == "training" and row["tokens"] == 40 and row["gated"] == gated and row["layer"] == 3
-        assert row["ms"] == 2.0 and row["x_dense"] == row["x_compiled"] == 1.0 and row["peak_bytes"] == 1
-        assert ("error_over_allowed" in row) == (row["path"] != "dense eager")
+        assert row["ms"] == 2.0 and row["x_dense"] == 1.0 and row["peak_bytes"] == 1
+        assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and row["host_us"] > 0
+        assert row.get("x_compiled") == (None if "(graph)" in row["path"] else 1.0)
+        assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
     assert rows[4]["choice"] in ("twell", "dense")
 
 
@@ -75,6 +82,68 @@ def test_the_exact_gradients_are_autograds():
     autograd = torch.autograd.grad([y, l1], [x, *wide], [dy, torch.full((), training.L1)])
     for a, b in zip(training.exact(wide, x.detach(), dy), [y, *autograd]):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_exact_gradients_of_many_tokens_are_those_of_all_at_once(monkeypatch):
+    for wide in (weights(), weights(gated=False)):
+        x, dy = torch.randn(9, 32).bfloat16(), torch.randn(9, 32).bfloat16()
+        at_once = training.exact(wide, x, dy)
+        with monkeypatch.context() as small:
+            small.setattr(training, "TOKENS", 4)
+            by_parts = training.exact(wide, x, dy)
+        assert len(at_once) == len(by_parts) == 5 - (wide[0] is None)
+        for a, b in zip(at_once, by_parts):
+            torch.testing.assert_close(a, b)
+
+
+def drawn(tokens, d_model, d_ff, nnz, kind="lognormal"):
+    """As bench.inference draws a layer, small and on the CPU."""
+    layer, inputs = measure.workload(min(tokens, 40), 16, 512, 8, kind, torch.bfloat16, "cpu")
+    return layer, inputs, inputs[:2]
+
+
+@pytest.fixture
+def tiny(stopped, monkeypatch):
+    monkeypatch.setattr(training.inference, "drawn", drawn)
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    return training
+
+
+@pytest.mark.parametrize("tables", ["training", "inference"])
+def test_tables_of_every_number_of_tokens(tiny, tables):
+    steps = (tiny if tables == "training" else tiny.inference).SECTIONS["tokens"]
+    assert len(steps) == 7 and counts_of(steps) == [1, 16, 64, 256, 2048, 16384, 131072]
+    rows = steps[1]()
+    paths = {row["path"] for row in rows}
+    assert {"dense eager", "dense compiled", "planned", "planned compiled", "planned (graph)", "forced twell"} <= paths
+    for row in rows:
+        assert row["workload"] == "independent, lognormal" and row["kind"] in (tables, "plan")
+        if row["kind"] == tables:
+            assert row["tokens"] == 16 and row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and row["host_us"] > 0
+
+
+def counts_of(steps):
+    return [next(each for each in (*step.args, *step.keywords.values()) if type(each) is int) for step in steps]
+
+
+@pytest.mark.parametrize("tables", ["training", "inference"])
+def test_tables_of_heavy_rows(tiny, tables, monkeypatch):
+    module = tiny if tables == "training" else tiny.inference
+    assert [step.args for step in module.SECTIONS["heavy rows"]] == [
+        (0, 1500),
+        *((heavy, 1500) for heavy in (1, 8, 64, 512)),
+        *((heavy, 5632) for heavy in (1, 8, 64, 512)),
+    ]
+    nnz = {}
+    for heavy, firing in ((0, 300), (8, 300), (8, 512)):
+        rows = module.heavy_rows(heavy, firing)
+        called = f"heavy rows: {heavy}" + (", all neurons" if firing == 512 else "")
+        assert {row["workload"] for row in rows} == {called}
+        assert {(row["heavy_rows"], row["heavy_nnz"]) for row in rows} == {(heavy, firing if heavy else None)}
+        assert {"dense eager", "forced twell", "planned"} <= {row["path"] for row in rows}
+        nnz[heavy, firing] = rows[0]["nnz"]
+    assert nnz[8, 300] - nnz[0, 300] == pytest.approx(8 / 40 * 300, rel=0.1)
+    assert nnz[8, 512] - nnz[0, 300] == pytest.approx(8 / 40 * 512, rel=0.1)
 
 
 def test_gates_are_lowered_to_what_was_asked_for():

@@ -26,6 +26,8 @@ from .terminal import Answer
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
+# The options of `record` that not all recordings take.
+_TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": ("attack", "inference", "model", "training")}
 _ROW_COLUMNS = {
     "device": "device",
     "dtype": "dtype",
@@ -37,6 +39,7 @@ _ROW_COLUMNS = {
     "ms": "ms",
     "spread": "spread",
     "x_dense": "x dense",
+    "wall_ms": "wall ms",
 }
 
 
@@ -254,7 +257,12 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="where the record goes [data/records of a checkout, else the working folder]",
     )
     record.add_argument("--seed", type=whole, metavar="N", help="for attack only: draw other cases")
-    record.add_argument("--seconds", type=seconds, metavar="S", help="for attack on a GPU only: how long it goes on")
+    record.add_argument(
+        "--seconds",
+        type=seconds,
+        metavar="S",
+        help="for attack, inference, model and training, on a GPU: how long at most",
+    )
     record.add_argument("--cases", type=positive, metavar="N", help="for attack only: how many cases")
 
     built = command("compile", _compile, "Compile the kernels for machines that have no compiler.")
@@ -460,8 +468,10 @@ def _record(options) -> Answer:
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
     told = {name: value for name in ("seed", "seconds", "cases") if (value := getattr(options, name)) is not None}
-    if told and options.name != "attack":
-        raise InputError(f"{options.name} takes no --{next(iter(told))}; accepted: with attack, which does")
+    if refused := [name for name in told if options.name not in _TAKEN_BY[name]]:
+        takers = _TAKEN_BY[refused[0]]
+        accepted = f"with {' and '.join(takers)}, which {'do' if len(takers) > 1 else 'does'}"
+        raise InputError(f"{options.name} takes no --{refused[0]}; accepted: {accepted}")
     where = options.out or folders.new_records_dir()
     check_folder(where)
     record = recordings.RECORDINGS[options.name](**told)

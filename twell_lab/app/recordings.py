@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ..bench import density, forward
+from ..bench.rows import Sections
 from ..core import folders
 from ..core.errors import DeviceError, InputError, StackError, TwellError
 from ..cuda import registry
@@ -27,6 +28,8 @@ from ..records import Record, evidence
 from ..records.evidence import need_gpu
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+SECONDS = 180.0  # that a recording of the large tables may take
+_STARTUP = 15.0  # of these, how many `_startup` takes
 _AT_ONCE = 6  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
 
 
@@ -51,43 +54,73 @@ def portable() -> Record:
     return Record.new("portable", "portable kernels with torch's gate GEMM beside the dense layer", rows)
 
 
-def training() -> Record:
-    """Forward and backward of one layer on every path beside torch's dense layer, eager and compiled, and whole
-    training steps of a model; bf16."""
+def training(seconds: float = SECONDS) -> Record:
+    """Forward and backward of one layer on every path beside torch's dense layer, eager, compiled and in CUDA graphs,
+    and whole training steps of a model; bf16. seconds, and the notes: as for `inference`."""
     need_gpu()
     from ..bench import training as tables
 
-    rows, seconds = _sections(tables.SECTIONS)
-    return Record.new(
-        "training",
-        "training steps of a feed-forward layer and of a model, beside the dense layer",
-        rows,
-        {"seconds": seconds},
-    )
+    rows, notes = _sections(tables.SECTIONS, seconds)
+    purpose = "training steps of a feed-forward layer and of a model, beside the dense layer"
+    return Record.new("training", purpose, rows, notes)
 
 
-def _sections(sections: dict) -> tuple[list[dict], dict[str, float]]:
-    """The rows of all sections, and the seconds that each section took."""
-    rows, seconds = [], {}
-    for name, section in sections.items():
-        start = time.perf_counter()
-        rows += section()
-        torch.cuda.empty_cache()
+def model(seconds: float = SECONDS) -> Record:
+    """A Llama of 38 layers with random weights in inference, dense and as planned: eager, compiled and in CUDA graphs,
+    a step of decoding, its weights in bytes, and the time of its plan; bf16. seconds, and the notes: as for
+    `inference`."""
+    need_gpu()
+    from ..bench import model as tables
+
+    rows, notes = _sections(tables.sections(), seconds)
+    return Record.new("model", "a Llama with sparse feed-forward layers beside the dense one", rows, notes)
+
+
+def _sections(sections: Sections, limit: float) -> tuple[list[dict], dict[str, dict]]:
+    """The rows of all sections, each a list of steps, and the record's notes.
+
+    A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. The notes
+    hold the `seconds` that each section took; and `left_out`, where something was, the steps left out of each section,
+    and why: no time, or the error of torch that ended the section (too little memory, say). Any other error is raised.
+    """
+    rows: list[dict] = []
+    seconds: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    begin = time.perf_counter()
+    for name, steps in sections.items():
+        start, last = time.perf_counter(), 0.0
+        for done, step in enumerate(steps):
+            before = time.perf_counter()
+            why = "" if before - begin + last < limit else f"too little is left of {limit:g} s"
+            try:
+                rows += [] if why else step()
+            except RuntimeError as error:
+                if isinstance(error, TwellError):
+                    raise
+                why = f"{type(error).__name__}: {str(error)[:300]}"
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if why:
+                left_out[name] = f"{len(steps) - done} of {len(steps)} steps: {why}"
+                print(f"{name}: left out {left_out[name]}", file=sys.stderr, flush=True)
+                break
+            last = time.perf_counter() - before
+            print(f"{name}, {done + 1}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
         seconds[name] = round(time.perf_counter() - start, 1)
-        print(f"{name}: {seconds[name]} s, {len(rows)} rows", file=sys.stderr, flush=True)
-    return rows, seconds
+    return rows, {"seconds": seconds, **({"left_out": left_out} if left_out else {})}
 
 
-def inference() -> Record:
-    """Every path of a layer in inference beside torch's dense layer, eager and compiled; bf16.
+def inference(seconds: float = SECONDS) -> Record:
+    """Every path of a layer in inference beside torch's dense layer, eager, compiled and in CUDA graphs; bf16.
 
-    The notes hold the seconds that each section, a first call, and compiling all kernels took.
+    seconds: the tables are cut short where they would take longer. The notes say what was left out, and hold the
+    seconds that each section, a first call, and compiling all kernels took.
     """
     need_gpu()
     from ..bench import inference as tables
 
-    rows, seconds = _sections(tables.SECTIONS)
-    notes = {"seconds": seconds, "startup_seconds": _startup()}
+    rows, notes = _sections(tables.SECTIONS, seconds - _STARTUP)
+    notes["startup_seconds"] = _startup()
     return Record.new("inference", "each path of a feed-forward layer beside the dense layer", rows, notes)
 
 
@@ -326,6 +359,7 @@ RECORDINGS = {
     "portable": portable,
     "inference": inference,
     "training": training,
+    "model": model,
     "host-time": host_time,
     "cpu": cpu,
     "matmul-density": density.density_record,

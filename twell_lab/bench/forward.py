@@ -98,16 +98,21 @@ def _compare(
     if compiled:
         torch._dynamo.reset()
         calls[COMPILED] = over(torch.compile(dense), inputs)
-    memory = {}
     if not x.is_cuda:
         samples = measure.time_cpu(calls, seconds / 2)
         samples |= {f"{name} (cold)": each for name, each in measure.time_cpu(calls, seconds / 2, cold=True).items()}
+        rows = [each | _on_the_wall(each) for each in table(shared, samples)]
     else:
         with torch.cuda.device(x.device):
-            samples = clock_gpu(calls, x.shape[0], parts=_parts(sparse, inputs))
+            samples, bursts = clock_gpu(calls, x.shape[0], parts=_parts(sparse, inputs))
             memory = {name: {"peak_bytes": measure.peak_bytes(call)} for name, call in calls.items()}
-    rows = [each | memory.get(each["path"], {}) for each in table(shared, samples)]
+        rows = [each | memory.get(each["path"], {}) for each in table(shared, samples, bursts=bursts)]
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
+
+
+def _on_the_wall(row: dict) -> dict:
+    """Wall and host time of a row of the CPU, which has one clock."""
+    return {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
 
 
 def _other_kernels(dense: nn.Module, sparse: SparseFFN, inputs: list[Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:

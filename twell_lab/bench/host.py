@@ -14,7 +14,7 @@ import torch
 from ..layers.choice import one_of_each
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
-from ..ops import differentiable, measure
+from ..ops import differentiable
 from . import inference, training
 from .rows import DENSE, check, describe, over, table
 
@@ -74,8 +74,7 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
 def _rows(layer, inputs, what: str, calls: dict[str, Callable[[int], object]]) -> list[dict]:
     shared = describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
     host, wall = _time(calls)
-    facts = {path: dict(zip(("wall_ms", "wall_spread"), measure.quartiles(values))) for path, values in wall.items()}
-    return table(shared, host, facts)
+    return table(shared, host, bursts={path: (host[path], wall[path]) for path in calls})
 
 
 def _time(calls: dict[str, Callable[[int], object]]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -2,8 +2,8 @@
 
 Every function returns rows (see twell_lab.records). Each result is checked before any clock starts: 64 rows of it
 with float64, all of it with the dense layer. Times are device events with a cold L2 cache and rotated inputs, the paths
-in turns (ops.measure.time_cuda); for few tokens also CUDA-graph replays. The planner sees other tokens than those that
-are timed.
+in turns (ops.measure.time_cuda), and the wall time of plain calls (rows.clock_gpu); for few tokens, and at each of
+COUNTS, also those of CUDA-graph replays. The planner sees other tokens than those that are timed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from . import rows
 from .rows import COMPILED, DENSE, check, over
 
 D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
+COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are timed in every way
+NNZ = 29
 SHAPES = (
     (768, 3072, True),
     (1024, 4096, False),
@@ -38,6 +40,8 @@ SHAPES = (
     (4096, 14336, True),
     (5120, 13824, True),
 )
+HEAVY = (1, 8, 64, 512)  # rows of TOKENS in which many neurons fire
+HEAVY_NNZ = 1500  # how many fire there
 _DENSITY = 29 / 5632  # of the shapes' workload
 
 
@@ -58,9 +62,10 @@ def plan_for(layer: nn.Module, seen: list[Tensor]) -> Plan:
 
 @torch.no_grad()
 def compare(
-    layer: nn.Module, inputs: list[Tensor], seen: list[Tensor], label: str, *, forced: bool = True
+    layer: nn.Module, inputs: list[Tensor], seen: list[Tensor], label: str, *, forced: bool = True, graphs: bool = False
 ) -> list[dict]:
-    """Rows of `layer` on `inputs`: dense, and as planned on `seen`. forced: also every path on its own."""
+    """Rows of `layer` on `inputs`: dense, and as planned on `seen`. forced: also every path on its own. graphs: also
+    replays of CUDA graphs, which few tokens have anyway."""
     plan = plan_for(layer, seen)
     chosen = plan.layers[0].choice(inputs[0].shape[0])
     planned = sparsify(copy.deepcopy(layer), plan)
@@ -83,8 +88,9 @@ def compare(
     for name in ("planned", "planned compiled"):
         facts[name]["choice"] = str(chosen)
     shared = _describe(layer, inputs, label)
-    samples = rows.clock_gpu({name: over(call, inputs) for name, call in calls.items()}, inputs[0].shape[0])
-    return [*rows.table(shared, samples, facts), *_candidate_rows(shared, plan)]
+    timed = {name: over(call, inputs) for name, call in calls.items()}
+    samples, bursts = rows.clock_gpu(timed, inputs[0].shape[0], graphs=graphs)
+    return [*rows.table(shared, samples, facts, bursts), *_candidate_rows(shared, plan)]
 
 
 def _usual_hot(layer: nn.Module) -> int:
@@ -137,11 +143,29 @@ def drawn(
     return layer, inputs, seen[:2]
 
 
-def table(tokens: int, nnzs, kind: str, *, forced: bool = True) -> list[dict]:
+def table(tokens: int, nnzs, kind: str, *, forced: bool = True, graphs: bool = False) -> list[dict]:
     found = []
     for nnz in nnzs:
-        found += compare(*drawn(tokens, D_MODEL, D_FF, nnz, kind), f"independent, {kind}", forced=forced)
+        made = drawn(tokens, D_MODEL, D_FF, nnz, kind)
+        found += compare(*made, f"independent, {kind}", forced=forced, graphs=graphs)
     return found
+
+
+def heavy_rows(heavy: int, firing: int) -> list[dict]:
+    """A layer of nnz 29 on TOKENS tokens, in `heavy` of which `firing` neurons fire."""
+    layer, inputs, seen = drawn(TOKENS, D_MODEL, D_FF, NNZ)
+    label, facts = make_heavy(layer, [*inputs, *seen], heavy, firing)
+    return [row | facts for row in compare(layer, inputs, seen, label)]
+
+
+def make_heavy(layer: GatedFeedForward, inputs: list[Tensor], heavy: int, firing: int) -> tuple[str, dict]:
+    """Make `firing` neurons, drawn at random, fire in `heavy` rows of each input, spread evenly. Returns the name of
+    the workload, and what its rows say of it."""
+    tokens, d_ff = len(inputs[0]), layer.gate_proj.weight.shape[0]
+    neurons = torch.randperm(d_ff, generator=torch.Generator().manual_seed(heavy))[:firing]
+    _fire_in(layer, inputs, torch.linspace(0, tokens - 1, heavy).long(), neurons)
+    all_of_them = ", all neurons" if heavy and firing == d_ff else ""
+    return f"heavy rows: {heavy}{all_of_them}", {"heavy_rows": heavy, "heavy_nnz": firing if heavy else None}
 
 
 def overflow_rows() -> list[dict]:
@@ -160,18 +184,24 @@ def overflow_rows() -> list[dict]:
 
 def overflow(layer: GatedFeedForward, inputs: list[Tensor], share: float, many: int, tile: int = 3) -> None:
     """Make `many` neighbouring neurons of one tile fire in a `share` of the rows of each input, spread evenly."""
+    tokens = torch.arange(len(inputs[0]))[:: round(1 / share)] if share else torch.arange(0)
+    _fire_in(layer, inputs, tokens, torch.arange(len(layer.gate_proj.weight))[tile * 256 : tile * 256 + many])
+
+
+def _fire_in(layer: GatedFeedForward, inputs: list[Tensor], tokens: Tensor, neurons: Tensor) -> None:
+    """Make these neurons fire in these rows of each input, whatever else is there."""
     for x in inputs:
         x[:, 1] = 0
-        if share:
-            x[:: round(1 / share), 1] = 8.0
-    layer.gate_proj.weight[tile * 256 : tile * 256 + many, 1] = 4.0
+        x[tokens.to(x.device), 1] = 8.0
+    layer.gate_proj.weight[neurons.to(layer.gate_proj.weight.device), 1] = 4.0
 
 
 def decode_rows() -> list[dict]:
-    found = []
-    for nnz in (8, 29, 120):
-        for tokens in (1, 4, 16, 64) if nnz == 29 else (1, 16):
-            found += compare(*drawn(tokens, D_MODEL, D_FF, nnz), "independent, lognormal", forced=nnz == 29)
+    """Few tokens at other counts and densities than those of COUNTS, and layers in a stack."""
+    found = table(4, (NNZ,), "lognormal")
+    for nnz in (8, 120):
+        for tokens in (1, 16):
+            found += table(tokens, (nnz,), "lognormal", forced=False)
     for tokens in (1, 4, 16, 64):
         found += stack_rows(tokens)
     return found
@@ -197,13 +227,12 @@ def stack_rows(tokens: int, nnz: float = 29, layers: int = 8) -> list[dict]:
     return rows.table(shared, {name: [ms / layers for ms in values] for name, values in samples.items()})
 
 
-def shape_rows() -> list[dict]:
+def shape_rows(d_model: int, d_ff: int, gated: bool) -> list[dict]:
     found = []
-    for d_model, d_ff, gated in SHAPES:
-        for tokens in (1, 64, 2048, TOKENS):
-            made = drawn(tokens, d_model, d_ff, max(4.0, _DENSITY * d_ff), gated=gated)
-            found += compare(*made, "independent, lognormal", forced=False)
-            torch.cuda.empty_cache()
+    for tokens in (1, 64, 2048, TOKENS):
+        made = drawn(tokens, d_model, d_ff, max(4.0, _DENSITY * d_ff), gated=gated)
+        found += compare(*made, "independent, lognormal", forced=False)
+        torch.cuda.empty_cache()
     return found
 
 
@@ -248,7 +277,7 @@ def _same_counts(name: str, got, want: Tensor) -> None:
         )
 
 
-def trained_rows(l1s=(2e-5, 1e-4), steps: int = 1000) -> list[dict]:
+def trained_rows(l1s, steps: int = 1000) -> list[dict]:
     """Layers that are trained here with each L1 coefficient, each timed on its own inputs and planned on others."""
     found = []
     for layer, seen, label, facts in trained_layers(l1s, steps):
@@ -315,13 +344,23 @@ def _layer_inputs(model: nn.Module, config) -> list[list[Tensor]]:
     return caught
 
 
-SECTIONS = {
-    "gate": lambda: gate_rows() + gate_rows(131072, (29,)),
-    "16,384 tokens": lambda: table(TOKENS, (8, 29, 60, 120, 300), "lognormal"),
-    "16,384 tokens, uniform": lambda: table(TOKENS, (8, 29, 60, 120, 300), "uniform", forced=False),
-    "131,072 tokens": lambda: table(131072, (8, 29, 60, 120, 300), "lognormal", forced=False),
-    "overflow": overflow_rows,
-    "decode": decode_rows,
-    "shapes": shape_rows,
-    "trained": trained_rows,
+OTHER_NNZ = (8, 60, 120, 300)
+HEAVY_CASES = [(0, HEAVY_NNZ), *((heavy, firing) for firing in (HEAVY_NNZ, D_FF) for heavy in HEAVY)]
+
+# Each section is a list of steps, and each step returns rows: a record that runs out of time leaves out the last ones.
+SECTIONS: rows.Sections = {
+    "tokens": [
+        functools.partial(table, tokens, (NNZ,), "lognormal", forced=tokens <= TOKENS, graphs=True) for tokens in COUNTS
+    ],
+    "heavy rows": [functools.partial(heavy_rows, *each) for each in HEAVY_CASES],
+    "16,384 tokens": [functools.partial(table, TOKENS, (nnz,), "lognormal") for nnz in OTHER_NNZ],
+    "16,384 tokens, uniform": [
+        functools.partial(table, TOKENS, (nnz,), "uniform", forced=False) for nnz in (NNZ, *OTHER_NNZ)
+    ],
+    "gate": [gate_rows, functools.partial(gate_rows, 131072, (NNZ,))],
+    "131,072 tokens": [functools.partial(table, 131072, (nnz,), "lognormal", forced=False) for nnz in OTHER_NNZ],
+    "overflow": [overflow_rows],
+    "decode": [decode_rows],
+    "shapes": [functools.partial(shape_rows, *shape) for shape in SHAPES],
+    "trained": [functools.partial(trained_rows, (l1,)) for l1 in (2e-5, 1e-4)],
 }

@@ -1,8 +1,13 @@
 """What all benchmarks share: the description of a timed layer, checks before any clock starts, the clock of a GPU, and
-rows of records made of the samples (see twell_lab.records)."""
+rows of records made of the samples (see twell_lab.records).
+
+A row's `ms` is the device's time. `wall_ms` is the time of a plain call as a program sees it: the wall time of a burst
+of calls that is waited for at its end, divided by the calls. `host_us` is the part of it until the last call returned.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +19,15 @@ from ..layers.anatomy import feed_forwards
 from ..ops import measure
 
 DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with
+BURSTS = 5  # samples of the wall time of a call
+BURST_MS = 5.0  # about how long the calls of a burst take, if one call is not longer
+LARGE = 2**14  # for more tokens only one input is captured: the graphs of several would not fit into the memory
+# Calls of a burst at most. The driver's queue holds about a thousand launches, and the host waits once it is full.
+MOST = 50
+
+Calls = dict[str, Callable[[int], object]]
+Sections = dict[str, list[Callable[[], list[dict]]]]  # of a record: steps, each of which returns rows
+Bursts = dict[str, tuple[list[float], list[float]]]  # milliseconds a call, of the host and on the wall
 
 
 def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: Tensor | None = None) -> dict:
@@ -54,10 +68,22 @@ def row(
     return {**shared, **taken, **facts, "samples": [round(each, 6) for each in samples]}
 
 
-def table(shared: dict, samples: dict[str, list[float]], facts: dict[str, dict] | None = None) -> list[dict]:
+def table(
+    shared: dict,
+    samples: dict[str, list[float]],
+    facts: dict[str, dict] | None = None,
+    bursts: Bursts | None = None,
+) -> list[dict]:
     """A row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense layer
-    that was run in the same way; a part of a layer ("part: pack") is compared with nothing. facts: what else the rows
-    of a path say, in whatever way it was run."""
+    that was run in the same way; a part of a layer ("part: pack") is compared with nothing.
+
+    Args:
+        shared: what all rows say.
+        samples: milliseconds of the device, by path.
+        facts: what else the rows of a path say, in whatever way it was run.
+        bursts: times of plain calls, for the paths that have them. Their rows get `wall_ms`, `wall_spread`,
+            `wall_samples`, `dense_wall_ms` and `host_us`.
+    """
     medians = {path: measure.quartiles(values)[0] for path, values in samples.items()}
     made = []
     for path, values in samples.items():
@@ -65,8 +91,24 @@ def table(shared: dict, samples: dict[str, list[float]], facts: dict[str, dict] 
         how = path[len(name) :]
         dense = None if path.startswith("part: ") else medians[DENSE + how]
         compiled = None if how or dense is None else medians.get(COMPILED)
-        made.append(row(shared, path, values, dense, compiled, **(facts or {}).get(name, {})))
+        said = (facts or {}).get(name, {}) | _walls(bursts or {}, path, DENSE + how)
+        made.append(row(shared, path, values, dense, compiled, **said))
     return made
+
+
+def _walls(bursts: Bursts, path: str, dense: str) -> dict:
+    """What a row says of plain calls of its path, beside those of the dense layer; {} where none were timed."""
+    if path not in bursts:
+        return {}
+    host, wall = bursts[path]
+    median, spread = measure.quartiles(wall)
+    return {
+        "wall_ms": median,
+        "wall_spread": spread,
+        "dense_wall_ms": measure.quartiles(bursts[dense][1])[0],
+        "host_us": 1e3 * measure.quartiles(host)[0],
+        "wall_samples": [round(each, 6) for each in wall],
+    }
 
 
 def over(call: Callable[[Tensor], object], inputs: list[Tensor]) -> Callable[[int], object]:
@@ -75,16 +117,50 @@ def over(call: Callable[[Tensor], object], inputs: list[Tensor]) -> Callable[[in
 
 
 def clock_gpu(
-    calls: dict[str, Callable[[int], object]], tokens: int, parts: dict[str, Callable[[int], object]] | None = None
-) -> dict[str, list[float]]:
-    """Milliseconds of each call by device events (measure.time_cuda), the calls in turn. For few tokens also "NAME
-    (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones. parts: calls that are timed beside
-    these, and never as graphs."""
-    samples = measure.time_cuda({**calls, **(parts or {})})
-    if tokens <= measure.GRAPH_TOKENS:
-        replays = {f"{name} (graph)": measure.graphed(call) for name, call in calls.items() if "compiled" not in name}
-        samples |= measure.time_cuda(replays)
-    return samples
+    calls: Calls,
+    tokens: int,
+    parts: Calls | None = None,
+    *,
+    graphs: bool = False,
+    rounds: int | None = None,
+    most: int = MOST,
+) -> tuple[dict[str, list[float]], Bursts]:
+    """Milliseconds of each call by device events (measure.time_cuda), and in bursts of plain calls, the calls in turn.
+
+    For few tokens also "NAME (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones.
+
+    Args:
+        calls: each takes the number of its turn.
+        tokens: what a call computes.
+        parts: calls that are timed beside these, but never as graphs, nor in bursts.
+        graphs: replay graphs for many tokens too.
+        rounds: samples of each call on the device, and at most as many bursts; by default what the clocks take.
+        most: calls of a burst at most.
+
+    Returns:
+        The samples of the device, and the bursts; both by the name of the call.
+    """
+    samples, bursts = _clock(calls, parts or {}, rounds, most)
+    if graphs or tokens <= measure.GRAPH_TOKENS:
+        capture = measure.graphed if tokens <= LARGE else functools.partial(measure.graphed, inputs=1)
+        replays = {f"{name} (graph)": capture(call) for name, call in calls.items() if "compiled" not in name}
+        replayed, waited = _clock(replays, {}, rounds, MOST)
+        samples, bursts = samples | replayed, bursts | waited
+    return samples, bursts
+
+
+def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[dict[str, list[float]], Bursts]:
+    both = {**calls, **parts}
+    samples = measure.time_cuda(both) if rounds is None else measure.time_cuda(both, rounds=rounds)
+    longest = max(measure.quartiles(samples[name])[0] for name in calls)
+    count = min(most, max(1, round(BURST_MS / longest)))
+    return samples, measure.time_bursts(calls, _drain, rounds=min(rounds or BURSTS, BURSTS), count=count)
+
+
+def _drain() -> None:
+    """Wait until the GPU has finished; a CPU has when a call returns."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 @torch.no_grad()

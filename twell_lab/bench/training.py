@@ -3,8 +3,9 @@ model.
 
 Every function returns rows (see twell_lab.records), of kind "training". Outputs and gradients are compared with float64
 before any clock starts: the norm of the error may be at most twice that of torch's dense layer. Times are device
-events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.measure.time_cuda).
-peak_bytes: the most that one call holds beyond what was there before, its output and all gradients included."""
+events, with a cold L2 cache and rotated inputs and output gradients, the paths in turns (ops.measure.time_cuda), and
+the wall time of plain calls (rows.clock_gpu). peak_bytes: the most that one call holds beyond what was there before,
+its output and all gradients included."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from .rows import COMPILED, DENSE
 D_MODEL, D_FF, TOKENS = 2048, 5632, 16384
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
 NAMES = ("y", "dx", "dgate", "dup", "ddown")
+MOST = 20  # steps in a burst: a step launches some thirty kernels
 
 
 # ---- one step of one layer ----
@@ -87,12 +89,15 @@ def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> dict[
 @torch.no_grad()
 def exact(weights: Weights, x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
     """y and the gradients of x and the weights, in float64. Which neurons fire is taken from the gate as torch rounds
-    it: another order of summing changes that only where a value is nearly zero."""
+    it: another order of summing changes that only where a value is nearly zero. TOKENS tokens are computed at a time,
+    since float64 needs four times the memory."""
     gate, up, down = weights[:3]
     keep = linear(x, *rows.first_projection(gate, up)) > 0
     dl1 = torch.full((len(x),), l1 / len(x), dtype=torch.float64, device=x.device)
-    y, *gradients = rows.exact_gradients((x, gate, up, down, None, None, None), keep, dy, dl1)
-    return [each for each in (y, *gradients[:4]) if each is not None]
+    parts = zip(*(each.split(TOKENS) for each in (x, keep, dy, dl1)), strict=True)
+    found = [rows.exact_gradients((x, gate, up, down, None, None, None), *of_these)[:5] for x, *of_these in parts]
+    y, dx, *of_weights = zip(*found, strict=True)
+    return [torch.cat(y), torch.cat(dx), *(sum(each) for each in of_weights if each[0] is not None)]
 
 
 def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
@@ -100,8 +105,11 @@ def planned(nnz: float, d_model: int, d_ff: int, gated: bool) -> str:
     return learner.SPARSE if nnz < switching.break_even(inference.rates_here(), d_model, d_ff, gated) else learner.DENSE
 
 
-def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | None = None) -> list[dict]:
-    """Rows of a training step on every path. inputs: several [tokens, d_model]."""
+def compare(
+    weights: Weights, inputs: list[Tensor], label: str, facts: dict | None = None, *, graphs: bool = False
+) -> list[dict]:
+    """Rows of a training step on every path. inputs: several [tokens, d_model]. graphs: also replays of CUDA graphs,
+    which few tokens have anyway."""
     weights = [None if w is None else w.detach().requires_grad_() for w in weights[:3]]
     inputs = [x.detach().requires_grad_() for x in inputs]
     generator = torch.Generator(inputs[0].device).manual_seed(7)
@@ -127,7 +135,10 @@ def compare(weights: Weights, inputs: list[Tensor], label: str, facts: dict | No
     del base, right
     for name in ("planned", "planned compiled"):
         notes[name]["choice"] = path
-    return rows.table(shared, measure.time_cuda(calls, rounds=20), notes)
+    tokens = shared["tokens"]
+    rounds = 20 if tokens <= TOKENS else 8
+    samples, bursts = rows.clock_gpu(calls, tokens, graphs=graphs, rounds=rounds, most=MOST)
+    return rows.table(shared, samples, notes, bursts)
 
 
 # ---- the tables ----
@@ -137,13 +148,21 @@ def _weights(layer: nn.Module) -> Weights:
     return Weights.of(getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
 
 
-def table(kind: str, nnzs=(8, 29, 60, 120)) -> list[dict]:
+def table(kind: str, nnzs, tokens: int = TOKENS, *, graphs: bool = False) -> list[dict]:
+    torch._dynamo.reset()  # which compiles a function for eight shapes at most
     found = []
     for nnz in nnzs:
-        layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, nnz, kind)
-        found += compare(_weights(layer), inputs, f"independent, {kind}")
+        layer, inputs, _ = inference.drawn(tokens, D_MODEL, D_FF, nnz, kind)
+        found += compare(_weights(layer), inputs, f"independent, {kind}", graphs=graphs)
         torch.cuda.empty_cache()
     return found
+
+
+def heavy_rows(heavy: int, firing: int) -> list[dict]:
+    """As inference.heavy_rows."""
+    layer, inputs, _ = inference.drawn(TOKENS, D_MODEL, D_FF, inference.NNZ)
+    label, facts = inference.make_heavy(layer, inputs, heavy, firing)
+    return compare(_weights(layer), inputs, label, facts)
 
 
 def plain_rows() -> list[dict]:
@@ -238,7 +257,8 @@ def model_rows(
         "parameters": sum(p.numel() for p in dense.parameters()),
         "workload": f"whole step, {name or f'{layers} layers'}",
     }
-    return rows.table(shared, measure.time_cuda(steps, rounds=10), notes)
+    samples, bursts = rows.clock_gpu(steps, shared["tokens"], rounds=10)
+    return rows.table(shared, samples, notes, bursts)
 
 
 def plan(model: nn.Module, tokens: Tensor) -> str:
@@ -294,7 +314,7 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     """Lower the gates of every layer until about `nnz` neurons fire at a token; returns how many do, on average.
 
     Their rates are lognormal. Coordinate 0 of the residual stream becomes a constant that no layer changes. There each
-    gate row gets the weight with which its neuron fires at its rate, by the quantile of its products with these tokens.
+    gate row gets the weight with which its neuron fires at its rate (`thresholds`).
     """
     model.embedding.weight[:, 0] = 8.0
     for block in model.layers:
@@ -308,27 +328,37 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
         hook.remove()
         gate[:, 0] = 0
         products = (seen[0] @ gate.t()).float()
-        rates = measure.firing_rates(len(gate), nnz, "lognormal", seed=i).to(products.device, torch.float64)
-        place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
-        threshold = products.sort(0).values.gather(0, place[None])[0]
-        threshold = torch.where(rates < 1 / len(products), threshold.abs() * 2 + 1, threshold)
+        threshold = thresholds(products, nnz, seed=i)
         gate[:, 0] = (-threshold / seen[0][:, 0].float().mean()).to(gate.dtype)
         fired.append(float((seen[0] @ gate.t() > 0).sum(1).double().mean()))
     return sum(fired) / len(fired)
 
 
-SECTIONS = {
-    "lognormal": lambda: table("lognormal"),
-    "uniform": lambda: table("uniform"),
-    "plain": plain_rows,
-    "overflow": overflow_rows,
-    "whole step": model_rows,
-    "whole step, the sweep's model": lambda: [
-        row
-        for nnz in (42, 20)
-        for row in model_rows(  # as with L1 1e-4 and 2e-4
-            nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model"
-        )
+def thresholds(products: Tensor, nnz: float, *, seed: int) -> Tensor:
+    """What to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token, float32
+    [d_ff]: quantiles of the products, at drawn rates that are lognormal (measure.firing_rates)."""
+    rates = measure.firing_rates(products.shape[1], nnz, "lognormal", seed=seed).to(products.device)
+    place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
+    found = products.sort(0).values.gather(0, place[None])[0]
+    return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
+
+
+# As in bench.inference: a section is a list of steps.
+SECTIONS: rows.Sections = {
+    "tokens": [
+        functools.partial(table, "lognormal", (inference.NNZ,), tokens, graphs=True) for tokens in inference.COUNTS
     ],
-    "trained": trained_rows,
+    "lognormal": [functools.partial(table, "lognormal", (8, 60, 120))],
+    "heavy rows": [functools.partial(heavy_rows, *each) for each in inference.HEAVY_CASES],
+    "overflow": [overflow_rows],
+    "whole step": [model_rows],
+    "whole step, the sweep's model": [
+        functools.partial(  # as with L1 1e-4 and 2e-4
+            model_rows, nnz, 768, 2048, 12, vocabulary=256, context=512, batch=64, name="the sweep's model"
+        )
+        for nnz in (42, 20)
+    ],
+    "uniform": [functools.partial(table, "uniform", (8, 29, 60, 120))],
+    "plain": [plain_rows],
+    "trained": [trained_rows],
 }

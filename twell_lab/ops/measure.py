@@ -242,10 +242,10 @@ def time_bursts(
     return samples
 
 
-def graphed(call: Callable[[int], object]) -> Callable[[int], object]:
-    """The call as CUDA graphs, one for each input, so that a replay costs a single launch."""
+def graphed(call: Callable[[int], object], inputs: int = ROTATED) -> Callable[[int], object]:
+    """The call as CUDA graphs, one for each of so many inputs, so that a replay costs a single launch."""
     graphs = []
-    for turn in range(ROTATED):
+    for turn in range(inputs):
         call(turn)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

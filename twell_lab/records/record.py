@@ -38,6 +38,9 @@ FLAT_KEYS = (
     "dense_ms",
     "x_dense",
     "spread",
+    "wall_ms",
+    "dense_wall_ms",
+    "host_us",
     "date",
     "commit",
     "stale",
@@ -222,7 +225,7 @@ _MEASUREMENT = {  # the fields of a row with a `kind`
     **dict.fromkeys(("kind", "device", "path"), _Rule(lambda value: isinstance(value, str) and value != "", "a name")),
     "ms": _Rule(lambda value: _is_number(value) and value > 0, "a time in milliseconds above zero"),
     **dict.fromkeys(
-        ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread"),
+        ("tokens", "d_model", "d_ff", "nnz", "dense_ms", "x_dense", "spread", "wall_ms", "dense_wall_ms", "host_us"),
         _or_null(_Rule(_is_number, "a finite number")),
     ),
     **dict.fromkeys(("dtype", "workload"), _or_null(_kind(str, "a name"))),

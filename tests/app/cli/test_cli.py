@@ -171,6 +171,7 @@ def test_records_are_flat_rows(capsys, folder):
     rows = json.loads(ask(capsys, "records", "--json", "--folder", str(folder)))
     assert [list(row) for row in rows] == [list(records.FLAT_KEYS)]
     assert rows[0]["stale"] is True and rows[0]["ms"] == 0.5
+    assert rows[0]["wall_ms"] is rows[0]["dense_wall_ms"] is rows[0]["host_us"] is None  # an older record has none
     assert "NVIDIA Example" in ask(capsys, "records", "--folder", str(folder))
 
 

@@ -76,6 +76,19 @@ def test_the_newest_record_of_each_measurement_counts(stored):
     assert measured.about(rows).startswith("10 times of training steps, recorded on")
 
 
+def test_steps_of_other_numbers_of_tokens_and_graph_replays_are_not_read(stored):
+    few, whole = (
+        [each | more for each in compared()]
+        for more in ({"tokens": 16}, {"tokens": 32768, "workload": "whole step, 8 layers"})
+    )
+    replayed = [each | {"path": f"{each['path']} (graph)"} for each in compared()]
+    stored(("training", compared() + few + whole + replayed))
+    rows = measured.recorded()
+    assert len(rows) == len(compared()) + len(whole)
+    assert {each["tokens"] for each in rows} == {measured.TOKENS, 32768}
+    assert not any("graph" in each["path"] for each in rows)
+
+
 def test_old_kernels_are_called_stale(stored):
     stored(("training", compared()), kernels=("gone",))
     assert measured.recorded()[0]["where"].endswith("; stale: code has changed since")
@@ -236,7 +249,10 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch):
 def test_the_newest_record_holds_what_training_promises():
     """Times as fast as torch's eager dense layer, memory and errors: a record that falls behind is noticed where it is
     added."""
-    rows = max((each for each in records.load_all() if each.name == "training"), key=lambda each: each.date).rows
+    newest = max((each for each in records.load_all() if each.name == "training"), key=lambda each: each.date)
+    rows = [
+        each for each in newest.rows if each["tokens"] == measured.TOKENS or each["workload"].startswith(measured.WHOLE)
+    ]
     mib = {
         name: [each["peak_bytes"] / 2**20 for each in rows if each["path"] == name]
         for name in ("forced twell", "dense eager")

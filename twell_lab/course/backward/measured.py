@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import records
 from ...ops import measure, train_rows
-from ..recorded import LOGNORMAL, extremes, newest, rows_of, same, sources, timed_here
+from ..recorded import GRAPH, LOGNORMAL, extremes, newest, rows_of, same, sources, timed_here
 
 NAME, KIND = "training", "training"
 COMMAND = "twell-lab record training"
@@ -43,8 +43,15 @@ KINDS = {
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Every training step recorded on a GPU with `device` in its name; of equal measurements the newest."""
-    return newest(NAME, device, lambda row: row.get("kind") == KIND and row.get("nnz") is not None)
+    """Every step of a layer on TOKENS tokens and of a whole model, eager or compiled, that was recorded on a GPU with
+    `device` in its name; of equal measurements the newest."""
+
+    def wanted(row: dict) -> bool:
+        if row.get("kind") != KIND or row.get("nnz") is None or row["path"].endswith(GRAPH):
+            return False
+        return row["tokens"] == TOKENS or row["workload"].startswith(WHOLE)
+
+    return newest(NAME, device, wanted)
 
 
 def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:

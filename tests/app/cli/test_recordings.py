@@ -1,0 +1,93 @@
+"""Recordings in sections: what a limit of time leaves out, what an error of torch does, and the command's options."""
+
+import inspect
+
+import pytest
+import torch
+
+from twell_lab import records
+from twell_lab.app import cli, recordings
+from twell_lab.core.errors import DeviceError
+from twell_lab.ops import measure
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only moves when told to: tick(seconds)."""
+    now = [0.0]
+    monkeypatch.setattr(recordings.time, "perf_counter", lambda: now[0])
+
+    def tick(seconds, rows=1):
+        now[0] += seconds
+        return [{"row": each} for each in range(rows)]
+
+    return tick
+
+
+def test_every_step_is_taken_where_there_is_time(clock, capsys):
+    sections = {"one": [lambda: clock(1.0), lambda: clock(2.0)], "two": [lambda: clock(4.0, rows=3)]}
+    rows, notes = recordings._sections(sections, 100)
+    assert len(rows) == 5 and notes == {"seconds": {"one": 3.0, "two": 4.0}}
+    assert capsys.readouterr().err.splitlines() == [
+        "one, 1/2: 1.0 s, 1 rows",
+        "one, 2/2: 2.0 s, 2 rows",
+        "two, 1/1: 4.0 s, 5 rows",
+    ]
+
+
+def test_a_step_that_would_take_too_long_is_left_out_and_named(clock, capsys):
+    sections = {"one": [lambda: clock(4.0)] * 4, "two": [lambda: clock(1.5)] * 2, "three": [lambda: clock(1.0)]}
+    rows, notes = recordings._sections(sections, 9.4)
+    # Of "one" two steps fit; two sections have their first step each, as nothing tells how long it takes.
+    assert len(rows) == 3 and notes["seconds"] == {"one": 8.0, "two": 1.5, "three": 0.0}
+    assert notes["left_out"] == {
+        "one": "2 of 4 steps: too little is left of 9.4 s",
+        "two": "1 of 2 steps: too little is left of 9.4 s",
+        "three": "1 of 1 steps: too little is left of 9.4 s",
+    }
+    assert "one: left out 2 of 4 steps" in capsys.readouterr().err
+
+
+def test_an_error_of_torch_ends_its_section_and_one_of_ours_ends_all(clock):
+    def fail(error):
+        raise error
+
+    out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    sections = {"one": [lambda: clock(1.0), lambda: fail(out_of_memory), lambda: clock(1.0)], "two": [lambda: clock(1)]}
+    rows, notes = recordings._sections(sections, 100)
+    assert len(rows) == 2
+    assert notes["left_out"] == {"one": f"2 of 3 steps: OutOfMemoryError: {out_of_memory}"}
+    for error in (measure.WrongResult("row 3 is off"), DeviceError("gone"), ValueError("a mistake")):
+        with pytest.raises(type(error)):
+            recordings._sections({"one": [lambda error=error: fail(error)]}, 100)
+
+
+@pytest.mark.parametrize("name", ["inference", "training", "model"])
+def test_the_large_tables_take_a_limit(name, monkeypatch, capsys):
+    assert inspect.signature(recordings.RECORDINGS[name]).parameters["seconds"].default == recordings.SECONDS == 180
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["record", name]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
+    assert cli.main(["record", name, "--cases", "3"]) == 2
+    assert f"{name} takes no --cases; accepted: with attack, which does" in capsys.readouterr().err
+    assert cli.main(["record", "cpu", "--seconds", "3"]) == 2
+    assert "accepted: with attack and inference and model and training, which do" in capsys.readouterr().err
+
+
+def test_the_notes_say_what_was_left_out(monkeypatch, tmp_path, capsys):
+    asked = {}
+    monkeypatch.setattr(recordings, "need_gpu", lambda: None)
+    monkeypatch.setattr(
+        recordings,
+        "_sections",
+        lambda sections, limit: (
+            asked.update({next(iter(sections)): limit}) or ([], {"seconds": {}, "left_out": {"decode": "all"}})
+        ),
+    )
+    monkeypatch.setattr(recordings, "_startup", lambda: {"first call, 1 tokens": 0.2})
+    for name in ("inference", "training", "model"):
+        assert cli.main(["record", name, "--seconds", "60", "--out", str(tmp_path)]) == 0
+    assert asked == {"tokens": 60, "plan": 60}  # both layers' tables begin with "tokens"; training came last
+    made = {record.name: record for record in records.load_all(tmp_path)}
+    assert set(made) == {"inference", "training", "model"}
+    assert all(record.notes["left_out"] == {"decode": "all"} for record in made.values())
+    assert made["inference"].notes["startup_seconds"] == {"first call, 1 tokens": 0.2}

@@ -1,0 +1,148 @@
+"""The rows of a whole model, tiny and on the CPU: what fires, what is compared, and what is refused."""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+from twell_lab import records
+from twell_lab.analysis.profile import profile
+from twell_lab.bench import model as tables
+from twell_lab.core.errors import StackError
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.choice import Choice
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.ops import measure
+
+pytest.importorskip("transformers")
+TINY = tables.Shape(
+    layers=3,
+    d_model=32,
+    d_ff=256,
+    heads=2,
+    vocabulary=64,
+    context=24,
+    sequences=12,
+    cached=16,
+    least=3,
+    most=40,
+    mean=16,
+    device="cpu",
+)
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """No GPU: a clock that counts, graphs that call what they were made of, and models that are not compiled."""
+
+    def time_cuda(calls, rounds=0):
+        return {name: [2.0, 1.0 if "(graph)" in name else 3.0] for name, call in calls.items() if call(1) is not None}
+
+    monkeypatch.setattr(measure, "time_cuda", time_cuda)
+    monkeypatch.setattr(measure, "graphed", lambda call: call)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(tables, "CLASSES", (1, 8))
+
+
+@pytest.fixture(scope="module")
+def models():
+    classes, tables.CLASSES = tables.CLASSES, (1, 8)
+    try:
+        return tables.Models(TINY)
+    finally:
+        tables.CLASSES = classes
+
+
+def test_the_layers_of_the_recorded_model_fire_from_2_to_109_neurons_and_29_on_average():
+    nnzs = tables.LLAMA.nnzs
+    assert len(nnzs) == 38 and nnzs == sorted(nnzs)
+    assert (nnzs[0], nnzs[-1]) == (2.0, 109.0) and sum(nnzs) / 38 == pytest.approx(29, abs=1e-6)
+    assert len(tables.CLASSES) == 5
+
+
+def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
+    model = tables.llama(TINY)
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 64, (16, 24))
+    tables.fire(model, tokens, [3.0, 10.0, 40.0])
+    found = [layer.mean_nnz for layer in profile(model, [tokens]).layers]
+    assert found == pytest.approx([3.0, 10.0, 40.0], rel=0.15)
+    assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
+    assert all((layer.gate.bias < 0).any() for layer in feed_forwards(model))
+
+
+def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypatch):
+    monkeypatch.setattr(tables, "Models", lambda shape: models)
+    found = {name: [row for step in steps for row in step()] for name, steps in tables.sections(TINY).items()}
+    paths = {name: [row["path"] for row in rows] for name, rows in found.items()}
+    replayed = ["dense eager", "planned", "dense eager (graph)", "planned (graph)"]
+    assert paths["plan"] == ["plan"] and found["plan"][0]["classes"] == [1, 8] and found["plan"][0]["ms"] > 0
+    assert paths["one sequence"] == replayed and paths["decode"] == 2 * replayed
+    assert paths["many sequences"] == ["dense eager", "planned"]
+    assert (
+        paths["many sequences, compiled"]
+        == paths["one sequence, compiled"]
+        == [
+            "dense compiled",
+            "planned compiled",
+        ]
+    )
+    assert [row["tokens"] for row in found["decode"]] == [1] * 4 + [16] * 4
+    assert {row["cached"] for row in found["decode"]} == {16}
+    rows = [row for each in found.values() for row in each]
+    assert {row["workload"] for row in rows} == {
+        "Llama, plan of 2 token classes",
+        "Llama, 1 x 24 tokens",
+        "Llama, 12 x 24 tokens",
+        "Llama, decode step, batch 1",
+        "Llama, decode step, batch 16",
+    }
+    for row in rows:
+        assert row["kind"] == "model" and row["layers"] == 3 and len(row["nnz_layers"]) == 3
+        if row["path"] == "plan":
+            continue
+        assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and 0 < row["host_us"] <= 1e3 * row["wall_ms"]
+        assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
+        assert ("gpu_ms" in row) == (row["path"] in ("dense eager", "planned") and "12 x" not in row["workload"])
+    eager = {row["path"]: row for row in found["one sequence"]}
+    assert eager["planned"]["gpu_ms"] == eager["planned (graph)"]["ms"] == 1.5
+    assert sum(map(int, eager["planned"]["choice"].replace(",", "").split()[::2])) == 3
+    flat = records.flat_rows([records.Record.new("model", "a test's own", rows)])
+    assert all(row["wall_ms"] for row in flat if row["path"] != "plan")
+
+
+def test_weights_in_bytes_hold_the_copies_of_the_sparse_layers(models):
+    dense, swapped = models.dense, copy.deepcopy(models.dense)
+    block = swapped.model.layers[1]
+    block.mlp = SparseFFN.from_module(block.mlp, plan=Choice("twell"))
+    assert block.mlp.extra_bytes > 0
+    assert tables.weight_bytes(swapped) == tables.weight_bytes(dense) + block.mlp.extra_bytes
+    facts = models.facts(1)
+    assert facts["dense eager"]["weight_bytes"] == tables.weight_bytes(dense) <= facts["planned"]["weight_bytes"]
+
+
+def test_a_step_of_decoding_gives_what_the_whole_sequence_gives(models):
+    torch.manual_seed(2)
+    ids = torch.randint(0, 64, (2, 9))
+    before = models.exact(ids[:, :8], use_cache=True).past_key_values.layers
+    step = tables._Step(models.exact, ids[:, 8:], [(layer.keys, layer.values) for layer in before])
+    whole = models.exact(ids, use_cache=False).logits[:, -1:]
+    for turn in range(2):  # and again, since it writes into the same place
+        torch.testing.assert_close(step(turn), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
+    monkeypatch.setattr(measure, "time_cuda", lambda *_, **__: pytest.fail("it was timed"))
+    wrong = tables.Models.__new__(tables.Models)
+    vars(wrong).update(vars(models), planned=tables.llama(TINY))
+    with pytest.raises(measure.WrongResult, match="planned: the logits are off by"):
+        tables.prefill_rows(wrong, 2)
+    with pytest.raises(measure.WrongResult, match="planned: the logits are off by"):
+        tables.decode_rows(wrong, 2)
+
+
+def test_without_transformers_the_error_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(StackError, match="pip install transformers"):
+        tables.llama(TINY)
