@@ -251,7 +251,7 @@ def test_cubins_compiled_elsewhere_are_used(monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
     monkeypatch.setattr(cubins, "_run_nvrtc", lambda *a: pytest.fail("compiled although a cubin was there"))
     monkeypatch.setattr(launcher, "_loaded", {})
-    monkeypatch.setattr(launcher, "_own", launcher._Own())
+    monkeypatch.setattr(launcher, "own", launcher._Own())
     gate = torch.randn(5, 600, device="cuda", dtype=torch.bfloat16)
     packed = portable.pack(gate, 256, 32)
     assert torch.equal(packed[..., 0], tl.formats.TwELL.from_gate(gate).counts)

@@ -155,8 +155,13 @@ def test_every_way_to_compute_a_step(tiny, plain, changes, rel, monkeypatch):
 
 def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkeypatch):
     """By the break-even measured here, which an L1 as large as this takes them below."""
-    names, real = [], launcher._launch
-    monkeypatch.setattr(launcher, "_launch", lambda kernel, *more: (names.append(kernel.name), real(kernel, *more))[1])
+    names, real = [], launcher._Prepared.launch
+
+    def launch(prepared, *more):
+        names.append(prepared.made.name)
+        real(prepared, *more)
+
+    monkeypatch.setattr(launcher._Prepared, "launch", launch)  # which replayed calls go through too
     runs, init = [], running.Run.__init__
     monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
     changes = dict(dtype="bfloat16", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)

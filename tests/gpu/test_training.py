@@ -87,8 +87,13 @@ def assert_right(found, made, dy, dl1):
 @pytest.fixture
 def ran(monkeypatch):
     """The names of the kernels that were launched."""
-    names, real = [], launcher._launch
-    monkeypatch.setattr(launcher, "_launch", lambda kernel, *more: (names.append(kernel.name), real(kernel, *more))[1])
+    names, real = [], launcher._Prepared.launch
+
+    def launch(prepared, *more):
+        names.append(prepared.made.name)
+        real(prepared, *more)
+
+    monkeypatch.setattr(launcher._Prepared, "launch", launch)  # which replayed calls go through too
     return names
 
 
