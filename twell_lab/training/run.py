@@ -302,6 +302,7 @@ class Stop:
     def __init__(self, active: bool, patient: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
         self.patient, self.asked = patient, False
+        self.listening = False  # whether every signal is noted: before that, the next one may end the process
         self.first: float | None = None  # when it was asked
         self.agreed = threading.Event()
 
@@ -312,6 +313,9 @@ class Stop:
             noted = [each for each in numbers if each and signal.getsignal(each) not in (signal.SIG_IGN, None)]
             wanted = (signal.SIGINT, *noted)
             self.old = {number: signal.signal(number, self._note) for number in wanted}
+            self.listening = True
+            if self.asked:
+                self._answer()
             if self.patient:
                 self._watch()
         return self
@@ -331,18 +335,23 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        if self.patient:
+        if self.patient or not self.listening:
             return
         if self.first is None:
-            self.first = time.monotonic()
-            # In `2>&1 | tee log` the same Ctrl-C has ended tee; or a line is being printed at this moment.
-            with suppress(OSError, RuntimeError):
-                print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
+            self._answer()
         elif number == signal.SIGINT and time.monotonic() - self.first >= AGAIN:
             self._restore()
             if callable(old := self.old[number]):
                 old(number, frame)
             raise KeyboardInterrupt
+
+    def _answer(self) -> None:
+        """Say what was understood; a run that says this is going to be saved."""
+        if not self.patient and self.first is None:
+            self.first = time.monotonic()
+            # In `2>&1 | tee log` the same Ctrl-C has ended tee; or a line is being printed at this moment.
+            with suppress(OSError, RuntimeError):
+                print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
 
     def _watch(self) -> None:
         """Have a thread see the first signal: while the main thread waits inside of torch, Python's handlers do not
