@@ -22,7 +22,7 @@ from . import saved
 
 FORMAT = "twell-lab plan"
 VERSION = 2
-_COLUMNS = {
+COLUMNS = {  # of the table that a plan is printed as: field of a row, heading
     "layer": "layer",
     "nnz": "mean nnz",
     "tokens": "tokens",
@@ -101,7 +101,7 @@ class Plan:
         rows = [{**row, "layer": each.name or "layer"} for each in self.layers for row in chosen(each)]
         left = f"; dense throughout: {', '.join(self.dense_layers)}" if self.dense_layers else ""
         clock = f"; times: {self.clock}" if self.clock else ""
-        return f"plan for {self.device}, {self.dtype}{clock}{left}\n{records.table(rows, _COLUMNS)}"
+        return f"plan for {self.device}, {self.dtype}{clock}{left}\n{records.table(rows, COLUMNS)}"
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the plan as JSON, the file whole or not at all. RecordError where it cannot be written."""

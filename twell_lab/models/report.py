@@ -8,22 +8,12 @@ from torch import nn
 
 from .. import records
 from ..analysis import auto
-from ..analysis.plan import chosen
+from ..analysis.plan import COLUMNS, chosen
 from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 
-_COLUMNS = {
-    "layer": "layer",
-    "tokens": "tokens up to",
-    "choice": "runs",
-    "nnz": "mean nnz",
-    "us": "us",
-    "dense_us": "dense us",
-    "x_dense": "x dense",
-    "how": "how",
-    "why": "why",
-}
+_COLUMNS = {**COLUMNS, "tokens": "tokens up to", "choice": "runs"}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
+from twell_lab.ops.reference import GatedFeedForward
 
 
 def close(a, b):
@@ -122,6 +123,17 @@ def test_half_precision(make, tokens, logits):
 def test_float64_is_refused_by_name(make, tokens, logits):
     with pytest.raises(InputError, match="x is torch.float64"):
         logits(sparsify(make(), "twell").double(), tokens)
+
+
+@pytest.mark.parametrize("path", [None, "twell", "dense", "auto"])
+def test_an_input_of_another_type_is_refused_by_name_on_every_path(path):
+    layer, x = sparsify(GatedFeedForward(24, 72).eval(), path), torch.randn(3, 24)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            with pytest.raises(InputError, match="is torch.float32 but the input is torch.float16; one dtype"):
+                layer(x.half())
+            with torch.autocast("cpu", torch.bfloat16):  # casts both
+                assert layer(x.half()).dtype == torch.bfloat16
 
 
 def test_autocast(make_either, tokens, logits):

@@ -54,6 +54,8 @@ def by_torch(x: Tensor, weights: Weights) -> Tensor:
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
+    if x.dtype != up.dtype and not torch.is_autocast_enabled(x.device.type):
+        checks.check_together(x, x.dtype, up=up)
     if gate is None:
         hidden = torch.relu(linear(x, up, up_bias))
     else:
