@@ -38,6 +38,12 @@ def test_every_entry_can_be_had():
         raw.choose(name, {})
 
 
+def test_an_entry_can_be_had_with_the_macros_of_its_build():
+    for kernel, defines in registry.usual_builds():
+        for entry in kernel.entries(defines):
+            assert raw.choose(f"{kernel.name}.{entry}", dict(defines))[2].items() >= dict(defines).items()
+
+
 @pytest.mark.parametrize("name", ["pack_v4", "smxx_down.down_v5", "sm80_gate_pack.gate_pack_v1", "decode_down"])
 def test_what_was_chosen_compiles(name, tmp_path, monkeypatch):
     try:

@@ -78,7 +78,8 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Kernel, str, dict[str,
         raise InputError(
             f"{name} is in several sources; {' or '.join(f'{each}.{entry}' for each in files)} is accepted"
         )
-    words = set(re.findall(r"\w+", " ".join(sources.with_headers(having[0][0].file).values())))
-    if unknown := sorted(set(macros) - words):
-        raise InputError(f"{having[0][0].file} and its headers know no macro {unknown[0]!r:.80}; accepted: one they do")
-    return having[0][0], entry, {**dict(having[0][1]), **macros}
+    chosen, usual = having[0][0], dict(having[0][1])
+    words = set(re.findall(r"\w+", " ".join(sources.with_headers(chosen.file).values())))
+    if unknown := sorted(set(macros) - words - set(usual)):
+        raise InputError(f"{chosen.file} and its headers know no macro {unknown[0]!r:.80}; accepted: one they do")
+    return chosen, entry, {**usual, **macros}
