@@ -19,15 +19,15 @@ struct Pooled {
 
 struct RowFacts {
     int kept;
-    bool pooled, lost;  // whether some tile has more values than slots; more than the pool could take
+    bool pooled, lost;  // whether some tile has more values than slots; whether others have to compute the row
 };
 
 class PoolWalk {
 public:
     __device__ __forceinline__ PoolWalk(const Pooled& m, int row) : m_(m), row_(row) { open_group(0); }
 
-    // Before the first call of next.
-    __device__ __forceinline__ RowFacts facts() {
+    // Before the first call of next. A row is lost if it has more values than the pool could take, or more than `most`.
+    __device__ __forceinline__ RowFacts facts(int most) {
         RowFacts f = {0, false, false};
         for (;;) {
             const bool over = mine_ > SLOTS;
@@ -38,6 +38,7 @@ public:
             open_group(group_ + WARP);
         }
         if (group_) open_group(0);
+        f.lost |= f.kept > most;
         return f;
     }
 
@@ -113,7 +114,7 @@ __device__ __forceinline__ void count_row(unsigned long long* stats, const RowFa
     if (!stats || threadIdx.x != 0) return;
     if (blockIdx.x == 0) atomicAdd(&stats[0], (unsigned long long)gridDim.x);
     if (f.kept) atomicAdd(&stats[1], (unsigned long long)f.kept);
-    if (f.pooled) atomicAdd(&stats[f.lost ? 3 : 2], 1ull);
+    if (f.pooled || f.lost) atomicAdd(&stats[f.lost ? 3 : 2], 1ull);
 }
 
 // What the first pass of a gated layer (smxx_up.cu) leaves for the second (smxx_down.cu), for each row, in the row's

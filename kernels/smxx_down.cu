@@ -136,11 +136,11 @@ extern "C" __global__ void ONE_TOKEN_BLOCK
 DOWN_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
                    const value_t* __restrict__ down_t, const value_t* __restrict__ bias,
                    const float* __restrict__ start, value_t* __restrict__ y, int* __restrict__ lost,
-                   value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns) {
+                   value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns, int most) {
     const int row = blockIdx.x;
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
-    const RowFacts facts = walk.facts();
+    const RowFacts facts = walk.facts(most);
     count_row(stats, facts);
     if (facts.lost) return hand_on(load_row(x + (long long)row * D_MODEL), row, lost, lost_x);
     RowSums sum = start_row(team() == 0 ? bias : nullptr);

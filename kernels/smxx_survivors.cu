@@ -61,7 +61,7 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
         if (over && !lost) {
             const Pooled m = {packed, pool, columns};
             PoolWalk walk(m, row);
-            lost = walk.facts().lost;
+            lost = walk.facts(kept).lost;
         }
         if (lane == 0) counts[row] = of_row[warp] = lost ? LOST : kept;
     }

@@ -11,16 +11,16 @@
 #define LEAN
 #include "pool_walk.cuh"
 
-// first: the number of row 0, in `lost`.
+// first: the number of row 0, in `lost`. most: a row with more kept values is lost (pool_walk.cuh).
 extern "C" __global__ void ONE_TOKEN_BLOCK
 up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
       const value_t* __restrict__ up, const value_t* __restrict__ up_bias, float* __restrict__ hidden,
-      float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x, int columns, int first) {
+      float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x, int columns, int first, int most) {
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
     const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
-    const RowFacts facts = walk.facts();
+    const RowFacts facts = walk.facts(most);
     const bool spoilt = any_nonfinite(in) && facts.kept < columns;  // see gated_v1
     const HiddenRow list(hidden, row, columns);
     const bool listed = facts.kept < list.room;

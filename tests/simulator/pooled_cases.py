@@ -48,11 +48,12 @@ class Pooled:
         )  # a run leaves more attributes than these
         return Pooled(*(None if t is None else t.to(device) for t in values))
 
-    def run(self, name: str, version: int | None, stats: bool = True) -> Tensor:
+    def run(self, name: str, version: int | None, stats: bool = True, most: int = portable.ANY_NUMBER) -> Tensor:
         """Returns y; self.lost, self.lost_x and self.stats hold the lost rows and the counts."""
         tokens = len(self.x)
         packed, pool, self.expected_lost = packed_and_pool(self.gate)
         counts = packed[..., 0]
+        self.expected_lost |= counts.sum(1) > most
         self.kept, self.over = counts.sum().item(), (counts > 31).any(1)
         here = {"device": self.x.device}
         unread = torch.arange(31, **here) >= counts[..., None]
@@ -68,7 +69,7 @@ class Pooled:
         self.lost[0] = 0
         self.lost_x = torch.full_like(self.x, POISON)
         self.stats = torch.tensor(STATS, **here) if stats else None
-        rest = (self.start, self.lost, self.lost_x, self.stats, version, torch.full_like(self.x, POISON))
+        rest = (self.start, self.lost, self.lost_x, self.stats, version, torch.full_like(self.x, POISON), most)
         if name == "down":
             return portable.down_pooled(self.x, packed, pool, self.down_t, self.down_bias, *rest)
         return portable.gated_pooled(self.x, packed, pool, self.up, self.down_t, self.up_bias, self.down_bias, *rest)
@@ -85,9 +86,9 @@ class Pooled:
             return exact, dense
         return exact + self.start.double(), (dense.float() + self.start).to(dense.dtype)
 
-    def check(self, name: str, version: int) -> Tensor:
+    def check(self, name: str, version: int, most: int = portable.ANY_NUMBER) -> Tensor:
         """Runs the layer and checks y, the list of lost rows and the counts. Returns y."""
-        y = self.run(name, version)
+        y = self.run(name, version, most=most)
         lost, count = self.expected_lost, int(self.expected_lost.sum())
         rows = self.lost[1 : 1 + count].long()
         assert self.lost[0] == count and sorted(rows.tolist()) == lost.nonzero()[:, 0].tolist()

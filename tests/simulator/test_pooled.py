@@ -47,6 +47,21 @@ def test_adversarial_rows(tokens, name, version, dtype):
 
 
 @pytest.mark.parametrize("name, version", EVERY)
+@pytest.mark.parametrize("most", [0, 90, 300, 600])
+def test_rows_with_more_than_so_many_values_are_lost(most, name, version):
+    """At the limit and one beyond it, with overflow and without."""
+    gate = gate_of(40, 600, torch.bfloat16, 0.02).clamp(max=0)
+    for row, count in enumerate((0, 1, 89, 90, 91, 92)):
+        gate[row, torch.arange(count) * 600 // max(1, count)] = 1.0
+    gate[20, :90], gate[37, 40:131], gate[38] = 1.0, 1.0, 1.0
+    layer = Pooled.draw(gate, 264)
+    layer.check(name, version, most)
+    counts = {0: 0, 1: 1, 2: 89, 3: 90, 4: 91, 5: 92, 20: 90, 37: 91}
+    beyond = {row for row, count in counts.items() if count > most}
+    assert set(layer.expected_lost.nonzero()[:, 0].tolist()) == beyond | {38}  # whose tiles the pool cannot hold
+
+
+@pytest.mark.parametrize("name, version", EVERY)
 @pytest.mark.parametrize("biases, start", [(False, False), (True, False), (False, True), (True, True)])
 def test_bias_and_start(biases, start, name, version):
     layer = Pooled.draw(adversarial(35, 300, torch.bfloat16), 1032, biases, start)

@@ -31,6 +31,9 @@ _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
 LEAST_TWELL = 2048  # tokens from which the 128 x 256 tiles of the packing GEMM fill enough of the GPU
 LEAST_HOT = 512  # the same with a hot part: lower, because the portable kernels cannot start from its float32 sums
+# A row with more kept values than this is computed densely, with the lost rows: the GEMMs take less of the GPU's time
+# for it than reading so many rows of up and down, and the one warp that would walk it would hold up its launch.
+HEAVY = 128
 LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM is faster than four operations of torch
 
 
@@ -207,11 +210,11 @@ class _Hopper(Call):
         lost_x = empty(tokens, d_model, dtype=x.dtype, device=device)
         first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
         packed, pool = self.packs.gate_pack(x, first, bias, lost)
-        rest = (start, lost, lost_x, stats)
+        rest = (start, lost, lost_x, stats, None, y, HEAVY)
         if gate is None:
-            y = portable.down_pooled(x, packed, pool, down_t, down_bias, *rest, y=y)
+            y = portable.down_pooled(x, packed, pool, down_t, down_bias, *rest)
         else:
-            y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest, y=y)
+            y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest)
         hopper_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down, down_bias, start, y)
         return y
 

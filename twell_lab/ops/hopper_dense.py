@@ -1,8 +1,8 @@
 """Launches of the Hopper kernels that compute neurons densely: kernels/sm90_gate_up.cu and kernels/sm90_down_rows.cu.
 
-They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path lost because its pool
-could not hold them. Everything runs on torch's current stream and nothing waits for the GPU. Compute capability 9.0
-only; `takes` tells what they accept."""
+They serve the dense path, the hot neurons of the hot/cold path, and the rows that the packed path lost: those that its
+pool could not hold, and those with many kept values. Everything runs on torch's current stream and nothing waits for
+the GPU. Compute capability 9.0 only; `takes` tells what they accept."""
 
 from __future__ import annotations
 

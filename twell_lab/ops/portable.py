@@ -21,6 +21,7 @@ from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, check_geometry, 
 _FEW_TOKENS = 2  # tokens per multiprocessor up to which it pays that several teams share each token
 _MANY_TOKENS = 32  # tokens per multiprocessor from which on two passes, with one weight matrix each, are faster
 _PACK_TILES = {1: 128, 2: 8, 3: 8, 4: 32}  # tiles per block, by version
+ANY_NUMBER = 2**31 - 1  # of kept values in a row
 _TWO_PASS_ROWS = 32768  # rows that the two passes take at a time; a multiple of POOL_ROWS
 _SLAB = sources.number("dense_row.cuh", "SLAB")  # columns of y that a block of v1 computes
 
@@ -115,16 +116,18 @@ def gated_pooled(
     stats,
     version: int | None = None,
     y: Tensor | None = None,
+    most: int = ANY_NUMBER,
 ) -> Tensor:
     """x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model] -> y [tokens, d_model].
 
     packed: int32 [tokens, tiles, 32], and pool: int32 [ceil(tokens / 16), tiles, 64], in the format of
     kernels/twell.cuh. start: float32 [tokens, d_model] or None, added to y before it is rounded.
 
-    lost: int32 [1 + tokens], lost_x: [tokens, d_model]. A row that the pool could not hold is lost: its row of y is not
-    written, lost[0] rises by 1 (it must be 0 before), and the row's number and its x are written to the next place of
-    lost[1:] and lost_x. stats: int64 [4] or None; tokens, kept values, rows that use the pool, and lost rows are added
-    to it. version: 5 (one pass), 6 (one pass, several teams a token, for few tokens), 7 (two passes, for many tokens).
+    lost: int32 [1 + tokens], lost_x: [tokens, d_model]. A row that the pool could not hold, or that has more than
+    `most` kept values, is lost: its row of y is not written, lost[0] rises by 1 (it must be 0 before), and the row's
+    number and its x are written to the next place of lost[1:] and lost_x. stats: int64 [4] or None; tokens, kept
+    values, rows that use the pool, and lost rows are added to it. version: 5 (one pass), 6 (one pass, several teams a
+    token, for few tokens), 7 (two passes, for many tokens).
     y: where to write; None: a new tensor. Raises InputError for what the kernels do not take."""
     vectors, (tokens, d_model), d_ff = (x, up, down_t, down_bias, start, lost_x, y), x.shape, up.shape[0]
     _check_pooled(x, packed, pool, d_ff, vectors, lost, lost_x, version, (5, 6, 7))
@@ -137,21 +140,20 @@ def gated_pooled(
         version = 6 if _few(tokens, y.device) else 5 if _few(tokens, y.device, _MANY_TOKENS) else 7
     if version < 7:
         if tokens:
-            made = (x, packed, pool, up, down_t, up_bias, down_bias, start, y, lost, lost_x, stats, d_ff)
+            made = (x, packed, pool, up, down_t, up_bias, down_bias, start, y, lost, lost_x, stats, d_ff, most)
             pooled_kernel("gated", version, 5, x.dtype, d_model).launch(y.device, (tokens, 1), made)
         return y
-    most = min(tokens, _TWO_PASS_ROWS)
+    group_rows = min(tokens, _TWO_PASS_ROWS)
     hidden, beside = (
         empty(rows, *t.shape[1:], dtype=torch.float32, device=x.device)
-        for t, rows in ((packed, most), (pool, -(-most // POOL_ROWS)))
+        for t, rows in ((packed, group_rows), (pool, -(-group_rows // POOL_ROWS)))
     )
     of_up, of_down = pooled_kernel("up", 1, 1, x.dtype, d_model), pooled_kernel("down", 6, 6, x.dtype, d_model)
     for first in range(0, tokens, _TWO_PASS_ROWS):
         rows = slice(first, first + _TWO_PASS_ROWS)
         group, grid = pool[first // POOL_ROWS :], (min(_TWO_PASS_ROWS, tokens - first), 1)
-        of_up.launch(
-            y.device, grid, (x[rows], packed[rows], group, up, up_bias, hidden, beside, lost, lost_x, d_ff, first)
-        )
+        listed = (x[rows], packed[rows], group, up, up_bias, hidden, beside, lost, lost_x, d_ff, first, most)
+        of_up.launch(y.device, grid, listed)
         begun = None if start is None else start[rows]
         of_down.launch(
             y.device, grid, (packed[rows], group, hidden, beside, down_t, down_bias, begun, y[rows], stats, d_ff)
@@ -160,7 +162,18 @@ def gated_pooled(
 
 
 def down_pooled(
-    x, packed, pool, down_t, bias, start, lost, lost_x, stats, version: int | None = None, y: Tensor | None = None
+    x,
+    packed,
+    pool,
+    down_t,
+    bias,
+    start,
+    lost,
+    lost_x,
+    stats,
+    version: int | None = None,
+    y: Tensor | None = None,
+    most: int = ANY_NUMBER,
 ) -> Tensor:
     """packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias -> y [tokens, d_model].
 
@@ -172,7 +185,7 @@ def down_pooled(
     if tokens:
         tensors = (t if t is None else t.contiguous() for t in (x, packed, pool, down_t, bias, start))
         made = pooled_kernel("down", version or 4 + _few(tokens, y.device), 4, y.dtype, d_model)
-        made.launch(y.device, (tokens, 1), (*tensors, y, lost.contiguous(), lost_x.contiguous(), stats, d_ff))
+        made.launch(y.device, (tokens, 1), (*tensors, y, lost.contiguous(), lost_x.contiguous(), stats, d_ff, most))
     return y
 
 

@@ -30,8 +30,8 @@ class Dense(Path):
         if not compiling:  # a forward that is being compiled sees no addresses, and takes the last answer
             self.prepare(layer, weights)
         fused = layer.fuses_dense and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
-        if not fused and (compiling or not weights.up.is_cuda):
-            return by_torch(x, weights)  # whose operations torch's compiler fuses
+        if not fused:
+            return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
         return super().forward(layer, x, weights, hot, None)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
