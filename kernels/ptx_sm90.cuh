@@ -1,7 +1,8 @@
 // Every line of raw PTX that the Hopper kernels (sm_90a) use, each behind a name that says what it does.
 //
 // Shared memory is addressed by 32-bit numbers here, as PTX does. Include twell.cuh first (VALUE_BF16 or VALUE_FP16),
-// and define CLUSTER: how many blocks form a cluster (1 or 2; 1 needs no cluster launch).
+// and define CLUSTER: how many blocks form a cluster (1 or 2; 1 needs no cluster launch), and B_ALONG_N: 1 where the rows
+// of b in memory run along n and not along k.
 //
 // Words used below. mbarrier: a counter in shared memory; its phase ends when the arrivals it was set up for and the
 // bytes it was told to expect have come, and a wait asks for the parity of the phase. TMA: the copy engine; one thread
@@ -108,6 +109,11 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 __device__ __forceinline__ u64 operand(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// b, if its rows run along n: boxes of 64 steps of k x 64 columns, a row 128 bytes under the same swizzle; the boxes of
+// the next columns lie 8192 bytes apart. Add 128 (times 16 bytes) for the next 16 steps of k.
+__device__ __forceinline__ u64 operand_along_n(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | 512ull << 16 | 64ull << 32 | 1ull << 62;
+}
 #if defined(VALUE_FP16)
 #define PTX_VALUE "f16"
 #else
@@ -116,6 +122,8 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define R64(i) R16(i), R16(i + 16), R16(i + 32), R16(i + 48)
+#define PTX_TEXT_(x) #x
+#define PTX_TEXT(x) PTX_TEXT_(x)
 // d [64][256] = a [64][16] x b [256][16]^T, plus d if `add`. A thread's d[4 j + 2 r + e] is row 16 * warp + lane / 4 +
 // 8 r, column 8 j + 2 * (lane % 4) + e.
 __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], u64 a, u64 b, int add) {
@@ -130,7 +138,7 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], u64 a, u64 b, i
         "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
         "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
         "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127},"
-        " %128, %129, add, 1, 1, 0, 0;\n}\n"
+        " %128, %129, add, 1, 1, 0, " PTX_TEXT(B_ALONG_N) ";\n}\n"
         : R64(0), R64(64)
         : "l"(a), "l"(b), "r"(add));
 }

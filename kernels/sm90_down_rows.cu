@@ -8,6 +8,7 @@
 // order. With many, arithmetic.
 //
 // Macros: VALUE_BF16 | VALUE_FP16, CLUSTER 1 | 2. Worklog: docs/kernels/sm90_down_rows.md
+#define B_ALONG_N 1  // the rows of down_t run along the columns of y
 #include "twell.cuh"
 #include "sm90_rows_out.cuh"
 #ifndef SPLITS
@@ -62,11 +63,11 @@ __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__
     return true;
 }
 
-// h [slots, d_ff] and down [d_model, d_ff] by maps of (k, rows), boxes (64, 128); a chunk's rows are `lost[0] - first`,
-// between 0 and `slots`. start: null or fp32 [., d_model]. counters: 0, one for each consumer warp of the grid; parts:
+// h [slots, d_ff] by a map of (k, rows), boxes (64, 128); down_t [d_ff, d_model] by one of (columns, k), boxes (64, 64).
+// A chunk's rows are `lost[0] - first`, between 0 and `slots`. start: null or fp32 [., d_model]. counters: 0, one for each consumer warp of the grid; parts:
 // 16 KB for each.
 extern "C" __global__ void HOPPER_GEMM
-down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap down, const value_t* __restrict__ bias,
+down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap down_t, const value_t* __restrict__ bias,
           const float* __restrict__ start, value_t* __restrict__ y, const int* __restrict__ lost, int first, int slots,
           int d_ff, int d_model, int* __restrict__ counters, float4* __restrict__ parts) {
     const int rows = min(slots, lost[0] - first);
@@ -88,9 +89,9 @@ down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap
         if (threadIdx.x == 0)
             produce(tiles, base, &h, 0, k_count, [&](u32 to, u32 barrier, int k, Tile t) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    if (CLUSTER == 1 || half == cluster_rank())
-                        tma_load_all(to + half * (B_BYTES / 2), &down, barrier, k, t.n * BN + half * (BN / 2));
+                for (int box = 0; box < BN / 64; ++box)
+                    if (CLUSTER == 1 || box / (BN / 128) == cluster_rank())
+                        tma_load_all(to + box * (64 * BK * 2), &down_t, barrier, t.n * BN + box * 64, k);
             }, k_first);
     } else {
         take_registers<232>();

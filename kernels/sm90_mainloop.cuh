@@ -1,5 +1,6 @@
 // The main loop of the Hopper GEMMs: out [rows][columns] = a [rows][d_model] x b [columns][d_model]^T, 16-bit values,
-// fp32 sums, in tiles of 128 x 256. What b is, and what becomes of a tile's sums, is the includer's.
+// fp32 sums, in tiles of 128 x 256. What b is, and what becomes of a tile's sums, is the includer's. With B_ALONG_N b is
+// stored transposed, [d_model][columns].
 //
 // A block is one producer warpgroup and two consumer warpgroups, and there is one block a multiprocessor. One thread of
 // the producer has the copy engine fill a ring of STAGES stages, each a step of 64 along k; a consumer multiplies its
@@ -16,6 +17,9 @@
 #pragma once
 #ifndef CLUSTER
 #define CLUSTER 2
+#endif
+#ifndef B_ALONG_N
+#define B_ALONG_N 0
 #endif
 #include "ptx_sm90.cuh"
 
@@ -94,7 +98,7 @@ __device__ __forceinline__ u32 start_pipeline() {
 __device__ __forceinline__ void finish_pipeline() { cluster_sync(); }
 
 // By one thread. a: map of (k, rows), box (64, 128); row 0 of the tiles is row `row0` of the map. load_b(to, barrier,
-// k, tile) starts copies into the BN rows of 128 bytes at `to`, which together bring B_BYTES to this block's barrier:
+// k, tile) starts copies into the BN rows (with B_ALONG_N: BN / 64 boxes of 64 rows) of 128 bytes at `to`, which together bring B_BYTES to this block's barrier:
 // with a cluster, this block's half of the rows goes to every block (tma_load_all), and the other block's half comes
 // from there. k_first: the step along k that the block starts from.
 template <class LoadB>
@@ -127,10 +131,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[128], Ring& ring, u32 b
         if (k < k_count) {
             barrier_wait(base + FULL + 8 * ring.stage, ring.phase);
             const u32 at = base + ring.stage * STAGE_BYTES;
-            const u64 a = operand(at + consumer * (64 * BK * 2)), b = operand(at + A_BYTES);
+            const u64 a = operand(at + consumer * (64 * BK * 2));
+            const u64 b = B_ALONG_N ? operand_along_n(at + A_BYTES) : operand(at + A_BYTES);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < BK / 16; ++i) wgmma_64x256x16(d, a + 2 * i, b + 2 * i, k + i != 0);
+            for (int i = 0; i < BK / 16; ++i) wgmma_64x256x16(d, a + 2 * i, b + (B_ALONG_N ? 128 : 2) * i, k + i != 0);
             wgmma_commit();
             if (k > 0) {
                 wgmma_wait<1>();

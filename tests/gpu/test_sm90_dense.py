@@ -112,12 +112,12 @@ def test_finish_lost_writes_the_lost_rows_alone(tokens, rows, gated, dtype):
             tokens, d_model, d_ff, dtype, gated, full, seed=tokens
         )
         cold = [None if t is None else t[hot:] for t in (gate, up, gate_bias, up_bias)]
-        down, start = down[:, hot:], start if full else None
+        down, down_t, start = down[:, hot:], down.t().contiguous()[hot:], start if full else None
         lost, picked = losing(rows, tokens, seed=rows)
         lost_x = torch.full_like(x, torch.nan)
         lost_x[:rows] = x[picked]
         y = torch.full_like(x, 77.0)
-        dense.finish_lost(lost, lost_x, *cold, down, down_bias, start, y)
+        dense.finish_lost(lost, lost_x, *cold, down_t, down_bias, start, y)
         others = torch.ones(tokens, dtype=torch.bool, device="cuda")
         others[picked] = False
         assert (y[others] == 77.0).all()
@@ -131,7 +131,7 @@ def test_finish_lost_writes_the_lost_rows_alone(tokens, rows, gated, dtype):
 def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(rows):
     x, gate, up, _, _, down, down_bias, start = layer(600, 2048, 5632, biased=True)
     lost, picked = losing(rows, 600, seed=rows)
-    made = []
+    made, down_t = [], down.t().contiguous()
     for order in (
         torch.arange(rows, device="cuda"),
         torch.randperm(rows, device="cuda"),
@@ -140,7 +140,7 @@ def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(
         lost[1 : 1 + rows] = picked[order].int()
         lost_x, y = torch.full_like(x, torch.nan), torch.full_like(x, 77.0)
         lost_x[:rows] = x[picked[order]]
-        dense.finish_lost(lost, lost_x, gate, up, None, None, down, down_bias, start, y)
+        dense.finish_lost(lost, lost_x, gate, up, None, None, down_t, down_bias, start, y)
         made.append(y)
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
     h = dense.gate_up(x[picked], gate, up).double()
@@ -150,12 +150,12 @@ def test_few_lost_rows_share_the_gpu_and_the_order_of_the_slots_does_not_matter(
 def test_both_run_inside_a_graph():
     x, gate, up, _, _, down, _, _ = layer(600, 256, 512)
     lost, _ = losing(100, 600, seed=1)
-    y = torch.full_like(x, 77.0)
-    dense.finish_lost(lost, x, gate, up, None, None, down, None, None, y)
+    y, down_t = torch.full_like(x, 77.0), down.t().contiguous()
+    dense.finish_lost(lost, x, gate, up, None, None, down_t, None, None, y)
     graph, later = torch.cuda.CUDAGraph(), torch.full_like(x, 77.0)
     with torch.cuda.graph(graph):
         h = dense.gate_up(x, gate, up)
-        dense.finish_lost(lost, x, gate, up, None, None, down, None, None, later)
+        dense.finish_lost(lost, x, gate, up, None, None, down_t, None, None, later)
     graph.replay()
     assert torch.equal(later, y) and torch.equal(h, dense.gate_up(x, gate, up))
     lost[0] = 0
@@ -168,13 +168,13 @@ def test_no_rows():
     x, gate, up, _, _, down, _, _ = layer(1, 64, 256)
     assert dense.gate_up(x[:0], gate, up).shape == (0, 256)
     lost = torch.zeros(1, dtype=torch.int32, device="cuda")
-    dense.finish_lost(lost, x[:0], gate, up, None, None, down, None, None, x[:0])
+    dense.finish_lost(lost, x[:0], gate, up, None, None, down.t().contiguous(), None, None, x[:0])
 
 
 def test_what_is_not_taken_is_refused():
     x, gate, up, _, _, down, _, start = layer(16, 64, 256)
     lost, _ = losing(1, 16, seed=0)
-    assert dense.takes(x, gate, up, down) and not dense.takes(x.float(), up.float())
+    assert dense.takes(x, gate, up, down.t().contiguous()) and not dense.takes(x.float(), up.float())
     assert not dense.takes(x, up[:, 1:]) and not dense.takes(x, up[:250]) and not dense.takes(x, up.cpu())
     for wrong in [(x.float(), gate, up), (x, gate[:128], up), (x, None, up[:, :32]), (x[:, 4:60], None, up[:, 4:60])]:
         with pytest.raises(InputError, match="are accepted"):
@@ -188,7 +188,7 @@ def test_what_is_not_taken_is_refused():
         "up": up,
         "gate_bias": None,
         "up_bias": None,
-        "down": down,
+        "down_t": down.t().contiguous(),
         "down_bias": None,
         "start": start,
         "y": x.clone(),
@@ -198,7 +198,8 @@ def test_what_is_not_taken_is_refused():
         ("lost", lost[1:]),
         ("start", start.to(BF16)),
         ("y", x[:8]),
-        ("down", down.t()),
+        ("down_t", down),
+        ("down_t", down.t()),
     ]:
         with pytest.raises(InputError, match=name):
             dense.finish_lost(**{**right, name: wrong})

@@ -88,9 +88,7 @@ def plain(
     return y.float()
 
 
-def added_to(
-    start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, down_t: Tensor, up_bias, down_bias
-) -> Tensor:
+def added_to(start: Tensor, x: Tensor, gate: Tensor, up: Tensor | None, down_t: Tensor, up_bias, down_bias) -> Tensor:
     """start + the result of `gated`, or of `plain` where up is None, for 16-bit values. start: float32 [tokens,
     d_model]; the sums are added to it in place, and rounded once: a part that is rounded by itself may overflow float16
     where the whole sum does not."""
@@ -103,7 +101,7 @@ def added_to(
         hidden = reference.relu(gate)
         if up is not None:
             hidden = torch.where(twell.fires(gate), hidden * linear(x, up, up_bias), torch.zeros_like(gate))
-        start += linear(hidden.to(start.dtype), down.to(start.dtype))
+        start += hidden.to(start.dtype) @ down_t.to(start.dtype)
     return (start if down_bias is None else start + down_bias).to(gate.dtype)
 
 

@@ -8,7 +8,7 @@ Three paths compute the same function:
              as in twell, and both are added up before y is rounded.
 Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or the
 portable kernels after torch's own gate GEMM. The operators (inference.py, operators.py) have checked the arguments and
-made them contiguous, apart from `down`, which may be a slice of columns. Everything runs on torch's current stream, and
+made them contiguous, apart from `down`, which only the dense path reads. Everything runs on torch's current stream, and
 nothing waits for the GPU.
 
 The choice for a call, and the launches that it made, are kept in `calls` under `key_of` the call: the next call with
@@ -84,12 +84,12 @@ class Call:
 
 
 def _chosen(x, weights, path, hot, tile, words) -> Call:
-    gate, up, down, *_ = weights
+    gate, up, _, down_t, *_ = weights
     if path == "dense":
         return _Dense(x, gate, up)
     if not hot and decode.takes(x, up) and (tile, words) == (256, 32):
         return _Decode()
-    if _hopper(x, gate, up, down, hot, tile, words):
+    if _hopper(x, gate, up, down_t, hot, tile, words):
         return _Hopper(x, gate, up, hot)
     return _Portable(hot, tile, words)
 
@@ -157,7 +157,7 @@ def fuses(weight: Tensor) -> bool:
     return sizes and hopper_pack.fits(weight)
 
 
-def _hopper(x, gate, up, down, hot, tile, words) -> bool:
+def _hopper(x, gate, up, down_t, hot, tile, words) -> bool:
     first = up if gate is None else gate
     if (
         (tile, words) != (256, 32)
@@ -165,7 +165,7 @@ def _hopper(x, gate, up, down, hot, tile, words) -> bool:
         or not portable.pooled_takes(x.dtype, x.shape[1])
     ):
         return False
-    return hopper_pack.takes(x, first) and hopper_dense.takes(x, up, down)
+    return hopper_pack.takes(x, first) and hopper_dense.takes(x, up, down_t)
 
 
 class _Hopper(Call):
@@ -193,8 +193,8 @@ class _Hopper(Call):
         """At most _PIECE tokens. y: where to write; None: a new tensor."""
         start = None
         if self.hot:
-            gate, up, down, _, gate_bias, up_bias, _ = weights
-            start = _start(self.warm[len(x)].run(x, gate, up, gate_bias, up_bias), down[:, : self.hot])
+            gate, up, _, down_t, gate_bias, up_bias, _ = weights
+            start = _start(self.warm[len(x)].run(x, gate, up, gate_bias, up_bias), down_t[: self.hot])
         return self.cold[len(x)].play(self._packed, (x, y, start, stats), weights)
 
     def _packed(self, x, y, start, stats, gate, up, down, down_t, gate_bias, up_bias, down_bias) -> Tensor:
@@ -203,7 +203,6 @@ class _Hopper(Call):
         gate, up, down_t, gate_bias, up_bias = (
             t if t is None else t[self.hot :] for t in (gate, up, down_t, gate_bias, up_bias)
         )
-        down = down[:, self.hot :]
         gate_bias, up_bias, down_bias = map(hopper_dense.fitting, (gate_bias, up_bias, down_bias))
         (tokens, d_model), device = x.shape, x.device
         lost = empty(1 + tokens, dtype=torch.int32, device=device)
@@ -215,14 +214,14 @@ class _Hopper(Call):
             y = portable.down_pooled(x, packed, pool, down_t, down_bias, *rest)
         else:
             y = portable.gated_pooled(x, packed, pool, up, down_t, up_bias, down_bias, *rest)
-        hopper_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down, down_bias, start, y)
+        hopper_dense.finish_lost(lost, lost_x, gate, up, gate_bias, up_bias, down_t, down_bias, start, y)
         return y
 
 
-def _start(h: Tensor, down: Tensor) -> Tensor:
-    """What the hot neurons add to y, float32 [tokens, d_model], so that y is rounded only once. h: [tokens, hot]; down:
-    [d_model, hot]."""
-    return torch.mm(h, down.t(), out_dtype=torch.float32)
+def _start(h: Tensor, down_t: Tensor) -> Tensor:
+    """What the hot neurons add to y, float32 [tokens, d_model], so that y is rounded only once. h: [tokens, hot];
+    down_t: [hot, d_model]."""
+    return torch.mm(h, down_t, out_dtype=torch.float32)
 
 
 def sm90(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, hot, packs=hopper_pack) -> Tensor:

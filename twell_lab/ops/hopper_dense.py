@@ -20,6 +20,7 @@ from .hopper_pack import BM, BN, VECTOR, fits
 
 CHUNK = 8192  # lost rows that are computed at a time, which bounds the memory for their h
 _number = partial(sources.number, "sm90_down_rows.cu")
+_K_STEP = _number("BK")
 _CLUSTER, _OUT_ROWS, _PART_BYTES, _SHARED = map(_number, ("CLUSTER", "OUT_ROWS", "PART_BYTES", "OUT_END"))
 _WARPS = 4 * _number("CONSUMERS") * _CLUSTER  # consumer warps of a cluster
 
@@ -46,23 +47,22 @@ def fitting(bias: Tensor | None) -> Tensor | None:
     return bias.contiguous() if bias.data_ptr() % 4 == 0 else bias.clone(memory_format=torch.contiguous_format)
 
 
-def check(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor | None = None, **biases: Tensor | None) -> None:
-    """Raise InputError for what gate_up does not take, or, where `down` is given, finish_lost."""
-    given = {name: t for name, t in (("x", x), ("gate", gate), ("up", up), ("down", down)) if t is not None}
+def check(x: Tensor, gate: Tensor | None, up: Tensor, down_t: Tensor | None = None, **biases: Tensor | None) -> None:
+    """Raise InputError for what gate_up does not take, or, where `down_t` is given, finish_lost."""
+    given = {name: t for name, t in (("x", x), ("gate", gate), ("up", up), ("down_t", down_t)) if t is not None}
     d_ff, d_model = up.shape if up.dim() == 2 else (0, 0)
     if (
         not takes(*given.values())
         or x.shape[1] != d_model
-        or (gate is not None and gate.shape != up.shape)
-        or (down is not None and down.shape != (d_model, d_ff))
+        or any(w is not None and w.shape != up.shape for w in (gate, down_t))
     ):
         given_as = ", ".join(
             f"{name} {t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for name, t in given.items()
         )
         raise InputError(
-            f"got {given_as}; accepted are x [rows, d_model], gate and up [d_ff, d_model] and down [d_model, d_ff] of "
-            "bfloat16 or float16 on one GPU of capability 9.0, with d_model and d_ff multiples of 8, and each row "
-            "contiguous and aligned to 16 bytes"
+            f"got {given_as}; accepted are x [rows, d_model] and gate, up and down_t [d_ff, d_model] of bfloat16 or "
+            "float16 on one GPU of capability 9.0, with d_model and d_ff multiples of 8, and each row contiguous and "
+            "aligned to 16 bytes"
         )
     _check_biases(up, **biases)
 
@@ -114,20 +114,20 @@ def finish_lost(
     up: Tensor,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
-    down: Tensor,
+    down_t: Tensor,
     down_bias: Tensor | None,
     start: Tensor | None,
     y: Tensor,
 ) -> None:
     """Compute the rows of y that the packed path lost: y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i])
-    down^T.
+    down_t.
 
     lost: int32 [1 + tokens], how many rows are lost, then their numbers; lost_x [tokens, d_model]: their rows of x, in
-    that order; down: [d_model, d_ff], may be a slice of columns; start: float32 [tokens, d_model] or None; y: [tokens,
-    d_model], contiguous. The host does not know how many rows are lost: there are two launches for each CHUNK tokens,
-    which end at once where nothing is lost. Raises InputError for what `takes` refuses, and for other shapes, types and
-    layouts than these."""
-    check(lost_x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    that order; down_t: [d_ff, d_model], down transposed, may be a slice of rows; start: float32 [tokens, d_model] or
+    None; y: [tokens, d_model], contiguous. The host does not know how many rows are lost: there are two launches for
+    each CHUNK tokens, which end at once where nothing is lost. Raises InputError for what `takes` refuses, and for
+    other shapes, types and layouts than these."""
+    check(lost_x, gate, up, down_t, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
     tokens, d_model = lost_x.shape
     _check_plain("lost", lost, torch.int32, (1 + tokens,), y.device)
     _check_plain("y", y, lost_x.dtype, (tokens, d_model), lost_x.device)
@@ -142,7 +142,7 @@ def finish_lost(
     parts = empty(clusters * _WARPS * _PART_BYTES, dtype=torch.uint8, device=device)  # of tiles that clusters share
     counters = empty(clusters * _WARPS, dtype=torch.int32, device=device)
     finish = kernel("sm90_down_rows.cu", "down_rows", (*value(up.dtype), ("CLUSTER", _CLUSTER)), _SHARED)
-    maps = tma.matrix_map(h, BM), tma.matrix_map(down, BM)
+    maps = tma.matrix_map(h, BM), tma.matrix_map(down_t, _K_STEP)
     for first in range(0, tokens, CHUNK):
         slots = min(CHUNK, tokens - first)
         _gate_up(lost_x, gate, up, gate_bias, up_bias, h, first, slots, lost, counters)

@@ -52,11 +52,12 @@ def infer(
     x: [..., d_model] -> [..., d_model]; gate: None for a plain layer, where the up projection goes through the ReLU.
     path: "dense" computes every neuron; "twell" only those that fire; "hot_cold" the first `hot` neurons densely and
     the others as twell does. For hot_cold, permute gate, up, down, down_t and the biases so that the neurons that fire
-    most come first; `hot` is a multiple of 256. down_t: down transposed and contiguous, if the caller keeps one. stats:
-    contiguous int64 [4] on x's device, or None; tokens, kept values of the packed neurons, rows that overflowed into
-    the pool and rows that were computed densely are added to it, where the kernels count them. Under torch.autocast
-    everything is cast first. Raises InputError for arguments that do not fit, and where a gradient would be needed:
-    `gated_ffn` and `plain_ffn` have one."""
+    most come first; `hot` is a multiple of 256. down_t: down transposed and contiguous, if the caller keeps one; with
+    it hot_cold does not read `down`, which need not be permuted then. stats: contiguous int64 [4] on x's device, or
+    None; tokens, kept values of the packed neurons, rows that overflowed into the pool and rows that were computed
+    densely are added to it, where the kernels count them. Under torch.autocast everything is cast first. Raises
+    InputError for arguments that do not fit, and where a gradient would be needed: `gated_ffn` and `plain_ffn` have
+    one."""
     seen = x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats, path, hot, tile, words
     if not torch.compiler.is_compiling() and (y := _again(*seen)) is not None:
         return y
@@ -188,18 +189,17 @@ def _cpu(x, gate, up, down, down_t, gate_bias, up_bias, down_bias, stats, path, 
             stats += stats.new_tensor([x.shape[0], int(kept.sum()), 0, 0])
         # For float32 all neurons are packed, as on a GPU: those sums are float64, and a GEMM's are not.
         if not hot or x.dtype == torch.float32:
-            return _cpu_packed(x, first, gate, up, down, down_t, gate_bias, up_bias, down_bias, follow=not hot)
+            same = None if hot else down  # otherwise the neurons of down_t are permuted, and those of down may not be
+            return _cpu_packed(x, first, gate, up, same, down_t, gate_bias, up_bias, down_bias, follow=not hot)
         bias = None if up_bias is None else up_bias[:hot]
         hidden = reference.relu(first[:, :hot])
         if gate is not None:
             hidden = torch.where(
                 twell.fires(first[:, :hot]), hidden * linear(x, up[:hot], bias), torch.zeros_like(hidden)
             )
-        start = linear(hidden.float(), down[:, :hot].float())  # float32, so that the whole sum is rounded only once
+        start = hidden.float() @ down_t[:hot].float()  # float32, so that the whole sum is rounded only once
         cold_up, cold_bias = (None, None) if gate is None else (up[hot:], None if up_bias is None else up_bias[hot:])
-        y = cpu.added_to(
-            start, x, first[:, hot:].contiguous(), cold_up, down[:, hot:], down_t[hot:], cold_bias, down_bias
-        )
+        y = cpu.added_to(start, x, first[:, hot:].contiguous(), cold_up, down_t[hot:], cold_bias, down_bias)
         if gate is not None and not x.isfinite().all():
             y[reference.spoilt(x, twell.fires(first))] = torch.nan
         return y

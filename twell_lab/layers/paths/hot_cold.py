@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import decode, dispatch
-from ...ops.copies import COLUMNS, ROWS, ROWS_OF_TRANSPOSE
+from ...ops.copies import ROWS, ROWS_OF_TRANSPOSE
 from .cost import Work
 from .path import Copy, Path
 from .twell import packed_cost
@@ -25,7 +25,6 @@ class HotCold(Path):
         for name, source, how in (
             ("gate", "gate", ROWS),
             ("up", "up", ROWS),
-            ("down", "down", COLUMNS),
             ("down_t", "down", ROWS_OF_TRANSPOSE),
             ("gate_bias", "gate_bias", ROWS),
             ("up_bias", "up_bias", ROWS),
