@@ -26,13 +26,13 @@ class Dense(Path):
         self.prepare(layer, weights)
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if not compiling:  # a forward that is being compiled sees no addresses, and takes the last answer
+        many = isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
+        # A forward that is being compiled sees no addresses, and takes the last answer.
+        if many and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
             self.prepare(layer, weights)
-        fused = layer.fuses_dense and isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
-        if not fused:
-            return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
-        return super().forward(layer, x, weights, hot, None)
+        if many and layer.fuses_dense:
+            return super().forward(layer, x, weights, hot, None)
+        return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
         return weights
