@@ -89,8 +89,8 @@ def test_a_plain_layer_costs_less(rates):
 )
 def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, fuses):
     rates, choice = rates_for(cache=cache, fuses=fuses), Choice("hot_cold", hot) if hot else Choice()
-    few, many = firing(nnz), firing(nnz)
-    many = replace(many, frequency=(many.frequency * more).clamp(max=1.0))
+    few = replace(firing(nnz), totals=firing(min(nnz, dispatch.HEAVY)).totals)  # more entries would be computed densely
+    many = replace(few, frequency=(few.frequency * more).clamp(max=1.0))
     assert us(choice, many, rates, tokens) >= us(choice, few, rates, tokens) * (1 - 1e-9)
     now, then = (predict(choice, few, rates, n, 2) for n in (tokens, tokens + 1))
     assert all(then[part] >= now[part] * (1 - 1e-9) for part in ("gemm", "rows"))
@@ -166,3 +166,18 @@ def test_the_clock_takes_every_call_in_turn():
         {"a": lambda turn: order.append("a"), "b": lambda turn: order.append("b")}, torch.device("cpu"), 0.0
     )
     assert order == ["a", "b"] * 4 and set(took) == {"a", "b"}
+
+
+def test_tokens_with_many_entries_cost_as_much_as_dense_ones_where_kernels_are_fused(rates):
+    d_ff, totals = 5632, torch.zeros(5633, dtype=torch.float64)
+    totals[20], totals[600] = 0.95, 0.05
+    mean = 0.95 * 20 + 0.05 * 600
+    fired = Firing(2048, True, torch.full((d_ff,), mean / d_ff, dtype=torch.float64), totals)
+    assert fired.beyond(dispatch.HEAVY, 0) == pytest.approx((0.05, 30 / mean))
+    assert fired.beyond(600, 0) == (0, 0) and fired.beyond(599, 0)[0] == fired.beyond(299, 2816)[0] == 0.05
+    assert fired.beyond(dispatch.HEAVY, d_ff) == (0, 0)
+    fused = replace(rates, fuses=True)
+    walked, finished = (predict(Choice("twell"), fired, each, 16384, 2) for each in (rates, fused))
+    dense = predict(Choice("dense"), fired, fused, 16384, 2)["total"]
+    assert finished["rows"] == pytest.approx(walked["rows"] * (1 - 30 / mean))
+    assert finished["lost"] == pytest.approx(0.05 * dense, rel=0.05) and walked["lost"] == 0

@@ -96,6 +96,18 @@ class Firing:
             return lost
         return max(lost, self.overflowing * max(0.0, 1 - 64 / (16 * self.excess)))
 
+    def beyond(self, most: float, hot: int) -> tuple[float, float]:
+        """About what share of the tokens has more than `most` entries, if all but `hot` neurons are packed; and the
+        share of all entries that these tokens have."""
+        fired = self.frequency.sum().item()
+        packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
+        if not packed:
+            return 0.0, 0.0
+        many = math.floor(most / packed) + 1
+        counts = torch.arange(self.totals.numel(), dtype=self.totals.dtype, device=self.totals.device)[many:]
+        heavy = self.totals[many:]
+        return heavy.sum().item(), min(1.0, (counts * heavy).sum().item() / max(fired, 1e-30))
+
 
 @dataclass(frozen=True)
 class Work:

@@ -38,11 +38,12 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
     values = 0 if fused or few else 2 * tokens * cold * itemsize
     # The kernels for few tokens take any number of entries.
     lost = 0.0 if few else firing.lost(hot)
+    heavy, entries = firing.beyond(dispatch.HEAVY, hot) if fused else (0.0, 0.0)
     pieces = 2 * math.ceil(tokens / 8192) if fused else 0
     return {
         "gemm": gemm,
-        "rows": work.rows(firing.frequency[hot:]),
+        "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
         "memory": (2 * tokens * firing.d_model * itemsize + packed + values + moved) / rates.bandwidth,
         "launches": (launches + pieces) * rates.launch,
-        "lost": lost * sum(dense_parts(work)),
+        "lost": max(lost, heavy) * sum(dense_parts(work)),
     }
