@@ -97,7 +97,7 @@ def survivors(
         lost.zero_()
         return made
     blocks = -(-tokens // _PACKED_ROWS)
-    counts, totals = new(tokens), new(blocks, 2)
+    counts, totals = new(tokens), new(blocks, 3)
     defines = portable.specialisation(x.dtype, d_model)
 
     def run(name, blocks, *arguments):
