@@ -3,9 +3,10 @@
 // a place in the list:
 //   survivor_counts  a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed;
 //                    and the sums over the BLOCK_ROWS rows of a block
-//   survivor_places  one block: prefix sums of those sums
+//   survivor_places  one block: heavy rows become LOST if they are few; prefix sums of those sums
 //   survivor_words   the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
-// Rows whose entries would end past `capacity` are lost too, and so are all rows behind the first of them.
+// Lost too: rows with more than HEAVY entries, which hold up the warp that walks them, if there are at most FEW_HEAVY;
+// then rows whose entries would end past `capacity`, and all rows behind the first of these.
 //
 // What bounds it: launches, and the counts, which lie 128 bytes apart, so that each costs 64 bytes of device memory.
 //
@@ -21,9 +22,15 @@
 #ifndef PLACE_THREADS
 #define PLACE_THREADS 1024
 #endif
+#ifndef HEAVY
+#define HEAVY 384  // a row with more entries is heavy
+#endif
+#ifndef FEW_HEAVY
+#define FEW_HEAVY 96  // so many heavy rows are lost; if there are more, all of them are walked
+#endif
 
 struct Totals {
-    int entries, lost;  // of the rows that are not lost; how many are
+    int entries, lost, heavy;  // of the rows that are not lost; how many are; how many of the others are heavy
 };
 
 // Whether a value of x's row is not finite, which every lane learns. The whole warp calls it.
@@ -69,8 +76,8 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
     if (warp == 0) {
         const int count = lane < BLOCK_ROWS && blockIdx.x * BLOCK_ROWS + lane < rows ? of_row[lane] : 0;
         const int entries = sum_over_lanes(max(count, 0));
-        const unsigned lost = __ballot_sync(ALL_LANES, count == LOST);
-        if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost)};
+        const unsigned lost = __ballot_sync(ALL_LANES, count == LOST), heavy = __ballot_sync(ALL_LANES, count > HEAVY);
+        if (lane == 0) totals[blockIdx.x] = {entries, __popc(lost), __popc(heavy)};
     }
 }
 
@@ -103,15 +110,21 @@ __device__ __forceinline__ unsigned sum_before(unsigned v, unsigned& total) {
     return add_up(before, warp ? earlier : 0);
 }
 
-// totals: of each block of rows; after it, what comes before each block. lost[0]: how many rows are lost in all.
+// totals: of each block of rows; after it, the entries and lost rows before each block. counts: heavy rows become LOST,
+// if they are few. lost[0]: how many rows are lost in all.
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
-survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows, int capacity) {
+survivor_places_v2(int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows, int capacity) {
     const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    unsigned entries_before = 0, lost_before = 0, total;
+    unsigned entries_before = 0, lost_before = 0, some_heavy = 0, heavy, total;
+    for (int block = threadIdx.x; block < blocks; block += PLACE_THREADS) some_heavy += (unsigned)totals[block].heavy;
+    sum_before(some_heavy, heavy);
     for (int first = 0; first < blocks; first += PLACE_THREADS) {
         const int block = first + threadIdx.x;
-        Totals mine = {0, 0};
+        Totals mine = {0, 0, 0};
         if (block < blocks) mine = totals[block];
+        if (mine.heavy && heavy <= FEW_HEAVY)
+            for (int row = block * BLOCK_ROWS; row < min(rows, (block + 1) * BLOCK_ROWS); ++row)
+                if (counts[row] > HEAVY) mine.entries -= counts[row], ++mine.lost, counts[row] = LOST;
         const unsigned start = add_up(entries_before, sum_before((unsigned)mine.entries, total));
         entries_before = add_up(entries_before, total);
         if (add_up(start, (unsigned)mine.entries) > (unsigned)capacity) {  // the first such block, and all behind it
@@ -124,7 +137,7 @@ survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, 
         }
         const unsigned at = lost_before + sum_before((unsigned)mine.lost, total);
         lost_before += total;
-        if (block < blocks) totals[block] = {(int)start, (int)at};
+        if (block < blocks) totals[block] = {(int)start, (int)at, 0};
     }
     if (threadIdx.x == 0) lost[0] = (int)lost_before;
 }

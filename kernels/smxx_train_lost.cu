@@ -1,4 +1,4 @@
-// The rows that a sparse training step cannot hold ("lost" rows, of which a tile overflows the pool), forward and
+// The rows that a sparse training step does not hold ("lost" rows: smxx_survivors.cu says which), forward and
 // backward, from the dense weights. lost[0] is how many there are, lost[1..] their numbers, ascending. Only the device
 // knows them: each kernel is launched with a fixed grid, reads lost[0], and ends at once where it is 0.
 // smxx_lost_weights.cu has the weights' gradients.

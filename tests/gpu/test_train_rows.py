@@ -6,7 +6,15 @@ and a lost row that somebody writes."""
 import pytest
 import torch
 
-from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, poisoned_pack, same_bits
+from tests.ops.train_kernels.row_cases import (
+    RowCase,
+    adversarial,
+    gate_of,
+    heavy,
+    poisoned_pack,
+    same_bits,
+    with_counts,
+)
 from twell_lab import simulator
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.ops import train_rows
@@ -74,6 +82,35 @@ def test_past_the_capacity_and_many_rounds_of_the_prefix_sum():
     lost = case.check_survivors(s)
     assert lost[-1] and not lost[0] and 1000 < lost.sum() < 39_000
     case.check_rows(s, lost)
+
+
+MOST, FEW = heavy(torch.bfloat16, 2048)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("capacity", [None, 80_000])  # the rows that are not heavy have more entries
+@pytest.mark.parametrize("many", [0, 1, FEW, FEW + 1])
+def test_few_heavy_rows_are_lost_and_many_are_not(many, capacity, gated):
+    counts = torch.randint(60, (20 * FEW + 100,), generator=torch.Generator().manual_seed(many))
+    counts[3::20] = MOST
+    rows = range(8, 8 + 20 * many, 20)  # none shares its part of the pool with another
+    counts[rows] = 1500
+    counts[rows[-1:]] = MOST + 1
+    case = RowCase.draw(with_counts(counts, 5632), 2048, gated=gated, capacity=capacity)
+    case.gate[30] = 1.0  # which the pool cannot hold
+    case.spoil(31, "nan")
+    case = case.to("cuda")
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    found, expected = set(lost.nonzero()[:, 0].tolist()), {30, 31, *(rows if many <= FEW else ())}
+    assert found == expected if capacity is None else found > expected and lost[-1]
+    first, entries = case.check_rows(s, lost), int(s.kept[~lost].sum())
+    for _ in range(3):
+        again = case.survivors()
+        assert torch.equal(again.spans, s.spans) and same_bits(again.words[:entries], s.words[:entries])
+        assert torch.equal(again.lost[: 1 + int(lost.sum())], s.lost[: 1 + int(lost.sum())])
+        y, dh, dx = case.check_rows(again, lost)
+        assert same_bits(y, first[0]) and same_bits(dh[:entries], first[1][:entries]) and same_bits(dx, first[2])
 
 
 @pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

@@ -8,9 +8,9 @@ a token, with weights of d_model x d_ff and n neurons firing (twell_lab.ops.diff
   forwards;
           down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and gate)
 So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
-faster. A token for which the sparse path has no room (a "lost" row, which is finished from the dense weights, exactly
-but without tensor cores) costs as much as if a share LOST of the layer's neurons fired. Only the sparse path counts its
-lost rows.
+faster. A "lost" row, a token that the sparse path finishes from the dense weights, for want of room or because few
+tokens have so many entries (exactly, but without tensor cores), costs as much as if a share LOST of the layer's neurons
+fired. Only the sparse path counts its lost rows.
 
 Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
 so that two graphs serve all of them. A model compiled as a whole needs one for each combination of paths, and torch
@@ -51,8 +51,8 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
-    """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens found no room
-    on the sparse path. Reads the terms' nnz and lost, which waits for the device.
+    """Set the training path of every SparseFFN of the model by how many neurons fire, and how many tokens were lost on
+    the sparse path. Reads the terms' nnz and lost, which waits for the device.
 
     Args:
         model: whose layers are set. A layer without a term stays as it is; one whose `learning` is None counts as

@@ -26,9 +26,9 @@ class LayerTerm(NamedTuple):
     """One layer's part in one forward pass.
 
     l1: scalar with a gradient, the sum over neurons of |h| averaged over tokens, float32. nnz: scalar without a
-    gradient, how many neurons fire at a token on average, float32. lost: the share of tokens that found no room in the
-    sparse kernels' lists and were finished densely, float32; None where those kernels did not run. Reading any of them
-    waits for the device.
+    gradient, how many neurons fire at a token on average, float32. lost: the share of tokens that the sparse kernels
+    finished from the dense weights (see ops.train_rows.survivors), float32; None where they did not run. Reading any of
+    them waits for the device.
     """
 
     name: str

@@ -56,7 +56,7 @@ class Survivors:
 
 
 def capacity_for(tokens: int, d_ff: int) -> int:
-    """How many entries the list has room for; rows that need more are lost."""
+    """How many entries the list has room for; rows that do not fit are lost."""
     return ROOM_A_TOKEN * tokens + ROOM_A_NEURON * d_ff
 
 
@@ -78,10 +78,14 @@ def survivors(
     """The entries of x's packed gate, with u beside each where `up` is given.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
-    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost if its row of x has a value that is not
-    finite, if the pool could not hold one of its tiles, or if its entries would end past `capacity` (None:
-    capacity_for); after the first row lost for want of capacity all later rows are lost too. Raises InputError for what
-    the kernels do not take."""
+    (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost
+    - if its row of x has a value that is not finite, or the pool could not hold one of its tiles;
+    - if it is heavy, which means that it has more than HEAVY entries, and is not lost already, and at most FEW_HEAVY
+      rows of the call are heavy (both numbers stand in smxx_survivors.cu);
+    - if the entries of the rows that are left would end past `capacity` (None: capacity_for) with it; after the first
+      such row all later rows are lost too.
+
+    Raises InputError for what the kernels do not take."""
     tokens, d_model = x.shape
     capacity = capacity_for(tokens, d_ff) if capacity is None else capacity
     _check_survivors(x, packed, pool, up, d_ff, capacity)
@@ -97,7 +101,7 @@ def survivors(
         lost.zero_()
         return made
     blocks = -(-tokens // _PACKED_ROWS)
-    counts, totals = new(tokens), new(blocks, 2)
+    counts, totals = new(tokens), new(blocks, 3)
     defines = portable.specialisation(x.dtype, d_model)
 
     def run(name, blocks, *arguments):

@@ -113,7 +113,7 @@ class Run:
     def follow(self, nnz: list[float], lost: list[float]) -> None:
         """Let each layer choose between the dense path and the kernels, with kernels "auto".
 
-        nnz: neurons firing, by layer. lost: the share of tokens for which the kernels had no room, by layer."""
+        nnz: neurons firing, by layer. lost: the share of tokens that the kernels finished densely, by layer."""
         terms = [LayerTerm(layer.name, None, *each) for layer, *each in zip(self.layers, nnz, lost, strict=True)]
         if self.switch.below is None:
             # Processes measure different break-evens, and must all take the same path: they share the mean.

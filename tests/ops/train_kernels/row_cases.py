@@ -11,16 +11,31 @@ import torch
 from torch import Tensor
 
 from tests.simulator.pooled_cases import POISON, adversarial, gate_of
+from twell_lab.cuda import sources
 from twell_lab.formats import POOL_ROWS, fires
 from twell_lab.formats.pool import packed_and_pool
-from twell_lab.ops import train_rows
+from twell_lab.ops import portable, train_rows
 
-__all__ = ["RowCase", "adversarial", "gate_of", "same_bits"]
+__all__ = ["RowCase", "adversarial", "gate_of", "heavy", "same_bits", "with_counts"]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def with_counts(counts: Tensor, d_ff: int) -> Tensor:
+    """A bfloat16 gate of rows in which so many neurons fire, as evenly spread over d_ff as can be."""
+    column = torch.arange(d_ff)
+    fire = column * counts[:, None] // d_ff != (column - 1) * counts[:, None] // d_ff
+    value = torch.randn(fire.shape, generator=torch.Generator().manual_seed(d_ff)).abs() + 1e-3
+    return torch.where(fire, value, -value).bfloat16()
+
+
+def heavy(dtype: torch.dtype, d_model: int) -> tuple[int, int]:
+    """The most entries of a row that is not heavy; the most heavy rows that are lost for being so."""
+    macros = portable.specialisation(dtype, d_model)
+    return tuple(sources.number(train_rows.SURVIVORS, name, macros) for name in ("HEAVY", "FEW_HEAVY"))
 
 
 def poisoned_pack(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,6 +107,9 @@ class RowCase:
     def expected_lost(self) -> Tensor:
         lost = self.pool_lost | ~self.x.isfinite().all(1)
         counts = torch.where(lost, 0, fires(self.gate).sum(1))
+        most, few = heavy(self.gate.dtype, self.x.shape[1])
+        if (counts > most).sum() <= few:
+            lost, counts = lost | (counts > most), torch.where(counts > most, 0, counts)
         room = train_rows.capacity_for(*self.gate.shape) if self.capacity is None else self.capacity
         return lost | (counts.cumsum(0) > room)
 

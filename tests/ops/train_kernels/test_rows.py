@@ -5,11 +5,13 @@ is seen, and what it must leave alone."""
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, same_bits
+from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, heavy, same_bits, with_counts
 from twell_lab import simulator
 from twell_lab.core.errors import InputError
-from twell_lab.ops import train_rows
+from twell_lab.ops import portable, train_rows
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 DTYPES = [torch.bfloat16, torch.float16]
@@ -87,6 +89,96 @@ def test_rows_past_the_capacity_are_lost_and_all_behind_them(capacity, spoilt):
     assert s.words.shape == s.ups.shape == (capacity,)
     lost = case.check_survivors(s)
     assert lost[-1] == (capacity < all_entries) and lost[1] >= spoilt
+    case.check_rows(s, lost)
+
+
+# ---- heavy rows; with low_limits a row with more than 6 entries is heavy, and 3 such rows are few
+
+
+@pytest.fixture
+def low_limits(monkeypatch):
+    real, limits = portable.specialisation, (("HEAVY", 6), ("FEW_HEAVY", 3))
+    monkeypatch.setattr(portable, "specialisation", lambda *layer: (*real(*layer), *limits))
+    assert heavy(torch.bfloat16, 16) == (6, 3)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("many", [0, 1, 3, 4, 20])
+def test_few_heavy_rows_are_lost_and_many_are_not(many, others, gated, low_limits):
+    """others: rows that are lost in any case, all of whose 100 neurons fire, and that do not count as heavy."""
+    counts = torch.tensor([6, 0, 5] * 18)
+    counts[1 : 1 + 2 * many : 2] = 7
+    case = RowCase.draw(with_counts(counts, 100), 16, gated=gated)
+    if others:
+        case.gate[[44, 48]] = 1.0  # the pool takes 64 of them and the words 31
+        case.spoil(46, "nan")
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    expected = set(range(1, 1 + 2 * many, 2)) if many <= 3 else set()
+    assert set(lost.nonzero()[:, 0].tolist()) == expected | ({44, 46, 48} if others else set())
+    case.check_rows(s, lost)
+
+
+@pytest.mark.parametrize("many", [3, 4])
+@pytest.mark.parametrize("capacity", [0, 30, 57, 58, 59])
+def test_few_heavy_rows_take_no_room(capacity, many, low_limits):
+    counts = torch.tensor([6, 1] * 20)
+    counts[[2, 17, 18, 36][:many]] = 40
+    case = RowCase.draw(with_counts(counts, 100), 16, capacity=capacity)
+    case.spoil(3, "nan")
+    with simulator.watching("faults"):
+        s = case.survivors()
+    lost = case.check_survivors(s)
+    assert lost[[2, 3]].all() or many > 3
+    assert lost[0] == (capacity < 6) and lost[1] == (capacity < 7) and lost[39]
+    case.check_rows(s, lost)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.sampled_from([0, 1, 6, 7, 40, "pool", "nan", "silent", "mixed"]), min_size=1, max_size=50),
+    calm=st.integers(0, 40),
+    room=st.none() | st.floats(0, 1),
+)
+def test_heavy_rows_among_all_others(low_limits, rows, calm, room):
+    rows = rows + [2] * calm
+    counts = torch.tensor([100 if row == "pool" else row if isinstance(row, int) else 0 for row in rows])
+    case = RowCase.draw(with_counts(counts, 100), 8, gated=False)
+    for row, kind in enumerate(rows):
+        if kind in ("nan", "silent", "mixed"):
+            case.spoil(row, kind, torch.inf)
+    if room is not None:
+        case.capacity = int(room * counts.sum())
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    again = case.survivors()
+    entries = int(s.kept[~lost].sum())
+    assert torch.equal(again.spans, s.spans) and same_bits(again.words[:entries], s.words[:entries])
+
+
+def test_heavy_rows_in_every_round_of_the_prefix_sum(low_limits):
+    """One thread has the 2nd and the 1026th block, and another the last one of all."""
+    tokens = 16384 + 77
+    for rows in ([20, 16384 + 20, tokens - 1], [20, 21, 16384 + 20, tokens - 1]):
+        counts = torch.arange(tokens) % 3 // 2
+        counts[rows] = 8
+        case = RowCase.draw(with_counts(counts, 8), 8, gated=False)
+        lost = case.check_survivors(case.survivors())
+        assert lost.nonzero()[:, 0].tolist() == (rows if len(rows) == 3 else [])
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_limits_of_the_source(more):
+    most, few = heavy(torch.bfloat16, 8)
+    counts = torch.full((few + 40,), 2)
+    counts[5 : 5 + few + more] = most + 1
+    counts[-8:] = most
+    d_ff = 9 * most  # at most 29 entries in a tile
+    case = RowCase.draw(with_counts(counts, d_ff), 8, gated=False)
+    s = case.survivors()
+    lost = case.check_survivors(s)
+    assert not case.pool_lost.any() and int(s.lost[0]) == int(lost.sum()) == (0 if more else few)
     case.check_rows(s, lost)
 
 
