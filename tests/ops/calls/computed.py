@@ -82,7 +82,7 @@ def gate_up(dtype, defines, values) -> None:
 
 
 def down_rows(dtype, values) -> None:
-    h, down = (matrix(v, dtype) for v in values[:2])
+    h, down_t = (matrix(v, dtype) for v in values[:2])
     bias, start, y, lost, first, slots, d_ff, d_model, counters, _ = values[2:]
     count = int(at(lost, torch.int32, 1))
     rows = min(slots, count - first)
@@ -90,7 +90,7 @@ def down_rows(dtype, values) -> None:
         return
     assert not at(counters, torch.int32, 8).any()
     for i, row in enumerate(at(lost, torch.int32, 1 + count)[1 + first :][:rows].tolist()):
-        made = linear(h[i].float(), down.float(), None if not bias else at(bias, dtype, d_model).float())
+        made = linear(h[i].float(), down_t.float().t(), None if not bias else at(bias, dtype, d_model).float())
         made += at(start + 4 * row * d_model, torch.float32, d_model) if start else 0
         at(y + row * d_model * dtype.itemsize, dtype, d_model).copy_(made)
 

@@ -72,7 +72,7 @@ def pretending(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(inference, "Tensor", Pretended)
         monkeypatch.setattr(checks, "Tensor", Pretended)
         monkeypatch.setattr(
-            dispatch, "_start", lambda h, down: pretend(torch.zeros(len(h), len(down), dtype=torch.float32))
+            dispatch, "_start", lambda h, down_t: pretend(torch.zeros(len(h), down_t.shape[1], dtype=torch.float32))
         )
         monkeypatch.setattr(hopper_dense, "multiprocessors", lambda index: 132)
         cached = [tma.tensor_map, decode._layer]
