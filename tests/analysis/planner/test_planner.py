@@ -456,3 +456,47 @@ def test_autocast_and_empty_batches_are_not_counted(soon, layer):
     with pytest.raises(InputError):
         sparse([1.0])
     assert sparse.status()["plan"] == "watching"
+
+
+# ---- less memory than a plan wants ----
+
+
+def layer_plan(candidates):
+    return LayerPlan("layer", 8, 512, True, 100, (1,) * 512, tuple(candidates))
+
+
+@given(st.tuples(*[st.floats(1, 1e3)] * 3), st.sampled_from([None, "layer", "another"]), st.booleans())
+def test_a_plan_that_may_not_take_a_path_is_one_in_which_it_was_never_weighed(us, timed_on, host_bound):
+    margin = {None: planner.MARGIN_PREDICTED, "layer": planner.MARGIN, "another": planner.MARGIN_SHARED}[timed_on]
+    dense, twell, hot = us
+    times = {None: Times(dense, dense), DENSE: Times(dense, dense, dense), HOT: Times(hot, hot, hot)}
+    times[TWELL] = Times(twell, dense + 1 if host_bound else twell, twell)
+    if timed_on is None:
+        times = {choice: Times(each.call) for choice, each in times.items() if choice is not None}
+    predicted = {DENSE: dense, TWELL: twell, HOT: hot}
+    found = planner._judge(64, predicted, times, margin, "measured", timed_on=timed_on)
+    less = planner.sparing(layer_plan(found), {"hot_cold"})
+    left = {choice: each for choice, each in times.items() if choice != HOT}
+    without = planner._judge(64, {DENSE: dense, TWELL: twell}, left, margin, "measured", timed_on=timed_on)
+    assert less.choices[64] == chosen(without) != HOT
+    assert {c.choice for c in less.candidates} == {DENSE, TWELL, HOT}
+    if chosen(found) == HOT:
+        assert next(c.why for c in less.candidates if c.choice == HOT) == "needs more memory than it may have"
+    else:
+        assert less.candidates == tuple(found)
+
+
+def test_of_several_classes_only_those_change_that_took_the_path():
+    few = planner._judge(
+        1, {DENSE: 1.0, TWELL: 9.0, HOT: 9.0}, trial(dense=1, twell=9, hot=9), 0.97, "", timed_on="layer"
+    )
+    many = planner._judge(
+        9, {DENSE: 9.0, TWELL: 5.0, HOT: 1.0}, trial(dense=9, twell=5, hot=1), 0.97, "", timed_on="layer"
+    )
+    plan = layer_plan([*few, *many])
+    assert plan.choices == {1: DENSE, 9: HOT}
+    assert planner.sparing(plan, {"hot_cold"}).choices == {1: DENSE, 9: TWELL}
+    assert planner.sparing(plan, {"hot_cold", "twell"}).choices == {1: DENSE, 9: DENSE}
+    assert planner.sparing(plan, {"twell"}) == plan
+    with pytest.raises(InputError, match="no dense candidate for 1 tokens"):
+        planner.sparing(LayerPlan.forced(plan, HOT), {"hot_cold"})
