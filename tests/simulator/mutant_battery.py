@@ -22,6 +22,7 @@ from tests.simulator.pooled_cases import Pooled, gate_of
 from twell_lab import simulator
 from twell_lab.cuda import launcher
 from twell_lab.formats import TwELL
+from twell_lab.ops import portable
 from twell_lab.simulator import Program
 
 BF16 = {"VALUE_BF16": True}
@@ -147,7 +148,7 @@ def token_checks(kernels: list[str], layers: list[Layer], both: bool = True) -> 
 # ---- what takes its overflow from the pool
 
 
-def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
+def pooled(program: Program, name: str, version: int, layer: Pooled, most: int) -> None:
     """As the launch layer has it, with this program in the place of its own; of two passes the other is not a
     mutant."""
     ours, sizes = launcher._launch, program.defines
@@ -161,7 +162,7 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
 
     launcher._launch = in_its_place
     try:
-        layer.check(name, version)
+        layer.check(name, version, most)
     except AssertionError as error:
         raise Differs from error
     finally:
@@ -169,9 +170,9 @@ def pooled(program: Program, name: str, version: int, layer: Pooled) -> None:
 
 
 @cache
-def pooled_layers() -> list[Pooled]:
+def pooled_layers() -> list[tuple[Pooled, int]]:
     """A pool that a row just fills and the next exceeds; rows that are not finite; more tiles than lanes; a single
-    row."""
+    row. With each, how many values a row may have at most; in the last some have as many, and some more."""
     gate = torch.full((18, 300), -1.0)
     for row, kept in enumerate(
         [40, 31, 32, 33, 30, 45, 60, 40, 32, 1]
@@ -189,7 +190,8 @@ def pooled_layers() -> list[Pooled]:
     full.x[:2, 7], full.up, full.down_t = torch.inf, full.up.abs(), full.down_t.abs()
     wide = Pooled.draw(gate_of(2, 256 * 32 + 60, torch.bfloat16, 0.02), 264)  # 33 tiles
     wide.gate[0, -50:] = wide.gate[1, -6:] = 1.0
-    return [first, full, wide, Pooled.draw(gate_of(1, 300, torch.bfloat16), 264, biases=True)]
+    single = Pooled.draw(gate_of(1, 300, torch.bfloat16), 264, biases=True)
+    return [*((layer, portable.ANY_NUMBER) for layer in (first, full, wide, single)), (first, 40)]
 
 
 @cache
@@ -200,7 +202,7 @@ def checks(file: str, defines: int) -> list[Callable[[Program], None]]:
     if "POOL" in sizes:
         two_passes = name == "up" or "HIDDEN" in sizes
         name, version = ("gated", 7) if two_passes else (name, {"gated": 5, "down": 4}[name] + ("TEAMS" in sizes))
-        return [partial(pooled, name=name, version=version, layer=layer) for layer in pooled_layers()]
+        return [partial(pooled, name=name, version=version, layer=layer, most=most) for layer, most in pooled_layers()]
     newest = {"gated": [2, 3, 4], "down": [2, 3]}[name]
     kernels = [f"{name}_v{version}" for version in (newest[-1:] if "TEAMS" in sizes else newest[:-1])]
     first = [f"{name}_v1"] if defines == 0 else []
