@@ -77,12 +77,13 @@ def sparsify(
             sparse = source
             sparse.follow(followed)
         elif layout_of(source) != IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False)
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
             model = _put(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False, _check=False)
+            how = {"tile": tile, "words": words, "_check": False, "_turns": True}
+            sparse = SparseFFN(source, plan=followed, _registered=False, **how)
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
             source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
@@ -124,6 +125,7 @@ def densify(model: nn.Module) -> nn.Module:
             del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         source = sparse.source
+        sparse.turn_back()
         if sparse.registered:
             hooks.hand_over(sparse, source)
             source.train(sparse.training)
