@@ -34,6 +34,17 @@ class SparseFFN(Learner, nn.Module, StandIn):
     what they cost). Where a gradient is needed (twell_lab.ops.differentiable), `learn` says whether all neurons are
     computed or those that fire.
 
+    A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
+    (twell_lab.ops.turned), which stays the same Parameter with the same shape and values and gets the strides of a
+    transpose. `train`, the first forward in which the weights get gradients (unless it is compiled) and `densify` give
+    it the plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
+    its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
+    or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
+    next `eval`, `follow` or `to`. Either way `down` moves to new memory, as with `Module.to`: CUDA graphs that read the
+    layer have to be captured anew, and no other thread may be in a forward of it; a layer that decides by itself
+    (`watch`) sees to the latter, except for compiled code. A layer made by hand turns nothing: its source reads the
+    same weights.
+
     A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
     (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it
     either: ask `LayerTerms.finite` (twell_lab.layers.terms) now and then, as twell_lab.train does.
@@ -138,9 +149,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
-        Other threads and streams may be in a forward: they finish it, on buffers that stay in memory until then. But a
-        captured CUDA graph, or a compiled layer on another stream, has to be done before: the buffers that it uses are
-        freed here. Raises InputError for a plan of another shape."""
+        Other threads and streams may be in a forward: they finish it, on buffers that stay in memory until then; but no
+        other thread where `down` is turned, or turned back (see the class). And a captured CUDA graph, or a compiled
+        layer on another stream, has to be done before: the buffers that it uses are freed here. Raises InputError for a
+        plan of another shape."""
         d_ff, d_model = self.up.weight.shape
         if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
@@ -177,10 +189,16 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def watch(self, watch) -> None:
         """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
         self.follow(DENSE)
-        if self._turns and type(self.down.weight) is nn.Parameter and self.down.weight.device.type in turned.DEVICES:
-            with torch.inference_mode(False):
-                self._alias = self.down.weight.detach()
+        self._alias = self._aliased()
         self.plan, self._deciding, self._watch = None, [watch], watch
+
+    def _aliased(self) -> Tensor | None:
+        """Another tensor that is `down`, if `down` may be turned."""
+        weight = self.down._parameters.get("weight")
+        if not self._turns or type(weight) is not nn.Parameter or weight.device.type not in turned.DEVICES:
+            return None
+        with torch.inference_mode(False):
+            return weight.detach()
 
     def train(self, mode: bool = True) -> SparseFFN:
         super().train(mode)
@@ -202,11 +220,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
                 part.register_state_dict_post_hook(_save_plainly)
             weights = self._weights()
             for path in readers:
-                path.prepare(self, weights)
+                path.fit(self, weights)
 
     def turn_back(self) -> None:
-        """Give `down` the plain layout again, where the layer turned it, as far as that can be done unseen. Forwards that
-        read its transpose make a copy then."""
+        """Give `down` the plain layout again, where the layer turned it, as far as that can be done unseen. Forwards
+        that read its transpose make a copy then."""
         part = self.down
         ours = [key for key, hook in part._state_dict_hooks.items() if hook is _save_plainly]
         if not ours or type(part) is not nn.Linear:
@@ -224,10 +242,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _lent(self) -> set[str]:
         """The names of the buffers that lie where `down` lies."""
-        weight = self._weights().down
-        if not turned.is_turned(weight):
+        weight = self.down._parameters.get("weight")
+        if weight is None or not turned.is_turned(weight):
             return set()
-        return {name for name, each in self._buffers.items() if each.is_set_to(weight.detach().t())}
+        return {name for name, each in dict(self._buffers).items() if each.is_set_to(weight.detach().t())}
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
@@ -258,8 +276,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         return path.forward(self, x, weights, choice.hot, self._counters(at, choices, weights) if counted else None)
 
     def _before_learning(self, weights: Weights) -> None:
-        """Turn `down` back if it gets a gradient. A layer that was trained here keeps the plain layout, also while it is
-        evaluated in between, until it follows another plan: graphs of training steps may have been captured."""
+        """Turn `down` back if the weights get gradients. A layer that is trained keeps the plain layout, also while it
+        is evaluated in between, until it follows a plan anew: its training steps may have been captured as a graph."""
         if any(t is not None and t.requires_grad for t in weights):
             self._learned |= self.training
             self.turn_back()
@@ -391,6 +409,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         super()._apply(fn, recurse)
         self.refresh()
         self._lay_out({choice.path for _, choice in self._choices})
+        if self._alias is not None:
+            self._alias = self._aliased()
         weights = self._weights()
         for name in {choice.path for _, choice in self._choices}:
             PATHS[name].moved(self, weights)

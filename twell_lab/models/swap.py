@@ -35,6 +35,10 @@ def sparsify(
     takes up to a second or so a layer. Inside torch.compile and CUDA graphs nothing is counted: run a few batches
     before either. `twell_lab.report` says what each layer does and why.
 
+    On a GPU a model in evaluation mode needs no memory for copies of `down` on the TwELL path: the layers turn it,
+    which changes its strides (see SparseFFN). CUDA graphs of the model that were captured before have to be captured
+    anew, as after `Module.to`, and no other thread may be in a forward meanwhile.
+
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
     anything is swapped (probe.check, which says what that cannot show), and looked over for hooks and adapters. What is
@@ -117,7 +121,7 @@ def densify(model: nn.Module) -> nn.Module:
 
     What was set on a SparseFFN goes to the dense layer, or inside OPT to the activation: forward and backward hooks,
     whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
-    others. Hooks on a state_dict do not."""
+    others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():

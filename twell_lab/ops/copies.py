@@ -295,10 +295,10 @@ def _fill(copies, weights, how, order) -> bool:
         source = weight if kind == ROWS else weight.t()
         if kind != TRANSPOSED:
             torch.index_select(source, 0, order, out=copy)
-        elif copy.is_set_to(source) or not copy.numel():
-            continue
-        else:
+        elif copy.numel() and not (copy._is_view() and copy.is_set_to(source)):
             copy.copy_(source)
+        else:
+            continue
         filled = True
     return filled
 

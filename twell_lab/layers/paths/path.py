@@ -118,15 +118,18 @@ class Path:
 
     @property
     def transposes(self) -> bool:
-        """Whether it wants `down` transposed and otherwise as it is, so that a turned one (ops.turned) needs no copy."""
+        """Whether it wants `down` transposed and otherwise as it is: a turned one (ops.turned) needs no copy then."""
         return any((copy.source, copy.how) == ("down", copies.TRANSPOSED) for copy in self.copies)
 
     def moved(self, layer: nn.Module, weights: Weights) -> None:
         """Make anew, after the layer's tensors were moved as by `to`, what cannot be used any more: copies that were
         moved inside inference mode could not be written to outside of it, and `to_empty` loses the order's values."""
-        order, places = self._held(layer)
-        inference = any(place is not None and place.is_inference() for place in places)
-        if self.splits or inference or not self._fits(order, places, weights):
+        if self.splits or any(place is not None and place.is_inference() for place in self._held(layer)[1]):
+            self.prepare(layer, weights)
+
+    def fit(self, layer: nn.Module, weights: Weights) -> None:
+        """Make anew what is no place for its weight."""
+        if not self._fits(*self._held(layer), weights):
             self.prepare(layer, weights)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
