@@ -102,13 +102,15 @@ def forget(copy: Tensor | None) -> None:
 
 
 def is_view(how: int, weight: Tensor | None) -> bool:
-    """Whether a view of the weight serves as a copy in that layout: it is turned, by us or by somebody else."""
+    """Whether a view of the weight serves as a copy in that layout: it is turned, by us or by somebody else. In
+    eager code not of an inference tensor, whose views are not known for views."""
     return (
         how == TRANSPOSED
         and type(weight) is Parameter
         and not weight.is_meta
         and not weight.is_contiguous()
         and weight.t().is_contiguous()
+        and (torch.compiler.is_compiling() or not weight.is_inference())
     )
 
 

@@ -32,7 +32,7 @@ def turn_back(weight: Tensor) -> bool:
     if is_turned(weight) and _moves(weight):
         with torch.inference_mode(False):
             _move(weight, weight.detach().contiguous())
-    return not is_turned(weight)
+    return weight.is_contiguous()
 
 
 def _moves(weight: Tensor, own: Tensor | None = None) -> bool:

@@ -85,6 +85,18 @@ def test_no_tensor_is_an_inference_tensor(x):
     assert_follows(sparse, dense, x)
 
 
+def test_one_that_becomes_an_inference_tensor_is_copied(x):
+    sparse, dense = sparsify(made(), "twell"), made().double()
+    with torch.inference_mode():
+        sparse.double().float()
+    for _ in range(2):
+        assert_follows(sparse, dense.float(), x)
+        assert sparse.extra_bytes == COPY + COUNTERS
+        assert all(t.is_contiguous() for t in densify(copy.deepcopy(sparse)).state_dict().values())
+        with torch.inference_mode():
+            sparse.down.weight.mul_(2), dense.down_proj.weight.mul_(2)
+
+
 @pytest.mark.parametrize("device", [["cuda"], []], ids=str)
 def test_elsewhere_it_is_copied(device, monkeypatch, x):
     monkeypatch.setattr(turned, "DEVICES", device)
