@@ -1,13 +1,18 @@
-"""Layers asked on a GPU what they compute: in their own type there, and with the GPU's random numbers left as they
-were."""
+"""Layers asked on a GPU what they compute: in their own type there, and with the GPU's random numbers left as they were.
+And the memory of a swapped model: `down` is turned, not copied."""
+
+import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
 from twell_lab.core.errors import InputError
+from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.models.swap import sparsify
+from twell_lab.models.swap import densify, sparsify
+from twell_lab.ops import turned
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 pytestmark = pytest.mark.gpu
@@ -42,3 +47,152 @@ def test_what_computes_the_formula_is_taken_and_nothing_else(dtype, sizes):
         assert torch.equal(torch.cuda.get_rng_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
         with pytest.raises(InputError, match=r"1(\.\d+)?% off"):
             sparsify(Scaled(*sizes).to(dtype), "twell")
+
+
+# ---- memory ----
+
+D_MODEL, D_FF, LAYERS = 512, 2048, 6
+
+
+@pytest.fixture(params=[GatedFeedForward, PlainFeedForward])
+def model(request, gpu):
+    """Some layers in bfloat16, of whose neurons few fire."""
+    torch.manual_seed(0)
+    layers = [request.param(D_MODEL, D_FF).to(gpu, torch.bfloat16) for _ in range(LAYERS)]
+    for layer in layers:
+        gate = getattr(layer, "gate_proj", layer.up_proj)
+        gate.bias = nn.Parameter(torch.full((D_FF,), -1.0, device=gpu, dtype=torch.bfloat16))
+    return nn.Sequential(*layers).eval()
+
+
+def allocated():
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def inputs(gpu, *counts):
+    return [torch.randn(tokens, D_MODEL, device=gpu, dtype=torch.bfloat16) for tokens in counts or (1, 100, 3000)]
+
+
+@torch.no_grad()
+def close(found, dense, x):
+    for one, other in zip(found, dense):  # layer by layer: bfloat16 adds up over several
+        wanted = other(x).float()
+        torch.testing.assert_close(one(x).float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["frozen", "as it was loaded"])
+def test_a_swapped_model_holds_next_to_nothing_more(wanted, model, gpu):
+    model.requires_grad_(wanted)
+    dense = copy.deepcopy(model)
+    with torch.no_grad():
+        for x in inputs(gpu):  # cuBLAS and the kernels are loaded
+            sparsify(copy.deepcopy(model), "twell")(x), model(x)
+    weights, before = sum(p.nbytes for p in model.parameters()), allocated()
+    sparsify(model, "twell")
+    assert allocated() - before <= 0.02 * weights
+    for x in inputs(gpu):
+        close(model, dense, x)
+    assert allocated() - before <= 0.02 * weights
+    assert all(turned.is_turned(layer.down.weight) for layer in model)
+    assert sum(layer.extra_bytes for layer in model) <= 0.02 * weights
+    saved = model.state_dict()
+    assert all(t.is_contiguous() and torch.equal(t, dense.state_dict()[name]) for name, t in saved.items())
+    del saved
+    assert not any(turned.is_turned(layer.down.weight) for layer in model.train())
+    assert allocated() - before <= 0.02 * weights
+    for x in inputs(gpu):
+        close(model, dense, x)
+    model.eval()
+    assert all(turned.is_turned(layer.down.weight) for layer in model) and allocated() - before <= 0.02 * weights
+    densify(model)
+    assert all(p.is_contiguous() for p in model.parameters()) and allocated() <= before
+    for x in inputs(gpu):
+        assert torch.equal(model(x), dense(x))
+
+
+def test_a_turned_layer_follows_its_weight_and_its_plan(model, gpu):
+    dense = copy.deepcopy(model.requires_grad_(False))
+    sparsify(model, "twell")
+    for change in (
+        lambda p: p.mul_(-2.0),
+        lambda p: setattr(p, "data", p.data * 1.5),
+        lambda p: setattr(p, "data", (p.data * 1.5).contiguous()),
+        lambda p: p[0].fill_(0.25),
+    ):
+        for each in (model, dense):
+            for layer in each:
+                change(layer.down_proj.weight)
+        for x in inputs(gpu):
+            close(model, dense, x)
+    for plan in (Choice("hot_cold", 256), Choice("dense"), Choice("twell")):
+        for layer in model:
+            layer.follow(plan)
+        for x in inputs(gpu):
+            close(model, dense, x)
+    moved = copy.deepcopy(model).cpu().to(gpu)
+    assert all(turned.is_turned(layer.down.weight) for layer in moved)
+    for x in inputs(gpu):
+        close(moved, dense, x)
+
+
+def test_a_gradient_has_the_plain_layout(model, gpu):
+    dense = copy.deepcopy(model)
+    sparsify(model, "twell")
+    (x,) = inputs(gpu, 200)
+    for each in (model, dense):
+        each(x).float().square().mean().backward()
+    for layer, plain in zip(model, dense):
+        assert layer.down.weight.is_contiguous() and layer.down.weight.grad.is_contiguous()
+        found, wanted = layer.down.weight.grad.float(), plain.down_proj.weight.grad.float()
+        assert (found - wanted).norm() <= 0.1 * wanted.norm()
+
+
+def test_what_a_side_stream_still_reads_stays_in_memory_while_a_weight_is_turned(model, gpu):
+    """In both directions, without anybody but the swap waiting."""
+    model.requires_grad_(False)
+    (x,), side, late = inputs(gpu, 3000), torch.cuda.Stream(), torch.randn(4096, 4096, device=gpu)
+    expected = model(x)
+    torch.cuda.synchronize()
+    size = model[0].down_proj.weight.nbytes
+    for turn in (lambda: sparsify(model, "twell"), lambda: model.train(), lambda: model.eval(), lambda: densify(model)):
+        with torch.cuda.stream(side):
+            for _ in range(20):  # so that the forward is late
+                late @ late
+            y = model(x)
+        turn()
+        written = [torch.full((size,), 255, dtype=torch.uint8, device=gpu) for _ in range(2 * LAYERS)]  # NaN
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y.float(), expected.float(), rtol=0.05, atol=0.05 * expected.abs().max().item())
+        assert all((each == 255).all() for each in written)
+
+
+def test_not_while_a_graph_is_captured(gpu):
+    weight, graph = nn.Parameter(torch.randn(64, 128, device=gpu)), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not turned.turn(weight)
+    assert turned.turn(weight) and turned.turn_back(weight)
+
+
+def test_a_captured_graph_of_a_turned_layer(model, gpu):
+    dense = copy.deepcopy(model.requires_grad_(False))
+    sparsify(model, "twell")
+    (x,) = inputs(gpu, 100)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+    for factor in (1.0, -0.5):
+        for each in (model, dense):
+            for layer in each:
+                layer.down_proj.weight.mul_(factor)  # the graph reads the weight itself
+        x.copy_(inputs(gpu, 100)[0])
+        graph.replay()
+        wanted = dense(x).float()
+        torch.testing.assert_close(y.float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())

@@ -172,8 +172,10 @@ def fire(model: nn.Module, tokens: Tensor, nnzs: list[float]) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """The bytes of a model's parameters and buffers; the copies that sparse layers hold are buffers."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    """The bytes of a model's parameters and buffers, each piece of memory once; the copies that sparse layers hold are
+    buffers."""
+    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 # ---- the tables ----

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
-from ..ops import checks, copies, streams
+from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
+from ..ops.kept import place
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
 from .choice import DENSE, Choice, LayerPlan
 from .learner import Learner
 from .paths import PATHS
 from .paths.dense import by_torch
-from .paths.path import hold
+from .paths.path import NOTED, hold
 from .weights import Weights
 
 
@@ -32,6 +33,17 @@ class SparseFFN(Learner, nn.Module, StandIn):
     buffers outside the state_dict that follow the parameters; only those that some choice needs (`extra_bytes` says
     what they cost). Where a gradient is needed (twell_lab.ops.differentiable), `learn` says whether all neurons are
     computed or those that fire.
+
+    A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
+    (twell_lab.ops.turned), which stays the same Parameter with the same shape and values and gets the strides of a
+    transpose. `train`, the first forward in which the weights get gradients (unless it is compiled) and `densify` give
+    it the plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
+    its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
+    or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
+    next `eval`, `follow` or `to`. Either way `down` moves to new memory, as with `Module.to`: CUDA graphs that read the
+    layer have to be captured anew, and no other thread may be in a forward of it. A layer that decides by itself
+    (`watch`) sees to the latter, except for compiled code: if another thread is reading `down`, it is copied. A layer
+    made by hand turns nothing: its source reads the same weights.
 
     A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
     (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it
@@ -53,6 +65,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         words: int = WORDS,
         _registered: bool = True,
         _check: bool = True,
+        _turns: bool = False,
     ):
         super().__init__()
         check_geometry(tile, words)
@@ -77,7 +90,13 @@ class SparseFFN(Learner, nn.Module, StandIn):
         for name in names if _registered else ():
             if name:
                 setattr(self, name, getattr(source, name))
+        # The choices; the alias of `down` that forwards read while the layer plans itself; whether it was trained here.
+        self._choices: list[tuple[int, Choice]] = []
+        self._alias: Tensor | None = None
+        self._views: tuple[str, ...] = ()  # the buffers that are views of weights, for compiled code
+        self._turns = self._learned = False
         self.train(source.training)
+        self._turns = _turns
         copies.check_finite(self._weights().named())
         self.register_load_state_dict_post_hook(SparseFFN.refresh)
         self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
@@ -130,9 +149,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
 
-        Other threads and streams may be in a forward: they finish it, on buffers that stay in memory until then. But a
-        captured CUDA graph, or a compiled layer on another stream, has to be done before: the buffers that it uses are
-        freed here. Raises InputError for a plan of another shape."""
+        Other threads and streams may be in a forward: they finish it, on buffers that stay in memory until then; but no
+        other thread where `down` is turned, or turned back (see the class). And a captured CUDA graph, or a compiled
+        layer on another stream, has to be done before: the buffers that it uses are freed here. Raises InputError for a
+        plan of another shape."""
         d_ff, d_model = self.up.weight.shape
         if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
@@ -146,12 +166,12 @@ class SparseFFN(Learner, nn.Module, StandIn):
             choice.check(d_ff)
         if all(choice == choices[0][1] for _, choice in choices):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
-        self._watch = None
-        self.plan = plan
+        self.plan, self._learned = plan, False
         hot = max(choice.hot for _, choice in choices)
         if hot:
             self.neurons = plan.order(hot).tolist() if isinstance(plan, LayerPlan) else [*range(d_ff)]
         weights, used = self._weights(), {choice.path for _, choice in choices}
+        self._lay_out(used)
         for name in used:
             PATHS[name].prepare(self, weights)
         self._renew_stats(choices)
@@ -160,6 +180,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._choices = choices  # not before all is there: another thread may be in a forward
         for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
+        self._watch = self._alias = None
 
     def takes(self, path: str) -> bool:
         """Whether the plan sends inputs of some size this way."""
@@ -168,12 +189,63 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def watch(self, watch) -> None:
         """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
         self.follow(DENSE)
-        self.plan, self._watch = None, watch
+        self._alias = self._aliased()
+        self.plan, self._deciding, self._watch = None, [watch], watch
+
+    def _aliased(self) -> Tensor | None:
+        """Another tensor that is `down`, if `down` may be turned."""
+        weight = self.down._parameters.get("weight")
+        if not self._turns or type(weight) is not nn.Parameter or weight.device.type not in turned.DEVICES:
+            return None
+        with torch.inference_mode(False):
+            return weight.detach()
+
+    def train(self, mode: bool = True) -> SparseFFN:
+        super().train(mode)
+        self._lay_out({choice.path for _, choice in self._choices})
+        return self
+
+    def _lay_out(self, used: set[str]) -> None:
+        """Turn `down` (twell_lab.ops.turned) if a path in use reads its transpose and the layer infers, as far as that
+        can be done unseen; otherwise turn it back."""
+        part = self.down
+        weight = part._parameters.get("weight")
+        if not self._turns or type(part) is not nn.Linear or weight is None:
+            return
+        readers = [path for name, path in PATHS.items() if path.transposes and name in used]
+        if self.training or self._learned or not readers or weight.device.type not in turned.DEVICES:
+            self.turn_back()
+        elif turned.turn(weight, self._alias):
+            if _save_plainly not in part._state_dict_hooks.values():
+                part.register_state_dict_post_hook(_save_plainly)
+            weights = self._weights()
+            for path in readers:
+                path.fit(self, weights)
+
+    def turn_back(self) -> None:
+        """Give `down` the plain layout again, where the layer turned it, as far as that can be done unseen. Forwards
+        that read its transpose make a copy then."""
+        part = self.down
+        ours = [key for key, hook in part._state_dict_hooks.items() if hook is _save_plainly]
+        if not ours or type(part) is not nn.Linear:
+            return
+        hold(self, dict.fromkeys([*self._lent(), NOTED]))  # the views would be other users of the storage
+        if turned.turn_back(part.weight):
+            for key in ours:
+                del part._state_dict_hooks[key]
 
     @property
     def extra_bytes(self) -> int:
-        """Memory held beyond the dense layer's parameters: every buffer, in bytes."""
-        return sum(each.numel() * each.element_size() for each in self._buffers.values())
+        """Memory held beyond the dense layer's parameters: every buffer that is no view of one, in bytes."""
+        lent = self._lent()
+        return sum(each.nbytes for name, each in self._buffers.items() if name not in lent)
+
+    def _lent(self) -> set[str]:
+        """The names of the buffers that lie where `down` lies."""
+        weight = self.down._parameters.get("weight")
+        if weight is None or not turned.is_turned(weight):
+            return set()
+        return {name for name, each in dict(self._buffers).items() if each.is_set_to(weight.detach().t())}
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
@@ -189,19 +261,26 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
         hooks.check_parts(self)
-        if self._watch is not None:
-            self._see(x)
-        weights, choices = self._weights(), self._choices
+        weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
         if checks.transformed():
             return by_torch(x, weights)
         at = self._class_of(x, choices)
         choice = choices[at][1]
         path = PATHS[choice.path]
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights)):
+            if self._turns and not torch.compiler.is_compiling():
+                self._before_learning(weights)
             return self._learn(x, weights, path)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
         counted = path.packs and (self.plan is not None or weights.up.is_cuda)
         return path.forward(self, x, weights, choice.hot, self._counters(at, choices, weights) if counted else None)
+
+    def _before_learning(self, weights: Weights) -> None:
+        """Turn `down` back if the weights get gradients. A layer that is trained keeps the plain layout, also while it
+        is evaluated in between, until it follows a plan anew: its training steps may have been captured as a graph."""
+        if any(t is not None and t.requires_grad for t in weights):
+            self._learned |= self.training
+            self.turn_back()
 
     @staticmethod
     def _class_of(x, choices: list) -> int:
@@ -260,21 +339,35 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if torch.is_grad_enabled() and self.up.weight.requires_grad:
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._watch = None  # the graph will read the buffers that are there now
+            self._watch = self._alias = None  # the graph will read the buffers that are there now
             return
         if x.dim() == 0 or x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
             return  # autocast: the plan is for the layer's own dtype
-        watch, self._watch = self._watch, None  # nobody else has it meanwhile: of several threads, one decides
-        if watch is None:
+        deciding = self._deciding
+        try:
+            watch = deciding.pop()  # nobody else has it meanwhile: of several threads, one decides
+        except IndexError:
             return
         plan = None
         try:
             plan = watch.see(self, x)
         finally:
             if plan is None:  # not yet, or interrupted
-                self._watch = watch
+                deciding.append(watch)
         if plan is not None:
             self.follow(plan)
+
+    def _watched(self, x) -> Weights:
+        """Let the watch see x. Then the weights, with an alias for `down` while it watches: another thread may decide
+        meanwhile and turn `down`, and torch's operations may not read a tensor that is being moved."""
+        self._see(x)
+        weights, alias = self._weights(), self._alias
+        if alias is None or torch.compiler.is_compiling() or type(weights.down) is not nn.Parameter:
+            return weights
+        if torch.is_grad_enabled() and weights.down.requires_grad or place(alias) != place(weights.down):
+            return weights
+        streams.enter(alias)
+        return weights._replace(down=alias)
 
     def _weights(self) -> Weights:
         return Weights.of(self.gate, self.up, self.down)
@@ -305,11 +398,29 @@ class SparseFFN(Learner, nn.Module, StandIn):
         hold(self, {"stats": stats})
         return stats
 
+    def __getstate__(self) -> dict:
+        """For copies and pickles: without views, which would become copies."""
+        lent = self._lent()
+        held = {name: each for name, each in self._buffers.items() if name not in lent}
+        return {**vars(self), "_buffers": held, "_views": (), "_alias": None}
+
     def _apply(self, fn, recurse=True):
+        hold(self, dict.fromkeys([*self._lent(), NOTED]))  # `fn` would make copies of views
         super()._apply(fn, recurse)
         self.refresh()
+        self._lay_out({choice.path for _, choice in self._choices})
+        if self._alias is not None:
+            self._alias = self._aliased()
         weights = self._weights()
         for name in {choice.path for _, choice in self._choices}:
             PATHS[name].moved(self, weights)
         self._renew_stats(self._choices)  # to_empty leaves anything in them
         return self
+
+
+def _save_plainly(part: nn.Module, state: dict, prefix: str, _) -> None:
+    """A state_dict hook of a turned projection: what is saved has the plain layout, as some formats demand."""
+    for name, _parameter in part.named_parameters():
+        saved = state.get(prefix + name)
+        if type(saved) is Tensor:  # and not the parameter itself, as with keep_vars
+            state[prefix + name] = saved.contiguous()

@@ -35,6 +35,10 @@ def sparsify(
     takes up to a second or so a layer. Inside torch.compile and CUDA graphs nothing is counted: run a few batches
     before either. `twell_lab.report` says what each layer does and why.
 
+    On a GPU a model in evaluation mode needs no memory for copies of `down` on the TwELL path: the layers turn it,
+    which changes its strides (see SparseFFN). CUDA graphs of the model that were captured before have to be captured
+    anew, as after `Module.to`, and no other thread may be in a forward meanwhile.
+
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
     anything is swapped (probe.check, which says what that cannot show), and looked over for hooks and adapters. What is
@@ -77,12 +81,13 @@ def sparsify(
             sparse = source
             sparse.follow(followed)
         elif layout_of(source) != IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False)
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
             model = _put(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _registered=False, _check=False)
+            how = {"tile": tile, "words": words, "_check": False, "_turns": True}
+            sparse = SparseFFN(source, plan=followed, _registered=False, **how)
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
             source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
@@ -116,7 +121,7 @@ def densify(model: nn.Module) -> nn.Module:
 
     What was set on a SparseFFN goes to the dense layer, or inside OPT to the activation: forward and backward hooks,
     whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
-    others. Hooks on a state_dict do not."""
+    others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
@@ -124,6 +129,7 @@ def densify(model: nn.Module) -> nn.Module:
             del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         source = sparse.source
+        sparse.turn_back()
         if sparse.registered:
             hooks.hand_over(sparse, source)
             source.train(sparse.training)

@@ -6,6 +6,9 @@ as torch's fused ones. A copy without a note, such as one that somebody else put
 every call, the copy of a weight that can change unseen: an inference tensor, CPU memory shared with another process, a
 weight that FSDP gathers, and a copy that a captured CUDA graph writes to.
 
+Of a weight that is turned (twell_lab.ops.turned) the transpose is no copy but a view, to which nothing is written: it
+only has a note, as of when the weight's values were looked at last.
+
 Two kinds of change are not seen. First, writes that go past torch's version counter: into `weight.data` or its storage,
 through NumPy or DLPack, or from another process on a GPU. Second, changes after the capture of a CUDA graph that began
 with a copy that was up to date: the graph reads the copy as it is, until a call outside of the graph has refreshed it.
@@ -35,7 +38,7 @@ from . import checks, streams
 from .kept import Kept
 
 # How a copy is laid out; all but the first take the neurons in `order`.
-TRANSPOSED, ROWS, COLUMNS, ROWS_OF_TRANSPOSE = range(4)
+TRANSPOSED, ROWS, ROWS_OF_TRANSPOSE = range(3)
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
@@ -98,19 +101,38 @@ def forget(copy: Tensor | None) -> None:
         vars(copy).pop("made", None)
 
 
+def is_view(how: int, weight: Tensor | None) -> bool:
+    """Whether a view of the weight serves as a copy in that layout: it is turned, by us or by somebody else. In
+    eager code not of an inference tensor, whose views are not known for views."""
+    return (
+        how == TRANSPOSED
+        and type(weight) is Parameter
+        and not weight.is_meta
+        and not weight.is_contiguous()
+        and weight.t().is_contiguous()
+        and (torch.compiler.is_compiling() or not weight.is_inference())
+    )
+
+
 def fits(copy: Tensor | None, how: int, weight: Tensor | None) -> bool:
-    """Whether `copy` is a place for `weight` in that layout: same shape, dtype and device; None for None."""
+    """Whether `copy` is a place for `weight` in that layout: same shape, dtype and device; None for None. A view is the
+    place of the weight that it is a view of, and of no other: filling it would change somebody's weight."""
     if copy is None or weight is None:
         return copy is weight
+    if is_view(how, weight):
+        return copy.is_set_to(weight.detach().t())
+    if not torch.compiler.is_compiling() and copy._is_view():
+        return False
     return copy.shape == _shape(how, weight) and copy.dtype == weight.dtype and copy.device == weight.device
 
 
 def place(how: int, weight: Tensor | None) -> Tensor | None:
-    """Memory for a copy of `weight` in that layout, not yet filled."""
+    """Memory for a copy of `weight` in that layout, not yet filled; of a turned weight a view."""
     if weight is None:
         return None
     with torch.inference_mode(False):  # what is made inside inference mode could not be written to outside of it
-        copy = weight.new_empty(_shape(how, weight), requires_grad=False)
+        view = is_view(how, weight)
+        copy = weight.detach().t() if view else weight.new_empty(_shape(how, weight), requires_grad=False)
     streams.allocated(copy)
     return copy
 
@@ -160,6 +182,11 @@ class _Made:
 
     def __reduce__(self):
         return type(None), ()
+
+
+def changes_unseen(weight: Tensor) -> bool:
+    """Whether somebody may write to the weight without a trace, such as another version or storage."""
+    return _sharding() or _changes_unseen(weight)
 
 
 def _changes_unseen(weight: Tensor) -> bool:
@@ -242,9 +269,9 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
         _follow_optimizers()
         for copy in copies:
             forget(copy)  # if anything goes wrong midway, the copy has no note and is made anew
-        _fill(copies, weights, how, order)
+        filled = _fill(copies, weights, how, order)
         sources = _seen(weights)
-        if capturing:  # nothing was copied yet; every replay will copy, from where the weight lies now
+        if capturing and filled:  # nothing was copied yet; every replay will copy, from where the weight lies now
             copies[0].in_graph = True
     if capturing:
         return
@@ -261,15 +288,21 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
 
 
 @torch.no_grad()
-def _fill(copies, weights, how, order) -> None:
+def _fill(copies, weights, how, order) -> bool:
+    """Write the copies; whether there was anything to write."""
     for t in copies if order is None else (*copies, order):
         streams.enter(t)
+    filled = False
     for copy, weight, kind in zip(copies, weights, how):
-        source = weight.t() if kind in (TRANSPOSED, ROWS_OF_TRANSPOSE) else weight
-        if kind == TRANSPOSED:
+        source = weight if kind == ROWS else weight.t()
+        if kind != TRANSPOSED:
+            torch.index_select(source, 0, order, out=copy)
+        elif copy.numel() and not (copy._is_view() and copy.is_set_to(source)):
             copy.copy_(source)
         else:
-            torch.index_select(source, int(kind == COLUMNS), order, out=copy)
+            continue
+        filled = True
+    return filled
 
 
 @torch.library.impl(_library, "refresh_copies", "CUDA")

@@ -87,12 +87,39 @@ def test_dense_layers(driver, gated):
     assert all(tape.recorded for call in dispatch.calls._kept.values() for tape in tapes_of(call))
 
 
+def turned(down):
+    """The same matrix in the storage of its transpose."""
+    return down.t().contiguous().t()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("packs, biased", [("sm90", True), ("sm80", False)])
-def test_training_steps(driver, monkeypatch, gated, biased, packs):
+@pytest.mark.parametrize(
+    "tokens, path, hot",
+    [(1, "twell", 0), (70, "twell", 0), (2050, "twell", 0), (300, "dense", 0), (300, "hot_cold", 256)],
+)
+def test_layers_whose_down_is_turned(driver, gated, tokens, path, hot):
+    """`down_t` is a view of it."""
+    made = drawn(tokens, gated, -1.0)
+    made[3] = turned(made[3])
+    for seed in range(2):
+        made[0] = drawn(tokens, gated, -1.0, seed=seed)[0]
+        found = inference.infer(*made, down_t=made[3].t(), path=path, hot=hot)
+        close(found, layer(*plain(made))[0])
+        if path != "dense":
+            apart = [*made[:3], made[3].contiguous(), *made[4:]]
+            assert torch.equal(found, inference.infer(*apart, down_t=made[3].t().clone(), path=path, hot=hot))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    "packs, biased, lies", [("sm90", True, "plain"), ("sm80", False, "plain"), ("sm90", True, "turned")]
+)
+def test_training_steps(driver, monkeypatch, gated, biased, packs, lies):
     if packs == "sm80":
         monkeypatch.setattr(hopper_pack, "takes", lambda x, gate: False)
     made = drawn(90, gated, -1.2, biased)
+    made[3] = turned(made[3]) if lies == "turned" else made[3]
     dy, dl1 = (pretend(t) for t in (torch.randn(90, D_MODEL).bfloat16(), torch.rand(90) / 10))
     wide = [t if t is None else t.requires_grad_() for t in plain(made)]
     wanted_y, wanted_l1, h = layer(*wide)
@@ -107,7 +134,8 @@ def test_training_steps(driver, monkeypatch, gated, biased, packs):
         found = [d for d, t in zip(found, made) if t is not None]
         for one, other in zip(found, wanted):
             close(one, other, 0.04)
-    assert [tape.recorded for tapes in differentiable._tapes._kept.values() for tape in tapes] == [True, True]
+    recorded = [tape.recorded for tapes in differentiable._tapes._kept.values() for tape in tapes]
+    assert recorded == [lies == "plain", True]  # a copy is made of what is turned
     assert {each.name.startswith("gate_pack") and each.file[:4] for each in driver.launches} == {False, packs}
 
 

@@ -36,6 +36,9 @@ def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
     layer._buffers.update(kept)
     for name in tensors.keys() - kept.keys():
         layer._buffers.pop(name, None)
+    # Compiled code makes no views, and cannot ask for them either.
+    views = () if torch.compiler.is_compiling() else [name for name, t in kept.items() if t._is_view()]
+    layer._views = (*(name for name in layer._views if name not in tensors), *views)
 
 
 class _Roles(NamedTuple):
@@ -58,6 +61,8 @@ def _roles(wanted: tuple[Copy, ...], missing: tuple[bool, ...]) -> _Roles:
 
 
 ORDER = "order"  # the buffer of a layer that says which neuron comes first, second, ...: int64 [d_ff]
+# One without elements, beside views: compiled code, which may not write to a weight, has the note kept here.
+NOTED = "noted"
 
 
 def _order(layer: nn.Module, up: Tensor) -> Tensor:
@@ -100,18 +105,31 @@ class Path:
         order = _order(layer, weights.up) if self.splits else None
         places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in self.copies]
         held = dict(zip((copy.buffer for copy in self.copies), places))
+        if self._views(weights):
+            held[NOTED] = weights.down.new_empty(0, requires_grad=False)
         hold(layer, {**held, ORDER: order} if self.splits else held)
         return order, places
 
     def release(self, layer: nn.Module) -> None:
         """Have the layer hold nothing for this path any more."""
         names = [copy.buffer for copy in self.copies]
-        hold(layer, dict.fromkeys([*names, ORDER] if self.splits else names))
+        names += [ORDER] if self.splits else []
+        hold(layer, dict.fromkeys([*names, NOTED] if self.transposes else names))
+
+    @property
+    def transposes(self) -> bool:
+        """Whether it wants `down` transposed and otherwise as it is: a turned one (ops.turned) needs no copy then."""
+        return any((copy.source, copy.how) == ("down", copies.TRANSPOSED) for copy in self.copies)
 
     def moved(self, layer: nn.Module, weights: Weights) -> None:
         """Make anew, after the layer's tensors were moved as by `to`, what cannot be used any more: copies that were
         moved inside inference mode could not be written to outside of it, and `to_empty` loses the order's values."""
         if self.splits or any(place is not None and place.is_inference() for place in self._held(layer)[1]):
+            self.prepare(layer, weights)
+
+    def fit(self, layer: nn.Module, weights: Weights) -> None:
+        """Make anew what is no place for its weight."""
+        if not self._fits(*self._held(layer), weights):
             self.prepare(layer, weights)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
@@ -123,19 +141,28 @@ class Path:
     def _look(self, layer: nn.Module, weights: Weights) -> Weights:
         """`ready`, with nothing taken for granted."""
         order, places = self._held(layer)
-        if not self._fits(order, places, weights):
+        # Compiled code makes the view itself, and has the note kept elsewhere: it may not write to a weight.
+        views = self._views(weights) if torch.compiler.is_compiling() else {}
+        if not self._fits(order, places, weights, views):
             order, places = self.prepare(layer, weights)
             if not layer.takes(self.name):  # another thread changed the plan meanwhile: they are for this call alone
                 self.release(layer)
+        places = [layer._buffers.get(NOTED) if copy.name in views else t for copy, t in zip(self.copies, places)]
         filled = [(copy, place) for copy, place in zip(self.copies, places) if place is not None]
         sources: dict[str, Tensor] = {}
         for copy, _ in filled:  # a weight may have two copies
             sources[copy.name if copy.source in sources else copy.source] = getattr(weights, copy.source)
         beside = {name: t for name, t in zip(NAMES, weights) if t is not None and name not in sources}
         targets, how = [place for _, place in filled], [copy.how for copy, _ in filled]
-        copies.refresh(sources, targets, how, order, beside, training=layer.training)
-        made = {copy.name: place for copy, place in filled}
+        if targets:
+            copies.refresh(sources, targets, how, order, beside, training=layer.training)
+        made = {copy.name: place for copy, place in filled} | views
         return Weights(*[made.get(name, t) for name, t in zip(NAMES, weights)])
+
+    def _views(self, weights: Weights) -> dict[str, Tensor]:
+        """What needs no copy, since the weight is turned, by the fields of Weights in whose place it is read."""
+        sources = [(copy, getattr(weights, copy.source)) for copy in self.copies]
+        return {copy.name: weight.detach().t() for copy, weight in sources if copies.is_view(copy.how, weight)}
 
     def _unchanged(self, layer: nn.Module, weights: Weights) -> tuple[Weights, Kept] | None:
         """What `ready` gives where the copies are up to date, as on most calls, and a place for what holds as long as
@@ -156,14 +183,18 @@ class Path:
         return Weights(*ready), kept
 
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The order of the neurons, None for their own, and the copies, as far as they are there."""
+        """The order of the neurons, None for their own, and the copies, as far as they are there. While compiling no
+        views: code that writes a copy cannot tell them apart."""
         held = dict(layer._buffers)  # all at once: another thread may be replacing the order and the copies
-        return held.get(ORDER) if self.splits else None, [held.get(copy.buffer) for copy in self.copies]
+        hidden = layer._views if torch.compiler.is_compiling() else ()
+        places = [None if copy.buffer in hidden else held.get(copy.buffer) for copy in self.copies]
+        return held.get(ORDER) if self.splits else None, places
 
-    def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights) -> bool:
-        """Whether every copy is a place for its weight, and the order at hand."""
+    def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights, views=()) -> bool:
+        """Whether every copy but these views is a place for its weight, and the order at hand."""
         return (not self.splits or order is not None and order.device == weights.up.device) and all(
-            copies.fits(place, copy.how, getattr(weights, copy.source)) for copy, place in zip(self.copies, places)
+            copy.name in views or copies.fits(place, copy.how, getattr(weights, copy.source))
+            for copy, place in zip(self.copies, places)
         )
 
     # ---- what is done, and what it costs ----

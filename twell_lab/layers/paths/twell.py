@@ -16,7 +16,8 @@ _WORD_BYTES = 4
 
 
 class Twell(Path):
-    """An entry costs one row of `down` transposed, and in a gated layer one of `up`."""
+    """An entry costs one row of `down` transposed, and in a gated layer one of `up`. The transpose is a copy, or of a
+    turned `down` (ops.turned) a view."""
 
     name = "twell"
     copies = (Copy("down_t", "down_t", "down", TRANSPOSED),)
