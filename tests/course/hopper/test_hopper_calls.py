@@ -63,13 +63,22 @@ def test_the_crossing_lies_between_the_counts_around_it(most, found):
 
 def test_tables_by_tokens():
     cells = [
-        {"path": "forced twell", "tokens": 1, "nnz": nnz, "ms": ms, "x": 2.5} for nnz, ms in ((8, 0.9), (29.5, 0.02))
+        {
+            "path": "forced twell",
+            "tokens": 1,
+            "nnz": nnz,
+            "ms": ms,
+            "x": 2.5,
+            "where": "recorded on Some GPU, yesterday",
+        }
+        for nnz, ms in ((8, 0.9), (29.5, 0.02))
     ]
-    one, few, many = calls.gpu_table(ROWS, cells).splitlines()[1:]
+    gpu, plain, _, one, few, many = calls.gpu_table(ROWS, cells).splitlines()
+    assert (gpu, plain) == ("GPU: recorded on Some GPU, yesterday", f"plain calls: {WHERE}")
     assert one.split() == ["1", "50", "20", "2.5", "110", "130", "0.8462"]
     assert few.split()[:4] == ["256", "-", "-", "-"] and many.split()[-1] == "2"
-    head, *lines = calls.bounds_table(ROWS).splitlines()
-    assert head.split() == ["tokens:", "1", "256", "16,384", "wait", "is", "longer", "from"]
+    where, head, *lines = calls.bounds_table(ROWS).splitlines()
+    assert where == WHERE and head.split() == ["tokens:", "1", "256", "16,384", "wait", "is", "longer", "from"]
     assert [line.split()[:-3] for line in lines[:2]] == [
         ["forward", "dense", "eager", "1.10x", "1.20x", "8.00x"],
         ["forward", "twell", "1.08x", "1.36x", "4.00x"],
@@ -78,7 +87,7 @@ def test_tables_by_tokens():
 
 
 @pytest.mark.parametrize(
-    "tokens, said", [(None, "nowhere here"), (0.0, "the fewest on"), (2049.7, "about 2,000 tokens")]
+    "tokens, said", [(None, "nowhere here"), (0.0, "the fewest tokens on"), (2049.7, "about 2,000 tokens")]
 )
 def test_a_crossing_has_two_digits(tokens, said):
     assert calls.tokens_text(tokens) == said
@@ -93,7 +102,7 @@ def test_every_record_stands_in_the_table_of_replays(keep):
     )
     keep(record("host-time", "2026-11-23T00:00:00Z", new[1:]), record("host-time", "2026-11-22T16:00:00Z", old))
     first, second = calls.replayed_table().splitlines()[1:]
-    assert first.split()[3:] == ["2000", "2000", "1"] * 2
+    assert first.split()[3:] == ["2000", "2000", "1"] * 2 + ["NVIDIA", "H100"]
     assert second.split()[1] == "replayed" and second.count("-  ") >= 2  # training without the dense layer
 
 
@@ -101,8 +110,8 @@ def test_graphs_stand_beside_plain_calls_where_wall_times_were_recorded():
     times = {"wall_ms": 0.15, "host_us": 120.0}
     plain = [row(path, tokens=1, **times) for path in ("dense eager", "forced twell")]
     graphs = [row(f"{path} (graph)", tokens=1, wall_ms=0.02, host_us=9.0) for path in ("dense eager", "forced twell")]
-    head, *lines = calls.graphs_table([*graphs, *plain]).splitlines()
-    assert lines[1].split() == ["1", "forced", "twell", "120", "150", "9", "20"] and len(lines) == 2
+    where, _, *lines = calls.graphs_table([*graphs, *plain]).splitlines()
+    assert lines[1].split() == ["1", "forced", "twell", "120", "150", "9", "20"] and len(lines) == 2 and where == WHERE
     for rows in ([], plain, [row(each["path"], tokens=1) for each in (*plain, *graphs)]):
         assert calls.graphs_table(rows).startswith("No wall times of graphs are recorded")
 
@@ -193,5 +202,5 @@ def test_the_figure_draws_what_there_is():
 def test_the_numbers_of_the_gpu_are_those_of_the_map():
     """`gpu_table` takes the cells that the notebook has, whose few tokens are graph replays."""
     rows = [row("forced twell (graph)", 0.02, 0.05, tokens=1), row("forced twell", 0.4, 0.8, tokens=16384)]
-    table = calls.gpu_table(ROWS, hopper.cells(rows)).splitlines()
+    table = calls.gpu_table(ROWS, hopper.cells(rows)).splitlines()[2:]
     assert table[1].split()[1:4] == ["50", "20", "2.5"] and table[3].split()[1:4] == ["800", "400", "2"]

@@ -16,7 +16,7 @@ from ...bench import host
 from ...layers.sparse_ffn import SparseFFN
 from ...ops import measure
 from ..notebook import dtype_for
-from ..recorded import GRAPH, LOGNORMAL, extremes, newest, same, select, timed_here
+from ..recorded import GRAPH, LOGNORMAL, extremes, newest, same, select, sources, timed_here
 
 NAME, KIND = "host-time", "host"
 COMMAND = f"twell-lab record {NAME}"
@@ -86,7 +86,7 @@ def lines(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
 def gpu_table(rows: list[dict], cells: list[dict]) -> str:
     """A table by tokens: microseconds of the GPU, and of a plain call, of the dense layer and of TwELL, without
     gradients. cells: `data.cells` of the inference record, which has the GPU's times."""
-    shown = []
+    shown, used = [], []
     for row in lines(rows).get((FORWARD, SPARSE), ()):
         line = {"tokens": row["tokens"], "call_dense": 1e3 * row["dense_wall_ms"], "call": 1e3 * row["wall_ms"]}
         near = [
@@ -96,6 +96,7 @@ def gpu_table(rows: list[dict], cells: list[dict]) -> str:
             and abs(cell["nnz"] - row["nnz"]) <= 0.08 * row["nnz"]
         ]
         for cell in near[:1]:
+            used.append(cell)
             line |= {"gpu_dense": 1e3 * cell["ms"] * cell["x"], "gpu": 1e3 * cell["ms"], "gpu_x": cell["x"]}
         shown.append(line | {"x": row["x"]})
     columns = {
@@ -107,7 +108,10 @@ def gpu_table(rows: list[dict], cells: list[dict]) -> str:
         "call": "TwELL us",
         "x": "times as fast",
     }
-    return records.table(shown, columns) if shown else MISSING
+    if not shown:
+        return MISSING
+    where = f"GPU: {sources(used) or 'nothing is recorded'}\nplain calls: {sources(rows)}"
+    return f"{where}\n{records.table(shown, columns)}"
 
 
 def bounds_table(rows: list[dict]) -> str:
@@ -119,14 +123,14 @@ def bounds_table(rows: list[dict]) -> str:
         shown.append(line | {row["tokens"]: f"{row['most']:.2f}x" for row in mine})
     counts = {row["tokens"]: f"{row['tokens']:,}" for row in sorted(rows, key=lambda row: row["tokens"])}
     columns = {"workload": "", "path": "tokens:", **counts, "from": "wait is longer from"}
-    return records.table(shown, columns) if shown else MISSING
+    return f"{sources(rows)}\n{records.table(shown, columns)}" if shown else MISSING
 
 
 def tokens_text(tokens: float | None) -> str:
     """What `crossing` found, as text, with two digits: "about 2,000 tokens"."""
     if tokens is None:
         return "nowhere here"
-    return f"about {float(f'{tokens:.2g}'):,.0f} tokens" if tokens else "the fewest on"
+    return f"about {float(f'{tokens:.2g}'):,.0f} tokens" if tokens else "the fewest tokens on"
 
 
 def replayed_table() -> str:
@@ -139,7 +143,7 @@ def replayed_table() -> str:
             continue
         now = record.date >= REPLAYED
         replays |= now
-        line = {"date": record.date, "launches": "replayed" if now else "prepared anew"}
+        line = {"date": record.date, "launches": "replayed" if now else "prepared anew", "device": rows[0]["device"]}
         for workload in (FORWARD, TRAINING):
             us = {row["path"]: 1e3 * row["ms"] for row in rows if row["workload"] == workload}
             if DENSE in us and SPARSE in us:
@@ -150,6 +154,7 @@ def replayed_table() -> str:
     for workload, name in ((FORWARD, "forward"), (TRAINING, "+ backward")):
         columns |= {f"{workload} {DENSE}": f"{name}: dense us", f"{workload} {SPARSE}": "TwELL us"}
         columns[f"{workload} x"] = "of dense"
+    columns["device"] = "on"
     if not shown:
         return MISSING
     return records.table(shown, columns) + "\nNo record here has replayed launches yet." * (not replays)
@@ -170,6 +175,7 @@ def graphs_table(rows: list[dict], nnz: float = host.NNZ) -> str:
         if not beside or row.get("wall_ms") is None or beside[0].get("wall_ms") is None:
             continue
         line = {
+            "where": row["where"],
             "tokens": row["tokens"],
             "path": plain,
             "host": beside[0]["host_us"],
@@ -185,7 +191,7 @@ def graphs_table(rows: list[dict], nnz: float = host.NNZ) -> str:
         "graph_wall": "wall us",
     }
     if shown:
-        return records.table(sorted(shown, key=lambda line: line["tokens"]), columns)
+        return f"{sources(shown)}\n{records.table(sorted(shown, key=lambda line: line['tokens']), columns)}"
     return (
         "No wall times of graphs are recorded in this checkout; `twell-lab record inference` on a machine with a GPU "
         "records them."
