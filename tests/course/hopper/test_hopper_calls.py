@@ -94,15 +94,15 @@ def test_a_crossing_has_two_digits(tokens, said):
 
 
 def test_every_record_stands_in_the_table_of_replays(keep):
-    old, new = ([each | {"ms": ms} for each in both()] for ms in (2.0, 1.0))
-    keep(record("host-time", "2026-11-22T16:00:00Z", old))
+    old, new = ([each | {"ms": ms * (1 + (each["path"] == "twell"))} for each in both()] for ms in (2.0, 1.0))
+    keep(record("host-time", "2026-11-22T16:00:00Z", old), record("another", "2026-11-22T16:00:00Z", new))
     lines = calls.replayed_table().splitlines()
     assert lines[1].split()[:3] == ["2026-11-22T16:00:00Z", "prepared", "anew"] and lines[2].startswith(
         "No record here"
     )
     keep(record("host-time", "2026-11-23T00:00:00Z", new[1:]), record("host-time", "2026-11-22T16:00:00Z", old))
     first, second = calls.replayed_table().splitlines()[1:]
-    assert first.split()[3:] == ["2000", "2000", "1"] * 2 + ["NVIDIA", "H100"]
+    assert first.split()[3:] == ["2000", "4000", "2"] * 2 + ["NVIDIA", "H100"]
     assert second.split()[1] == "replayed" and second.count("-  ") >= 2  # training without the dense layer
 
 
@@ -110,9 +110,11 @@ def test_graphs_stand_beside_plain_calls_where_wall_times_were_recorded():
     times = {"wall_ms": 0.15, "host_us": 120.0}
     plain = [row(path, tokens=1, **times) for path in ("dense eager", "forced twell")]
     graphs = [row(f"{path} (graph)", tokens=1, wall_ms=0.02, host_us=9.0) for path in ("dense eager", "forced twell")]
-    where, _, *lines = calls.graphs_table([*graphs, *plain]).splitlines()
+    others = [row(path, tokens=1, nnz=120.0, **times) for path in ("forced twell", "forced twell (graph)")]
+    where, _, *lines = calls.graphs_table([*graphs, *plain, *others]).splitlines()
     assert lines[1].split() == ["1", "forced", "twell", "120", "150", "9", "20"] and len(lines) == 2 and where == WHERE
-    for rows in ([], plain, [row(each["path"], tokens=1) for each in (*plain, *graphs)]):
+    bare = [row(each["path"], tokens=1) for each in (*plain, *graphs)]
+    for rows in ([], plain, graphs, [*plain, *bare[2:]], [*graphs, *bare[:2]]):
         assert calls.graphs_table(rows).startswith("No wall times of graphs are recorded")
 
 
@@ -184,6 +186,7 @@ def test_the_figure_has_a_panel_for_each_path_and_both_times_in_it():
         ("the result is there, yours, now", [0.13]),
         ("the call returns, yours, now", [0.5]),
     ]
+    assert [trace.name for trace in figure.data if trace.yaxis == "y"] == [name for name, _ in shown[1:]]
     wait = next(trace for trace in figure.data if trace.yaxis == "y2" and trace.error_y.arrayminus).error_y.arrayminus
     assert list(wait) == pytest.approx([0.01, 0.04, 0.6])
     lines = [shape.x0 for shape in figure.layout.shapes]
