@@ -16,7 +16,7 @@ COMPARED = {
     "02-train-with-l1.ipynb": 12,
     "03-pack-it.ipynb": 12,
     "04-first-kernels.ipynb": 14,
-    "05-hopper-kernels.ipynb": 9,
+    "05-hopper-kernels.ipynb": 11,
     "06-train-with-the-kernels.ipynb": 18,
 }
 MARK = "# NBVAL_CHECK_OUTPUT"

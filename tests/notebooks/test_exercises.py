@@ -181,6 +181,12 @@ WRONG = {
         lambda counts: pool_starts(counts, keep_place=False),
         lambda counts: pool_starts(counts, slots=32),
     ],
+    "wall_time": [
+        lambda launch, kernels: max(launch * len(kernels), sum(kernels)),
+        lambda launch, kernels: launch * len(kernels) + sum(kernels),  # one after the other
+        lambda launch, kernels: launch + sum(kernels),  # as if the GPU never waited for the host
+        lambda launch, kernels: max(launch + sum(kernels), launch * len(kernels) + kernels[-1]),
+    ],
     "neuron_lists": [
         lambda rows, d_ff: [
             [t for t, row in enumerate(rows) if n in row] for n in sorted({n for row in rows for n in row})

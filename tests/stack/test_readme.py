@@ -49,9 +49,10 @@ def test_targets_extras_and_files_exist():
         assert (ROOT / picture).is_file(), picture
 
 
-def test_the_counts_of_what_is_attacked_are_those_of_the_newest_records():
+@pytest.mark.parametrize("table", [recordings.attack_table, recordings.host_table])
+def test_a_table_of_records_is_that_of_the_newest(table):
     after = README.partition(
         '<!-- python -c "from twell_lab import records; from twell_lab.app import recordings; '
-        'print(recordings.attack_table(records.load_all()))" prints this table -->\n'
+        f'print(recordings.{table.__name__}(records.load_all()))" prints this table -->\n'
     )[2]
-    assert after.partition("\n\n")[0] == recordings.attack_table(records.load_all())
+    assert after.partition("\n\n")[0] == table(records.load_all())

@@ -7,7 +7,6 @@ nearly equal, a faster kernel gains nothing. Paths take turns; every result is c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -16,7 +15,7 @@ from ..layers.sparse_ffn import SparseFFN
 from ..layers.weights import Weights
 from ..ops import differentiable
 from . import inference, training
-from .rows import DENSE, check, describe, over, table
+from .rows import DENSE, Calls, check, describe, drain, over, table
 
 D_MODEL, D_FF, NNZ = 2048, 5632, 29
 TOKENS = (1, 16, 256, 2048, 16384)
@@ -71,22 +70,25 @@ def _training_rows(layer: torch.nn.Module, inputs: list[torch.Tensor]) -> list[d
     return found
 
 
-def _rows(layer, inputs, what: str, calls: dict[str, Callable[[int], object]]) -> list[dict]:
+def _rows(layer, inputs, what: str, calls: Calls) -> list[dict]:
     shared = describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
-    host, wall = _time(calls)
+    host, wall = clock(calls, ROUNDS)
     return table(shared, host, bursts={path: (host[path], wall[path]) for path in calls})
 
 
-def _time(calls: dict[str, Callable[[int], object]]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds until each call returned, and until the GPU had finished; the GPU is idle before each call."""
+def clock(calls: Calls, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds until each call returned, and until its result was there, the calls in turn, `rounds` times.
+
+    The GPU is idle before each call; a CPU has the result when the call returns. calls: each takes the number of its
+    turn."""
     until_returned, until_done = ({name: [] for name in calls} for _ in range(2))
-    for turn in range(ROUNDS + 5):
+    for turn in range(rounds + 5):
         for name, call in calls.items():
-            torch.cuda.synchronize()
+            drain()
             start = time.perf_counter()
             kept = call(turn)
             returned = time.perf_counter()
-            torch.cuda.synchronize()
+            drain()
             done = time.perf_counter()
             del kept
             if turn >= 5:

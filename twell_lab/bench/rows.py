@@ -154,10 +154,10 @@ def _clock(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[d
     samples = measure.time_cuda(both) if rounds is None else measure.time_cuda(both, rounds=rounds)
     longest = max(measure.quartiles(samples[name])[0] for name in calls)
     count = min(most, max(1, round(BURST_MS / longest)))
-    return samples, measure.time_bursts(calls, _drain, rounds=min(rounds or BURSTS, BURSTS), count=count)
+    return samples, measure.time_bursts(calls, drain, rounds=min(rounds or BURSTS, BURSTS), count=count)
 
 
-def _drain() -> None:
+def drain() -> None:
     """Wait until the GPU has finished; a CPU has when a call returns."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from ..core.errors import CompileError, InputError, StackError
 from ..formats.classic import CSR
 from ..formats.twell import TwELL
 from ..ops import reference
+from .hopper.calls import timeline
 from .roofline.data import pool_table, waves
 from .training.data import firing_share
 
@@ -226,6 +227,16 @@ def _turns(answer) -> str:
     return "tiles at the edges count whole, and so does the last turn."
 
 
+def _wall_time(answer) -> str:
+    cases = [(20, [80, 80, 80]), (20, [5, 5, 5]), (10, [50, 1, 1, 1, 1]), (10, [1, 1, 1, 90, 1]), (7, [3])]
+    for _ in range(4):
+        kernels = torch.randint(0, 40, (int(torch.randint(1, 9, ())),)).tolist()
+        cases.append((int(torch.randint(1, 30, ())), kernels))
+    for launch, kernels in cases:
+        _same(answer(launch, list(kernels)), timeline(launch, kernels)[1], f"wall_time({launch}, {kernels})")
+    return "a kernel waits for its launch and for the kernel before it, whichever is later."
+
+
 def _pool_starts(answer) -> str:
     cases = [[0] * 16, [31] * 16, [32] * 16, [40, 20, 40, 100, 33], [256, 32], [95, 31, 32], [31, 95, 0, 32]]
     cases += [torch.randint(0, 60, (16,)).tolist() for _ in range(3)]
@@ -275,6 +286,7 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "tile_counts": _tile_counts,
     "turns": _turns,
     "pool_starts": _pool_starts,
+    "wall_time": _wall_time,
     "neuron_lists": _neuron_lists,
     "plain_backward": _plain_backward,
 }

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.course import recorded_rows as made
 from twell_lab import records
 from twell_lab.bench import density as bench_density
 from twell_lab.bench.density import DENSITY, scattered
@@ -91,6 +92,50 @@ def test_without_records_the_sentences_say_so(keep):
     keep()
     assert measure.recorded(DENSITY) == [] == measure.recorded_layers(2048, 5632, 29)
     assert "No GPU's" in measure.recorded_sentences([]) and "No GPU's" in measure.zeros_sentence([])
+
+
+WALL = {"wall_ms": 0.16, "dense_wall_ms": 0.12, "host_us": 150.0}
+LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
+
+
+def test_plain_calls_stand_beside_the_gpu_where_they_were_recorded(keep):
+    kept = [
+        made.row(**LAYER | WALL),
+        made.row(**LAYER | WALL | {"tokens": 16384, "ms": 0.9, "dense": 1.8, "wall_ms": 1.0, "dense_wall_ms": 1.9}),
+        made.row(**LAYER | {"tokens": 4}),  # not timed as a plain call
+    ]
+    others = [
+        made.row(**LAYER | each)
+        for each in (
+            {"nnz": 8.0},
+            {"d_ff": 1024},
+            {"path": "forced twell (graph)"},
+            {"device": "CPU"},
+            {"workload": "overflow: no overflow"},
+            {"kind": "plan"},
+        )
+    ]
+    keep(made.record("inference", "2026-01-01T00:00:00Z", [*reversed(kept), *others], kernels=()))
+    rows = measure.recorded_calls(2048, 5632, 29)
+    assert [each["tokens"] for each in rows] == [1, 4, 16384]
+    where, head, one, four, many, told = measure.calls_text(rows).splitlines()
+    assert where == "recorded on NVIDIA H100, 2026-01-01:" and head.count("times as fast") == 2
+    assert one.split() == ["1", "0.04", "0.02", "2", "0.12", "0.16", "0.75"]
+    assert four.split() == ["4", "0.04", "0.02", "2", "-", "-", "-"] and many.split()[-3:] == ["1.9", "1", "1.9"]
+    assert "from 0.75 times as fast as dense (1 token) to 1.90 (16,384 tokens), below 0.97 in 1 of 2 counts" in told
+
+
+def test_without_wall_times_no_number_stands_for_them(keep):
+    keep(made.record("inference", "2026-01-01T00:00:00Z", [made.row(**LAYER)], kernels=()))
+    own = [made.row(**LAYER | WALL | {"where": "yours, now"})]
+    yours, _, _, said, where, head, one, last = measure.calls_text(
+        own + measure.recorded_calls(2048, 5632, 29)
+    ).splitlines()
+    assert yours == "yours, now:" and said.startswith("Plain calls, yours, now: from 0.75")
+    assert "plain" not in head and one.split() == ["1", "0.04", "0.02", "2"]
+    assert where.startswith("recorded on") and last == "The time of plain calls was not measured there."
+    keep()
+    assert measure.calls_text(measure.recorded_calls(2048, 5632, 29)).startswith("No inference run is recorded")
 
 
 def test_prune_keeps_the_largest():

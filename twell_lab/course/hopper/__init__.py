@@ -1,6 +1,6 @@
 """Notebook 05, measured: recorded layers on Hopper GPUs, the planner's trials, and the reader's own times."""
 
-from . import figures
+from . import calls, figures
 from .data import (
     UNIFORM,
     about,

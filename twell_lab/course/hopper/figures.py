@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from ... import plots
 from ..drawing import nothing
 from ..recorded import sources
+from . import calls
 
 PATHS = {
     "planned": plots.BLUE,
@@ -23,6 +25,7 @@ PATHS = {
     "forced portable": plots.GREEN,
     "forced mma.sync": plots.PURPLE,
 }
+CALLS = {"dense eager": "torch's dense layer", "dense": "dense, our kernels", "twell": "TwELL"}  # of "host-time" rows
 NAMES = {
     "planned": "planned",
     "planned compiled": "planned, compiled",
@@ -269,6 +272,80 @@ def decode(found: list[dict], where: str) -> go.Figure:
         )
     figure.update_yaxes(title_text="us", rangemode="tozero")
     return _from(figure, title, where, 420)
+
+
+def host_and_wall(rows: list[dict], own: list[dict]) -> go.Figure:
+    """Milliseconds until a plain call returns and until its result is there, over the tokens: a panel for each path,
+    forward above, forward and backward below. The wait between the two is a vertical line. Each panel also has the
+    dense layer's result, and a dashed line where the wait becomes longer than the call.
+
+    rows: `calls.recorded`, drawn as diamonds; own: `calls.yours`, drawn as circles.
+    """
+    title = "A plain call: when it returns, and when its result is there"
+    found = calls.lines([*rows, *own])
+    if not found:
+        return nothing(title)
+    workloads, paths = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
+    panels = [CALLS.get(path, path.replace("_", "/")) for path in paths]
+    figure = make_subplots(
+        rows=len(workloads),
+        cols=len(paths),
+        shared_yaxes=True,
+        horizontal_spacing=0.025,
+        vertical_spacing=0.1,
+        column_titles=panels,
+    )
+    named: set[str] = set()
+
+    def draw(part: list[dict], key: str, name: str, at: dict, colour: str, symbol: str, **looks) -> None:
+        figure.add_scatter(
+            x=[row["tokens"] for row in part],
+            y=[float(f"{row[key]:.4g}") for row in part],
+            mode="markers",
+            name=name,
+            legendgroup=name,
+            showlegend=name not in named,
+            hovertemplate="%{x:,} tokens: %{y:.3g} ms",
+            marker={"symbol": symbol, "size": 9, "color": colour, "line": {"color": colour, "width": 1.5}},
+            **looks,
+            **at,
+        )
+        named.add(name)
+
+    for (workload, path), part in found.items():
+        at = {"row": 1 + workloads.index(workload), "col": 1 + paths.index(path)}
+        for mine, whose, symbol in ((rows, "recorded", "diamond-open"), (own, "yours, now", "circle")):
+            here = calls.lines(mine).get((workload, path), [])
+            if not here:
+                continue
+            if path != calls.DENSE and mine is rows:
+                name = f"the result of {CALLS[calls.DENSE]} is there, {whose}"
+                draw(here, "dense_wall_ms", name, at, plots.GREY, "line-ew")
+            waits = [float(f"{row['wall_ms'] - row['ms']:.4g}") for row in here]
+            wait = {"array": [0] * len(here), "arrayminus": waits}
+            looks = {"error_y": wait | {"color": plots.BLUE, "thickness": 1.5, "width": 0}}
+            draw(here, "wall_ms", f"the result is there, {whose}", at, plots.BLUE, symbol, **looks)
+            draw(here, "ms", f"the call returns, {whose}", at, plots.ORANGE, symbol)
+        if tokens := calls.crossing([row for row in part if row["where"] == part[0]["where"]]):
+            figure.add_vline(x=tokens, line={"color": plots.INK, "width": 1, "dash": "dash"}, **at)
+    counts = sorted({row["tokens"] for row in [*rows, *own]})
+    figure.update_xaxes(
+        type="log",
+        range=[math.log10(counts[0] / 2), math.log10(counts[-1] * 2)],
+        tickvals=counts,
+        ticktext=[f"{count:,}" for count in counts],
+        tickfont_size=9,
+        tickangle=0,
+    )
+    figure.update_xaxes(title={"text": "tokens", "font": {"size": 11}, "standoff": 4}, row=len(workloads))
+    values = [row[key] for row in [*rows, *own] for key in ("ms", "wall_ms")]
+    ticks = _decades(min(values) / 1.3, max(values) * 1.3)
+    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    for i, workload in enumerate(workloads, 1):
+        figure.update_yaxes(title={"text": f"{workload}, ms", "font": {"size": 12}}, row=i, col=1)
+    figure = _from(figure, title, sources([*rows, *own]), 80 + 220 * len(workloads))
+    figure.update_annotations(font_size=12)
+    return _legend_below(figure).update_layout(legend_y=-0.16)
 
 
 # ---- parts ----

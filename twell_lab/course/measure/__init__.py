@@ -5,11 +5,13 @@ from . import figures
 from .data import (
     Queue,
     break_even_sentence,
+    calls_text,
     compare,
     median,
     ms,
     one_by_one,
     recorded,
+    recorded_calls,
     recorded_layers,
     recorded_sentences,
     relative_error,

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ... import records
 from ...bench.density import Samples, clock, runs_here
 from ...core.errors import InputError
 from ...formats.classic import CSR
 from ...ops import measure
 from ...records.record import flat_rows, is_cpu, load_all
+from ..recorded import LOGNORMAL, extremes, newest
 
 # ---- what a clock says ----
 
@@ -94,6 +96,45 @@ def recorded_layers(d_model: int, d_ff: int, nnz: float) -> list[dict]:
         and 0.8 * nnz < row["nnz"] < 1.25 * nnz
         and "lognormal" in (row["workload"] or "")
     ]
+
+
+def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
+    """Rows of the inference record, from few tokens to many: layers of this size on the TwELL path of a GPU, about this
+    mean nnz. `ms` and `dense_ms` are the GPU's time; `wall_ms` and `dense_wall_ms`, which older records lack, that of
+    plain calls. Each has `where`. May be empty."""
+
+    def wanted(row: dict) -> bool:
+        return (
+            (row.get("kind"), row.get("path")) == ("inference", "forced twell")
+            and not is_cpu(row["device"])
+            and (row["d_model"], row["d_ff"]) == (d_model, d_ff)
+            and 0.8 * nnz < row["nnz"] < 1.25 * nnz
+            and row["workload"] == LOGNORMAL
+        )
+
+    return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])
+
+
+def calls_text(rows: list[dict]) -> str:
+    """For each `where` of the rows a table by tokens: the GPU's time of the dense layer and of SparseFFN, and beside it
+    that of plain calls, as far as it is known; and what comes of it.
+
+    rows: `recorded_calls`, and rows of bench.ffn on a GPU with `where`."""
+    told = []
+    for where in dict.fromkeys(row["where"] for row in rows):
+        mine = [row for row in rows if row["where"] == where]
+        timed = [{**row, "x": row["dense_wall_ms"] / row["wall_ms"]} for row in mine if row.get("wall_ms")]
+        columns = {"tokens": "tokens", "dense_ms": "GPU: dense ms", "ms": "SparseFFN ms", "x_dense": "times as fast"}
+        if timed:
+            columns |= {"dense_wall_ms": "plain call: dense ms", "wall_ms": "SparseFFN ms", "x": "times as fast"}
+        without = [row for row in mine if not row.get("wall_ms")]
+        told.append(f"{where}:\n{records.table(sorted(timed + without, key=lambda row: row['tokens']), columns)}")
+        told.append(
+            extremes("Plain calls", timed, lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}", "counts")
+            if timed
+            else "The time of plain calls was not measured there."
+        )
+    return "\n".join(told) or "No inference run is recorded in this checkout, so no times of plain calls are shown."
 
 
 def recorded_sentences(rows: list[dict]) -> str:
