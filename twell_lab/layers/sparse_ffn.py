@@ -40,10 +40,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
     it the plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
     its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
     or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
-    next `eval`, `follow` or `to`. Either way `down` moves to new memory, as with `Module.to`: CUDA graphs that read the
-    layer have to be captured anew, and no other thread may be in a forward of it. A layer that decides by itself
-    (`watch`) sees to the latter, except for compiled code: if another thread is reading `down`, it is copied. A layer
-    made by hand turns nothing: its source reads the same weights.
+    next `eval` or `follow`. FSDP2 shards a model whose weights are not turned: call `train` before. Either way `down`
+    moves to new memory, as with `Module.to`: CUDA graphs that read the layer have to be captured anew, and no other
+    thread may be in a forward of it. A layer that decides by itself (`watch`) sees to the latter, except for compiled
+    code: if another thread is reading `down`, it is copied. A layer made by hand turns nothing: its source reads the
+    same weights.
 
     A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
     (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it
