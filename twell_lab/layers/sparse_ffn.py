@@ -258,6 +258,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         them as they are: after a change, call the layer once outside of the graph."""
         for each in self._buffers.values():
             copies.forget(each)
+        if self._alias is not None:
+            self._alias = self._aliased()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
@@ -365,7 +367,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
         weights, alias = self._weights(), self._alias
         if alias is None or torch.compiler.is_compiling() or type(weights.down) is not nn.Parameter:
             return weights
-        if torch.is_grad_enabled() and weights.down.requires_grad or place(alias) != place(weights.down):
+        if torch.is_grad_enabled() and weights.down.requires_grad:
+            return weights
+        if place(alias) != place(weights.down):  # it would keep old memory
+            self._alias = None
             return weights
         streams.enter(alias)
         return weights._replace(down=alias)
@@ -410,8 +415,6 @@ class SparseFFN(Learner, nn.Module, StandIn):
         super()._apply(fn, recurse)
         self.refresh()
         self._lay_out({choice.path for _, choice in self._choices})
-        if self._alias is not None:
-            self._alias = self._aliased()
         weights = self._weights()
         for name in {choice.path for _, choice in self._choices}:
             PATHS[name].moved(self, weights)

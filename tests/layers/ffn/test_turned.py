@@ -576,6 +576,9 @@ def test_a_layer_that_watches_follows_its_weights(x):
     sparse.watch(Decided(at=99))
     for change in (add_in_place, replace_data, replace_parameter, away_and_back):
         assert_follows(sparse, changed(sparse, change, 5), x)
+    old = weakref.ref(sparse.down.weight.untyped_storage())
+    assert_follows(sparse, changed(sparse, load_assigning, 6), x)
+    assert old() is None  # nothing keeps the memory of the old one
     sparse.requires_grad_(True)(x).sum().backward()
     assert sparse.down.weight.grad is not None and dense.down_proj.weight.grad is None
 
