@@ -75,11 +75,20 @@ def inputs(gpu, *counts):
     return [torch.randn(tokens, D_MODEL, device=gpu, dtype=torch.bfloat16) for tokens in counts or (1, 100, 3000)]
 
 
+def each_of(layers, x):
+    """What each layer makes of x: in a row, nothing would be left of it for the later ones."""
+    return torch.stack([layer(x) for layer in layers])
+
+
 @torch.no_grad()
 def close(found, dense, x):
-    for one, other in zip(found, dense):  # layer by layer: bfloat16 adds up over several
-        wanted = other(x).float()
-        torch.testing.assert_close(one(x).float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+    alike(each_of(found, x), each_of(dense, x))
+
+
+def alike(found, wanted):
+    largest = wanted.float().abs().max().item()
+    assert largest > 0.01
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=0.05, atol=0.05 * largest)
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["frozen", "as it was loaded"])
@@ -88,7 +97,7 @@ def test_a_swapped_model_holds_next_to_nothing_more(wanted, model, gpu):
     dense = copy.deepcopy(model)
     with torch.no_grad():
         for x in inputs(gpu):  # cuBLAS and the kernels are loaded
-            sparsify(copy.deepcopy(model), "twell")(x), model(x)
+            each_of(sparsify(copy.deepcopy(model), "twell"), x), each_of(model, x)
     weights, before = sum(p.nbytes for p in model.parameters()), allocated()
     sparsify(model, "twell")
     assert allocated() - before <= 0.02 * weights
@@ -107,9 +116,9 @@ def test_a_swapped_model_holds_next_to_nothing_more(wanted, model, gpu):
     model.eval()
     assert all(turned.is_turned(layer.down.weight) for layer in model) and allocated() - before <= 0.02 * weights
     densify(model)
-    assert all(p.is_contiguous() for p in model.parameters()) and allocated() <= before
+    assert all(p.is_contiguous() for p in model.parameters()) and allocated() - before <= 0.02 * weights
     for x in inputs(gpu):
-        assert torch.equal(model(x), dense(x))
+        assert torch.equal(each_of(model, x), each_of(dense, x))
 
 
 def test_a_turned_layer_follows_its_weight_and_its_plan(model, gpu):
@@ -142,29 +151,29 @@ def test_a_gradient_has_the_plain_layout(model, gpu):
     sparsify(model, "twell")
     (x,) = inputs(gpu, 200)
     for each in (model, dense):
-        each(x).float().square().mean().backward()
+        each_of(each, x).float().square().sum().backward()
     for layer, plain in zip(model, dense):
         assert layer.down.weight.is_contiguous() and layer.down.weight.grad.is_contiguous()
         found, wanted = layer.down.weight.grad.float(), plain.down_proj.weight.grad.float()
-        assert (found - wanted).norm() <= 0.1 * wanted.norm()
+        assert 0 < wanted.norm() and (found - wanted).norm() <= 0.1 * wanted.norm()
 
 
 def test_what_a_side_stream_still_reads_stays_in_memory_while_a_weight_is_turned(model, gpu):
     """In both directions, without anybody but the swap waiting."""
     model.requires_grad_(False)
     (x,), side, late = inputs(gpu, 3000), torch.cuda.Stream(), torch.randn(4096, 4096, device=gpu)
-    expected = model(x)
+    expected = each_of(model, x)
     torch.cuda.synchronize()
     size = model[0].down_proj.weight.nbytes
     for turn in (lambda: sparsify(model, "twell"), lambda: model.train(), lambda: model.eval(), lambda: densify(model)):
         with torch.cuda.stream(side):
             for _ in range(20):  # so that the forward is late
                 late @ late
-            y = model(x)
+            y = each_of(model, x)
         turn()
         written = [torch.full((size,), 255, dtype=torch.uint8, device=gpu) for _ in range(2 * LAYERS)]  # NaN
         torch.cuda.synchronize()
-        torch.testing.assert_close(y.float(), expected.float(), rtol=0.05, atol=0.05 * expected.abs().max().item())
+        alike(y, expected)
         assert all((each == 255).all() for each in written)
 
 
@@ -183,16 +192,15 @@ def test_a_captured_graph_of_a_turned_layer(model, gpu):
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            model(x)
+            each_of(model, x)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = model(x)
+        y = each_of(model, x)
     for factor in (1.0, -0.5):
         for each in (model, dense):
             for layer in each:
                 layer.down_proj.weight.mul_(factor)  # the graph reads the weight itself
         x.copy_(inputs(gpu, 100)[0])
         graph.replay()
-        wanted = dense(x).float()
-        torch.testing.assert_close(y.float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+        alike(y, each_of(dense, x))

@@ -40,10 +40,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
     it the plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
     its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
     or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
-    next `eval`, `follow` or `to`. Either way `down` moves to new memory, as with `Module.to`: CUDA graphs that read the
-    layer have to be captured anew, and no other thread may be in a forward of it. A layer that decides by itself
-    (`watch`) sees to the latter, except for compiled code: if another thread is reading `down`, it is copied. A layer
-    made by hand turns nothing: its source reads the same weights.
+    next `eval` or `follow`. FSDP2 shards a model whose weights are not turned: call `train` before. Either way `down`
+    moves to new memory, as with `Module.to`: CUDA graphs that read the layer have to be captured anew, and no other
+    thread may be in a forward of it. A layer that decides by itself (`watch`) sees to the latter, except for compiled
+    code: if another thread is reading `down`, it is copied. A layer made by hand turns nothing: its source reads the
+    same weights.
 
     A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
     (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it
@@ -257,6 +258,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         them as they are: after a change, call the layer once outside of the graph."""
         for each in self._buffers.values():
             copies.forget(each)
+        if self._alias is not None:
+            self._alias = self._aliased()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
@@ -364,7 +367,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
         weights, alias = self._weights(), self._alias
         if alias is None or torch.compiler.is_compiling() or type(weights.down) is not nn.Parameter:
             return weights
-        if torch.is_grad_enabled() and weights.down.requires_grad or place(alias) != place(weights.down):
+        if torch.is_grad_enabled() and weights.down.requires_grad:
+            return weights
+        if place(alias) != place(weights.down):  # it would keep old memory
+            self._alias = None
             return weights
         streams.enter(alias)
         return weights._replace(down=alias)
@@ -409,8 +415,6 @@ class SparseFFN(Learner, nn.Module, StandIn):
         super()._apply(fn, recurse)
         self.refresh()
         self._lay_out({choice.path for _, choice in self._choices})
-        if self._alias is not None:
-            self._alias = self._aliased()
         weights = self._weights()
         for name in {choice.path for _, choice in self._choices}:
             PATHS[name].moved(self, weights)

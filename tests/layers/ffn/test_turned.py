@@ -395,7 +395,7 @@ def test_nothing_is_ever_written_to_a_weight_that_was_left_behind(pair, x):
     kept = sparse.down.weight.data
     before = kept.clone()
     for _ in range(2):
-        sparse.down.weight.data = 2 * before
+        sparse.down.weight.data = (2 * before).contiguous()
         assert_follows(sparse, changed(sparse, add_in_place, 3), x)
         assert torch.equal(kept, before)
         sparse.down.weight.data = kept
@@ -413,7 +413,7 @@ def test_compiled_code_reads_the_view_and_writes_to_no_weight(backend, pair, x):
         assert_follows(run, dense, x)
         assert sparse.down.weight._version == version and sparse.extra_bytes == COUNTERS
     for _ in range(2):
-        sparse.down.weight.data = 2 * before
+        sparse.down.weight.data = (2 * before).contiguous()
         assert_follows(run, changed(sparse, add_in_place, 3), x)
         assert_follows(sparse, changed(sparse, add_in_place, 4), x)
         assert torch.equal(kept, before)
@@ -550,9 +550,12 @@ def test_a_layer_that_decides_turns_its_weight(x):
     assert is_turned(sparse) and holds_no_copy(sparse) and sparse.status()["plan"] == "planned"
 
 
-def test_who_is_in_a_forward_while_another_thread_decides_reads_what_stays(x, monkeypatch):
+@pytest.mark.parametrize("before", [None, load_assigning, away_and_back])
+def test_who_is_in_a_forward_while_another_thread_decides_reads_what_stays(before, x, monkeypatch):
     """And not the Parameter, which is moved meanwhile."""
-    dense, sparse = made(), sparsify(made())
+    sparse = sparsify(made())
+    sparse.watch(Decided(at=2))
+    dense = made() if before is None else changed(sparse, before, 5)
     expected, linear, read = dense(x), torch.nn.functional.linear, []
 
     def late(values, weight, bias=None):
@@ -563,7 +566,6 @@ def test_who_is_in_a_forward_while_another_thread_decides_reads_what_stays(x, mo
             assert is_turned(sparse)
         return linear(values, weight, bias)
 
-    sparse.watch(Decided(at=2))
     monkeypatch.setattr("twell_lab.layers.paths.dense.linear", late)
     assert torch.equal(sparse(x), expected)
     assert read[0] is not sparse.down.weight and read[0].is_contiguous()
@@ -576,6 +578,9 @@ def test_a_layer_that_watches_follows_its_weights(x):
     sparse.watch(Decided(at=99))
     for change in (add_in_place, replace_data, replace_parameter, away_and_back):
         assert_follows(sparse, changed(sparse, change, 5), x)
+    old = weakref.ref(sparse.down.weight.untyped_storage())
+    assert_follows(sparse, changed(sparse, load_assigning, 6), x)
+    assert old() is None  # nothing keeps the memory of the old one
     sparse.requires_grad_(True)(x).sum().backward()
     assert sparse.down.weight.grad is not None and dense.down_proj.weight.grad is None
 
