@@ -9,7 +9,8 @@ The design, in ten lines:
 5. The caller's clock decides: the wall time of plain eager calls, or that of graph replays (`for_graphs=True`).
 6. A sparse path must be 3% faster than the layer as it was, and than our dense path (5% shared, 10% only predicted),
 7. also than dense should be once torch.compile has fused it, and neither its host time nor its device time may be above
-   dense's: in a model that waits for the host, the time of a layer alone misleads.
+   dense's: in a model that waits for the host, the time of a layer alone misleads. A host time that is at most half of
+   the path's own device time may be: a model of such layers waits for the GPU.
 8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
 9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
 10. On a CPU, where a call of dense is predicted to take more than 30 ms, nothing is timed.
@@ -48,6 +49,7 @@ TOKENS = (1, 64, 2048, 16384)
 MARGIN = 0.97  # a sparse path that was timed on the layer is taken up to this share of the dense time
 MARGIN_SHARED = 0.95  # up to this one where it was timed on a layer like it
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
+HIDDEN = 0.5  # the share of a path's device time up to which its host time does not count
 _CUTS = 3  # times a class is cut in two at most
 _TIMED = 3  # sparse candidates of one class that are timed at most
 _ROWS = 4096  # inputs of a layer that are captured at most; a class of more tokens repeats them
@@ -231,9 +233,9 @@ class _Weigher:
             hosts[choice.path] = taken.host
         times: dict[Choice | None, Times] = {}
         for choice, us in predicted.items():
-            host = hosts.get(choice.path)
-            times[choice] = Times(max(us * off.get(choice.path, max(off.values())), host or 0.0), host)
-        return {None: Times(times[DENSE].call, self.last.times[None].host), **times}
+            host, device = hosts.get(choice.path), us * off.get(choice.path, max(off.values()))
+            times[choice] = Times(device) if host is None else Times(max(device, host), host, device)
+        return {None: times[DENSE]._replace(host=self.last.times[None].host), **times}
 
     def worth_timing(self, tokens: int) -> list[Choice]:
         """The dense path, and the best predicted other ones that are within reach; empty if there are none, or where a
@@ -313,7 +315,8 @@ def _barred(
     devices = [each.device for each in (dense, before) if each.device is not None]
     # Of the host, dense means the layer as it was: our own dense path may take less.
     for clock, us, limit in (("host", taken.host, before.host), ("device", taken.device, min(devices, default=None))):
-        if us is not None and limit is not None and us > slack * limit:
+        hidden = clock == "host" and taken.device is not None and taken.host <= HIDDEN * taken.device
+        if us is not None and limit is not None and us > slack * limit and not hidden:
             return f"faster, but its {clock} time, {us:.4g} us, is above dense's, {limit:.4g}"
     return None
 
