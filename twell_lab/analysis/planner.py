@@ -21,7 +21,7 @@ rows read from the cache for each entry; where the line lies is for the rates to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -319,44 +319,6 @@ def _barred(
         if us is not None and limit is not None and us > slack * limit and not hidden:
             return f"faster, but its {clock} time, {us:.4g} us, is above dense's, {limit:.4g}"
     return None
-
-
-def sparing(layer: LayerPlan, paths: Collection[str]) -> LayerPlan:
-    """The plan of a layer that may not take these paths: where it did, the fastest of its other candidates that may be
-    taken, or dense."""
-    kept: list[Candidate] = []
-    for tokens in layer.choices:
-        found = [each for each in layer.candidates if each.tokens == tokens]
-        chosen = next(each for each in found if each.chosen)
-        left = [each for each in found if each.path not in paths]
-        if chosen.path in paths and not any(each.choice == DENSE for each in left):
-            raise InputError(
-                f"layer {layer.name!r} has no dense candidate for {tokens} tokens; a plan made by tl.plan is accepted"
-            )
-        if chosen.path in paths:
-            why = "needs more memory than it may have"
-            left = _judged_again(layer.name, left, chosen.timed_on)
-            left += [replace(each, chosen=False, why=why) for each in found if each.path in paths]
-        else:
-            left = found
-        kept += left
-    return replace(layer, candidates=tuple(kept))
-
-
-def _judged_again(name: str, left: list[Candidate], timed_on: str | None) -> list[Candidate]:
-    """What is left of the candidates of a class, one of them chosen. timed_on: the layer that they were timed on."""
-    predicted = {each.choice: each.predicted_us for each in left}
-    tokens = left[0].tokens
-    if timed_on is None:
-        times: dict[Choice | None, Times] = {choice: Times(us) for choice, us in predicted.items()}
-        return _judge(tokens, predicted, times, MARGIN_PREDICTED, "predicted")
-    timed = [each for each in left if each.measured_us is not None]
-    times = {each.choice: Times(each.measured_us, each.host_us, each.device_us) for each in timed}
-    dense = times[DENSE]
-    before = next((each.before_us for each in timed if each.before_us is not None), dense.call)
-    times[None] = Times(before, dense.host, dense.device)
-    margin, how = (MARGIN, "measured") if timed_on == name else (MARGIN_SHARED, f"measured on {timed_on}")
-    return _judge(tokens, predicted, times, margin, how, timed_on=timed_on)
 
 
 def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
