@@ -315,8 +315,9 @@ def _barred(
     devices = [each.device for each in (dense, before) if each.device is not None]
     # Of the host, dense means the layer as it was: our own dense path may take less.
     for clock, us, limit in (("host", taken.host, before.host), ("device", taken.device, min(devices, default=None))):
-        hidden = clock == "host" and taken.device is not None and taken.host <= HIDDEN * taken.device
-        if us is not None and limit is not None and us > slack * limit and not hidden:
+        if us is None or limit is None or us <= slack * limit:
+            continue
+        if clock == "device" or taken.device is None or us > HIDDEN * taken.device:
             return f"faster, but its {clock} time, {us:.4g} us, is above dense's, {limit:.4g}"
     return None
 

@@ -97,6 +97,8 @@ def test_reasons():
     assert reason(TWELL, behind) == "1.67x the time of the choice, measured" and "fastest, " in reason(HOT, behind)
     behind[HOT] = Times(200.0, 60.0, 119.0)
     assert reason(TWELL, behind) == "fastest, measured: 5.00x dense"  # the GPU takes twice as long as the host
+    replayed = {c: Times(us, None, us) for c, us in {DENSE: 90.0, TWELL: 60.0, HOT: 70.0, None: 91.0}.items()}
+    assert reason(TWELL, replayed) == "fastest, measured: 1.52x dense"  # graphs: nobody knows the host's time
     busy = trial(dense=Times(100.0, 90.0, 20.0), twell=Times(50.0, 45.0, 30.0))
     assert reason(DENSE, busy) == "twell is faster, but its device time, 30 us, is above dense's, 20, measured"
 
