@@ -64,8 +64,8 @@ __device__ __forceinline__ bool join_parts(float (&d)[128], float4* __restrict__
 }
 
 // h [slots, d_ff] by a map of (k, rows), boxes (64, 128); down_t [d_ff, d_model] by one of (columns, k), boxes (64, 64).
-// A chunk's rows are `lost[0] - first`, between 0 and `slots`. start: null or fp32 [., d_model]. counters: 0, one for each consumer warp of the grid; parts:
-// 16 KB for each.
+// A chunk's rows are `lost[0] - first`, between 0 and `slots`. start: null or fp32 [., d_model]. counters: 0, one for
+// each consumer warp of the grid; parts: 16 KB for each.
 extern "C" __global__ void HOPPER_GEMM
 down_rows(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap down_t, const value_t* __restrict__ bias,
           const float* __restrict__ start, value_t* __restrict__ y, const int* __restrict__ lost, int first, int slots,

@@ -98,9 +98,9 @@ __device__ __forceinline__ u32 start_pipeline() {
 __device__ __forceinline__ void finish_pipeline() { cluster_sync(); }
 
 // By one thread. a: map of (k, rows), box (64, 128); row 0 of the tiles is row `row0` of the map. load_b(to, barrier,
-// k, tile) starts copies into the BN rows (with B_ALONG_N: BN / 64 boxes of 64 rows) of 128 bytes at `to`, which together bring B_BYTES to this block's barrier:
-// with a cluster, this block's half of the rows goes to every block (tma_load_all), and the other block's half comes
-// from there. k_first: the step along k that the block starts from.
+// k, tile) starts copies into the BN rows (with B_ALONG_N: BN / 64 boxes of 64 rows) of 128 bytes at `to`, which
+// together bring B_BYTES to this block's barrier: with a cluster, this block's half of the rows goes to every block
+// (tma_load_all), and the other block's half comes from there. k_first: the step along k that the block starts from.
 template <class LoadB>
 __device__ __forceinline__ void produce(const Tiles& tiles, u32 base, const TensorMap* a, int row0, int k_count, LoadB load_b,
                                         int k_first = 0) {

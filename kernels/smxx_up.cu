@@ -15,7 +15,8 @@
 extern "C" __global__ void ONE_TOKEN_BLOCK
 up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
       const value_t* __restrict__ up, const value_t* __restrict__ up_bias, float* __restrict__ hidden,
-      float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x, int columns, int first, int most) {
+      float* __restrict__ hidden_pool, int* __restrict__ lost, value_t* __restrict__ lost_x, int columns, int first,
+      int most) {
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
     const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
     const Pooled m = {packed, pool, columns};
