@@ -2,8 +2,9 @@
 
 Launches run on torch's current stream, and nothing waits for the GPU. Each thread prepares a kernel once
 (`_Prepared`): it gets the driver's handle, and one piece of host memory from which the driver reads the grid and the
-arguments. From then on a launch writes numbers into that memory and calls the driver. A kernel's parameters and the
-number of threads of its blocks are read from its source.
+arguments. From then on a launch writes numbers into that memory and calls the driver. Launches that follow each other
+in the same way again and again share one piece of memory (`Batch`), in which all new addresses are written at once. A
+kernel's parameters and the number of threads of its blocks are read from its source.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ _MOST_KERNELS, _MOST_PREPARED = 4096, 1024  # kept at most; the least recently u
 _ALIGNED = 64  # bytes: the alignment of a tensor map
 # CUlaunchConfig of cuda.h, for `struct`: grid, block, shared, stream, attributes, their number, padding to _ALIGNED.
 _CONFIG = "7I4xQQI12x"
+_STREAM = struct.calcsize("<7I4x")  # bytes before the stream
 # Parameters that are numbers: the format for `struct`, the least value, and the greatest plus 1.
 _NUMBERS = {
     "int": ("i4x", -(2**31), 2**31),
@@ -121,15 +124,6 @@ def _launch(made: Kernel, device: torch.device, grid: tuple[int, int], arguments
         prepared.launch(grid, current_stream(device.index), [_value(given) for given in arguments])
 
 
-def start(made: Kernel, index: int, grid: tuple[int, int], stream: int, values: list) -> None:
-    """Launch on CUDA device `index`, which must be the current one. values: an address, a number or bytes for each
-    parameter."""
-    prepared = own.prepared(made, index)
-    if prepared.write is None:
-        prepared.lay_out(values)
-    prepared.launch(grid, stream, values)
-
-
 _NOTHING: AbstractContextManager = nullcontext()
 
 
@@ -155,6 +149,8 @@ class _Attribute(ctypes.Structure):
 class _Prepared:
     """A kernel loaded on one device, and the memory from which the driver reads one thread's launches of it."""
 
+    write: Callable | None = None  # made by lay_out, which needs the first arguments
+
     def __init__(self, made: Kernel, index: int):
         _make_context_current(index)
         self.made, self.device = made, torch.device("cuda", index)
@@ -164,33 +160,116 @@ class _Prepared:
         early = made.early and _may_start_early(index)
         self.fixed = (1, made.entry.threads, 1, 1, made.shared)
         self.attributes = (ctypes.addressof(self.attribute), 1) if early else (0, 0)
-        self.write: Callable | None = None  # made by lay_out, which needs the first arguments
 
     def lay_out(self, arguments: Sequence) -> None:
         """Make the memory for arguments of these kinds. Raises InputError for arguments that the kernel does not
         take."""
         check_arguments(self.made.entry, arguments)
         layout, offsets = _layout(self.made.entry.parameters, arguments)
-        room = (ctypes.c_char * (layout.size + _ALIGNED))()
-        start = -ctypes.addressof(room) % _ALIGNED
-        base = ctypes.addressof(room) + start
+        room, start = _room(layout.size)
+        self.start = self.starter(ctypes.addressof(room) + start, offsets)
+        self.write = partial(layout.pack_into, room, start)
+
+    def starter(self, base: int, offsets: list[int]) -> Callable[[], int]:
+        """A function that launches what is written at the address `base`, and returns the driver's error code.
+
+        offsets: bytes from there to each argument."""
         self.addresses = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
         pointers = (base, self.function, ctypes.addressof(self.addresses))
-        self.start = partial(_driver().cuLaunchKernelEx, *map(ctypes.c_void_p, pointers), None)
-        self.write = partial(layout.pack_into, room, start)
+        return partial(_driver().cuLaunchKernelEx, *map(ctypes.c_void_p, pointers), None)
 
     def launch(self, grid: tuple[int, int], stream: int, values: list) -> None:
         self.write(*grid, *self.fixed, stream, *self.attributes, *values)
-        status = self.start()
+        if status := self.start():
+            self.retry(status, self.start, grid)
+
+    def retry(self, status: int, start: Callable[[], int], grid: tuple[int, int]) -> None:
+        """Launch again where the thread had no context. Raises DeviceError for any other error code."""
         if status == _NO_CONTEXT:
             enter(self.device)
-            status = self.start()
+            status = start()
         if status:
             made = self.made
             raise DeviceError(
                 f"the driver refused a launch of {made.name} with grid {grid}, {self.fixed[1]} threads a block and "
                 f"{made.shared} bytes of shared memory: CUDA error {status}"
             )
+
+
+class Recorded(NamedTuple):
+    """One launch of a Batch. Addresses that change from call to call are kept as a pair: the number of a tensor, and
+    the bytes from its start.
+
+    values: an address, a number or bytes for each parameter. pointers: (index of a parameter, number of the tensor);
+    there `values` holds the bytes from the tensor's start. structures: (index of a parameter, Structure.make, a pair
+    for each address that `make` takes)."""
+
+    kernel: Kernel
+    grid: tuple[int, int]
+    values: list
+    pointers: list[tuple[int, int]]
+    structures: list[tuple[int, Callable[..., bytes], list[tuple[int, int]]]]
+
+    def uses(self, tensor: int) -> bool:
+        """Whether an argument lies in this tensor."""
+        return any(number == tensor for _, number in self.pointers) or any(
+            number == tensor for *_, pairs in self.structures for number, _ in pairs
+        )
+
+
+class Batch:
+    """Launches that one thread makes one after the other, again and again, for tensors at other addresses.
+
+    The driver reads all of them from one piece of memory. A `run` writes the new addresses into it, all at once, and
+    calls the driver for each launch. Structures are made again where one of their addresses changed."""
+
+    def __init__(self, index: int, launches: Sequence[Recorded]) -> None:
+        """index: of the CUDA device, which must be the current one."""
+        laid, size = [], 0
+        for each in launches:
+            check_arguments(each.kernel.entry, each.values)
+            layout, offsets = _layout(each.kernel.entry.parameters, each.values)
+            laid.append((size, layout, offsets))
+            size += -(-layout.size // _ALIGNED) * _ALIGNED
+        self.room, begin = _room(size)
+        slots, numbers, more = [], [], []  # words of the memory; there goes the address of a tensor, and so many bytes
+        self.starts, self.structures, self.made = [], [], []
+        for each, (at, layout, offsets) in zip(launches, laid):
+            prepared, at = _Prepared(each.kernel, index), begin + at
+            layout.pack_into(self.room, at, *each.grid, *prepared.fixed, 0, *prepared.attributes, *each.values)
+            for place, number, bytes_on in (
+                (_STREAM, 0, 0),
+                *((offsets[parameter], number, each.values[parameter]) for parameter, number in each.pointers),
+            ):
+                slots.append((at - begin + place) // 8)
+                numbers.append(number)
+                more.append(bytes_on)
+            for parameter, make, pairs in each.structures:
+                self.structures.append((at + offsets[parameter], make, pairs))
+                self.made.append(None)
+            self.starts.append((prepared.starter(ctypes.addressof(self.room) + at, offsets), prepared, each.grid))
+        self.words = np.frombuffer(self.room, np.uint64, size // 8, begin)
+        self.slots, self.numbers = np.array(slots), np.array(numbers)
+        self.more = np.array(more, np.uint64)
+
+    def run(self, starts: list[int]) -> None:
+        """Launch all. starts: the stream, then the address of each tensor by its number."""
+        self.words[self.slots] = np.array(starts, np.uint64)[self.numbers] + self.more
+        for i, (at, make, pairs) in enumerate(self.structures):
+            addresses = [starts[number] + more if number else more for number, more in pairs]
+            if addresses != self.made[i]:
+                image = make(*addresses)
+                self.room[at : at + len(image)] = image
+                self.made[i] = addresses
+        for start, prepared, grid in self.starts:
+            if status := start():
+                prepared.retry(status, start, grid)
+
+
+def _room(size: int) -> tuple[ctypes.Array, int]:
+    """Memory of the host for `size` bytes, and where in it these begin, aligned for a tensor map."""
+    room = (ctypes.c_char * (size + _ALIGNED))()
+    return room, -ctypes.addressof(room) % _ALIGNED
 
 
 class _Own(threading.local):

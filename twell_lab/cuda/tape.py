@@ -2,21 +2,22 @@
 
 Most of the host's work for a call is the same each time: checks, the choice of kernels, their grids and arguments, and
 the allocation of the buffers between them. A `Tape` does that work once. A replay computes the addresses of this call's
-tensors, writes them into the recorded arguments, and launches. The buffers between the kernels become parts of one
-allocation, in which buffers that are not in use at the same time share memory. A CUDA graph saves the same work, but
-its inputs must lie at the same addresses each time."""
+tensors, writes them into the recorded arguments, and launches (`launcher.Batch`). The buffers between the kernels
+become parts of one allocation, in which buffers that are not in use at the same time share memory. A CUDA graph saves
+the same work, but its inputs must lie at the same addresses each time."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from . import launcher
-from .launcher import Kernel, Structure, address
+from .launcher import Batch, Kernel, Recorded, Structure, address
 
 _BOUNDARY = 256  # bytes: each buffer between the kernels starts at a multiple of it
 
@@ -33,7 +34,7 @@ class Tape:
     """One call, for inputs of certain shapes. Several threads may play it at once."""
 
     def __init__(self) -> None:
-        self._recorded: _Recorded | None = None
+        self._recorded: _Replay | None = None
 
     @property
     def recorded(self) -> bool:
@@ -73,29 +74,6 @@ class Tape:
         return result
 
 
-class _Launch(NamedTuple):
-    """One recorded launch.
-
-    Addresses that change from call to call are kept as a pair: the number of a tensor, and the bytes from its start.
-    Tensors are numbered as in `_Recording`.
-
-    values: the arguments, of which a replay changes those named below. pointers: (index in values, tensor); there
-    values holds the bytes from the tensor's start. structures: (index in values, Structure.make, a pair for each
-    address that `make` takes)."""
-
-    kernel: Kernel
-    grid: tuple[int, int]
-    values: list
-    pointers: list[tuple[int, int]]
-    structures: list[tuple[int, Callable[..., bytes], list[tuple[int, int]]]]
-
-    def uses(self, tensor: int) -> bool:
-        """Whether an argument lies in this tensor."""
-        return any(number == tensor for _, number in self.pointers) or any(
-            number == tensor for *_, pairs in self.structures for number, _ in pairs
-        )
-
-
 class _Recording:
     """What a call does while it runs.
 
@@ -105,7 +83,7 @@ class _Recording:
 
     def __init__(self, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
         self.inputs = inputs
-        self.launches: list[_Launch] = []
+        self.launches: list[Recorded] = []
         self.allocations: list[Tensor] = []  # their shapes and types, on the device "meta", which has no memory
         # The memory of each tensor: its first byte, the one after its last, the tensor's number, and a weak reference
         # to its storage. Once that is freed, other tensors may get the same addresses.
@@ -136,7 +114,7 @@ class _Recording:
         return 0, at
 
     def launched(self, kernel: Kernel, grid: tuple[int, int], arguments: Sequence) -> None:
-        launch = _Launch(kernel, grid, [], [], [])
+        launch = Recorded(kernel, grid, [], [], [])
         for index, (parameter, given) in enumerate(zip(kernel.entry.parameters, arguments)):
             if isinstance(given, Structure):
                 pairs = [self._located(address(t)) for t in given.of]
@@ -150,10 +128,10 @@ class _Recording:
             launch.values.append(given)
         self.launches.append(launch)
 
-    def finished(self, result: Any) -> _Recorded | None:
+    def finished(self, result: Any) -> _Replay | None:
         """What there is to replay, for a `run` that returned `result`; None where it cannot be replayed."""
         results = [self._returned(t) for t in (result if isinstance(result, tuple) else (result,))]
-        return _Recorded(self, results, isinstance(result, tuple)) if self.complete else None
+        return _Replay(self, results, isinstance(result, tuple)) if self.complete else None
 
     def _returned(self, t: Tensor | None) -> int:
         """The number of a tensor that `run` returned, 0 for None. A part of a tensor, or another view, has none."""
@@ -177,7 +155,7 @@ class _Recording:
         return users[0], free
 
 
-class _Recorded:
+class _Replay:
     """A call that was recorded, to be replayed. Tensors are numbered as in `_Recording`."""
 
     def __init__(self, recording: _Recording, results: list[int], several: bool) -> None:
@@ -191,6 +169,7 @@ class _Recorded:
         between = [number for number in allocated if number not in results]
         offsets, self.size = _offsets([allocated[each].nbytes for each in between], [*map(recording.in_use, between)])
         self.between = [*zip(between, offsets)]
+        self.own = threading.local()  # .batch: of each thread that replays
 
     def fits(self, inputs: Sequence[Tensor | None]) -> bool:
         return [*map(_alignment, inputs)] == self.alignments
@@ -207,14 +186,11 @@ class _Recorded:
                 begin = between.data_ptr()
                 for number, offset in self.between:
                     starts[number] = begin + offset
-            stream = launcher.current_stream(device.index)
-            for kernel, grid, values, pointers, structures in self.launches:
-                values = values.copy()
-                for index, number in pointers:
-                    values[index] += starts[number]
-                for index, make, pairs in structures:
-                    values[index] = make(*[starts[number] + more for number, more in pairs])
-                launcher.start(kernel, device.index, grid, stream, values)
+            starts[0] = launcher.current_stream(device.index)
+            batch = getattr(self.own, "batch", None)
+            if batch is None:
+                batch = self.own.batch = Batch(device.index, self.launches)
+            batch.run(starts)
         found = tuple([tensors[number] for number in self.results])
         return found if self.several else found[0]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cuda.launcher.fake_driver import driving
 from tests.ops.calls.pretended import pretend
+from twell_lab.core.errors import DeviceError
 from twell_lab.cuda import launcher, tape
 from twell_lab.cuda.launcher import Structure
 from twell_lab.cuda.sources import Entry
@@ -90,6 +91,44 @@ def test_a_replay_launches_the_same_for_tensors_that_lie_elsewhere(driver):
             ("three", (1, 1), [other, bias.data_ptr(), 0, y.data_ptr()]),
         ]
         assert [each[:2] for each in again] == [each[:2] for each in first]
+
+
+def test_a_structure_is_made_again_only_for_other_addresses(driver):
+    made, asked = Tape(), []
+
+    def pair(one, other):
+        asked.append((one, other))
+        return PAIR(one, other)
+
+    def run(x, weight):
+        launch("one", "HP", Structure(pair, (weight, x)), x)
+        return x
+
+    x, other, weight = gpu(4), gpu(4), gpu(3)
+    for t in (x, x, x, other, other, x):
+        launches, _ = seen(driver, lambda t=t: made.play(run, (t,), (weight,)))
+        assert launches == [("one", (1, 1), [(weight.data_ptr(), t.data_ptr()), t.data_ptr()])]
+    addresses = [(weight.data_ptr(), t.data_ptr()) for t in (x, x, other, x)]
+    assert asked == addresses  # recorded, the first replay, and each change
+
+
+def test_a_replay_in_a_thread_without_a_context_launches_again(driver, monkeypatch):
+    entered, made, x, bias, weight = [], Tape(), gpu(7), gpu(7), gpu(10)
+    monkeypatch.setattr(launcher, "enter", entered.append)
+    made.play(chain, (x, bias), (weight,))
+    driver.status = [201]
+    launches, _ = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
+    assert entered == [GPU] and [name for name, *_ in launches] == ["one", "one", "two", "three"]
+
+
+def test_a_refused_replay_names_kernel_and_error_and_the_next_one_runs(driver):
+    made, x, bias, weight = Tape(), gpu(7), gpu(7), gpu(10)
+    made.play(chain, (x, bias), (weight,))
+    driver.status = [0, 719]
+    with pytest.raises(DeviceError, match=r"a launch of two with grid \(7, 1\).*CUDA error 719"):
+        made.play(chain, (x, bias), (weight,))
+    launches, _ = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
+    assert [name for name, *_ in launches] == ["one", "two", "three"]
 
 
 def test_what_is_not_in_use_at_the_same_time_shares_a_place(driver):
