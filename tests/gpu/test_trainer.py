@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from twell_lab.core.errors import InputError
-from twell_lab.cuda import launcher
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.training import compiled as compiling
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text.source import standard_library
+
+from .watching import watched_launches
 
 # Gradients of the embedding are summed in any order on a GPU, so two runs of the same seed differ too: over these 24
 # steps the losses of float32 runs are held to 1e-3, those of bfloat16 ones to 2e-2.
@@ -155,13 +156,7 @@ def test_every_way_to_compute_a_step(tiny, plain, changes, rel, monkeypatch):
 
 def test_layers_go_over_to_the_kernels_when_they_fire_little_enough(tiny, monkeypatch):
     """By the break-even measured here, which an L1 as large as this takes them below."""
-    names, real = [], launcher._Prepared.launch
-
-    def launch(prepared, *more):
-        names.append(prepared.made.name)
-        real(prepared, *more)
-
-    monkeypatch.setattr(launcher._Prepared, "launch", launch)  # which replayed calls go through too
+    names = watched_launches(monkeypatch)
     runs, init = [], running.Run.__init__
     monkeypatch.setattr(running.Run, "__init__", lambda run, *arguments: (init(run, *arguments), runs.append(run))[0])
     changes = dict(dtype="bfloat16", d_model=512, d_ff=2048, l1=0.1, lr=5e-3, steps=60)

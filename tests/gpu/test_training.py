@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from twell_lab import ops
-from twell_lab.cuda import launcher, sources
+from twell_lab.cuda import sources
 from twell_lab.layers import terms as penalty
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
@@ -19,6 +19,7 @@ from twell_lab.ops import differentiable, train_rows
 from twell_lab.ops.reference import GatedFeedForward
 
 from .drawn import tensors
+from .watching import watched_launches
 
 pytestmark = pytest.mark.gpu
 NAMES = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -87,14 +88,7 @@ def assert_right(found, made, dy, dl1):
 @pytest.fixture
 def ran(monkeypatch):
     """The names of the kernels that were launched."""
-    names, real = [], launcher._Prepared.launch
-
-    def launch(prepared, *more):
-        names.append(prepared.made.name)
-        real(prepared, *more)
-
-    monkeypatch.setattr(launcher._Prepared, "launch", launch)  # which replayed calls go through too
-    return names
+    return watched_launches(monkeypatch)
 
 
 def all_ran(names):

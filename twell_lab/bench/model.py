@@ -149,6 +149,9 @@ def llama(shape: Shape) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(shape.device):
         model = LlamaForCausalLM(config)
+    # As large as what the layers add: with small ones the mean over the tokens before, which is about the same for all
+    # tokens of a sequence, would decide which neurons fire.
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
     return model.to(torch.bfloat16).eval().requires_grad_(False)
 
 

@@ -1,10 +1,9 @@
 """Loading compiled kernels and launching them: on a GPU through the driver, on CPU tensors in the simulator.
 
 Launches run on torch's current stream, and nothing waits for the GPU. Each thread prepares a kernel once
-(`_Prepared`): it gets the driver's handle, and one piece of host memory from which the driver reads the grid and the
-arguments. From then on a launch writes numbers into that memory and calls the driver. Launches that follow each other
-in the same way again and again share one piece of memory (`Batch`), in which all new addresses are written at once. A
-kernel's parameters and the number of threads of its blocks are read from its source.
+(`Prepared`): it gets the driver's handle, and one piece of host memory from which the driver reads the grid and the
+arguments. From then on a launch writes numbers into that memory and calls the driver. A kernel's parameters and the
+number of threads of its blocks are read from its source.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,15 +30,15 @@ if TYPE_CHECKING:
     from ..simulator.source import Parameter
 
 # CUDA_ERROR_INVALID_CONTEXT: of a thread, such as autograd's, in which torch has not used CUDA yet
-_NO_CONTEXT = 201
+NO_CONTEXT = 201
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _EARLY_DRIVER = 12_030  # CUDA 12.3: since then graphs can hold launches that may start before the previous one ends
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID of cuda.h
 _MOST_KERNELS, _MOST_PREPARED = 4096, 1024  # kept at most; the least recently used is dropped
-_ALIGNED = 64  # bytes: the alignment of a tensor map
-# CUlaunchConfig of cuda.h, for `struct`: grid, block, shared, stream, attributes, their number, padding to _ALIGNED.
+ALIGNED = 64  # bytes: the alignment of a tensor map
+# CUlaunchConfig of cuda.h, for `struct`: grid, block, shared, stream, attributes, their number, padding to ALIGNED.
 _CONFIG = "7I4xQQI12x"
-_STREAM = struct.calcsize("<7I4x")  # bytes before the stream
+STREAM = struct.calcsize("<7I4x")  # bytes before the stream
 # Parameters that are numbers: the format for `struct`, the least value, and the greatest plus 1.
 _NUMBERS = {
     "int": ("i4x", -(2**31), 2**31),
@@ -48,6 +47,7 @@ _NUMBERS = {
 }
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # whether the current stream is
 _loaded: dict[tuple, int] = {}
 _modules: list = []  # keeps the loaded modules alive
 _lock = threading.Lock()
@@ -146,7 +146,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
 
 
-class _Prepared:
+class Prepared:
     """A kernel loaded on one device, and the memory from which the driver reads one thread's launches of it."""
 
     write: Callable | None = None  # made by lay_out, which needs the first arguments
@@ -157,7 +157,7 @@ class _Prepared:
         self.function = _kernel(made, self.device)
         self.attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
         self.attribute.value[0] = 1
-        early = made.early and _may_start_early(index)
+        early = made.early and may_start_early(index)
         self.fixed = (1, made.entry.threads, 1, 1, made.shared)
         self.attributes = (ctypes.addressof(self.attribute), 1) if early else (0, 0)
 
@@ -165,18 +165,18 @@ class _Prepared:
         """Make the memory for arguments of these kinds. Raises InputError for arguments that the kernel does not
         take."""
         check_arguments(self.made.entry, arguments)
-        layout, offsets = _layout(self.made.entry.parameters, arguments)
-        room, start = _room(layout.size)
+        layout, offsets = layout_of(self.made.entry.parameters, arguments)
+        room, start = room_for(layout.size)
         self.start = self.starter(ctypes.addressof(room) + start, offsets)
         self.write = partial(layout.pack_into, room, start)
 
     def starter(self, base: int, offsets: list[int]) -> Callable[[], int]:
         """A function that launches what is written at the address `base`, and returns the driver's error code.
 
-        offsets: bytes from there to each argument."""
+        offsets: bytes from there to each argument. Sets `addresses`, the array of the arguments' addresses."""
         self.addresses = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
         pointers = (base, self.function, ctypes.addressof(self.addresses))
-        return partial(_driver().cuLaunchKernelEx, *map(ctypes.c_void_p, pointers), None)
+        return partial(driver().cuLaunchKernelEx, *map(ctypes.c_void_p, pointers), None)
 
     def launch(self, grid: tuple[int, int], stream: int, values: list) -> None:
         self.write(*grid, *self.fixed, stream, *self.attributes, *values)
@@ -185,108 +185,45 @@ class _Prepared:
 
     def retry(self, status: int, start: Callable[[], int], grid: tuple[int, int]) -> None:
         """Launch again where the thread had no context. Raises DeviceError for any other error code."""
-        if status == _NO_CONTEXT:
+        if status == NO_CONTEXT:
             enter(self.device)
             status = start()
         if status:
             made = self.made
-            raise DeviceError(
-                f"the driver refused a launch of {made.name} with grid {grid}, {self.fixed[1]} threads a block and "
-                f"{made.shared} bytes of shared memory: CUDA error {status}"
+            raise refused(
+                f"a launch of {made.name} with grid {grid}, {self.fixed[1]} threads a block and {made.shared} bytes of "
+                "shared memory",
+                status,
             )
 
 
-class Recorded(NamedTuple):
-    """One launch of a Batch. Addresses that change from call to call are kept as a pair: the number of a tensor, and
-    the bytes from its start.
-
-    values: an address, a number or bytes for each parameter. pointers: (index of a parameter, number of the tensor);
-    there `values` holds the bytes from the tensor's start. structures: (index of a parameter, Structure.make, a pair
-    for each address that `make` takes)."""
-
-    kernel: Kernel
-    grid: tuple[int, int]
-    values: list
-    pointers: list[tuple[int, int]]
-    structures: list[tuple[int, Callable[..., bytes], list[tuple[int, int]]]]
-
-    def uses(self, tensor: int) -> bool:
-        """Whether an argument lies in this tensor."""
-        return any(number == tensor for _, number in self.pointers) or any(
-            number == tensor for *_, pairs in self.structures for number, _ in pairs
-        )
+def refused(what: str, status: int) -> DeviceError:
+    """The error for what the driver refused with this error code."""
+    return DeviceError(f"the driver refused {what}: CUDA error {status}")
 
 
-class Batch:
-    """Launches that one thread makes one after the other, again and again, for tensors at other addresses.
-
-    The driver reads all of them from one piece of memory. A `run` writes the new addresses into it, all at once, and
-    calls the driver for each launch. Structures are made again where one of their addresses changed."""
-
-    def __init__(self, index: int, launches: Sequence[Recorded]) -> None:
-        """index: of the CUDA device, which must be the current one."""
-        laid, size = [], 0
-        for each in launches:
-            check_arguments(each.kernel.entry, each.values)
-            layout, offsets = _layout(each.kernel.entry.parameters, each.values)
-            laid.append((size, layout, offsets))
-            size += -(-layout.size // _ALIGNED) * _ALIGNED
-        self.room, begin = _room(size)
-        slots, numbers, more = [], [], []  # words of the memory; there goes the address of a tensor, and so many bytes
-        self.starts, self.structures, self.made = [], [], []
-        for each, (at, layout, offsets) in zip(launches, laid):
-            prepared, at = _Prepared(each.kernel, index), begin + at
-            layout.pack_into(self.room, at, *each.grid, *prepared.fixed, 0, *prepared.attributes, *each.values)
-            for place, number, bytes_on in (
-                (_STREAM, 0, 0),
-                *((offsets[parameter], number, each.values[parameter]) for parameter, number in each.pointers),
-            ):
-                slots.append((at - begin + place) // 8)
-                numbers.append(number)
-                more.append(bytes_on)
-            for parameter, make, pairs in each.structures:
-                self.structures.append((at + offsets[parameter], make, pairs))
-                self.made.append(None)
-            self.starts.append((prepared.starter(ctypes.addressof(self.room) + at, offsets), prepared, each.grid))
-        self.words = np.frombuffer(self.room, np.uint64, size // 8, begin)
-        self.slots, self.numbers = np.array(slots), np.array(numbers)
-        self.more = np.array(more, np.uint64)
-
-    def run(self, starts: list[int]) -> None:
-        """Launch all. starts: the stream, then the address of each tensor by its number."""
-        self.words[self.slots] = np.array(starts, np.uint64)[self.numbers] + self.more
-        for i, (at, make, pairs) in enumerate(self.structures):
-            addresses = [starts[number] + more if number else more for number, more in pairs]
-            if addresses != self.made[i]:
-                image = make(*addresses)
-                self.room[at : at + len(image)] = image
-                self.made[i] = addresses
-        for start, prepared, grid in self.starts:
-            if status := start():
-                prepared.retry(status, start, grid)
-
-
-def _room(size: int) -> tuple[ctypes.Array, int]:
+def room_for(size: int) -> tuple[ctypes.Array, int]:
     """Memory of the host for `size` bytes, and where in it these begin, aligned for a tensor map."""
-    room = (ctypes.c_char * (size + _ALIGNED))()
-    return room, -ctypes.addressof(room) % _ALIGNED
+    room = (ctypes.c_char * (size + ALIGNED))()
+    return room, -ctypes.addressof(room) % ALIGNED
 
 
 class _Own(threading.local):
     """What each thread has for itself, so that no two threads write into the same memory.
 
     recording: the recording in progress (twell_lab.cuda.tape), which is told of each launch on a GPU, or None.
-    prepared: the thread's _Prepared for a Kernel and a device's index."""
+    prepared: the thread's Prepared for a Kernel and a device's index. graphs: its CUDA graphs (twell_lab.cuda.batch).
+    """
 
     def __init__(self):
-        self.recording = None
-        self.prepared = lru_cache(maxsize=_MOST_PREPARED)(_Prepared)
+        self.recording, self.graphs = None, WeakSet()
+        self.prepared = lru_cache(maxsize=_MOST_PREPARED)(Prepared)
 
 
 own = _Own()
 
 
-def _layout(parameters: Sequence[Parameter], arguments: Sequence) -> tuple[struct.Struct, list[int]]:
+def layout_of(parameters: Sequence[Parameter], arguments: Sequence) -> tuple[struct.Struct, list[int]]:
     """The format of a launch in memory: the configuration, then the arguments; and the offset of each argument."""
     form, offsets = "<" + _CONFIG, []
     for parameter, given in zip(parameters, arguments):
@@ -294,36 +231,37 @@ def _layout(parameters: Sequence[Parameter], arguments: Sequence) -> tuple[struc
         given = given.image() if isinstance(given, Structure) else given
         slot = "Q" if parameter.pointer else number[0] if number else f"{len(given)}s"
         at = struct.calcsize(form)
-        gap = -at % (_ALIGNED if slot.endswith("s") else 8)
+        gap = -at % (ALIGNED if slot.endswith("s") else 8)
         offsets.append(at + gap)
         form += (f"{gap}x" if gap else "") + slot
     return struct.Struct(form), offsets
 
 
 @cache
-def _driver():
+def driver():
+    """The library of NVIDIA's driver."""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        found = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        found.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     except (OSError, AttributeError) as error:
         raise StackError(f"launching kernels needs an NVIDIA driver of CUDA 12 or newer ({error})") from error
-    return driver
+    return found
 
 
 @cache
-def _may_start_early(index: int) -> bool:
+def may_start_early(index: int) -> bool:
     version = ctypes.c_int(0)
-    _driver().cuDriverGetVersion(ctypes.byref(version))
+    driver().cuDriverGetVersion(ctypes.byref(version))
     return capability(index) >= (9, 0) and version.value >= _EARLY_DRIVER
 
 
 def _make_context_current(index: int) -> None:
     """Make torch's context of this device the thread's, if the thread has none: a launch needs one, and torch sets it
     only when it first uses CUDA in a thread."""
-    context, driver = ctypes.c_void_p(), _driver()
-    driver.cuCtxGetCurrent(ctypes.byref(context))
+    context, made = ctypes.c_void_p(), driver()
+    made.cuCtxGetCurrent(ctypes.byref(context))
     if not context:
-        status = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index) or driver.cuCtxSetCurrent(context)
+        status = made.cuDevicePrimaryCtxRetain(ctypes.byref(context), index) or made.cuCtxSetCurrent(context)
         if status:
             raise DeviceError(f"the driver gave no context for CUDA device {index}: CUDA error {status}")
 
@@ -344,7 +282,7 @@ def _load(made: Kernel, device: torch.device) -> int:
     check_stack()
     machine.let_cupy_start()
     try:
-        from cupy.cuda import driver
+        from cupy.cuda import driver as cupy_driver
         from cupy.cuda.function import Module
     except ImportError as error:
         raise StackError(f"running the CUDA kernels needs CuPy; {cubins.NEEDS_NVRTC}") from error
@@ -357,7 +295,7 @@ def _load(made: Kernel, device: torch.device) -> int:
         _modules.append(module)
         function = module.get_function(made.name).ptr
         if made.shared > macros.SHARED_BY_DEFAULT:  # more than that needs permission
-            driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, made.shared)
+            cupy_driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, made.shared)
         return function
 
 

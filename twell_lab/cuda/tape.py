@@ -2,7 +2,7 @@
 
 Most of the host's work for a call is the same each time: checks, the choice of kernels, their grids and arguments, and
 the allocation of the buffers between them. A `Tape` does that work once. A replay computes the addresses of this call's
-tensors, writes them into the recorded arguments, and launches (`launcher.Batch`). The buffers between the kernels
+tensors, writes them into the recorded arguments, and launches (`Batch`). The buffers between the kernels
 become parts of one allocation, in which buffers that are not in use at the same time share memory. A CUDA graph saves
 the same work, but its inputs must lie at the same addresses each time."""
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from . import launcher
-from .launcher import Batch, Kernel, Recorded, Structure, address
+from .batch import Batch, Recorded
+from .launcher import Kernel, Structure, address
 
 _BOUNDARY = 256  # bytes: each buffer between the kernels starts at a multiple of it
 
@@ -145,7 +146,7 @@ class _Recording:
 
     def in_use(self, tensor: int) -> tuple[int, int]:
         """From which launch on this tensor's memory is in use, and from which one on it is free again."""
-        users = [index for index, launch in enumerate(self.launches) if launch.uses(tensor)]
+        users = [index for index, launch in enumerate(self.launches) if tensor in launch.tensors()]
         if not users:
             return 0, 0
         free = users[-1] + 1

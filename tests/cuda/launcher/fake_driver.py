@@ -1,8 +1,9 @@
 """A driver that runs nothing and remembers each launch: what it was given, read back from memory as the driver reads it."""
 
 import ctypes
+import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -44,7 +45,7 @@ class Launch:
 
 
 class Driver:
-    """What `launcher._driver()` gives, with cuLaunchKernelEx as a C function."""
+    """What `launcher.driver()` gives, with cuLaunchKernelEx as a C function."""
 
     def __init__(self):
         self.launches: list[Launch] = []
@@ -54,6 +55,9 @@ class Driver:
         launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
         self.cuLaunchKernelEx = launch(self._launch)
         self.version = 13_000
+        self.handles = itertools.count(100)  # of streams, graphs and their nodes
+        self.captured: dict[int, dict[int, Launch]] = {}  # the nodes of each stream that is captured, and of each graph
+        self.graphs: list[int] = []  # how many launches each graph had that was started
 
     def load(self, made: launcher.Kernel, device: torch.device) -> int:
         self.kernels.append(made)
@@ -77,30 +81,93 @@ class Driver:
         grid, block = (read.gx, read.gy, read.gz), (read.bx, read.by, read.bz)
         early = bool(read.count) and ctypes.c_uint.from_address(read.attributes).value == 6
         seen = Launch(made.file, made.name, made.defines, grid, block, read.shared, read.stream or 0, early, arguments)
+        if seen.stream in self.captured:
+            self.captured[seen.stream][next(self.handles)] = seen
+            return 0
+        self._run(seen)
+        return self.status.pop(0) if self.status else 0
+
+    def _run(self, seen: Launch) -> None:
         self.launches.append(seen)
         if self.compute is not None:
             try:
                 self.compute(seen)
             except BaseException as error:  # ctypes would only print it
                 self.failed.append(error)
-        return self.status.pop(0) if self.status else 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        return 0
+
+    def cuStreamCreate(self, stream, flags):
+        stream._obj.value = next(self.handles)
+        return 0
+
+    def cuStreamDestroy_v2(self, stream):
+        return 0
+
+    def cuStreamBeginCapture_v2(self, stream, mode):
+        self.captured[stream.value] = {}
+        return 0
+
+    def cuStreamGetCaptureInfo_v3(self, stream, status, number, graph, last, edges, count):
+        node = (ctypes.c_void_p * 1)([*self.captured[stream.value]][-1])
+        self.last = node  # alive until it was read
+        last._obj.value, count._obj.value = ctypes.addressof(node), 1
+        return 0
+
+    def cuStreamEndCapture(self, stream, graph):
+        graph._obj.value = next(self.handles)
+        self.captured[graph._obj.value] = self.captured.pop(stream.value)
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, made, graph, flags):
+        made._obj.value = next(self.handles)
+        self.captured[made._obj.value] = dict(self.captured[graph.value])
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, made, node, told):
+        nodes, read = self.captured[made.value], told._obj
+        before = nodes[node.value]
+        places = (ctypes.c_void_p * len(before.arguments)).from_address(read.arguments)
+        arguments = [(at, ctypes.string_at(at, len(data))) for at, (_, data) in zip(places, before.arguments)]
+        grid, block = (read.gx, read.gy, read.gz), (read.bx, read.by, read.bz)
+        after = replace(before, arguments=arguments, grid=grid, block=block, shared=read.shared)
+        assert self.kernels[read.function - 1].name == before.name
+        nodes[node.value] = after
+        return 0
+
+    def cuGraphLaunch(self, made, stream):
+        if self.status and (status := self.status.pop(0)):
+            return status
+        nodes = self.captured[made.value]
+        self.graphs.append(len(nodes))
+        for each in nodes.values():
+            self._run(replace(each, stream=stream.value or 0))
+        return 0
+
+    def cuGraphExecDestroy(self, made):
+        del self.captured[made.value]
+        return 0
+
+    cuGraphDestroy = cuGraphExecDestroy
 
 
 @contextmanager
 def driving(monkeypatch, capability=(9, 0), stream=77):
     """A context in which launches on any CUDA device go to the Driver that it gives."""
     made = Driver()
-    monkeypatch.setattr(launcher, "_driver", lambda: made)
+    monkeypatch.setattr(launcher, "driver", lambda: made)
     monkeypatch.setattr(launcher, "_load", made.load)
     monkeypatch.setattr(launcher, "_loaded", {})
     monkeypatch.setattr(launcher, "own", launcher._Own())
     monkeypatch.setattr(launcher, "_current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda index: stream)
+    monkeypatch.setattr(launcher, "capturing", lambda: False)
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(launcher, "capability", lambda index: capability)
     facts = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: facts)
-    launcher._may_start_early.cache_clear()
+    launcher.may_start_early.cache_clear()
     yield made
-    launcher._may_start_early.cache_clear()
+    launcher.may_start_early.cache_clear()

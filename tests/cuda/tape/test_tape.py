@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.cuda.launcher.fake_driver import driving
 from tests.ops.calls.pretended import pretend
 from twell_lab.core.errors import DeviceError
-from twell_lab.cuda import launcher, tape
+from twell_lab.cuda import batch, launcher, tape
 from twell_lab.cuda.launcher import Structure
 from twell_lab.cuda.sources import Entry
 from twell_lab.cuda.tape import Tape, empty
@@ -130,6 +130,111 @@ def test_a_refused_replay_names_kernel_and_error_and_the_next_one_runs(driver):
         made.play(chain, (x, bias), (weight,))
     launches, _ = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
     assert [name for name, *_ in launches] == ["one", "two", "three"]
+
+
+def test_from_the_third_replay_on_a_call_is_one_graph(driver):
+    made, weight = Tape(), gpu(10)
+    pairs = [(gpu(7), gpu(7)) for _ in range(3)]
+    for turn in (0, 1, 2, 2, 0, 2, 2, 1, 1):
+        x, bias = pairs[turn]
+        launches, (y, _) = seen(driver, lambda x=x, bias=bias: made.play(chain, (x, bias), (weight,)))
+        (one, *_), (two, *_), (three, *_) = (values for _, _, values in launches)
+        assert [name for name, *_ in launches] == ["one", "two", "three"] and one == x.data_ptr()
+        assert two[1] == bias.data_ptr() and launches[2][2][1:] == [bias.data_ptr(), 0, y.data_ptr()]
+        assert launches[0][2][2] == two[0] - 200 and launches[1][2][1] == three
+    assert driver.graphs == [3] * 6
+
+
+def test_a_graph_is_told_only_of_launches_whose_addresses_changed(driver, monkeypatch):
+    told, tell = [], driver.cuGraphExecKernelNodeSetParams_v2
+
+    def run(x, other):
+        launch("one", "P", x)
+        launch("two", "P", other)
+        launch("three", "HP", Structure(PAIR, (x, other)), None)
+        return x
+
+    monkeypatch.setattr(
+        driver,
+        "cuGraphExecKernelNodeSetParams_v2",
+        lambda made, node, given: (told.append(driver.captured[made.value][node.value].name), tell(made, node, given))[
+            1
+        ],
+    )
+    made, x, other, another = Tape(), gpu(4), gpu(4), gpu(4)
+    for both, expected in (
+        *(((x, other), set()) for _ in range(5)),
+        ((x, another), {"two", "three"}),
+        ((x, another), set()),
+        ((other, another), {"one", "three"}),
+        ((x, other), {"one", "two", "three"}),
+    ):
+        told.clear()
+        launches, _ = seen(driver, lambda both=both: made.play(run, both))
+        assert set(told) == expected
+        addresses = [t.data_ptr() for t in both]
+        assert [values for *_, values in launches] == [[addresses[0]], [addresses[1]], [tuple(addresses), 0]]
+    assert len(driver.graphs) == 6
+
+
+def test_while_something_captures_a_call_launches_one_by_one(driver, monkeypatch):
+    made, x, other, bias, weight = Tape(), gpu(7), gpu(7), gpu(7), gpu(10)
+    for t, captures in ((x, 0), (x, 0), (x, 1), (other, 1), (x, 1)):
+        monkeypatch.setattr(launcher, "capturing", lambda captures=captures: bool(captures))
+        driver.graphs.clear()
+        launches, _ = seen(driver, lambda t=t: made.play(chain, (t, bias), (weight,)))
+        assert launches[0][2][0] == t.data_ptr() and len(launches) == 3
+        assert not (captures and driver.graphs)
+
+
+def test_where_a_graph_is_replayed_a_capture_between_changes_nothing(driver, monkeypatch):
+    made, x, other, bias, weight = Tape(), gpu(7), gpu(7), gpu(7), gpu(10)
+    for _ in range(3):
+        made.play(chain, (x, bias), (weight,))
+    for t, captures in ((x, 0), (other, 1), (x, 0), (other, 1), (other, 0), (x, 1), (other, 0)):
+        monkeypatch.setattr(launcher, "capturing", lambda captures=captures: bool(captures))
+        driver.graphs.clear()
+        launches, (y, _) = seen(driver, lambda t=t: made.play(chain, (t, bias), (weight,)))
+        assert launches[0][2][0] == t.data_ptr() and launches[2][2][3] == y.data_ptr()
+        assert captures == (not driver.graphs)
+
+
+@pytest.mark.parametrize("missing", ["cuStreamGetCaptureInfo_v3", None])
+def test_where_the_driver_makes_no_graph_a_call_launches_one_by_one(driver, monkeypatch, missing):
+    if missing:
+        monkeypatch.delattr(type(driver), missing)
+    else:
+        monkeypatch.setattr(driver, "cuGraphInstantiateWithFlags", lambda *_: 801)
+    made, x, bias, weight = Tape(), gpu(7), gpu(7), gpu(10)
+    for _ in range(6):
+        launches, _ = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
+        assert [name for name, *_ in launches] == ["one", "two", "three"] and launches[0][2][0] == x.data_ptr()
+    assert driver.graphs == [] and not driver.captured
+
+
+def test_a_refused_graph_is_an_error_and_later_calls_launch_one_by_one(driver):
+    made, x, bias, weight = Tape(), gpu(7), gpu(7), gpu(10)
+    for _ in range(4):
+        made.play(chain, (x, bias), (weight,))
+    driver.status = [719]
+    with pytest.raises(DeviceError, match=r"3 launches as a CUDA graph: CUDA error 719"):
+        made.play(chain, (x, bias), (weight,))
+    driver.graphs.clear()
+    launches, _ = seen(driver, lambda: made.play(chain, (gpu(7), bias), (weight,)))
+    assert len(launches) == 3 and driver.graphs == []
+
+
+def test_graphs_are_bounded_and_end_with_their_call(driver, monkeypatch):
+    monkeypatch.setattr(batch, "_MOST_GRAPHS", 2)
+    tapes, x, bias, weight = [Tape() for _ in range(3)], gpu(7), gpu(7), gpu(10)
+    for made in tapes:
+        for _ in range(5):
+            made.play(chain, (x, bias), (weight,))
+    assert len(driver.graphs) == 2 * 2 and len(driver.captured) == 2 * 2  # two runs of two graphs; each, and its source
+    tapes.clear()
+    del made
+    gc.collect()
+    assert driver.captured == {}
 
 
 def test_what_is_not_in_use_at_the_same_time_shares_a_place(driver):
