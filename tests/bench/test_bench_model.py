@@ -72,6 +72,16 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     assert all((layer.gate.bias < 0).any() for layer in feed_forwards(model))
 
 
+def test_in_a_deep_model_other_tokens_fire_as_many_neurons():
+    shape = tables.Shape(
+        layers=24, d_model=64, d_ff=256, heads=2, vocabulary=512, context=256, sequences=1, device="cpu"
+    )
+    model = tables.llama(shape)
+    tables.fire(model, torch.randint(0, 512, (4, 256)), nnzs := [10.0] * 24)
+    found = [layer.mean_nnz for layer in profile(model, [torch.randint(0, 512, (4, 256))]).layers]
+    assert found == pytest.approx(nnzs, rel=0.15)
+
+
 def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypatch):
     monkeypatch.setattr(tables, "Models", lambda shape: models)
     found = {name: [row for step in steps for row in step()] for name, steps in tables.sections(TINY).items()}
@@ -134,8 +144,9 @@ def test_a_step_of_decoding_gives_what_the_whole_sequence_gives(models):
 
 def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
     monkeypatch.setattr(measure, "time_cuda", lambda *_, **__: pytest.fail("it was timed"))
-    wrong = tables.Models.__new__(tables.Models)
-    vars(wrong).update(vars(models), planned=tables.llama(TINY))
+    wrong, off = tables.Models.__new__(tables.Models), copy.deepcopy(models.dense)
+    off.model.layers[1].mlp.down_proj.weight.data *= 100
+    vars(wrong).update(vars(models), planned=off)
     with pytest.raises(measure.WrongResult, match="planned: the logits are off by"):
         tables.prefill_rows(wrong, 2)
     with pytest.raises(measure.WrongResult, match="planned: the logits are off by"):

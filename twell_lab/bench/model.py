@@ -149,9 +149,13 @@ def llama(shape: Shape) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(shape.device):
         model = LlamaForCausalLM(config)
-    # As large as what the layers add: with small ones the mean over the tokens before, which is about the same for all
-    # tokens of a sequence, would decide which neurons fire.
+    # As trained models are: a token says more than the mean of the tokens before it. With transformers' own values that
+    # mean, which is nearly the same for all tokens of a sequence, grows from layer to layer, and what fires in one
+    # sequence says little of another.
     torch.nn.init.normal_(model.model.embed_tokens.weight)
+    for layer in model.model.layers:
+        for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.normal_(added.weight, std=config.initializer_range / (2 * shape.layers) ** 0.5)
     return model.to(torch.bfloat16).eval().requires_grad_(False)
 
 

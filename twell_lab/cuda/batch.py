@@ -1,14 +1,15 @@
 """Launches that follow each other in the same way again and again, for tensors at other addresses each time.
 
-The driver reads all of them from one piece of memory, into which a `Batch` writes the new addresses at once. From its
-third run on a Batch is one CUDA graph: starting that costs the host less than two launches, and a launch in it is told
-of new addresses only where there are any. Training at the same shapes mostly gets the same memory again, so that most
-steps tell nothing."""
+The driver reads all of them from one piece of memory, into which a `Batch` writes the new addresses at once. Many
+launches at addresses that were met before are one CUDA graph, which costs the host about as much as two launches.
+Training at the same shapes gets the same memory again in most steps; a graph for every step would have to be told of
+each new address, and telling it costs as much as a launch."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -18,8 +19,11 @@ import numpy as np
 from . import launcher
 from .launcher import Kernel, Prepared
 
-_FIRST_AS_GRAPH = 2  # runs before a Batch becomes a graph: many shapes are met once
-_LEAST, _MOST_GRAPHS = 2, 512  # launches that are worth a graph; graphs of a thread, each of which holds memory
+_LEAST = 8  # launches that are worth a graph
+_VARIANTS = 4  # sets of addresses for which a Batch has a graph,
+_UNUSED = 64  # unless one was not met in so many runs: then another may take its place
+_MOST_SEEN = 16  # sets of addresses that were met once and are remembered
+_MOST_GRAPHS = 1024  # of a thread: each holds memory
 _RELAXED = 2  # CUstreamCaptureMode of cuda.h
 _OWN_STREAM = 1  # CU_STREAM_NON_BLOCKING of cuda.h
 
@@ -76,37 +80,48 @@ class Batch:
             self._launches.append(_Launch(prepared, each.grid, start))
         self._words = np.frombuffer(self._room, np.uint64, size // 8, begin)
         self._slots, self._numbers, self._more = np.array(slots), np.array(numbers), np.array(more, np.uint64)
-        used = [each.tensors() for each in launches]
-        most = max((0, *(number for some in used for number in some)))
-        # For each tensor which launches use it.
-        self._users = [{i for i, some in enumerate(used) if number in some} for number in range(most + 1)]
-        self._runs, self._graph = 0, None
+        # The graphs by the addresses of the tensors, and the number of the run that used each last; and addresses that
+        # were met once.
+        self._graphs: OrderedDict[tuple, tuple[_Graph, int]] = OrderedDict()
+        self._seen: OrderedDict[tuple, None] = OrderedDict()
+        self._many, self._runs = len(launches) >= _LEAST, 0
 
     def run(self, starts: list[int]) -> None:
         """Launch all. starts: the stream, then the address of each tensor by its number."""
-        captured = launcher.capturing()
-        if self._graph is None or captured:
-            self._write(starts)
-            for each in self._launches:
-                if status := each.start():
-                    each.prepared.retry(status, each.start, each.grid)
-            self._runs += not captured
-            if self._runs == _FIRST_AS_GRAPH and not captured and self._worth_a_graph():
-                self._graph = _Graph.of(self._launches, lambda stream: self._write([stream, *starts[1:]]))
-                self._told = starts
-            return
-        others = set()
-        for users, new, old in zip(self._users, starts, self._told):
-            if new != old:
-                others |= users
-        if others:
-            self._write(starts)
-        graph, self._graph = self._graph, None  # after an error nobody knows what the graph was told
-        graph.run(starts[0], others)
-        self._graph, self._told = graph, starts
+        many = self._many and not launcher.capturing()
+        if many:
+            self._runs += 1
+            at = tuple(starts[1:])
+            if (found := self._graphs.get(at)) is not None:
+                self._graphs[at] = found[0], self._runs
+                self._graphs.move_to_end(at)
+                return found[0].run(starts[0])
+        self._write(starts)
+        for each in self._launches:
+            if status := each.start():
+                each.prepared.retry(status, each.start, each.grid)
+        if many:
+            self._met(at)
 
-    def _worth_a_graph(self) -> bool:
-        return len(self._launches) >= _LEAST and len(launcher.own.graphs) < _MOST_GRAPHS
+    def _met(self, at: tuple) -> None:
+        """Make a graph for these addresses if they were met before and there is room for one."""
+        if at not in self._seen:
+            self._seen[at] = None
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+            return
+        if len(self._graphs) >= _VARIANTS:
+            oldest = next(iter(self._graphs))
+            if self._runs - self._graphs[oldest][1] < _UNUSED:
+                return
+            del self._graphs[oldest]
+        if len(launcher.own.graphs) < _MOST_GRAPHS:
+            graph = _Graph.of(self._launches, lambda stream: self._write([stream, *at]))
+            if graph is None:  # this driver makes none
+                self._many = False
+            else:
+                self._graphs[at] = graph, self._runs
+                del self._seen[at]
 
     def _write(self, starts: list[int]) -> None:
         """Write the stream and the addresses into the memory."""
@@ -127,25 +142,13 @@ class _Launch(NamedTuple):
     start: Callable[[], int]
 
 
-class _Node(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
-        *((name, ctypes.c_void_p) for name in ("arguments", "extra", "kernel", "context")),
-    ]
-
-
 class _Graph:
-    """Launches as one CUDA graph, to which new arguments of single launches can be told."""
+    """Launches as one CUDA graph."""
 
     @classmethod
     def of(cls, launches: Sequence[_Launch], write: Callable[[int], None]) -> _Graph | None:
         """A graph of these launches; None where the driver cannot make one. write: has them go to this stream."""
         driver, relaxed, stream = launcher.driver(), ctypes.c_int(_RELAXED), ctypes.c_void_p()
-        if not hasattr(driver, "cuStreamGetCaptureInfo_v3"):  # CUDA 12.3
-            return None
         # What this does is no harm to a graph that another thread captures.
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
         try:
@@ -163,60 +166,30 @@ class _Graph:
     def _captured(cls, driver, launches: Sequence[_Launch], stream: ctypes.c_void_p) -> _Graph | None:
         if driver.cuStreamBeginCapture_v2(stream, _RELAXED):
             return None
-        nodes, graph = [], ctypes.c_void_p()
-        status, last, edges, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        for each in launches:
-            failed = each.start() or driver.cuStreamGetCaptureInfo_v3(
-                stream,
-                ctypes.byref(status),
-                None,
-                None,
-                ctypes.byref(last),
-                ctypes.byref(edges),
-                ctypes.byref(count),
-            )
-            if failed or count.value != 1 or not last.value:
-                break
-            nodes.append(ctypes.c_void_p.from_address(last.value).value)
-        ended = driver.cuStreamEndCapture(stream, ctypes.byref(graph))
-        if ended or not graph:
+        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+        failed = any(each.start() for each in launches)
+        if driver.cuStreamEndCapture(stream, ctypes.byref(graph)) or not graph:
             return None
-        made = ctypes.c_void_p()
-        if len(nodes) < len(launches) or driver.cuGraphInstantiateWithFlags(
-            ctypes.byref(made), graph, ctypes.c_ulonglong(0)
-        ):
+        if failed or driver.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, ctypes.c_ulonglong(0)):
             driver.cuGraphDestroy(graph)
             return None
-        return cls(driver, launches, graph, made, nodes)
+        return cls(driver, launches, graph, made)
 
-    def __init__(self, driver, launches: Sequence[_Launch], graph, made, nodes: list) -> None:
-        self._device, self._made, self._start = launches[0].prepared.device, made, driver.cuGraphLaunch
-        self._parameters = []  # kept for the driver, which reads them
-        self._tell: list[Callable[[], int]] = []
-        for each, node in zip(launches, nodes):
-            arguments = ctypes.addressof(each.prepared.addresses)
-            one, threads, _, _, shared = each.prepared.fixed
-            told = _Node(each.prepared.function, *each.grid, one, threads, 1, 1, shared, arguments)
-            self._parameters.append(told)
-            tell = partial(driver.cuGraphExecKernelNodeSetParams_v2, made, ctypes.c_void_p(node), ctypes.byref(told))
-            self._tell.append(tell)
+    def __init__(self, driver, launches: Sequence[_Launch], graph: ctypes.c_void_p, made: ctypes.c_void_p) -> None:
+        self._device, self._count = launches[0].prepared.device, len(launches)
+        self._start = partial(driver.cuGraphLaunch, made)
         weakref.finalize(self, _destroy, driver, made, graph).atexit = False
         launcher.own.graphs.add(self)
 
-    def run(self, stream: int, others: set[int]) -> None:
-        """Start it on a stream. others: the launches whose arguments changed. Raises DeviceError."""
-        status = self._tried(stream, others)
+    def run(self, stream: int) -> None:
+        """Start it on a stream. Raises DeviceError."""
+        on = ctypes.c_void_p(stream)
+        status = self._start(on)
         if status == launcher.NO_CONTEXT:
             launcher.enter(self._device)
-            status = self._tried(stream, others)
+            status = self._start(on)
         if status:
-            raise launcher.refused(f"{len(self._tell)} launches as a CUDA graph", status)
-
-    def _tried(self, stream: int, others: set[int]) -> int:
-        for each in others:
-            if status := self._tell[each]():
-                return status
-        return self._start(self._made, ctypes.c_void_p(stream))
+            raise launcher.refused(f"{self._count} launches as a CUDA graph", status)
 
 
 def _destroy(driver, made: ctypes.c_void_p, graph: ctypes.c_void_p) -> None:

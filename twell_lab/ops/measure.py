@@ -186,15 +186,18 @@ def time_cpu(
     return samples
 
 
-def time_cuda(calls: dict[Name, Callable[[int], object]], rounds: int = 30) -> dict[Name, list[float]]:
-    """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times.
+def time_cuda(
+    calls: dict[Name, Callable[[int], object]], rounds: int = 30, *, warm: int = ROTATED
+) -> dict[Name, list[float]]:
+    """Milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times; `warm`
+    calls of each come before.
 
     Before each call a gigabyte is read. Afterwards the L2 cache holds nothing that the call needs, and meanwhile the
     host has had the time to prepare the launches: so these are times of the device, not of the host.
     """
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
     for call in calls.values():
-        for turn in range(ROTATED):
+        for turn in range(warm):
             call(turn)
     torch.cuda.synchronize()
     events: dict[Name, list] = {name: [] for name in calls}
@@ -211,7 +214,12 @@ def time_cuda(calls: dict[Name, Callable[[int], object]], rounds: int = 30) -> d
 
 
 def time_bursts(
-    calls: dict[Name, Callable[[int], object]], wait: Callable[[], object], *, rounds: int = 5, count: int = 10
+    calls: dict[Name, Callable[[int], object]],
+    wait: Callable[[], object],
+    *,
+    rounds: int = 5,
+    count: int = 10,
+    warm: bool = True,
 ) -> dict[Name, tuple[list[float], list[float]]]:
     """Milliseconds a call of the host, and on the wall, for each named call in turn: as a caller sees plain calls.
 
@@ -219,7 +227,8 @@ def time_bursts(
         calls: each takes the number of its turn.
         wait: returns once the device has finished, as torch.cuda.synchronize does.
         rounds: samples of each call.
-        count: calls of one sample, one right after the other; as many come before, and are not timed.
+        count: calls of one sample, one right after the other.
+        warm: whether as many come before, and are not timed.
 
     Returns:
         For each name two lists: time until the last call of a burst returned, and until the device had finished all of
@@ -228,7 +237,7 @@ def time_bursts(
     samples: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            for turn in range(count):  # or it would meet the caches as another call left them
+            for turn in range(count if warm else 0):  # or it would meet the caches as another call left them
                 call(turn)
             wait()
             start = time.perf_counter()

@@ -75,22 +75,26 @@ def test_bursts_take_turns_and_are_waited_for():
     measure.time_bursts(calls, lambda: seen.append("wait"), rounds=2, count=2)
     a, b = ([f"{name}0", f"{name}1", "wait"] * 2 for name in "ab")  # as many before they count
     assert seen == [*a, *b, *a, *b]
+    seen.clear()
+    measure.time_bursts(calls, lambda: seen.append("wait"), rounds=1, count=2, warm=False)
+    assert seen == ["wait", "a0", "a1", "wait", "wait", "b0", "b1", "wait"]
 
 
-@pytest.mark.parametrize("busy_ms, count", [(0.01, 10), (0.5, 6), (40.0, 3)])
-def test_the_clock_of_a_gpu_is_three(monkeypatch, busy_ms, count):
+@pytest.mark.parametrize("busy_ms, count, rounds", [(0.01, 10, 5), (0.5, 6, 5), (1.9, 3, 5), (2.0, 1, 2), (40.0, 1, 2)])
+def test_the_clock_of_a_gpu_is_three(monkeypatch, busy_ms, count, rounds):
     asked = []
 
-    def bursts(calls, wait, *, count):
-        asked.append(count)
+    def bursts(calls, wait, *, count, rounds=5, warm=True):
+        assert warm == (rounds == 5)
+        asked.append((count, rounds))
         return {name: ([0.2, 0.1, 0.3], [3.0, 2.0, 9.0]) for name in calls}
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds: {name: [busy_ms] * rounds for name in calls})
+    monkeypatch.setattr(measure, "time_cuda", lambda calls, rounds, **_: {name: [busy_ms] * rounds for name in calls})
     monkeypatch.setattr(measure, "time_bursts", bursts)
     found = trials.wall({None: id, DENSE: id}, CUDA)
     assert found == {each: pytest.approx(Times(3000.0, 200.0, 1e3 * busy_ms)) for each in (None, DENSE)}
-    assert asked == [count]
+    assert asked == [(count, rounds)]
 
 
 def test_in_a_graph_the_host_has_no_part(monkeypatch):

@@ -55,8 +55,8 @@ class Driver:
         launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
         self.cuLaunchKernelEx = launch(self._launch)
         self.version = 13_000
-        self.handles = itertools.count(100)  # of streams, graphs and their nodes
-        self.captured: dict[int, dict[int, Launch]] = {}  # the nodes of each stream that is captured, and of each graph
+        self.handles = itertools.count(100)  # of streams and graphs
+        self.captured: dict[int, list[Launch]] = {}  # of each stream that is captured and each graph
         self.graphs: list[int] = []  # how many launches each graph had that was started
 
     def load(self, made: launcher.Kernel, device: torch.device) -> int:
@@ -82,7 +82,7 @@ class Driver:
         early = bool(read.count) and ctypes.c_uint.from_address(read.attributes).value == 6
         seen = Launch(made.file, made.name, made.defines, grid, block, read.shared, read.stream or 0, early, arguments)
         if seen.stream in self.captured:
-            self.captured[seen.stream][next(self.handles)] = seen
+            self.captured[seen.stream].append(seen)
             return 0
         self._run(seen)
         return self.status.pop(0) if self.status else 0
@@ -106,13 +106,7 @@ class Driver:
         return 0
 
     def cuStreamBeginCapture_v2(self, stream, mode):
-        self.captured[stream.value] = {}
-        return 0
-
-    def cuStreamGetCaptureInfo_v3(self, stream, status, number, graph, last, edges, count):
-        node = (ctypes.c_void_p * 1)([*self.captured[stream.value]][-1])
-        self.last = node  # alive until it was read
-        last._obj.value, count._obj.value = ctypes.addressof(node), 1
+        self.captured[stream.value] = []
         return 0
 
     def cuStreamEndCapture(self, stream, graph):
@@ -122,26 +116,14 @@ class Driver:
 
     def cuGraphInstantiateWithFlags(self, made, graph, flags):
         made._obj.value = next(self.handles)
-        self.captured[made._obj.value] = dict(self.captured[graph.value])
-        return 0
-
-    def cuGraphExecKernelNodeSetParams_v2(self, made, node, told):
-        nodes, read = self.captured[made.value], told._obj
-        before = nodes[node.value]
-        places = (ctypes.c_void_p * len(before.arguments)).from_address(read.arguments)
-        arguments = [(at, ctypes.string_at(at, len(data))) for at, (_, data) in zip(places, before.arguments)]
-        grid, block = (read.gx, read.gy, read.gz), (read.bx, read.by, read.bz)
-        after = replace(before, arguments=arguments, grid=grid, block=block, shared=read.shared)
-        assert self.kernels[read.function - 1].name == before.name
-        nodes[node.value] = after
+        self.captured[made._obj.value] = self.captured[graph.value]
         return 0
 
     def cuGraphLaunch(self, made, stream):
         if self.status and (status := self.status.pop(0)):
             return status
-        nodes = self.captured[made.value]
-        self.graphs.append(len(nodes))
-        for each in nodes.values():
+        self.graphs.append(len(self.captured[made.value]))
+        for each in self.captured[made.value]:
             self._run(replace(each, stream=stream.value or 0))
         return 0
 

@@ -132,105 +132,122 @@ def test_a_refused_replay_names_kernel_and_error_and_the_next_one_runs(driver):
     assert [name for name, *_ in launches] == ["one", "two", "three"]
 
 
-def test_from_the_third_replay_on_a_call_is_one_graph(driver):
+@pytest.fixture
+def graphs(driver, monkeypatch):
+    """The numbers of launches in each graph that was started; three launches are many enough for one."""
+    monkeypatch.setattr(batch, "_LEAST", 3)
+    return driver.graphs
+
+
+def play(driver, made, x, bias, weight):
+    """Play `chain`, and hold its launches against the tensors."""
+    launches, (y, _) = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
+    assert [name for name, *_ in launches] == ["one", "two", "three"]
+    one, two, three = (values for _, _, values in launches)
+    assert one[:2] == [x.data_ptr(), weight.data_ptr() + 8] and two[0] == (one[2] + 200, bias.data_ptr())
+    assert three == [two[1], bias.data_ptr(), 0, y.data_ptr()]
+    return y
+
+
+@pytest.fixture
+def same_memory(driver, monkeypatch):
+    """Every replay gets the memory that the one before got, as in training."""
+    real, made = torch.empty, {}
+
+    def again(*shape, device=None, **more):
+        key = str((shape, more)), device
+        if device == GPU and shape and key in made:
+            return made[key]
+        return made.setdefault(key, real(*shape, device=device, **more))
+
+    monkeypatch.setattr(torch, "empty", again)
+
+
+def test_launches_at_addresses_that_were_met_before_are_one_graph(driver, graphs, same_memory):
     made, weight = Tape(), gpu(10)
     pairs = [(gpu(7), gpu(7)) for _ in range(3)]
-    for turn in (0, 1, 2, 2, 0, 2, 2, 1, 1):
-        x, bias = pairs[turn]
-        launches, (y, _) = seen(driver, lambda x=x, bias=bias: made.play(chain, (x, bias), (weight,)))
-        (one, *_), (two, *_), (three, *_) = (values for _, _, values in launches)
-        assert [name for name, *_ in launches] == ["one", "two", "three"] and one == x.data_ptr()
-        assert two[1] == bias.data_ptr() and launches[2][2][1:] == [bias.data_ptr(), 0, y.data_ptr()]
-        assert launches[0][2][2] == two[0] - 200 and launches[1][2][1] == three
-    assert driver.graphs == [3] * 6
+    found = []
+    for turn in (0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 0, 2):
+        graphs.clear()
+        play(driver, made, *pairs[turn], weight)
+        found.append(len(graphs))
+    # The first is recorded, the next two launch one by one; each other pair does so twice.
+    assert found == [0, 0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 1]
 
 
-def test_a_graph_is_told_only_of_launches_whose_addresses_changed(driver, monkeypatch):
-    told, tell = [], driver.cuGraphExecKernelNodeSetParams_v2
-
-    def run(x, other):
-        launch("one", "P", x)
-        launch("two", "P", other)
-        launch("three", "HP", Structure(PAIR, (x, other)), None)
-        return x
-
-    monkeypatch.setattr(
-        driver,
-        "cuGraphExecKernelNodeSetParams_v2",
-        lambda made, node, given: (told.append(driver.captured[made.value][node.value].name), tell(made, node, given))[
-            1
-        ],
-    )
-    made, x, other, another = Tape(), gpu(4), gpu(4), gpu(4)
-    for both, expected in (
-        *(((x, other), set()) for _ in range(5)),
-        ((x, another), {"two", "three"}),
-        ((x, another), set()),
-        ((other, another), {"one", "three"}),
-        ((x, other), {"one", "two", "three"}),
-    ):
-        told.clear()
-        launches, _ = seen(driver, lambda both=both: made.play(run, both))
-        assert set(told) == expected
-        addresses = [t.data_ptr() for t in both]
-        assert [values for *_, values in launches] == [[addresses[0]], [addresses[1]], [tuple(addresses), 0]]
-    assert len(driver.graphs) == 6
+def test_few_launches_are_no_graph(driver, graphs, same_memory, monkeypatch):
+    monkeypatch.setattr(batch, "_LEAST", 4)
+    made, given = Tape(), (gpu(7), gpu(7), gpu(10))
+    for _ in range(6):
+        play(driver, made, *given)
+    assert graphs == []
 
 
-def test_while_something_captures_a_call_launches_one_by_one(driver, monkeypatch):
-    made, x, other, bias, weight = Tape(), gpu(7), gpu(7), gpu(7), gpu(10)
-    for t, captures in ((x, 0), (x, 0), (x, 1), (other, 1), (x, 1)):
-        monkeypatch.setattr(launcher, "capturing", lambda captures=captures: bool(captures))
-        driver.graphs.clear()
-        launches, _ = seen(driver, lambda t=t: made.play(chain, (t, bias), (weight,)))
-        assert launches[0][2][0] == t.data_ptr() and len(launches) == 3
-        assert not (captures and driver.graphs)
+def test_a_graph_runs_on_the_current_stream(driver, graphs, same_memory, monkeypatch):
+    made, given = Tape(), (gpu(7), gpu(7), gpu(10))
+    for stream in (5, 5, 5, 5, 6, 0):
+        monkeypatch.setattr(launcher, "current_stream", lambda index, stream=stream: stream)
+        play(driver, made, *given)
+        assert {each.stream for each in driver.launches} == {stream}
+    assert graphs == [3, 3, 3]
 
 
-def test_where_a_graph_is_replayed_a_capture_between_changes_nothing(driver, monkeypatch):
+def test_at_most_a_few_sets_of_addresses_have_graphs_and_unused_ones_give_way(driver, graphs, same_memory, monkeypatch):
+    monkeypatch.setattr(batch, "_VARIANTS", 2)
+    monkeypatch.setattr(batch, "_UNUSED", 10)
+    made, weight = Tape(), gpu(10)
+    pairs = [(gpu(7), gpu(7)) for _ in range(3)]
+    for turn in (0, 0, 0, 1, 1, 2, 2, 2):
+        play(driver, made, *pairs[turn], weight)
+    graphs.clear()
+    for turn in (0, 1, 2):
+        play(driver, made, *pairs[turn], weight)
+    assert graphs == [3, 3] and len(driver.captured) == 4
+    for _ in range(10):
+        play(driver, made, *pairs[2], weight)
+    graphs.clear()
+    for turn in (0, 1, 2):  # 0 was the least recently used
+        play(driver, made, *pairs[turn], weight)
+    assert graphs == [3, 3] and len(driver.captured) == 4
+
+
+def test_while_something_captures_a_call_launches_one_by_one(driver, graphs, same_memory, monkeypatch):
     made, x, other, bias, weight = Tape(), gpu(7), gpu(7), gpu(7), gpu(10)
     for _ in range(3):
-        made.play(chain, (x, bias), (weight,))
-    for t, captures in ((x, 0), (other, 1), (x, 0), (other, 1), (other, 0), (x, 1), (other, 0)):
+        play(driver, made, x, bias, weight)
+    for t, captures in ((x, 0), (other, 1), (other, 1), (other, 1), (x, 0), (x, 1), (other, 0), (x, 1), (x, 0)):
         monkeypatch.setattr(launcher, "capturing", lambda captures=captures: bool(captures))
-        driver.graphs.clear()
-        launches, (y, _) = seen(driver, lambda t=t: made.play(chain, (t, bias), (weight,)))
-        assert launches[0][2][0] == t.data_ptr() and launches[2][2][3] == y.data_ptr()
-        assert captures == (not driver.graphs)
+        graphs.clear()
+        play(driver, made, t, bias, weight)
+        assert graphs == ([] if captures or t is other else [3])
 
 
-@pytest.mark.parametrize("missing", ["cuStreamGetCaptureInfo_v3", None])
-def test_where_the_driver_makes_no_graph_a_call_launches_one_by_one(driver, monkeypatch, missing):
-    if missing:
-        monkeypatch.delattr(type(driver), missing)
-    else:
-        monkeypatch.setattr(driver, "cuGraphInstantiateWithFlags", lambda *_: 801)
-    made, x, bias, weight = Tape(), gpu(7), gpu(7), gpu(10)
+def test_where_the_driver_makes_no_graph_a_call_launches_one_by_one(driver, graphs, same_memory, monkeypatch):
+    asked = []
+    monkeypatch.setattr(driver, "cuGraphInstantiateWithFlags", lambda *_: asked.append(1) or 801)
+    made, given = Tape(), (gpu(7), gpu(7), gpu(10))
     for _ in range(6):
-        launches, _ = seen(driver, lambda: made.play(chain, (x, bias), (weight,)))
-        assert [name for name, *_ in launches] == ["one", "two", "three"] and launches[0][2][0] == x.data_ptr()
-    assert driver.graphs == [] and not driver.captured
+        play(driver, made, *given)
+    assert graphs == [] and not driver.captured and asked == [1]
 
 
-def test_a_refused_graph_is_an_error_and_later_calls_launch_one_by_one(driver):
-    made, x, bias, weight = Tape(), gpu(7), gpu(7), gpu(10)
+def test_a_refused_graph_is_an_error_and_the_next_call_runs(driver, graphs, same_memory):
+    made, given = Tape(), (gpu(7), gpu(7), gpu(10))
     for _ in range(4):
-        made.play(chain, (x, bias), (weight,))
+        play(driver, made, *given)
     driver.status = [719]
     with pytest.raises(DeviceError, match=r"3 launches as a CUDA graph: CUDA error 719"):
-        made.play(chain, (x, bias), (weight,))
-    driver.graphs.clear()
-    launches, _ = seen(driver, lambda: made.play(chain, (gpu(7), bias), (weight,)))
-    assert len(launches) == 3 and driver.graphs == []
+        play(driver, made, *given)
+    play(driver, made, *given)
 
 
-def test_graphs_are_bounded_and_end_with_their_call(driver, monkeypatch):
+def test_graphs_are_bounded_and_end_with_their_call(driver, graphs, same_memory, monkeypatch):
     monkeypatch.setattr(batch, "_MOST_GRAPHS", 2)
-    tapes, x, bias, weight = [Tape() for _ in range(3)], gpu(7), gpu(7), gpu(10)
+    tapes, given = [Tape() for _ in range(3)], (gpu(7), gpu(7), gpu(10))
     for made in tapes:
         for _ in range(5):
-            made.play(chain, (x, bias), (weight,))
-    assert len(driver.graphs) == 2 * 2 and len(driver.captured) == 2 * 2  # two runs of two graphs; each, and its source
+            play(driver, made, *given)
+    assert graphs == [3] * 4 and len(driver.captured) == 2 * 2  # of each what is started, and what it was made from
     tapes.clear()
     del made
     gc.collect()
