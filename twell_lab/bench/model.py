@@ -24,6 +24,8 @@ from ..analysis.plan import Plan
 from ..analysis.profile import profile
 from ..core.errors import StackError
 from ..layers.anatomy import feed_forwards
+from ..layers.choice import STEP, one_of_each
+from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
 from ..ops import measure
 from . import rows
@@ -88,6 +90,11 @@ class Models:
         self.exact = copy.deepcopy(self.dense).float()
 
     def _planned(self, firing, windows: Tensor) -> tuple[Plan, float]:
+        with torch.no_grad():  # each kernel is compiled once on a machine: that is no part of the time
+            for choice in one_of_each(self.shape.d_ff, STEP):
+                layer = SparseFFN.from_module(feed_forwards(self.dense)[0].module, plan=choice)
+                for tokens in CLASSES:
+                    layer(torch.zeros(tokens, self.shape.d_model, dtype=torch.bfloat16, device=self.shape.device))
         _drain(self.shape)
         start = time.perf_counter()
         plan = planner.plan(firing, self.dense, tokens=CLASSES, batches=list(windows.split(2)))

@@ -34,7 +34,10 @@ LEAST_HOT = 512  # the same with a hot part: lower, because the portable kernels
 # A row with more kept values than this is computed densely, with the lost rows: the GEMMs take less of the GPU's time
 # for it than reading so many rows of up and down, and the one warp that would walk it would hold up its launch.
 HEAVY = 128
-LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM is faster than four operations of torch
+LEAST_DENSE = 256  # tokens from which relu(gate) * up in one GEMM takes the GPU less time than four operations of torch
+# Tokens from which the GPU works for so long that the host's time for it is hidden, also in a model whose host is
+# behind: torch's operations cost the host less than that GEMM's call.
+LEAST_HIDDEN = 4096
 
 
 calls = Kept()  # a Call for each key of `key_of`

@@ -47,16 +47,16 @@ def test_decoding_is_predicted_from_the_bytes_of_the_weights(rates, tokens, dens
 def test_parts_add_up_and_a_fused_layer_saves_its_values_trips(rates):
     fused = replace(rates, fuses=True)
     for choice in PATHS:
-        parts = predict(choice, firing(60), rates, 2048, 2)
+        parts = predict(choice, firing(60), rates, 4096, 2)
         assert parts.pop("total") == pytest.approx(sum(parts.values())) and min(parts.values()) >= 0
-        assert us(choice, firing(60), fused, 2048) < us(choice, firing(60), rates, 2048)
+        assert us(choice, firing(60), fused, 4096) < us(choice, firing(60), rates, 4096)
         assert us(choice, firing(60), fused, 64) == us(choice, firing(60), rates, 64)
 
 
 @pytest.mark.parametrize(
     "choice, least",
     [
-        (Choice("dense"), dispatch.LEAST_DENSE),
+        (Choice("dense"), dispatch.LEAST_HIDDEN),
         (Choice("twell"), dispatch.LEAST_TWELL),
         (Choice("hot_cold", 256), dispatch.LEAST_HOT),
     ],
@@ -95,7 +95,7 @@ def test_more_firing_never_costs_less(rates_for, nnz, more, tokens, hot, cache, 
     now, then = (predict(choice, few, rates, n, 2) for n in (tokens, tokens + 1))
     assert all(then[part] >= now[part] * (1 - 1e-9) for part in ("gemm", "rows"))
     # From there on values are multiplied where they are, and launches saved.
-    if not fuses or tokens + 1 not in (dispatch.LEAST_DENSE, dispatch.LEAST_HOT, dispatch.LEAST_TWELL):
+    if not fuses or tokens + 1 not in (dispatch.LEAST_HIDDEN, dispatch.LEAST_HOT, dispatch.LEAST_TWELL):
         assert then["total"] >= now["total"] * (1 - 1e-9)
     assert us(Choice("dense"), many, rates, tokens) == us(Choice("dense"), few, rates, tokens)
 

@@ -183,6 +183,16 @@ def test_few_launches_are_no_graph(driver, graphs, same_memory, monkeypatch):
     assert graphs == []
 
 
+def test_a_graph_in_a_thread_without_a_context_starts_again(driver, graphs, same_memory, monkeypatch):
+    made, given, entered = Tape(), (gpu(7), gpu(7), gpu(10)), []
+    for _ in range(4):
+        play(driver, made, *given)
+    monkeypatch.setattr(launcher, "enter", entered.append)
+    driver.status = [201]
+    play(driver, made, *given)
+    assert entered == [GPU] and graphs == [3, 3]
+
+
 def test_a_graph_runs_on_the_current_stream(driver, graphs, same_memory, monkeypatch):
     made, given = Tape(), (gpu(7), gpu(7), gpu(10))
     for stream in (5, 5, 5, 5, 6, 0):

@@ -13,7 +13,8 @@ from .path import Path
 
 
 class Dense(Path):
-    """Torch's operations; on a Hopper GPU, from dispatch.LEAST_DENSE tokens, relu(gate) * up in one GEMM."""
+    """Torch's operations; on a Hopper GPU, relu(gate) * up in one GEMM: from dispatch.LEAST_HIDDEN tokens, or in a CUDA
+    graph, which the host does not hold up, from dispatch.LEAST_DENSE."""
 
     name = learns = "dense"
     packs = False
@@ -26,7 +27,7 @@ class Dense(Path):
         self.prepare(layer, weights)
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
-        many = isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_DENSE
+        many = isinstance(x, Tensor) and _many(x)
         # A forward that is being compiled sees no addresses, and takes the last answer.
         if many and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
             self.prepare(layer, weights)
@@ -48,6 +49,13 @@ class Dense(Path):
         }
 
 
+def _many(x: Tensor) -> bool:
+    tokens = x.shape[:-1].numel()
+    if tokens >= dispatch.LEAST_HIDDEN or tokens < dispatch.LEAST_DENSE or torch.compiler.is_compiling():
+        return tokens >= dispatch.LEAST_HIDDEN
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def by_torch(x: Tensor, weights: Weights) -> Tensor:
     """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. Raises InputError
     for shapes that do not fit together."""
@@ -65,7 +73,7 @@ def by_torch(x: Tensor, weights: Weights) -> Tensor:
 
 def fused(work: Work) -> bool:
     """Whether the kernel runs that computes relu(gate) * up in one GEMM."""
-    return work.fuses(dispatch.LEAST_DENSE)
+    return work.fuses(dispatch.LEAST_HIDDEN)
 
 
 def dense_parts(work: Work) -> tuple[float, float]:
