@@ -2,11 +2,9 @@
 // the GPU takes all tokens of one before those of the next, so that the slabs of neurons that fire often stay in the L1
 // cache.
 //
-// A group of ROW_LANES lanes takes a row, 16 bytes of a slab each; WARP_ROWS rows a warp. Sums go into the same columns
-// from the first entry to the last; a dot product is cut into as many pieces as there are slabs, kept in fp32, `pieces`
-// [slabs][capacity], added up in order. Heavy rows (spans.cuh) are cut into tasks, which the first warps of the grid take
-// behind their own rows: a few columns and all entries, or a run of entries and all columns. What a row's sums are does
-// not depend on who takes it.
+// A group of ROW_LANES lanes takes a row, 16 bytes of a slab each; sums go into the same columns from the first entry
+// to the last. A dot product is cut into as many pieces as there are slabs, kept in fp32, `pieces` [slabs][capacity],
+// added up in order. Heavy rows (spans.cuh) are cut into tasks, which the first warps take after their own rows.
 //   weighted_rows_v2    y  = sum of h down_t[column] + bias; of rows that are not heavy the bits of v1
 //   input_gradient_v2   dx = sum of dh u gate[column] + dh g up[column]; plain: dh up[column]
 //   pieces_v1           the dot products of x's or dy's rows with rows of a matrix, by slab
@@ -30,23 +28,27 @@
 #ifndef BLOCK_WARPS
 #define BLOCK_WARPS 4
 #endif
-#define HEAVY_COLUMNS 4                   // of a lane, of a heavy row
-#define HEAVY_LANES 8                     // for each entry of a heavy row
+// A task of a heavy row is HEAVY_SLAB columns of all its entries, where they are summed up: HEAVY_LANES lanes an entry,
+// HEAVY_COLUMNS columns a lane. Where each entry has a sum of its own it is a slab of one of HEAVY_RUNS runs of them.
+#define HEAVY_LANES 8
+#define HEAVY_COLUMNS 4
 #define HEAVY_SLAB (HEAVY_LANES * HEAVY_COLUMNS)
-#define HEAVY_AT_ONCE 2
-#define HEAVY_RUNS 8  // into which a heavy row's entries are cut where each has a sum of its own
+#define HEAVY_SLABS ((D_MODEL + HEAVY_SLAB - 1) / HEAVY_SLAB)
+#define HEAVY_RUNS 8
 #define ROW_BYTES ((unsigned)(D_MODEL * sizeof(value_t)))
 static_assert(D_MODEL % VECTOR == 0, "D_MODEL must be a multiple of the 16-byte vector");
 static_assert(TURN % AT_ONCE == 0 && ROW_LANES % AT_ONCE == 0, "a turn and a group are cut evenly");
 
 // Blocks that should fit a multiprocessor: as many as leave every thread the registers it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define AS_SM90 (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)  // room for 2048 threads
+#define AS_SM90 (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)  // 32 registers do, for 2048 threads
 #define SUMS_RESIDENT (AT_ONCE != 8 || __CUDA_ARCH__ == 800 ? 12 : AS_SM90 && D_MODEL % SLAB == 0 ? 16 : 10)
 #define RESIDENT (__CUDA_ARCH__ >= 1000 ? 8 : 10)
+#define HEAVY_AT_ONCE (__CUDA_ARCH__ >= 1000 ? 2 : 4)  // of an entry's lanes; no sum depends on it
 #else
 #define SUMS_RESIDENT 8
 #define RESIDENT 8
+#define HEAVY_AT_ONCE 4
 #endif
 #define WARPS_OF_ROWS(BLOCKS) __launch_bounds__(WARP * BLOCK_WARPS, BLOCKS)
 
@@ -85,7 +87,8 @@ struct Place {
     }
 };
 
-// A worker's tasks: each is one of `parts` parts of a heavy row. Workers are numbered as the GPU starts them.
+// A worker's tasks: each is one of `parts` parts of a heavy row. Workers are numbered in the order in which the GPU
+// starts them. No row's result depends on who takes its tasks.
 struct Heavy {
     const int* rows_end;  // where the numbers of the heavy rows begin, backwards
     unsigned count, tasks, at;
@@ -95,7 +98,7 @@ struct Heavy {
     __device__ __forceinline__ int row() const { return rows_end[-(int)(at % count)]; }
     __device__ __forceinline__ int part() const { return at / count; }
 };
-__device__ __forceinline__ unsigned blocks() { return gridDim.x * gridDim.y; }
+__device__ __forceinline__ unsigned all_warps() { return gridDim.x * gridDim.y * BLOCK_WARPS; }
 __device__ __forceinline__ unsigned this_warp() {
     return (blockIdx.y * gridDim.x + blockIdx.x) * BLOCK_WARPS + threadIdx.x / WARP;
 }
@@ -132,8 +135,9 @@ __device__ __forceinline__ void store_sums(value_t* m, const Place& p, const flo
 
 // Of the columns of a heavy row's task, the sum over its entries of factors.x * a row of `first` + factors.y * a row of
 // `second` (null: nothing) + bias (null: nothing); factors: (word, its place) -> float2. A lane has HEAVY_COLUMNS
-// columns; each group of HEAVY_LANES lanes takes every so many-th entry, and the groups' sums are added up at the end.
-template <class Factors>
+// columns; each group of HEAVY_LANES lanes takes every so many-th entry, N at once, and the groups' sums are added up at
+// the end.
+template <int N, class Factors>
 __device__ __forceinline__ void store_heavy(value_t* m, const Heavy& task, const int2* __restrict__ spans,
                                             const word_t* __restrict__ words, const value_t* __restrict__ first,
                                             const value_t* __restrict__ second, const value_t* __restrict__ bias,
@@ -144,11 +148,11 @@ __device__ __forceinline__ void store_heavy(value_t* m, const Heavy& task, const
     const bool inside = D_MODEL % HEAVY_SLAB == 0 || column < D_MODEL;
     const unsigned offset = (inside ? column : 0) * (unsigned)sizeof(value_t);
     float sum[HEAVY_COLUMNS] = {};
-    for (int k = threadIdx.x % WARP / HEAVY_LANES; k < span.y; k += APART * HEAVY_AT_ONCE) {
-        uint2 v[HEAVY_AT_ONCE], w[HEAVY_AT_ONCE];
-        float2 f[HEAVY_AT_ONCE];
+    for (int k = threadIdx.x % WARP / HEAVY_LANES; k < span.y; k += APART * N) {
+        uint2 v[N], w[N];
+        float2 f[N];
 #pragma unroll
-        for (int i = 0; i < HEAVY_AT_ONCE; ++i) {
+        for (int i = 0; i < N; ++i) {
             const int at = span.x + min(k + i * APART, span.y - 1);
             const word_t word = element(words, at);
             const unsigned from = word_column(word) * ROW_BYTES + offset;
@@ -158,7 +162,7 @@ __device__ __forceinline__ void store_heavy(value_t* m, const Heavy& task, const
             if (second) w[i] = __ldg((const uint2*)((const char*)second + from));
         }
 #pragma unroll
-        for (int i = 0; i < HEAVY_AT_ONCE; ++i) {
+        for (int i = 0; i < N; ++i) {
             if (second) add_scaled(sum, f[i].y, w[i]);
             add_scaled(sum, f[i].x, v[i]);
         }
@@ -223,8 +227,8 @@ weighted_rows_v2(const int2* __restrict__ spans, const int* __restrict__ lost, c
     if (bias) load(p.of(bias), 0).to_floats(sum);
     add_weighted(p, words, ups, down_t, mine, sum);
     store_sums(y, p, sum);
-    for (Heavy heavy(lost, rows, (D_MODEL + HEAVY_SLAB - 1) / HEAVY_SLAB, this_warp()); heavy.more(); heavy.at += blocks() * BLOCK_WARPS)
-        store_heavy(y, heavy, spans, words, down_t, nullptr, bias, [&](word_t word, int at) {
+    for (Heavy heavy(lost, rows, HEAVY_SLABS, this_warp()); heavy.more(); heavy.at += all_warps())
+        store_heavy<HEAVY_AT_ONCE>(y, heavy, spans, words, down_t, nullptr, bias, [&](word_t word, int at) {
             return make_float2(hidden_value(to_float(word_value(word)), ups, at), 0.0f);
         });
 }
@@ -283,14 +287,14 @@ input_gradient_v2(const int2* __restrict__ spans, const int* __restrict__ lost, 
                   const float* __restrict__ ups, const float* __restrict__ dh, const value_t* __restrict__ gate,
                   const value_t* __restrict__ up, value_t* __restrict__ dx, int rows) {
     __shared__ uint4 entries[BLOCK_WARPS * WARP_ROWS][TURN];
-    Heavy heavy(lost, rows, (D_MODEL + HEAVY_SLAB - 1) / HEAVY_SLAB, this_warp());
+    Heavy heavy(lost, rows, HEAVY_SLABS, this_warp());
     uint4* mine = entries[threadIdx.x / ROW_LANES];
     const Place p(blockIdx.y, spans, rows);
     float sum[VECTOR] = {};
     add_gradients(p, words, ups, dh, gate, up, mine, sum);
     store_sums(dx, p, sum);
-    for (; heavy.more(); heavy.at += blocks() * BLOCK_WARPS)
-        store_heavy(dx, heavy, spans, words, up, gate, nullptr, [&](word_t word, int at) {
+    for (; heavy.more(); heavy.at += all_warps())
+        store_heavy<2>(dx, heavy, spans, words, up, gate, nullptr, [&](word_t word, int at) {
             const float d = element(dh, at);
             return gate ? make_float2(d * to_float(word_value(word)), d * element(ups, at)) : make_float2(d, 0.0f);
         });
@@ -374,7 +378,7 @@ pieces_v1(const value_t* __restrict__ in, const int2* __restrict__ spans, const 
     unsigned* mine = entries[threadIdx.x / ROW_LANES];
     const Place p(first + blockIdx.y, spans, rows);
     write_pieces<AT_ONCE>(p, in, words, matrix, mine, pieces + (long long)blockIdx.y * capacity);
-    for (; heavy.more(); heavy.at += blocks() * BLOCK_WARPS) {
+    for (; heavy.more(); heavy.at += all_warps()) {
         const int slab = heavy.part() / HEAVY_RUNS, row = heavy.row();
         const Place task(first + slab, spans[row], row, heavy.part() % HEAVY_RUNS);
         write_pieces<(AT_ONCE < 4 ? AT_ONCE : 4)>(task, in, words, matrix, mine, pieces + (long long)slab * capacity);

@@ -121,10 +121,9 @@ def checked_twice(case: RowCase) -> Tensor:
     return lost
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d_model, dtype", [(8, torch.float16), (264, torch.bfloat16)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", [[0], [53], [0, 7, 53], list(range(54))])
-@pytest.mark.parametrize("d_model", [8, 264])
 def test_heavy_rows_first_last_and_all(d_model, rows, gated, dtype, low_limit):
     """30 of 100 neurons, in one narrow tile; one slab, and two of which the second is narrower."""
     counts = torch.tensor([6, 0, 5] * 18)
@@ -323,7 +322,7 @@ def test_no_tokens():
     case = RowCase.draw(gate_of(0, 300, torch.bfloat16), 64)
     s = case.survivors()
     y, dh, dx = case.check_rows(s, case.expected_lost())
-    assert s.lost.tolist() == [0] and y.shape == dx.shape == (0, 64) and dh.shape == (16 * 300,)
+    assert s.lost.tolist() == [0, 0] and y.shape == dx.shape == (0, 64) and dh.shape == (16 * 300,)
 
 
 def test_what_is_refused():
