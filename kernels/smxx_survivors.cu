@@ -27,7 +27,7 @@ struct Totals {
     int entries, lost, heavy;  // of the rows that are not lost; how many are; how many of the others are heavy
 };
 
-// How many words a row has for a tile, true or not.
+// The true count of a row's tile.
 __device__ __forceinline__ int count_of(const word_t* packed, int tiles, int row, int t) {
     return (int)packed[((long long)row * tiles + t) * POOLED_WORDS];
 }
@@ -54,8 +54,8 @@ __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARP * BLOCK_ROWS)
-survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
-                   int* __restrict__ counts, Totals* __restrict__ totals, int rows, int columns) {
+survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, int* __restrict__ counts,
+                   Totals* __restrict__ totals, int rows, int columns) {
     __shared__ int of_row[BLOCK_ROWS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * BLOCK_ROWS + warp;
     const int tiles = tiles_of(columns, POOLED_TILE);
@@ -147,8 +147,8 @@ survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, 
     if (threadIdx.x == 0) lost[0] = (int)lost_before, lost[rows + 1] = (int)heavy_before;
 }
 
-// This warp's share of a row of whose tiles each warp of the block takes every BLOCK_ROWS-th: their entries become words
-// of the list, from `start` on. Returns the lane's part of the sum of |g|.
+// What this warp does of a row that the block's warps share: the entries of every BLOCK_ROWS-th tile become words of the
+// list, in which the row begins at `start`. Returns the lane's part of the sum of |g|.
 __device__ __forceinline__ float share_row(const word_t* __restrict__ packed, const word_t* __restrict__ pool, int row,
                                            int start, word_t* __restrict__ words, int columns) {
     const int lane = threadIdx.x % WARP, tiles = tiles_of(columns, POOLED_TILE);

@@ -35,11 +35,11 @@ class Survivors:
 
     spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the
     16 bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] +
-    up_bias[column], not rounded. lost: int32 [tokens + 2], how many rows are lost, then their numbers, ascending; and from the
-    end backwards, how many rows are heavy, then their numbers, ascending. A heavy row has more than HEAVY entries
-    (kernels/spans.cuh); it is held as any other, and many warps share it. kept: int32 [tokens], entries of each row,
-    l1: float32 [tokens], sum of |h|; of lost rows neither is written here, but by train_lost. Unused parts of all these
-    are neither cleared nor read."""
+    up_bias[column], not rounded. lost: int32 [tokens + 2], how many rows are lost, then their numbers, ascending; and
+    from the end backwards, how many rows are heavy, then their numbers, ascending. A heavy row has more than HEAVY
+    entries (kernels/spans.cuh); it is held as any other, and many warps share it. kept: int32 [tokens], entries of each
+    row, l1: float32 [tokens], sum of |h|; of lost rows neither is written here, but by train_lost. Unused parts of all
+    these are neither cleared nor read."""
 
     spans: Tensor
     words: Tensor
@@ -107,7 +107,7 @@ def survivors(
     def run(name, blocks, *arguments):
         launcher.kernel(SURVIVORS, name, defines).launch(x.device, (blocks, 1), arguments)
 
-    run("survivor_counts_v2", blocks, x, packed, pool, counts, totals, tokens, d_ff)
+    run("survivor_counts_v2", blocks, x, packed, counts, totals, tokens, d_ff)
     run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity)
     alone = l1 if up is None else None  # in a gated layer the kernel that computes u also writes l1
     placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
