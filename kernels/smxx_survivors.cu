@@ -3,10 +3,10 @@
 // a place in the list:
 //   survivor_counts  a warp a row: how many entries it has, or LOST where its x is not finite or the pool overflowed;
 //                    and the sums over the BLOCK_ROWS rows of a block
-//   survivor_places  one block: heavy rows become LOST if they are few; prefix sums of those sums
-//   survivor_words   the blocks of the first again: spans, words, lost rows, ascending; l1 of a plain layer
-// Lost too: rows with more than HEAVY entries, which hold up the warp that walks them, if there are at most FEW_HEAVY;
-// then rows whose entries would end past `capacity`, and all rows behind the first of these.
+//   survivor_places  one block: prefix sums of those sums
+//   survivor_words   the blocks of the first again: spans, words, lost and heavy rows; l1 of a plain layer. A warp
+//                    walks a row; all warps of the block share a heavy one, a tile a warp
+// Lost too: rows whose entries would end past `capacity`, and all rows behind the first of these.
 //
 // What bounds it: launches, and the counts, which lie 128 bytes apart, so that each costs 64 bytes of device memory.
 //
@@ -22,16 +22,25 @@
 #ifndef PLACE_THREADS
 #define PLACE_THREADS 1024
 #endif
-#ifndef HEAVY
-#define HEAVY 384  // a row with more entries is heavy
-#endif
-#ifndef FEW_HEAVY
-#define FEW_HEAVY 96  // so many heavy rows are lost; if there are more, all of them are walked
-#endif
 
 struct Totals {
     int entries, lost, heavy;  // of the rows that are not lost; how many are; how many of the others are heavy
 };
+
+// The true count of a row's tile.
+__device__ __forceinline__ int count_of(const word_t* packed, int tiles, int row, int t) {
+    return (int)packed[((long long)row * tiles + t) * POOLED_WORDS];
+}
+
+// How many words of tile t's pool the earlier rows of the row's group take.
+__device__ __forceinline__ int pooled_before(const word_t* packed, int tiles, int row, int t) {
+    const int first = row / POOL_ROWS * POOL_ROWS;
+    int taken = 0;
+#pragma unroll 5
+    for (int k = 0; k < POOL_ROWS - 1; ++k)
+        if (first + k < row) taken += max(count_of(packed, tiles, first + k, t) - SLOTS, 0);
+    return taken;
+}
 
 // Whether a value of x's row is not finite, which every lane learns. The whole warp calls it.
 __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
@@ -45,14 +54,14 @@ __device__ __forceinline__ bool row_nonfinite(const value_t* row) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARP * BLOCK_ROWS)
-survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
-                   int* __restrict__ counts, Totals* __restrict__ totals, int rows, int columns) {
+survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ packed, int* __restrict__ counts,
+                   Totals* __restrict__ totals, int rows, int columns) {
     __shared__ int of_row[BLOCK_ROWS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * BLOCK_ROWS + warp;
     const int tiles = tiles_of(columns, POOLED_TILE);
     if (row < rows) {
         int kept = 0;
-        bool over = false, suspect = true;
+        bool lost = false, suspect = true;
         for (int group = 0; group < tiles; group += WARP) {
             uint2 head = make_uint2(0, 0);  // the count, and the first word behind it
             if (group + lane < tiles) head = *(const uint2*)(packed + ((long long)row * tiles + group + lane) * POOLED_WORDS);
@@ -61,15 +70,12 @@ survivor_counts_v2(const value_t* __restrict__ x, const word_t* __restrict__ pac
                 const word_t first = __shfl_sync(ALL_LANES, head.y, __ffs(some) - 1);
                 suspect = !(fabsf(to_float(word_value(first))) <= 3.4e38f);  // more than any finite 16-bit value
             }
-            over |= __any_sync(ALL_LANES, head.x > SLOTS);
             kept += sum_over_lanes((int)head.x);
+            const int beyond = (int)head.x - SLOTS;  // the tile's words in the pool, if there is room for them
+            if (beyond > 0) lost |= pooled_before(packed, tiles, row, group + lane) + beyond > POOL_WORDS;
         }
-        bool lost = suspect && row_nonfinite(x + (long long)row * D_MODEL);
-        if (over && !lost) {
-            const Pooled m = {packed, pool, columns};
-            PoolWalk walk(m, row);
-            lost = walk.facts(kept).lost;
-        }
+        lost = __any_sync(ALL_LANES, lost);
+        if (suspect && !lost) lost = row_nonfinite(x + (long long)row * D_MODEL);
         if (lane == 0) counts[row] = of_row[warp] = lost ? LOST : kept;
     }
     __syncthreads();
@@ -110,36 +116,59 @@ __device__ __forceinline__ unsigned sum_before(unsigned v, unsigned& total) {
     return add_up(before, warp ? earlier : 0);
 }
 
-// totals: of each block of rows; after it, the entries and lost rows before each block. counts: heavy rows become LOST,
-// if they are few. lost[0]: how many rows are lost in all.
+// totals: of each block of rows; after it, the entries, lost rows and heavy rows before each block. lost: how many rows
+// are lost and how many are heavy in all.
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
-survivor_places_v2(int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows, int capacity) {
+survivor_places_v2(const int* __restrict__ counts, Totals* __restrict__ totals, int* __restrict__ lost, int rows,
+                   int capacity) {
     const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    unsigned entries_before = 0, lost_before = 0, some_heavy = 0, heavy, total;
-    for (int block = threadIdx.x; block < blocks; block += PLACE_THREADS) some_heavy += (unsigned)totals[block].heavy;
-    sum_before(some_heavy, heavy);
+    unsigned entries_before = 0, lost_before = 0, heavy_before = 0, total;
     for (int first = 0; first < blocks; first += PLACE_THREADS) {
         const int block = first + threadIdx.x;
         Totals mine = {0, 0, 0};
         if (block < blocks) mine = totals[block];
-        if (mine.heavy && heavy <= FEW_HEAVY)
-            for (int row = block * BLOCK_ROWS; row < min(rows, (block + 1) * BLOCK_ROWS); ++row)
-                if (counts[row] > HEAVY) mine.entries -= counts[row], ++mine.lost, counts[row] = LOST;
         const unsigned start = add_up(entries_before, sum_before((unsigned)mine.entries, total));
         entries_before = add_up(entries_before, total);
         if (add_up(start, (unsigned)mine.entries) > (unsigned)capacity) {  // the first such block, and all behind it
             unsigned end = start;
-            mine.lost = 0;
+            mine.lost = mine.heavy = 0;
             for (int row = block * BLOCK_ROWS; row < min(rows, (block + 1) * BLOCK_ROWS); ++row) {
                 end = add_up(end, (unsigned)max(counts[row], 0));
-                mine.lost += counts[row] == LOST || end > (unsigned)capacity;
+                const bool there = counts[row] != LOST && end <= (unsigned)capacity;
+                mine.lost += !there, mine.heavy += there && counts[row] > HEAVY;
             }
         }
         const unsigned at = lost_before + sum_before((unsigned)mine.lost, total);
         lost_before += total;
-        if (block < blocks) totals[block] = {(int)start, (int)at, 0};
+        const unsigned heavy_at = heavy_before + sum_before((unsigned)mine.heavy, total);
+        heavy_before += total;
+        if (block < blocks) totals[block] = {(int)start, (int)at, (int)heavy_at};
     }
-    if (threadIdx.x == 0) lost[0] = (int)lost_before;
+    if (threadIdx.x == 0) lost[0] = (int)lost_before, lost[rows + 1] = (int)heavy_before;
+}
+
+// What this warp does of a row that the block's warps share: the entries of every BLOCK_ROWS-th tile become words of the
+// list, in which the row begins at `start`. Returns the lane's part of the sum of |g|.
+__device__ __forceinline__ float share_row(const word_t* __restrict__ packed, const word_t* __restrict__ pool, int row,
+                                           int start, word_t* __restrict__ words, int columns) {
+    const int lane = threadIdx.x % WARP, tiles = tiles_of(columns, POOLED_TILE);
+    float sum = 0;
+    for (int t = threadIdx.x / WARP; t < tiles; t += BLOCK_ROWS) {
+        const int count = count_of(packed, tiles, row, t), earlier = row / POOL_ROWS * POOL_ROWS + lane;
+        int before = 0;  // entries of the row
+        for (int k = lane; k < t; k += WARP) before += count_of(packed, tiles, row, k);
+        int pooled = count > SLOTS && earlier < row ? max(count_of(packed, tiles, earlier, t) - SLOTS, 0) : 0;
+        const int at = start + sum_over_lanes(before);
+        pooled = sum_over_lanes(pooled);
+        const word_t* in_tile = packed + ((long long)row * tiles + t) * POOLED_WORDS + 1;
+        const word_t* in_pool = pool + ((long long)(row / POOL_ROWS) * tiles + t) * POOL_WORDS + pooled;
+        for (int i = lane; i < count; i += WARP) {
+            const word_t w = i < SLOTS ? in_tile[i] : in_pool[i - SLOTS];
+            words[at + i] = make_word(word_value(w), t * POOLED_TILE + word_column(w));
+            sum += fabsf(to_float(word_value(w)));
+        }
+    }
+    return sum;
 }
 
 // l1: of a plain layer, sum |g|; null: not wanted.
@@ -148,36 +177,51 @@ survivor_words_v2(const word_t* __restrict__ packed, const word_t* __restrict__ 
                   const Totals* __restrict__ totals, int2* __restrict__ spans, int* __restrict__ kept, int* __restrict__ lost,
                   word_t* __restrict__ words, float* __restrict__ l1, int rows, int columns, int capacity) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * BLOCK_ROWS, row = first + warp;
-    if (row >= rows) return;
     const Totals before = totals[blockIdx.x];
     const int count = lane < BLOCK_ROWS && first + lane < rows ? counts[first + lane] : 0;
     // Lane k holds the facts of the block's k-th row. The end of a row may exceed the largest int; as an unsigned
     // number it does not wrap around.
     const unsigned end = (unsigned)before.entries + (unsigned)sum_up_to_lane(max(count, 0));
     const bool there = count != LOST && end <= (unsigned)capacity;
-    const unsigned rows_there = __ballot_sync(ALL_LANES, there);
-    const int start = (int)__shfl_sync(ALL_LANES, end - (unsigned)max(count, 0), warp);
-    const int mine = __shfl_sync(ALL_LANES, count, warp);
-    if (!(rows_there >> warp & 1)) {
-        if (lane == 0) {
-            spans[row] = make_int2(LOST, 0);
-            lost[1 + before.lost + __popc(~rows_there & ((1u << warp) - 1))] = row;
-        }
-        return;
+    const unsigned rows_there = __ballot_sync(ALL_LANES, there), heavy = __ballot_sync(ALL_LANES, there && count > HEAVY);
+    const int begin = (int)(end - (unsigned)max(count, 0));
+    const int start = __shfl_sync(ALL_LANES, begin, warp), mine = __shfl_sync(ALL_LANES, count, warp);
+    const unsigned earlier = (1u << warp) - 1;
+    const bool here = rows_there >> warp & 1, shared = heavy >> warp & 1;
+    if (lane == 0 && row < rows) {
+        spans[row] = here ? make_int2(start, mine) : make_int2(LOST, 0);
+        if (here) kept[row] = mine;
+        else lost[1 + before.lost + __popc(~rows_there & earlier)] = row;
+        if (shared) lost[rows - before.heavy - __popc(heavy & earlier)] = row;
     }
-    if (lane == 0) spans[row] = make_int2(start, mine), kept[row] = mine;
-    const Pooled m = {packed, pool, columns};
-    PoolWalk walk(m, row);
-    float sum = 0;
-    Entries e;
-    for (int at = start; walk.next(e); at += __popc(e.lanes)) {
-        if (e.lanes >> lane & 1) {
-            words[at + lane] = make_word(from_float(e.value), e.column);
-            sum += fabsf(e.value);
+    if (row < rows && here && !shared) {
+        const Pooled m = {packed, pool, columns};
+        PoolWalk walk(m, row);
+        float sum = 0;
+        Entries e;
+        for (int at = start; walk.next(e); at += __popc(e.lanes)) {
+            if (e.lanes >> lane & 1) {
+                words[at + lane] = make_word(from_float(e.value), e.column);
+                sum += fabsf(e.value);
+            }
+        }
+        if (l1) {
+            sum = warp_sum(sum);
+            if (lane == 0) l1[row] = sum;
         }
     }
-    if (!l1) return;
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-    if (lane == 0) l1[row] = sum;
+    for (unsigned left = heavy; left; left &= left - 1) {  // the same in all warps
+        __shared__ float of_warp[BLOCK_ROWS];
+        const int k = __ffs(left) - 1;
+        const float part = share_row(packed, pool, first + k, __shfl_sync(ALL_LANES, begin, k), words, columns);
+        if (!l1) continue;
+        const float all = warp_sum(part);
+        if (lane == 0) of_warp[warp] = all;
+        __syncthreads();
+        if (warp == k) {
+            const float sum = warp_sum(lane < BLOCK_ROWS ? of_warp[lane] : 0.0f);
+            if (lane == 0) l1[first + k] = sum;
+        }
+        __syncthreads();  // of_warp was read
+    }
 }

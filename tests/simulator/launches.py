@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.columns.layers import Layer, pattern
 from tests.ops.train_dense import cases as dense_cases
-from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of
+from tests.ops.train_kernels.row_cases import RowCase, adversarial, gate_of, with_counts
 from tests.ops.train_lost.cases import Case
 from tests.simulator import cases
 from tests.simulator.pooled_cases import Pooled
@@ -61,10 +61,17 @@ def dense(monkeypatch):
 
 
 def rows(monkeypatch):
-    """The compact list of entries, and both versions of the kernels that read it; version 1 with two warps a row."""
+    """The compact list of entries, and both versions of the kernels that read it; version 1 with two warps a row. A
+    gated layer, and a plain one of which two neighbouring rows are heavy and both in one block."""
     case = RowCase.draw(adversarial(36, 520, torch.bfloat16), 264, biases=True)
     s = case.survivors()
     case.check_rows(s, case.check_survivors(s))
+    heavy = RowCase.draw(with_counts(torch.tensor([3, 200, 150, 9]), 1900), 264, gated=False)
+    s = heavy.survivors()
+    heavy.check_rows(s, heavy.check_survivors(s))
+    heavy = RowCase.draw(with_counts(torch.tensor([3, 200, 150, 9]), 1900), 264)
+    s = heavy.survivors()
+    heavy.check_rows(s, heavy.check_survivors(s))
     case = RowCase.draw(adversarial(36, 520, torch.bfloat16)[:8], 1032, biases=True)
     s = case.survivors()
     train_rows.hidden_gradient(case.dy, s, case.down_t, None, 1)

@@ -342,7 +342,7 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias):
         new(x.shape[0], 2, dtype=torch.int32),
         new(room, dtype=torch.int32),
         new(0 if gate is None else room, dtype=torch.float32),
-        new(1 + x.shape[0], dtype=torch.int32),
+        new(x.shape[0] + 2, dtype=torch.int32),
     )
 
 

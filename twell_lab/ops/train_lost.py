@@ -1,8 +1,8 @@
 """How the kernels for the rows that a sparse training step cannot hold are launched (kernels/smxx_train_lost.cu,
 smxx_lost_weights.cu).
 
-Only the GPU knows how many rows are lost, and which: `lost`, int32 [1 + tokens], holds their count and then their
-numbers, ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's
+Only the GPU knows how many rows are lost, and which: `lost`, int32 [1 + tokens] or longer, holds their count and then
+their numbers, ascending. Every launch has a fixed grid and ends at once where lost[0] is 0. CUDA tensors run on torch's
 current stream, CPU tensors in twell_lab.simulator; nothing waits for the GPU. The same input gives the same bits on the
 same GPU."""
 
@@ -167,8 +167,11 @@ def _check(lost, x, gate, up, down_t, gate_bias, up_bias, by_row) -> None:
         (gate_bias, shape[:1]),
         (up_bias, shape[:1]),
     )
-    if lost.dtype != torch.int32 or lost.shape != (1 + len(x),) or lost.device != x.device or not lost.is_contiguous():
-        raise InputError(f"lost is {lost.dtype} {list(lost.shape)}; int32 [{1 + len(x)}] on {x.device} is accepted")
+    long = lost.dim() == 1 and len(lost) > len(x)
+    if lost.dtype != torch.int32 or not long or lost.device != x.device or not lost.is_contiguous():
+        raise InputError(
+            f"lost is {lost.dtype} {list(lost.shape)}; int32 [{1 + len(x)}] or longer, on {x.device}, is accepted"
+        )
     if by_row is not None and (
         by_row.dtype != torch.float32 or by_row.shape != x.shape[:1] or not by_row.is_contiguous()
     ):

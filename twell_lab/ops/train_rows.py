@@ -35,9 +35,11 @@ class Survivors:
 
     spans: int32 [tokens, 2], (start, count) of each row's entries; (-1, 0) for a lost row. words: int32 [capacity], the
     16 bits of g << 16 | column; columns ascending within a row. ups: float32 [capacity] or None, x . up[column] +
-    up_bias[column], not rounded. lost: int32 [1 + tokens], how many rows are lost, then their numbers, ascending. kept:
-    int32 [tokens], entries of each row, l1: float32 [tokens], sum of |h|; of lost rows neither is written here, but by
-    train_lost. Unused parts of all these are neither cleared nor read."""
+    up_bias[column], not rounded. lost: int32 [tokens + 2], how many rows are lost, then their numbers, ascending; and
+    from the end backwards, how many rows are heavy, then their numbers, ascending. A heavy row has more than HEAVY
+    entries (kernels/spans.cuh); it is held as any other, and many warps share it. kept: int32 [tokens], entries of each
+    row, l1: float32 [tokens], sum of |h|; of lost rows neither is written here, but by train_lost. Unused parts of all
+    these are neither cleared nor read."""
 
     spans: Tensor
     words: Tensor
@@ -80,8 +82,6 @@ def survivors(
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
     (kernels/twell.cuh); up: [d_ff, d_model], up_bias: [d_ff]. A row is lost
     - if its row of x has a value that is not finite, or the pool could not hold one of its tiles;
-    - if it is heavy, which means that it has more than HEAVY entries, and is not lost already, and at most FEW_HEAVY
-      rows of the call are heavy (both numbers stand in smxx_survivors.cu);
     - if the entries of the rows that are left would end past `capacity` (None: capacity_for) with it; after the first
       such row all later rows are lost too.
 
@@ -94,7 +94,7 @@ def survivors(
     def new(*shape, dtype=torch.int32):
         return empty(*shape, dtype=dtype, device=x.device)
 
-    spans, words, lost, kept = new(tokens, 2), new(capacity), new(1 + tokens), new(tokens)
+    spans, words, lost, kept = new(tokens, 2), new(capacity), new(tokens + 2), new(tokens)
     l1, ups = new(tokens, dtype=torch.float32), None if up is None else new(capacity, dtype=torch.float32)
     made = Survivors(spans, words, ups, lost, kept, l1)
     if not tokens:
@@ -107,7 +107,7 @@ def survivors(
     def run(name, blocks, *arguments):
         launcher.kernel(SURVIVORS, name, defines).launch(x.device, (blocks, 1), arguments)
 
-    run("survivor_counts_v2", blocks, x, packed, pool, counts, totals, tokens, d_ff)
+    run("survivor_counts_v2", blocks, x, packed, counts, totals, tokens, d_ff)
     run("survivor_places_v2", 1, counts, totals, lost, tokens, capacity)
     alone = l1 if up is None else None  # in a gated layer the kernel that computes u also writes l1
     placed = (packed, pool, counts, totals, spans, kept, lost, words, alone)
@@ -128,11 +128,11 @@ def _check_survivors(x, packed, pool, up, d_ff, capacity) -> None:
 def weighted_rows(s: Survivors, down_t: Tensor, bias: Tensor | None, version: int = 2) -> Tensor:
     """y [tokens, d_model] = sum of h * down_t[column] + bias; down_t: [d_ff, d_model]. Lost rows are not written.
 
-    version: 1 (whole rows in registers) or 2 (slabs of columns)."""
+    version: 1 (whole rows in registers; heavy rows as any other) or 2 (slabs of columns)."""
     y = empty(s.tokens, down_t.shape[1], dtype=down_t.dtype, device=down_t.device)
     down_t, bias = down_t.contiguous(), None if bias is None else bias.contiguous()
     _check(y.dtype, y.shape[1], down_t.shape[0], s.capacity, (down_t, bias))
-    _rows("weighted_rows", version, y, (s.spans, s.words, s.ups, down_t, bias, y))
+    _rows("weighted_rows", version, y, s, (s.ups, down_t, bias, y))
     return y
 
 
@@ -148,7 +148,7 @@ def hidden_gradient(dy: Tensor, s: Survivors, down_t: Tensor, dl1: Tensor | None
     if version == 2:
         _dots(dy, s, down_t, "hidden_gradient_v2", (s.ups, dl1, dh))
     else:
-        _rows("hidden_gradient", version, dy, (dy, s.spans, s.words, s.ups, down_t, dl1, dh))
+        _rows("hidden_gradient", version, dy, s, (s.ups, down_t, dl1, dh), dy)
     return dh
 
 
@@ -162,7 +162,7 @@ def input_gradient(s: Survivors, dh: Tensor, gate: Tensor | None, up: Tensor, ve
     dx = empty(s.tokens, up.shape[1], dtype=up.dtype, device=up.device)
     gate, up = None if gate is None else gate.contiguous(), up.contiguous()
     _check(dx.dtype, dx.shape[1], up.shape[0], s.capacity, (gate, up))
-    _rows("input_gradient", version, dx, (s.spans, s.words, s.ups, dh, gate, up, dx))
+    _rows("input_gradient", version, dx, s, (s.ups, dh, gate, up, dx))
     return dx
 
 
@@ -192,18 +192,20 @@ def _run_slabs(name: str, shape: tuple[int, int], rows: Tensor, slabs: int, tens
     made.launch(rows.device, grid, (*tensors, *numbers))
 
 
-def _rows(name: str, version: int, rows: Tensor, tensors: tuple) -> None:
-    """Launch version 1 or 2 of a kernel that reads, or writes, each of these rows."""
+def _rows(name: str, version: int, rows: Tensor, s: Survivors, more: tuple, *before: Tensor) -> None:
+    """Launch version 1 or 2 of a kernel that reads, or writes, each of these rows; before, more: the tensors before and
+    behind those of s that both versions take."""
     if version not in (1, 2):
         raise InputError(f"version is {version}; 1 and 2 are accepted")
     if not len(rows):
         return
     if version == 2:
         shape = _SHAPES[name]
+        tensors = (*before, s.spans, s.lost, s.words, *more)
         return _run_slabs(f"{name}_v2", shape, rows, _slabs(rows.shape[1], shape[0]), tensors, len(rows))
     defines = portable.specialisation(rows.dtype, rows.shape[1])
     made = launcher.kernel(ROWS, f"{name}_v1", defines)
-    made.launch(rows.device, (len(rows), 1), tensors)
+    made.launch(rows.device, (len(rows), 1), (*before, s.spans, s.words, *more))
 
 
 def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) -> None:
@@ -215,9 +217,9 @@ def _dots(rows: Tensor, s: Survivors, matrix: Tensor, finish: str, more: tuple) 
     slabs = _slabs(rows.shape[1], shape[0])
     capacity = s.capacity
     pieces = empty(min(slabs, _MOST_SLABS), capacity, dtype=torch.float32, device=rows.device)
-    sizes = len(rows), capacity
+    sizes, listed = (len(rows), capacity), (s.spans, s.lost, s.words)
     for first in range(0, slabs, _MOST_SLABS):
         some = min(_MOST_SLABS, slabs - first)
-        _run_slabs("pieces_v1", shape, rows, some, (rows, s.spans, s.words, matrix, pieces), *sizes, first)
+        _run_slabs("pieces_v1", shape, rows, some, (rows, *listed, matrix, pieces), *sizes, first)
         order = some, int(first > 0), int(first + some == slabs)
-        _run_slabs(finish, shape, rows, 0, (s.spans, s.words, pieces, *more), *sizes, *order)
+        _run_slabs(finish, shape, rows, 0, (*listed, pieces, *more), *sizes, *order)

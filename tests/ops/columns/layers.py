@@ -49,7 +49,7 @@ class Layer:
         u[at], dh[at] = normal(len(row)), normal(len(row))
         spans = torch.stack([start, count], 1).to(torch.int32)
         spans[list(lost)] = torch.tensor([-1, 0], dtype=torch.int32)
-        numbers = torch.full((1 + tokens,), _POISON, dtype=torch.int32)
+        numbers = torch.full((tokens + 2,), _POISON, dtype=torch.int32)
         numbers[0] = len(lost)
         numbers[1 : 1 + len(lost)] = torch.tensor(sorted(lost), dtype=torch.int32)
         x[list(lost)] = dy[list(lost)] = torch.nan  # nobody reads them here

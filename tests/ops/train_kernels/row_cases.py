@@ -16,7 +16,7 @@ from twell_lab.formats import POOL_ROWS, fires
 from twell_lab.formats.pool import packed_and_pool
 from twell_lab.ops import portable, train_rows
 
-__all__ = ["RowCase", "adversarial", "gate_of", "heavy", "same_bits", "with_counts"]
+__all__ = ["RowCase", "adversarial", "gate_of", "most_light", "same_bits", "with_counts"]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -32,10 +32,9 @@ def with_counts(counts: Tensor, d_ff: int) -> Tensor:
     return torch.where(fire, value, -value).bfloat16()
 
 
-def heavy(dtype: torch.dtype, d_model: int) -> tuple[int, int]:
-    """The most entries of a row that is not heavy; the most heavy rows that are lost for being so."""
-    macros = portable.specialisation(dtype, d_model)
-    return tuple(sources.number(train_rows.SURVIVORS, name, macros) for name in ("HEAVY", "FEW_HEAVY"))
+def most_light(dtype: torch.dtype, d_model: int) -> int:
+    """The most entries of a row that is not heavy."""
+    return sources.number(train_rows.SURVIVORS, "HEAVY", portable.specialisation(dtype, d_model))
 
 
 def poisoned_pack(gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,9 +106,6 @@ class RowCase:
     def expected_lost(self) -> Tensor:
         lost = self.pool_lost | ~self.x.isfinite().all(1)
         counts = torch.where(lost, 0, fires(self.gate).sum(1))
-        most, few = heavy(self.gate.dtype, self.x.shape[1])
-        if (counts > most).sum() <= few:
-            lost, counts = lost | (counts > most), torch.where(counts > most, 0, counts)
         room = train_rows.capacity_for(*self.gate.shape) if self.capacity is None else self.capacity
         return lost | (counts.cumsum(0) > room)
 
@@ -130,6 +126,8 @@ class RowCase:
         assert s.lost[0] == count and s.lost[1 : 1 + count].tolist() == lost.nonzero()[:, 0].tolist()
         counts = torch.where(lost, 0, keep.sum(1))
         assert torch.equal(s.spans[:, 1], counts.int())
+        heavy = (counts > most_light(self.gate.dtype, self.x.shape[1])).nonzero()[:, 0].tolist()
+        assert s.lost.shape == (len(self.x) + 2,) and s.lost.flip(0)[: 1 + len(heavy)].tolist() == [len(heavy), *heavy]
         starts = torch.where(lost, -1, counts.cumsum(0) - counts)
         assert torch.equal(s.spans[:, 0], starts.int())
         rows, columns = (keep & ~lost[:, None]).nonzero(as_tuple=True)

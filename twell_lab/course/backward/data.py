@@ -226,7 +226,7 @@ def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> di
         "ups": 4 * entries,
         "spans": 8 * tokens,
         "kept": 4 * tokens,
-        "lost": 4 * (1 + tokens),
+        "lost": 4 * (tokens + 2),
     }
 
 
