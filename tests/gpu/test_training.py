@@ -9,11 +9,6 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from twell_lab import ops
-<<<<<<< HEAD
-from twell_lab.cuda import sources
-=======
-from twell_lab.cuda import launcher
->>>>>>> heavy-train
 from twell_lab.layers import terms as penalty
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
