@@ -79,8 +79,8 @@ class StandIn:
         """Whether the projections are this module's own."""
         raise NotImplementedError
 
-    def aliases(self) -> list[Tensor]:
-        """Tensors of its own on the memory of the layer's weights, besides its buffers."""
+    def views(self) -> list[Tensor]:
+        """Tensors of its own on the memory of the layer's weights."""
         raise NotImplementedError
 
     def feed_forward(self, name: str) -> FeedForward:

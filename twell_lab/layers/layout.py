@@ -162,11 +162,11 @@ class Layout:
             return
         if self.neurons is not None:
             if seat is not None and not turned.is_turned(weight) and seat.changed(part) is None:  # it was loaded anew
-                turned.turn(weight, own_of(layer))
+                turned.turn(weight, _own(layer))
                 seat.accept(part)
         elif not turn or weight.device.type not in turned.DEVICES:
             self.restore(layer)
-        elif turned.turn(weight, own_of(layer)) and (seat is None or not seat.sits_on(part)):
+        elif turned.turn(weight, _own(layer)) and (seat is None or not seat.sits_on(part)):
             self.seats["down"] = Seat(part, "down", None)
 
     def restore(self, layer) -> None:
@@ -248,25 +248,14 @@ def _moved(parts: dict[str, nn.Linear], order: Tensor, turn: bool) -> list[tuple
     return found
 
 
-# ---- the views that a layer holds, and what else it has on its weights ----
-
-
-def lent(layer) -> set[str]:
-    """The names of the layer's buffers that lie where `down` lies."""
-    weight = layer.down._parameters.get("weight")
-    if weight is None or not turned.is_turned(weight):
-        return set()
-    return {name for name, each in dict(layer._buffers).items() if each.is_set_to(weight.detach().t())}
-
-
 def drop_views(layer) -> None:
     """Have the layer hold no views of `down`."""
-    hold(layer, dict.fromkeys([*lent(layer), *(path.noted for path in PATHS.values())]))
+    hold(layer, dict.fromkeys([*layer._views, *(path.noted for path in PATHS.values())]))
 
 
-def own_of(module: nn.Module) -> Sequence[Tensor]:
+def _own(module: nn.Module) -> Sequence[Tensor]:
     """Tensors on the weights of a layer that are its own: none of a dense one."""
-    return [*module._buffers.values(), *module.aliases()] if isinstance(module, StandIn) else ()
+    return module.views() if isinstance(module, StandIn) else ()
 
 
 # ---- what can be done with a layer ----
@@ -280,19 +269,26 @@ def obstacle(found: FeedForward) -> str | None:
     for name, part in parts.items():
         if type(part) is not nn.Linear:
             return f"{name} is a {type(part).__name__}, not a plain torch.nn.Linear"
-    own, counted = own_of(module), {}
-    for name, t in Weights.of(found.gate, found.up, found.down).named().items():
-        if name not in DIMS:
-            continue
+    weights = Weights.of(found.gate, found.up, found.down).named()
+    counted = {name: t for name, t in weights.items() if name in DIMS}
+    for name, t in counted.items():
         if t.device.type not in turned.DEVICES:
             return f"it is on {t.device}; weights are moved on {' and '.join(turned.DEVICES)} alone"
-        if not turned.movable(t, own):
-            return f"{name} is tied, sharded, or can be changed unseen"
-        if not t.is_contiguous() and not turned.is_turned(t):
+        if not t.is_contiguous() and not (name == "down" and turned.is_turned(t)):
             return f"{name} is not contiguous"
         if t.grad is not None:
             return f"{name} has a gradient, in the neurons' own order"
-        counted[name] = t
+    why = _tie(parts, counted, _own(module))
+    if why is not None:
+        gc.collect()  # what nobody reads any more, such as a compiler's notes, may not have gone yet
+        why = _tie(parts, counted, _own(module))
+    return why
+
+
+def _tie(parts: dict[str, nn.Linear], counted: dict[str, Tensor], own: Sequence[Tensor]) -> str | None:
+    for name, t in counted.items():
+        if not turned.movable(t, own):
+            return f"{name} is tied, sharded, or can be changed unseen"
     if _in_part([*parts.values()], []) or _in_part([*counted.values()], [part._parameters for part in parts.values()]):
         return "another module has some of its projections or weights, and not all"
     return None
@@ -308,11 +304,10 @@ def _in_part(members: list, own: list[dict]) -> bool:
     return False
 
 
-def copy_bytes(found: FeedForward, paths: Iterable[str], reorders: bool) -> dict[str, int]:
-    """For each of these paths, the bytes of the copies of weights that a layer holds for it where it infers, once
-    `sparsify` has swapped it. reorders: whether its neurons may be reordered, which hot/cold would have done."""
+def copy_bytes(found: FeedForward, reorders: bool) -> dict[str, int]:
+    """For each path, the bytes of the copies of weights that a layer, dense or swapped, holds for it where it infers,
+    once `sparsify` has swapped it. reorders: whether its neurons may be reordered."""
     weights = Weights.of(found.gate, found.up, found.down)
-    paths = [PATHS[name] for name in paths]
-    reordered = reorders and any(path.splits for path in paths) and obstacle(found) is None
-    turns = type(found.down) is nn.Linear and turned.turns(weights.down, own_of(found.module))
-    return {path.name: path.copy_bytes(weights, turns or reordered, reordered) for path in paths}
+    reordered = reorders and obstacle(found) is None
+    turns = type(found.down) is nn.Linear and turned.turns(weights.down, _own(found.module))
+    return {name: path.copy_bytes(weights, turns or reordered, reordered) for name, path in PATHS.items()}

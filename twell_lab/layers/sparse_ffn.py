@@ -16,11 +16,11 @@ from ..ops.kept import place
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
 from .choice import DENSE, Choice, LayerPlan
-from .layout import DIMS, Layout, drop_views, lent
+from .layout import DIMS, Layout, drop_views
 from .learner import Learner
 from .paths import PATHS
 from .paths.dense import by_torch
-from .paths.path import hold
+from .paths.path import held, hold
 from .weights import Weights
 
 
@@ -72,6 +72,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     ):
         super().__init__()
         self.layout = Layout()
+        self._views: dict[str, Tensor] = {}  # of weights, where others would be buffers
         check_geometry(tile, words)
         if (reason := hooks.obstacle(source)) is not None:
             raise InputError(f"{type(source).__name__}: {reason}")
@@ -98,7 +99,6 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # here.
         self._choices: list[tuple[int, Choice]] = []
         self._aliases: dict[str, Tensor] = {}
-        self._views: tuple[str, ...] = ()  # the buffers that are views of weights, for compiled code
         self._learned = False
         self.train(source.training)
         self.layout = Layout(_turns, _reorders)
@@ -209,8 +209,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
                 if type(t) is nn.Parameter and t.device.type in turned.DEVICES
             }
 
-    def aliases(self) -> list[Tensor]:
-        return [*self._aliases.values()]
+    def views(self) -> list[Tensor]:
+        return [*self._aliases.values(), *self._views.values()]
 
     def train(self, mode: bool = True) -> SparseFFN:
         super().train(mode)
@@ -221,6 +221,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def reordered(self) -> bool:
         """Whether the weights lie with their neurons in the order `neurons`."""
         return self.layout.neurons is not None
+
+    def in_own_order(self, values: Tensor) -> Tensor:
+        """Values of the neurons, [..., d_ff], computed with the weights as they lie, in the neurons' own order."""
+        if self.layout.neurons is None:
+            return values
+        return torch.empty_like(values).index_copy_(
+            -1, torch.tensor(self.layout.neurons, device=values.device), values.detach()
+        )
 
     def _lay_out(self, used: set[str]) -> None:
         """Have the weights lie as the paths in use read them, if the layer infers; otherwise as they were made."""
@@ -245,9 +253,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     @property
     def extra_bytes(self) -> int:
-        """Memory held beyond the dense layer's parameters: every buffer that is no view of one, in bytes."""
-        views = lent(self)
-        return sum(each.nbytes for name, each in self._buffers.items() if name not in views)
+        """Memory held beyond the dense layer's parameters, its buffers, in bytes."""
+        return sum(each.nbytes for each in self._buffers.values())
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
@@ -263,7 +270,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _forget(self, *_) -> None:
         """Have the copies made anew."""
-        for each in self._buffers.values():
+        for each in held(self).values():
             copies.forget(each)
         if self._aliases:
             self._aliases = self._aliased()
@@ -317,7 +324,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """What the layer does and has seen. Waits for the device; a forward never does.
 
         Returns:
-            plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; and classes, a
+            plan: "none", "watching" (it will decide from what it sees) or "planned"; layout: how the weights lie,
+            "plain", "turned" or "reordered", and why not reordered where they should be; extra_bytes; and classes, a
             dictionary for each class of token counts: tokens (its largest count, None for the last class), path, hot,
             and, of the calls without gradients, rows; mean_nnz, the packed entries of a row (with hot/cold those of the
             cold neurons); pooled, the share of rows that used the pool for overflow; lost, the share that was computed
@@ -344,7 +352,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
                 }
             )
         plan = "watching" if self._watch is not None else "none" if self.plan is None else "planned"
-        return {"plan": plan, "extra_bytes": self.extra_bytes, "classes": classes}
+        layout = f"{self.layout.state}: {self.layout.why}" if self.layout.why else self.layout.state
+        return {"plan": plan, "layout": layout, "extra_bytes": self.extra_bytes, "classes": classes}
 
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape
@@ -432,9 +441,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def __getstate__(self) -> dict:
         """For copies and pickles: without views, which would become copies."""
         self.layout.check(self)
-        views = lent(self)
-        held = {name: each for name, each in self._buffers.items() if name not in views}
-        return {**vars(self), "_buffers": held, "_views": (), "_aliases": {}}
+        return {**vars(self), "_views": {}, "_aliases": {}}
 
     def _apply(self, fn, recurse=True):
         if self.reordered:

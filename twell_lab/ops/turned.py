@@ -57,6 +57,7 @@ def _alone(weight: Tensor, own: Sequence[Tensor] = ()) -> bool:
     if type(weight) is not Parameter or checks.watched(weight) or copies.changes_unseen(weight) or capturing(weight):
         return False
     storage, alone = weight.untyped_storage(), torch.empty(1, device="cpu")
+    own = {id(t): t for each in own for t in (each, each._base) if t is not None and t is not weight}.values()
     shared = sum(each.untyped_storage()._cdata == storage._cdata for each in own)
     return storage.nbytes() == weight.nbytes and _users(weight) == _users(alone) + shared
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -28,17 +28,25 @@ class Copy(NamedTuple):
     how: int
 
 
-def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
-    """Have the layer keep these as buffers outside its state_dict; all at once, since other threads may be reading.
-    None: have no buffer of that name (torch.export miscounts buffers that are None)."""
-    kept = {name: t for name, t in tensors.items() if t is not None}
+def hold(layer: nn.Module, tensors: dict[str, Tensor | None], views: Iterable[str] = ()) -> None:
+    """Have the layer keep these; all at once, since other threads may be reading. Copies are buffers outside its
+    state_dict. Views of weights, of these names, are not: who writes to buffers, as averages of models do, would write
+    to the weights; and compiled code makes its own. None: keep nothing of that name (torch.export miscounts buffers
+    that are None)."""
+    kept = {name: t for name, t in tensors.items() if t is not None and name not in views}
+    if not torch.compiler.is_compiling():
+        others = {name: t for name, t in layer._views.items() if name not in tensors}
+        layer._views = {**others, **{name: t for name in views if (t := tensors[name]) is not None}}
     layer._non_persistent_buffers_set.update(kept)
     layer._buffers.update(kept)
     for name in tensors.keys() - kept.keys():
         layer._buffers.pop(name, None)
-    # Compiled code makes no views, and cannot ask for them either.
-    views = () if torch.compiler.is_compiling() else [name for name, t in kept.items() if t._is_view()]
-    layer._views = (*(name for name in layer._views if name not in tensors), *views)
+
+
+def held(layer: nn.Module) -> dict[str, Tensor]:
+    """What the layer keeps; all at once, as other threads may be replacing the order and the copies. For compiled code
+    without views: code that writes a copy cannot tell them apart."""
+    return dict(layer._buffers) if torch.compiler.is_compiling() else {**layer._buffers, **layer._views}
 
 
 class _Roles(NamedTuple):
@@ -134,10 +142,13 @@ class Path:
         order = _order(layer, weights.up) if self._orders(layer) else None
         wanted = self.wanted(layer.reordered)
         places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in wanted]
-        held = dict(zip((copy.buffer for copy in wanted), places))
-        if self._views(layer, weights):
-            held[self.noted] = weights.down.new_empty(0, requires_grad=False)
-        hold(layer, {**dict.fromkeys(self.buffers), **held, **({ORDER: order} if self.splits else {})})
+        made = dict(zip((copy.buffer for copy in wanted), places))
+        if self.splits:
+            made[ORDER] = order
+        views = [copy.buffer for copy in wanted if copies.is_view(copy.how, getattr(weights, copy.source))]
+        if views:
+            made[self.noted] = weights.down.new_empty(0, requires_grad=False)
+        hold(layer, {**dict.fromkeys(self.buffers), **made}, views)
         return order, places
 
     def release(self, layer: nn.Module) -> None:
@@ -192,9 +203,9 @@ class Path:
         """What `ready` gives where the copies are up to date, as on most calls, and a place for what holds as long as
         they are; None where it has to look closer."""
         roles, ordered = _roles(self.wanted(layer.reordered), tuple([t is None for t in weights])), self._orders(layer)
-        held = layer._buffers.copy()  # all at once, see _held
-        places = [held.get(buffer) for buffer in roles.buffers]
-        order = held.get(ORDER) if ordered else None
+        there = held(layer)
+        places = [there.get(buffer) for buffer in roles.buffers]
+        order = there.get(ORDER) if ordered else None
         if not places or any(place is None for place in places) or ordered and order is None:
             return None
         sources, beside = [weights[at] for at in roles.sources], [weights[at] for at in roles.beside]
@@ -207,13 +218,10 @@ class Path:
         return Weights(*ready), kept
 
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The order of the neurons, None for their own, and the copies, as far as they are there. While compiling no
-        views: code that writes a copy cannot tell them apart."""
-        held = dict(layer._buffers)  # all at once: another thread may be replacing the order and the copies
-        hidden = layer._views if torch.compiler.is_compiling() else ()
-        wanted = self.wanted(layer.reordered)
-        places = [None if copy.buffer in hidden else held.get(copy.buffer) for copy in wanted]
-        return held.get(ORDER) if self._orders(layer) else None, places
+        """The order of the neurons, None for the layer's own, and the copies, as far as they are there."""
+        there = held(layer)
+        places = [there.get(copy.buffer) for copy in self.wanted(layer.reordered)]
+        return there.get(ORDER) if self._orders(layer) else None, places
 
     def _orders(self, layer: nn.Module) -> bool:
         """Whether the copies have the neurons in another order than the layer's weights."""
