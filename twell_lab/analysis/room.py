@@ -60,13 +60,15 @@ class Room:
         """The plan, or what is left of it for want of room, which it takes. need: if it is known."""
         need = need or self.need(found)
         plan = self._in_order(plan, rates, need)
+        out: set[str] = set()
         while (total := sum(need[path] for path in _paths(plan))) > self.left:
-            out = max(_paths(plan), key=need.__getitem__)
+            largest = max(_paths(plan), key=need.__getitem__)
+            out.add(largest)
             plan = without(
                 plan,
                 rates,
-                lambda tokens, choice, out=out: choice.path != out,
-                f"needs {_bytes(need[out])} of copies, and memory={self.memory:g} leaves {_bytes(self.left)}",
+                lambda _, choice: choice.path not in out,
+                f"needs {_bytes(need[largest])} of copies, and memory={self.memory:g} leaves {_bytes(self.left)}",
             )
         self.left -= total
         return plan

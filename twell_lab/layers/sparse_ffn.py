@@ -37,8 +37,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
     (twell_lab.ops.turned), which stays the same Parameter with the same shape and values and gets the strides of a
-    transpose. `train`, the first forward in which the weights get gradients (unless it is compiled) and `densify` give
-    it the plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
+    transpose. With `sparsify(reorder=True)` it also puts its neurons in the order in which the hot/cold path reads them
+    (twell_lab.layers.layout), which stay in their own order in saved states. `train`, the first forward in which the weights get gradients (unless it is compiled) and `densify` give
+    the weights their plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
     its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
     or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
     next `eval` or `follow`. FSDP2 shards a model whose weights are not turned: call `train` before. Either way `down`

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -519,3 +520,63 @@ def test_elsewhere_nothing_is_moved(monkeypatch, x):
     sparse = swapped(made())
     assert not sparse.reordered and "weights are moved on cuda alone" in sparse.layout.why
     assert_follows(sparse, made(), x)
+
+
+# ---- threads ----
+
+
+class Decided:
+    """A watch that decides on the input of this number."""
+
+    def __init__(self, plan, at):
+        self.plan, self.left = plan, at
+
+    def see(self, layer, x):
+        self.left -= 1
+        return None if self.left else self.plan
+
+
+def test_who_is_in_a_forward_while_another_thread_decides_reads_what_stays(x, monkeypatch):
+    """The own order throughout, and not the Parameters, which are moved meanwhile."""
+    dense, sparse = made(), swapped(made(), DENSE)
+    sparse.watch(Decided(plan_for(dense, HOT), at=2))
+    linear, read = torch.nn.functional.linear, []
+
+    def late(values, weight, bias=None):
+        y = linear(values, weight, bias)
+        if not read:
+            read.append(weight)
+            other = threading.Thread(target=sparse, args=(x,))
+            other.start(), other.join()
+            assert sparse.reordered
+        return y
+
+    monkeypatch.setattr("twell_lab.layers.paths.dense.linear", late)
+    assert torch.equal(sparse(x), dense(x)) and read[0] is not sparse.gate.weight
+    read.clear()
+    assert_follows(sparse, dense, x)
+    assert sparse.extra_bytes == COUNTERS and not sparse.train().reordered
+
+
+def test_threads_while_a_layer_decides():
+    for seed in range(10):
+        dense, sparse = made(seed=seed), swapped(made(seed=seed), DENSE)
+        x, errors, barrier = torch.randn(9, D_MODEL), [], threading.Barrier(6)
+        expected = dense(x)
+        sparse.watch(Decided(plan_for(dense, HOT), at=1))
+
+        def work():
+            try:
+                barrier.wait()
+                for _ in range(20):
+                    torch.testing.assert_close(sparse(x), expected, rtol=1e-4, atol=1e-4)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors and sparse.status()["plan"] == "planned"
+        assert sparse.eval().reordered and sparse.extra_bytes == COUNTERS
