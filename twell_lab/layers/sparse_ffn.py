@@ -37,16 +37,17 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
     (twell_lab.ops.turned), which stays the same Parameter with the same shape and values and gets the strides of a
-    transpose. With `sparsify(reorder=True)` it also puts its neurons in the order in which the hot/cold path reads them
-    (twell_lab.layers.layout), which stay in their own order in saved states. `train`, the first forward in which the weights get gradients (unless it is compiled) and `densify` give
-    the weights their plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
-    its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
-    or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
-    next `eval` or `follow`. FSDP2 shards a model whose weights are not turned: call `train` before. Either way `down`
-    moves to new memory, as with `Module.to`: CUDA graphs that read the layer have to be captured anew, and no other
-    thread may be in a forward of it. A layer that decides by itself (`watch`) sees to the latter, except for compiled
-    code: if another thread is reading `down`, it is copied. A layer made by hand turns nothing: its source reads the
-    same weights.
+    transpose. With `sparsify(reorder=True)` a layer on the hot/cold path also has its neurons in the order that the path
+    reads (twell_lab.layers.layout says what that means for who reads or writes parameters). `train`, the first forward
+    in which the weights get gradients and `densify` put the weights back as they were; `eval` and `follow` move them,
+    but for `eval` in a layer that was trained since it follows its plan. Saved states have the plain layout and the
+    neurons' own order. What shares its memory with another tensor, is parametrized, sharded or a tensor subclass is not
+    moved but copied; so is a `down` that was replaced or given other `data`, until the next `eval` or `follow`. FSDP2
+    shards a model whose weights were not moved: call `train` before. In compiled code turned weights get gradients as
+    they lie, and reordered ones get none. Weights that are moved lie in new memory, as after `Module.to`: CUDA graphs
+    that read the layer have to be captured anew, and no other thread may be in a forward of it. A layer that decides by
+    itself (`watch`) sees to the latter, except for compiled code: what another thread is reading is copied. A layer
+    made by hand moves nothing: its source reads the same weights.
 
     A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
     (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it

@@ -202,6 +202,10 @@ def test_a_copied_and_a_pickled_layer(twin_of, pair, x):
     assert twin.reordered and twin.extra_bytes == COUNTERS
     assert_same_state(twin.state_dict(), dense.state_dict())
     assert_follows(twin, dense, x)
+    other = made(twin.gate is not None, seed=7)
+    twin.load_state_dict(other.state_dict())
+    assert_follows(twin, other, x)
+    assert_same_state(copy.deepcopy(twin).train().state_dict(), other.state_dict())
     with torch.no_grad():
         twin.up.weight.add_(1)
     with pytest.raises(InputError, match=CHANGED):
