@@ -37,8 +37,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
     (twell_lab.ops.turned), which stays the same Parameter with the same shape and values and gets the strides of a
-    transpose. With `sparsify(reorder=True)` a layer on the hot/cold path also has its neurons in the order that the path
-    reads (twell_lab.layers.layout says what that means for who reads or writes parameters). `train`, the first forward
+    transpose. With `sparsify(reorder=True)` a layer on the hot/cold path also has its neurons in the order of that path
+    (twell_lab.layers.layout says what that means for who reads or writes parameters). `train`, the first forward
     in which the weights get gradients and `densify` put the weights back as they were; `eval` and `follow` move them,
     but for `eval` in a layer that was trained since it follows its plan. Saved states have the plain layout and the
     neurons' own order. What shares its memory with another tensor, is parametrized, sharded or a tensor subclass is not
@@ -282,7 +282,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         hooks.check_parts(self)
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
         if self.layout.neurons is not None and not torch.compiler.is_compiling():
-            self.layout.check(self)
+            self.layout.look(self, weights)
         if checks.transformed():
             return by_torch(x, weights)
         at = self._class_of(x, choices)
