@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from twell_lab.core.errors import InputError
-from twell_lab.layers.choice import Choice
+from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.ops import turned
@@ -184,19 +184,107 @@ def test_not_while_a_graph_is_captured(gpu):
     assert turned.turn(weight) and turned.turn_back(weight)
 
 
-def test_a_captured_graph_of_a_turned_layer(model, gpu):
+HOT = Choice("hot_cold", 512)
+
+
+def in_some_order(model):
+    """Have each layer follow a plan whose hot neurons lie all over the layer."""
+    for layer in model:
+        counts = torch.randperm(D_FF).tolist()
+        chosen = Candidate(1, HOT.path, HOT.hot, 1.0, None, True, "a test's")
+        layer.follow(LayerPlan("", D_MODEL, D_FF, layer.gate is not None, D_FF, tuple(counts), (chosen,)))
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["as loaded", "for inference"])
+def test_a_reordered_model_for_inference_holds_next_to_nothing_more(model, gpu, loaded):
+    """As loaded, its parameters require gradients."""
+    model.requires_grad_(loaded)
+    dense = copy.deepcopy(model)
+    weights, before = sum(p.nbytes for p in model.parameters()), allocated()
+    sparsify(model, "dense", reorder=True)
+    in_some_order(model)
+    for x in inputs(gpu):
+        close(model, dense, x)
+    del x
+    assert all(layer.reordered for layer in model)
+    assert sum(layer.extra_bytes for layer in model) <= 0.02 * weights and allocated() - before <= 0.02 * weights
+    for name, saved in densify(model).state_dict().items():
+        assert torch.equal(saved, dense.state_dict()[name])
+    assert allocated() - before <= 0.02 * weights
+
+
+def test_hot_and_cold_beyond_the_room_is_not_copied(model, gpu):
+    weights, before = sum(p.nbytes for p in model.parameters()), allocated()
+    with pytest.raises(InputError, match="memory=0.02 leaves"):
+        sparsify(model, HOT, memory=0.02)
+    assert allocated() - before <= 0.02 * weights and not any(isinstance(layer, SparseFFN) for layer in model)
+
+
+def test_what_a_side_stream_still_reads_stays_in_memory_while_neurons_are_reordered(model, gpu):
+    model.requires_grad_(False)
+    (x,), side, late = inputs(gpu, 3000), torch.cuda.Stream(), torch.randn(4096, 4096, device=gpu)
+    expected = each_of(model, x)
+    sparsify(model, "dense", reorder=True)
+    torch.cuda.synchronize()
+    size = model[0].down.weight.nbytes
+    for turn in (lambda: in_some_order(model), lambda: model.train(), lambda: model.eval(), lambda: densify(model)):
+        with torch.cuda.stream(side):
+            for _ in range(20):  # so that the forward is late
+                late @ late
+            y = each_of(model, x)
+        turn()
+        written = [torch.full((size,), 255, dtype=torch.uint8, device=gpu) for _ in range(2 * LAYERS)]  # NaN
+        torch.cuda.synchronize()
+        alike(y, expected)
+        assert all((each == 255).all() for each in written)
+
+
+def test_a_captured_graph_of_a_reordered_layer(model, gpu):
+    """It reads what is loaded later. One that was captured before the neurons were reordered has to be captured anew;
+    its forward with gradients cannot be captured."""
     dense = copy.deepcopy(model.requires_grad_(False))
-    sparsify(model, "twell")
-    (x,) = inputs(gpu, 100)
+    sparsify(model, "dense", reorder=True)
+    in_some_order(model)
+    (x,) = inputs(gpu, 1000)
+    graph, y = captured(model, x)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for layer in dense:
+            layer.down_proj.weight.normal_(0, 0.02)
+            layer.up_proj.weight.normal_(0, 0.02)
+        for layer, other in zip(model, dense):
+            layer.load_state_dict(other.state_dict())
+        x.copy_(inputs(gpu, 1000)[0])
+        graph.replay()
+        alike(y, each_of(dense, x))
+    model.train()
+    graph, y = captured(model, x)
+    graph.replay()
+    alike(y, each_of(dense, x))
+    model.eval().requires_grad_(True)
+    with pytest.raises(InputError, match="is being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model[0](x)
+
+
+def captured(model, x):
+    """A graph of all layers, after some calls on a side stream, and its output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), torch.no_grad():
         for _ in range(3):
             each_of(model, x)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), torch.no_grad():
         y = each_of(model, x)
+    return graph, y
+
+
+def test_a_captured_graph_of_a_turned_layer(model, gpu):
+    dense = copy.deepcopy(model.requires_grad_(False))
+    sparsify(model, "twell")
+    (x,) = inputs(gpu, 100)
+    graph, y = captured(model, x)
     for factor in (1.0, -0.5):
         for each in (model, dense):
             for layer in each:

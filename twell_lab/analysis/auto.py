@@ -14,6 +14,7 @@ from ..layers.choice import LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 from . import costs, planner
 from .profile import Counter
+from .room import Room
 from .trials import Subject, Trials
 
 # A layer has seen enough after TOKENS tokens, or after FORWARDS forwards of LEAST tokens together: what a few tokens
@@ -22,9 +23,11 @@ TOKENS, FORWARDS, LEAST = 4096, 8, 128
 
 
 class Shared:
-    """What the watching layers of one model share: the measured rates of each device and dtype, and what was timed."""
+    """What the watching layers of one model share: the measured rates of each device and dtype, what was timed, and the
+    room for copies of weights (None: any)."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
+        self.room = room
         self.rates: dict = {}
         self.trials = Trials()
 
@@ -72,4 +75,6 @@ class Watch:
         # Repeating a few rows many times would time a batch in which every token fires the same neurons.
         timed = [most for most in planner.TOKENS if most <= 4 * rows.shape[0]]
         subject = Subject(profile, self.counter.layer, rows.detach)
-        return planner.plan_layer(profile, self.shared.rates[kind], planner.TOKENS, subject, self.shared.trials, timed)
+        rates = self.shared.rates[kind]
+        plan = planner.plan_layer(profile, rates, planner.TOKENS, subject, self.shared.trials, timed)
+        return plan if self.shared.room is None else self.shared.room.fit(self.counter.layer, plan, rates)

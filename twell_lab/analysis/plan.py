@@ -17,11 +17,12 @@ from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
 from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, LayerPlan
+from ..layers.paths.cost import Rates
 from ..ops.measure import device_name
 from . import saved
 
 FORMAT = "twell-lab plan"
-VERSION = 2
+VERSION = 3
 COLUMNS = {  # of the table that a plan is printed as: field of a row, heading
     "layer": "layer",
     "nnz": "mean nnz",
@@ -42,7 +43,8 @@ class Plan:
     device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. inputs: where the
     timed inputs came from ("captured from the batches", "drawn at the profile's rates"). clock: what measured_us is,
     the "wall" time of plain calls, the time of a CUDA "graph" or, in files of version 1, that of the "device". Both are
-    None if nothing was timed. release: the twell-lab that made it; None in files of version 1.
+    None if nothing was timed. release: the twell-lab that made it; None in files of version 1. memory: the share of the
+    model's bytes within which the layers hold copies of weights; None if nobody asked.
     """
 
     layers: list[LayerPlan]
@@ -52,6 +54,7 @@ class Plan:
     inputs: str | None = None
     clock: str | None = None
     release: str | None = __version__
+    memory: float | None = None
 
     @property
     def dense_layers(self) -> list[str]:
@@ -118,6 +121,7 @@ class Plan:
             "inputs": self.inputs,
             "clock": self.clock,
             "release": self.release,
+            "memory": self.memory,
             "layers": layers,
         }
         try:
@@ -137,6 +141,14 @@ class Plan:
             timed = any(each.measured_us is not None for layer in layers for each in layer.candidates)
             content |= {"clock": "device" if timed else None, "release": None}
         return cls(layers=layers, **content)
+
+
+def rates_of(plan: Plan) -> Rates | None:
+    """The rates that a plan was made with; None where they were kept in an older form."""
+    try:
+        return Rates(**plan.rates)
+    except TypeError:
+        return None
 
 
 def chosen(layer: LayerPlan) -> list[dict]:
@@ -181,7 +193,8 @@ def check_fits(found: Iterable, layers: Iterable, what: str) -> None:
 
 _TEXT, _TIME = (str, type(None)), (int, float, type(None))
 _PLAN_1 = {"device": str, "dtype": str, "rates": dict, "inputs": _TEXT, "layers": list}
-_PLAN = {1: _PLAN_1, VERSION: {**_PLAN_1, "clock": _TEXT, "release": _TEXT}}
+_PLAN_2 = {**_PLAN_1, "clock": _TEXT, "release": _TEXT}
+_PLAN = {1: _PLAN_1, 2: _PLAN_2, VERSION: {**_PLAN_2, "memory": _TIME}}
 _LAYER = {
     "name": str,
     "d_model": int,
@@ -200,10 +213,8 @@ _CANDIDATE_1 = {
     "chosen": bool,
     "why": str,
 }
-_CANDIDATE = {
-    1: _CANDIDATE_1,
-    VERSION: {**_CANDIDATE_1, "host_us": _TIME, "device_us": _TIME, "before_us": _TIME, "timed_on": _TEXT},
-}
+_CANDIDATE_2 = {**_CANDIDATE_1, "host_us": _TIME, "device_us": _TIME, "before_us": _TIME, "timed_on": _TEXT}
+_CANDIDATE = {1: _CANDIDATE_1, 2: _CANDIDATE_2, VERSION: _CANDIDATE_2}
 
 
 def _layer_from(content, version: int, where: str) -> LayerPlan:

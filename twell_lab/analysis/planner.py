@@ -21,6 +21,7 @@ rows read from the cache for each entry; where the line lies is for the rates to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,20 +37,19 @@ from ..layers.anatomy import FeedForward, Only, feed_forwards
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
 from ..layers.paths import PATHS
 from ..layers.paths.hot_cold import STEP
+from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure as clocks
 from . import costs
 from .costs import Firing, Rates, measure_rates
+from .judge import MARGIN, MARGIN_PREDICTED, MARGIN_SHARED, barred, expected, judge
 from .plan import Plan, check_fits
 from .profile import FiringProfile, LayerProfile, captured
-from .trials import Subject, Times, Trial, Trials, check_clock
+from .room import Room, check_share
+from .trials import Subject, Trial, Trials, check_clock
 
 __all__ = ["Candidate", "Choice", "LayerPlan", "Plan", "Rates", "measure_rates", "plan", "plan_layer"]
 
 TOKENS = (1, 64, 2048, 16384)
-MARGIN = 0.97  # a sparse path that was timed on the layer is taken up to this share of the dense time
-MARGIN_SHARED = 0.95  # up to this one where it was timed on a layer like it
-MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
-HIDDEN = 0.5  # the share of a path's device time up to which its host time does not count
 _CUTS = 3  # times a class is cut in two at most
 _TIMED = 3  # sparse candidates of one class that are timed at most
 _ROWS = 4096  # inputs of a layer that are captured at most; a class of more tokens repeats them
@@ -72,6 +72,8 @@ def plan(
     rates: Rates | None = None,
     only: Only | None = None,
     for_graphs: bool = False,
+    memory: float | None = None,
+    reorder: bool = False,
     progress: bool = True,
 ) -> Plan:
     """Choose a path for every layer of a profile and every class of token counts.
@@ -91,6 +93,10 @@ def plan(
         only: as it was for the profile.
         for_graphs: decide by the time of CUDA graph replays, which the host does not hold up, instead of the wall time
             of plain calls. For models that are captured; on a GPU alone.
+        memory: the share of the model's bytes that copies of weights may take once `sparsify` has swapped the model;
+            layers that find no room get the next best (twell_lab.analysis.room). `sparsify` then follows the plan as it
+            is. None: copies are not weighed, and `sparsify` does so.
+        reorder: whether `sparsify` will be told `reorder=True`, with which hot/cold needs no copies.
         progress: show a bar on stderr while layers are planned, if that is a terminal.
 
     Raises:
@@ -102,6 +108,9 @@ def plan(
             f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
         )
     tokens = _classes(tokens)
+    check_share(memory, reorder)
+    if memory is not None and model is None:
+        raise InputError(f"memory is {memory!r} without a model, of whose bytes it would be a share; both are accepted")
     found = _matching(profile, model, only)
     weight = next(iter(found.values())).up.weight if found else None
     device = clocks.present_device(device if device is not None or weight is None else weight.device)
@@ -127,9 +136,14 @@ def plan(
             bar.set_postfix_str(weigher.layer.name, refresh=False)
             layers.append(weigher.plan(tokens))
             weigher.subject = None  # its inputs and copies are not needed any more
+    if model is not None and (memory is not None or reorder):
+        room = Room(model, math.inf if memory is None else memory, reorder)
+        layers = room.fit_all([(found[each.name], each) for each in layers], rates)
     timed = any(each.measured_us is not None for layer in layers for each in layer.candidates)
     inputs = None if not timed else DRAWN if batches is None else CAPTURED
-    return Plan(layers, rates.device, rates.dtype, rates.as_dict(), inputs, trials.clock if timed else None)
+    clock = trials.clock if timed else None
+    share = None if memory == math.inf else memory
+    return Plan(layers, rates.device, rates.dtype, rates.as_dict(), inputs, clock, memory=share)
 
 
 def plan_layer(
@@ -207,35 +221,19 @@ class _Weigher:
         saved = min(saved, predicted[DENSE] / 4)
         if trial is None:
             how = "predicted" if self.last is None else "predicted, as far off as it was where timed"
-            return _judge(tokens, predicted, self._expected(predicted), MARGIN_PREDICTED, how, saved)
+            return judge(tokens, predicted, expected(predicted, self.last), MARGIN_PREDICTED, how, saved)
         self.last = trial
         predicted |= {choice: self.predicted(choice, tokens) for choice in trial.predicted}
         shared = trial.layer != self.layer.name
         margin, how = (MARGIN_SHARED, f"measured on {trial.layer}") if shared else (MARGIN, "measured")
-        return _judge(tokens, predicted, trial.times, margin, how, saved, trial.layer)
+        return judge(tokens, predicted, trial.times, margin, how, saved, trial.layer)
 
     def _holds(self, choice: Choice, tokens: int, timed: bool) -> bool:
         """Whether a choice of more tokens loses nothing to dense here, as far as clocks tell them apart."""
         trial = self._trial([DENSE, choice], tokens, exact=True) if timed else None
         predicted = {each: self.predicted(each, tokens) for each in (DENSE, choice)}
-        times = self._expected(predicted) if trial is None else trial.times
-        return _barred(choice, times, 1 / MARGIN, 1 / MARGIN) is None
-
-    def _expected(self, predicted: dict[Choice, float]) -> dict[Choice | None, Times]:
-        """Times by predictions that are as far off as they were where each path was timed, or as the worst of those;
-        the host takes as long as it did there."""
-        if self.last is None:
-            return {choice: Times(us) for choice, us in predicted.items()}
-        off, hosts = {}, {}
-        for choice, us in self.last.predicted.items():
-            taken = self.last.times[choice]
-            off[choice.path] = max((taken.device or taken.call) / us, off.get(choice.path, 0.0))
-            hosts[choice.path] = taken.host
-        times: dict[Choice | None, Times] = {}
-        for choice, us in predicted.items():
-            host, device = hosts.get(choice.path), us * off.get(choice.path, max(off.values()))
-            times[choice] = Times(device) if host is None else Times(max(device, host), host, device)
-        return {None: times[DENSE]._replace(host=self.last.times[None].host), **times}
+        times = expected(predicted, self.last) if trial is None else trial.times
+        return barred(choice, times, 1 / MARGIN, 1 / MARGIN) is None
 
     def worth_timing(self, tokens: int) -> list[Choice]:
         """The dense path, and the best predicted other ones that are within reach; empty if there are none, or where a
@@ -299,29 +297,6 @@ def _have_timed(
         weigher.subject.rows = partial(kept.pop, name)
 
 
-def _barred(
-    choice: Choice, times: Mapping[Choice | None, Times], margin: float, slack: float = 1.0, saved: float = 0.0
-) -> str | None:
-    """Why a choice is not taken; None if it may be.
-
-    times: of the choice, of dense and, as None, of the layer as it was. margin: the share of dense's time that it may
-    take; slack: of dense's host and device time. saved: what compiling takes off dense's time."""
-    taken, dense = times[choice], times[DENSE]
-    before = times.get(None, dense)
-    call = min(dense.call, before.call)
-    if not taken.call <= margin * (call - saved):
-        compiled = " would be compiled" if taken.call <= margin * call else ""
-        return f"less than {100 * (1 - margin):.0f}% faster than dense{compiled}"
-    devices = [each.device for each in (dense, before) if each.device is not None]
-    # Of the host, dense means the layer as it was: our own dense path may take less.
-    for clock, us, limit in (("host", taken.host, before.host), ("device", taken.device, min(devices, default=None))):
-        if us is None or limit is None or us <= slack * limit:
-            continue
-        if clock == "device" or taken.device is None or us > HIDDEN * taken.device:
-            return f"faster, but its {clock} time, {us:.4g} us, is above dense's, {limit:.4g}"
-    return None
-
-
 def _passed_over(candidate: Candidate, least: int, most: int) -> Candidate:
     """The candidate, timed just above this class, in a class that stays dense because the choice loses at its smallest
     count."""
@@ -351,50 +326,10 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
         return {}
     found = {each.name: each for each in feed_forwards(model, only=only)}
     check_fits(found.values(), profile.layers, "profile")
-    return found
-
-
-def _judge(
-    tokens: int,
-    predicted: dict[Choice, float],
-    times: Mapping[Choice | None, Times],
-    margin: float,
-    how: str,
-    saved: float = 0.0,
-    timed_on: str | None = None,
-) -> list[Candidate]:
-    """The candidates of one class with their times, one of them chosen, and why each is or is not.
-
-    times: of dense, of other candidates and, as None, of the layer as it was, known as `how` says; without that last
-    one it counts as long as dense. margin: the share of the dense time that a sparse path may take. saved: what
-    compiling would take off that: who compiles the model should not lose by the choice either. timed_on: the layer that
-    was timed; None: nothing was, and the times are expected ones.
-    """
-    before = times.get(None, times[DENSE])
-    taken = {choice: times[choice] for choice in predicted if choice in times}
-    bars = {choice: _barred(choice, times, margin, saved=saved) for choice in taken if choice != DENSE}
-    chosen = min((c for c, bar in bars.items() if bar is None), key=lambda c: taken[c].call, default=DENSE)
-    fastest = min(taken, key=lambda choice: taken[choice].call)
-
-    def why(choice: Choice) -> str:
-        if choice not in taken:
-            return f"not timed: predicted {predicted[choice] / min(predicted.values()):.2f}x the best prediction"
-        if choice == chosen == DENSE:
-            return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
-        if choice == chosen:
-            first = "fastest" if choice == fastest else "fastest of those that may be taken"
-            return f"{first}, {how}" + (
-                f": {before.call / taken[choice].call:.2f}x dense" if timed_on is not None else ""
+    for name, each in found.items():
+        if isinstance(each.module, SparseFFN) and each.module.reordered:
+            raise InputError(
+                f"the neurons of layer {name!r} are reordered (reorder=True), and the profile has them in their own "
+                "order; accepted: twell_lab.densify first"
             )
-        if choice == fastest:
-            return f"{bars[choice]}, {how}"
-        return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice, {how}"
-
-    def candidate(choice: Choice) -> Candidate:
-        judged = tokens, choice.path, choice.hot, predicted[choice]
-        if timed_on is None or choice not in taken:
-            return Candidate(*judged, None, choice == chosen, why(choice))
-        call, host, device = taken[choice]
-        return Candidate(*judged, call, choice == chosen, why(choice), host, device, before.call, timed_on)
-
-    return [candidate(choice) for choice in predicted]
+    return found

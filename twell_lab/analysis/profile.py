@@ -275,8 +275,8 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterat
     """Within this context, `see(x, gate pre-activation)` is called whenever `layer` runs."""
     if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
 
-        def on_sparse(module: nn.Module, args: tuple) -> None:
-            see(args[0], F.linear(args[0], layer.pattern.weight, layer.pattern.bias))
+        def on_sparse(module: SparseFFN, args: tuple) -> None:
+            see(args[0], module.in_own_order(F.linear(args[0], layer.pattern.weight, layer.pattern.bias)))
 
         hook = layer.module.register_forward_pre_hook(on_sparse)
     else:

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from ..analysis import planner
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
+from ..analysis.room import SHARE
 from ..core.errors import StackError
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import STEP, one_of_each
@@ -97,7 +98,7 @@ class Models:
                     layer(torch.zeros(tokens, self.shape.d_model, dtype=torch.bfloat16, device=self.shape.device))
         _drain(self.shape)
         start = time.perf_counter()
-        plan = planner.plan(firing, self.dense, tokens=CLASSES, batches=list(windows.split(2)))
+        plan = planner.plan(firing, self.dense, tokens=CLASSES, batches=list(windows.split(2)), memory=SHARE)
         _drain(self.shape)
         return plan, time.perf_counter() - start
 

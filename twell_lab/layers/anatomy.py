@@ -74,6 +74,15 @@ class FeedForward:
 class StandIn:
     """A module that took the place of a feed-forward layer, and describes that layer itself."""
 
+    @property
+    def registered(self) -> bool:
+        """Whether the projections are this module's own."""
+        raise NotImplementedError
+
+    def views(self) -> list[Tensor]:
+        """Tensors of its own on the memory of the layer's weights."""
+        raise NotImplementedError
+
     def feed_forward(self, name: str) -> FeedForward:
         """The layer; name: where the module was found."""
         raise NotImplementedError

@@ -16,10 +16,11 @@ from ..ops.kept import place
 from . import hooks, probe
 from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
 from .choice import DENSE, Choice, LayerPlan
+from .layout import DIMS, Layout, drop_views
 from .learner import Learner
 from .paths import PATHS
 from .paths.dense import by_torch
-from .paths.path import NOTED, hold
+from .paths.path import held, hold
 from .weights import Weights
 
 
@@ -36,15 +37,17 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     A layer that `sparsify` put into a model does without a copy of `down` on a GPU: in evaluation mode it turns `down`
     (twell_lab.ops.turned), which stays the same Parameter with the same shape and values and gets the strides of a
-    transpose. `train`, the first forward in which the weights get gradients (unless it is compiled) and `densify` give
-    it the plain layout again; `eval` and `follow` turn it, but for `eval` in a layer that was trained since it follows
-    its plan. Saved states have the plain layout. What shares its memory with another tensor, is parametrized, sharded
-    or a tensor subclass is not turned but copied; so is a `down` that was replaced or given other `data`, until the
-    next `eval` or `follow`. FSDP2 shards a model whose weights are not turned: call `train` before. Either way `down`
-    moves to new memory, as with `Module.to`: CUDA graphs that read the layer have to be captured anew, and no other
-    thread may be in a forward of it. A layer that decides by itself (`watch`) sees to the latter, except for compiled
-    code: if another thread is reading `down`, it is copied. A layer made by hand turns nothing: its source reads the
-    same weights.
+    transpose. With `sparsify(reorder=True)` a layer on the hot/cold path also has its neurons in the order of that path
+    (twell_lab.layers.layout says what that means for who reads or writes parameters). `train`, the first forward
+    in which the weights get gradients and `densify` put the weights back as they were; `eval` and `follow` move them,
+    but for `eval` in a layer that was trained since it follows its plan. Saved states have the plain layout and the
+    neurons' own order. What shares its memory with another tensor, is parametrized, sharded or a tensor subclass is not
+    moved but copied; so is a `down` that was replaced or given other `data`, until the next `eval` or `follow`. FSDP2
+    shards a model whose weights were not moved: call `train` before. In compiled code turned weights get gradients as
+    they lie, and reordered ones get none. Weights that are moved lie in new memory, as after `Module.to`: CUDA graphs
+    that read the layer have to be captured anew, and no other thread may be in a forward of it. A layer that decides by
+    itself (`watch`) sees to the latter, except for compiled code: what another thread is reading is copied. A layer
+    made by hand moves nothing: its source reads the same weights.
 
     A weight that is not finite is an InputError where no gradient is needed: the dense layer's result would show it
     (0 * NaN), and kernels that skip the silent neuron would not. While a layer is trained its loss does not show it
@@ -67,8 +70,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         _registered: bool = True,
         _check: bool = True,
         _turns: bool = False,
+        _reorders: bool = False,
     ):
         super().__init__()
+        self.layout = Layout()
+        self._views: dict[str, Tensor] = {}  # of weights, where others would be buffers
         check_geometry(tile, words)
         if (reason := hooks.obstacle(source)) is not None:
             raise InputError(f"{type(source).__name__}: {reason}")
@@ -91,20 +97,20 @@ class SparseFFN(Learner, nn.Module, StandIn):
         for name in names if _registered else ():
             if name:
                 setattr(self, name, getattr(source, name))
-        # The choices; the alias of `down` that forwards read while the layer plans itself; whether it was trained here.
+        # The choices; the aliases of weights that forwards read while the layer plans itself; whether it was trained
+        # here.
         self._choices: list[tuple[int, Choice]] = []
-        self._alias: Tensor | None = None
-        self._views: tuple[str, ...] = ()  # the buffers that are views of weights, for compiled code
-        self._turns = self._learned = False
+        self._aliases: dict[str, Tensor] = {}
+        self._learned = False
         self.train(source.training)
-        self._turns = _turns
+        self.layout = Layout(_turns, _reorders)
         copies.check_finite(self._weights().named())
-        self.register_load_state_dict_post_hook(SparseFFN.refresh)
+        self.register_load_state_dict_post_hook(SparseFFN._forget)
         self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
         self._rows: tuple[Tensor, list[Tensor]] | None = None  # the counters, and each class's row of them
         self.fuses_dense = False  # what the dense path found out last (dispatch.fuses)
         self.follow(plan)
-        buffers = {"order", "stats", *(copy.buffer for path in PATHS.values() for copy in path.copies)}
+        buffers = {"stats", *(name for path in PATHS.values() for name in path.buffers)}
         self._born = buffers.union(vars(self), self._parameters, self._modules)
 
     @classmethod
@@ -154,6 +160,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         other thread where `down` is turned, or turned back (see the class). And a captured CUDA graph, or a compiled
         layer on another stream, has to be done before: the buffers that it uses are freed here. Raises InputError for a
         plan of another shape."""
+        self.layout.check(self)
         d_ff, d_model = self.up.weight.shape
         if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
@@ -181,7 +188,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._choices = choices  # not before all is there: another thread may be in a forward
         for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
-        self._watch = self._alias = None
+        self._watch, self._aliases = None, {}
 
     def takes(self, path: str) -> bool:
         """Whether the plan sends inputs of some size this way."""
@@ -190,63 +197,66 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def watch(self, watch) -> None:
         """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
         self.follow(DENSE)
-        self._alias = self._aliased()
+        self._aliases = self._aliased()
         self.plan, self._deciding, self._watch = None, [watch], watch
 
-    def _aliased(self) -> Tensor | None:
-        """Another tensor that is `down`, if `down` may be turned."""
-        weight = self.down._parameters.get("weight")
-        if not self._turns or type(weight) is not nn.Parameter or weight.device.type not in turned.DEVICES:
-            return None
+    def _aliased(self) -> dict[str, Tensor]:
+        """Other tensors that are the weights that may be moved, by their fields of Weights."""
+        names = () if not self.layout.turns else DIMS if self.layout.reorders else ("down",)
+        found = {name: t for name, t in self._weights().named().items() if name in names}
         with torch.inference_mode(False):
-            return weight.detach()
+            return {
+                name: t.detach()
+                for name, t in found.items()
+                if type(t) is nn.Parameter and t.device.type in turned.DEVICES
+            }
+
+    def views(self) -> list[Tensor]:
+        return [*self._aliases.values(), *self._views.values()]
 
     def train(self, mode: bool = True) -> SparseFFN:
         super().train(mode)
         self._lay_out({choice.path for _, choice in self._choices})
         return self
 
+    @property
+    def reordered(self) -> bool:
+        """Whether the weights lie with their neurons in the order `neurons`."""
+        return self.layout.neurons is not None
+
+    def in_own_order(self, values: Tensor) -> Tensor:
+        """Values of the neurons, [..., d_ff], computed with the weights as they lie, in the neurons' own order."""
+        if self.layout.neurons is None:
+            return values
+        return torch.empty_like(values).index_copy_(
+            -1, torch.tensor(self.layout.neurons, device=values.device), values.detach()
+        )
+
     def _lay_out(self, used: set[str]) -> None:
-        """Turn `down` (twell_lab.ops.turned) if a path in use reads its transpose and the layer infers, as far as that
-        can be done unseen; otherwise turn it back."""
-        part = self.down
-        weight = part._parameters.get("weight")
-        if not self._turns or type(part) is not nn.Linear or weight is None:
-            return
-        readers = [path for name, path in PATHS.items() if path.transposes and name in used]
-        if self.training or self._learned or not readers or weight.device.type not in turned.DEVICES:
-            self.turn_back()
-        elif turned.turn(weight, self._alias):
-            if _save_plainly not in part._state_dict_hooks.values():
-                part.register_state_dict_post_hook(_save_plainly)
+        """Have the weights lie as the paths in use read them, if the layer infers; otherwise as they were made."""
+        infers = not self.training and not self._learned
+        order = self.neurons if infers and any(PATHS[name].splits for name in used) else None
+        self.layout.settle(self, order, infers and any(PATHS[name].transposes(False) for name in used))
+        if self.layout.seats:
             weights = self._weights()
-            for path in readers:
-                path.fit(self, weights)
+            for name in used:
+                PATHS[name].fit(self, weights)
 
     def turn_back(self) -> None:
-        """Give `down` the plain layout again, where the layer turned it, as far as that can be done unseen. Forwards
-        that read its transpose make a copy then."""
-        part = self.down
-        ours = [key for key, hook in part._state_dict_hooks.items() if hook is _save_plainly]
-        if not ours or type(part) is not nn.Linear:
-            return
-        hold(self, dict.fromkeys([*self._lent(), NOTED]))  # the views would be other users of the storage
-        if turned.turn_back(part.weight):
-            for key in ours:
-                del part._state_dict_hooks[key]
+        """Have the weights lie as they were made, turned ones as far as that can be done unseen. Forwards make copies
+        then. Raises InputError where reordered ones were changed (twell_lab.layers.layout)."""
+        self.layout.restore(self)
+
+    def accept_changes(self) -> None:
+        """Go on after weights were changed while their neurons were reordered, and take the new values as being in the
+        order that the parameters have. Raises InputError where there are more neurons now, or fewer."""
+        self.layout.accept(self)
+        self._forget()
 
     @property
     def extra_bytes(self) -> int:
-        """Memory held beyond the dense layer's parameters: every buffer that is no view of one, in bytes."""
-        lent = self._lent()
-        return sum(each.nbytes for name, each in self._buffers.items() if name not in lent)
-
-    def _lent(self) -> set[str]:
-        """The names of the buffers that lie where `down` lies."""
-        weight = self.down._parameters.get("weight")
-        if weight is None or not turned.is_turned(weight):
-            return set()
-        return {name for name, each in dict(self._buffers).items() if each.is_set_to(weight.detach().t())}
+        """Memory held beyond the dense layer's parameters, its buffers, in bytes."""
+        return sum(each.nbytes for each in self._buffers.values())
 
     def refresh(self, *_) -> None:
         """Have the next forward copy the weights anew.
@@ -255,23 +265,31 @@ class SparseFFN(Learner, nn.Module, StandIn):
         or of its storage, through a NumPy array or DLPack, or, on a GPU, by another process. Optimizers,
         `load_state_dict`, `p.add_` under no_grad, a replaced parameter or `data`, and CPU memory that is shared with
         other processes are followed without it. A CUDA graph that was captured while the copies were up to date reads
-        them as they are: after a change, call the layer once outside of the graph."""
-        for each in self._buffers.values():
+        them as they are: after a change, call the layer once outside of the graph. Reordered weights count as changed
+        then, see `accept_changes`."""
+        self.layout.doubt()
+        self._forget()
+
+    def _forget(self, *_) -> None:
+        """Have the copies made anew."""
+        for each in held(self).values():
             copies.forget(each)
-        if self._alias is not None:
-            self._alias = self._aliased()
+        if self._aliases:
+            self._aliases = self._aliased()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
         hooks.check_parts(self)
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
+        if self.layout.neurons is not None and not torch.compiler.is_compiling():
+            self.layout.look(self, weights)
         if checks.transformed():
             return by_torch(x, weights)
         at = self._class_of(x, choices)
         choice = choices[at][1]
         path = PATHS[choice.path]
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *weights)):
-            if self._turns and not torch.compiler.is_compiling():
+            if self.layout.turns:
                 self._before_learning(weights)
             return self._learn(x, weights, path)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
@@ -279,11 +297,19 @@ class SparseFFN(Learner, nn.Module, StandIn):
         return path.forward(self, x, weights, choice.hot, self._counters(at, choices, weights) if counted else None)
 
     def _before_learning(self, weights: Weights) -> None:
-        """Turn `down` back if the weights get gradients. A layer that is trained keeps the plain layout, also while it
-        is evaluated in between, until it follows a plan anew: its training steps may have been captured as a graph."""
-        if any(t is not None and t.requires_grad for t in weights):
+        """Have the weights lie as they were made if they get gradients. A layer that is trained keeps them so, also
+        while it is evaluated in between, until it follows a plan anew: its training steps may have been captured as a
+        graph. Compiled code cannot move weights."""
+        if not any(t is not None and t.requires_grad for t in weights):
+            return
+        if not torch.compiler.is_compiling():
             self._learned |= self.training
             self.turn_back()
+        elif self.reordered:
+            raise InputError(
+                "gradients of weights whose neurons are reordered (reorder=True), in compiled code; accepted: train() "
+                "before it, or torch.no_grad"
+            )
 
     @staticmethod
     def _class_of(x, choices: list) -> int:
@@ -300,7 +326,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """What the layer does and has seen. Waits for the device; a forward never does.
 
         Returns:
-            plan: "none", "watching" (it will decide from what it sees) or "planned"; extra_bytes; and classes, a
+            plan: "none", "watching" (it will decide from what it sees) or "planned"; layout: how the weights lie,
+            "plain", "turned" or "reordered", and why not reordered where they should be; extra_bytes; and classes, a
             dictionary for each class of token counts: tokens (its largest count, None for the last class), path, hot,
             and, of the calls without gradients, rows; mean_nnz, the packed entries of a row (with hot/cold those of the
             cold neurons); pooled, the share of rows that used the pool for overflow; lost, the share that was computed
@@ -327,7 +354,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
                 }
             )
         plan = "watching" if self._watch is not None else "none" if self.plan is None else "planned"
-        return {"plan": plan, "extra_bytes": self.extra_bytes, "classes": classes}
+        layout = f"{self.layout.state}: {self.layout.why}" if self.layout.why else self.layout.state
+        return {"plan": plan, "layout": layout, "extra_bytes": self.extra_bytes, "classes": classes}
 
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape
@@ -342,7 +370,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if torch.is_grad_enabled() and self.up.weight.requires_grad:
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._watch = self._alias = None  # the graph will read the buffers that are there now
+            self._watch, self._aliases = None, {}  # the graph will read the buffers that are there now
             return
         if x.dim() == 0 or x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
             return  # autocast: the plan is for the layer's own dtype
@@ -361,19 +389,21 @@ class SparseFFN(Learner, nn.Module, StandIn):
             self.follow(plan)
 
     def _watched(self, x) -> Weights:
-        """Let the watch see x. Then the weights, with an alias for `down` while it watches: another thread may decide
-        meanwhile and turn `down`, and torch's operations may not read a tensor that is being moved."""
+        """Let the watch see x. Then the weights, with aliases for those that may be moved while it watches: another
+        thread may decide meanwhile, and torch's operations may not read a tensor that is being moved."""
         self._see(x)
-        weights, alias = self._weights(), self._alias
-        if alias is None or torch.compiler.is_compiling() or type(weights.down) is not nn.Parameter:
+        weights, aliases = self._weights(), self._aliases
+        if not aliases or torch.compiler.is_compiling():
             return weights
-        if torch.is_grad_enabled() and weights.down.requires_grad:
+        own = {name: getattr(weights, name) for name in aliases}
+        if any(type(t) is not nn.Parameter or torch.is_grad_enabled() and t.requires_grad for t in own.values()):
             return weights
-        if place(alias) != place(weights.down):  # it would keep old memory
-            self._alias = None
+        if any(place(alias) != place(own[name]) for name, alias in aliases.items()):  # they would keep old memory
+            self._aliases = {}
             return weights
-        streams.enter(alias)
-        return weights._replace(down=alias)
+        for alias in aliases.values():
+            streams.enter(alias)
+        return weights._replace(**aliases)
 
     def _weights(self) -> Weights:
         return Weights.of(self.gate, self.up, self.down)
@@ -404,27 +434,26 @@ class SparseFFN(Learner, nn.Module, StandIn):
         hold(self, {"stats": stats})
         return stats
 
+    def __setattr__(self, name: str, value) -> None:
+        # Who puts another projection in the place of one, as adapters do, reads and changes the one that was there.
+        if isinstance(value, nn.Module) and name in vars(self).get("_names", ()) and self.reordered:
+            self.turn_back()
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict:
         """For copies and pickles: without views, which would become copies."""
-        lent = self._lent()
-        held = {name: each for name, each in self._buffers.items() if name not in lent}
-        return {**vars(self), "_buffers": held, "_views": (), "_alias": None}
+        self.layout.check(self)
+        return {**vars(self), "_views": {}, "_aliases": {}}
 
     def _apply(self, fn, recurse=True):
-        hold(self, dict.fromkeys([*self._lent(), NOTED]))  # `fn` would make copies of views
+        if self.reordered:
+            self.turn_back()
+        drop_views(self)  # `fn` would make copies of views
         super()._apply(fn, recurse)
-        self.refresh()
+        self._forget()
         self._lay_out({choice.path for _, choice in self._choices})
         weights = self._weights()
         for name in {choice.path for _, choice in self._choices}:
             PATHS[name].moved(self, weights)
         self._renew_stats(self._choices)  # to_empty leaves anything in them
         return self
-
-
-def _save_plainly(part: nn.Module, state: dict, prefix: str, _) -> None:
-    """A state_dict hook of a turned projection: what is saved has the plain layout, as some formats demand."""
-    for name, _parameter in part.named_parameters():
-        saved = state.get(prefix + name)
-        if type(saved) is Tensor:  # and not the parameter itself, as with keep_vars
-            state[prefix + name] = saved.contiguous()

@@ -13,16 +13,22 @@ from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.sparse_ffn import SparseFFN
 
-_COLUMNS = {**COLUMNS, "tokens": "tokens up to", "choice": "runs"}
+_COLUMNS = {**COLUMNS, "tokens": "tokens up to", "choice": "runs", "layout": "weights"}
 
 
 @dataclass(frozen=True)
 class Report:
     """What `report` found; printed, it is a table.
 
-    rows: one a layer and class of token counts, JSON-able; see `report`."""
+    rows: one a layer and class of token counts, JSON-able; see `report`. model_bytes: of the model's parameters."""
 
     rows: list[dict]
+    model_bytes: int = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the layers hold beyond the dense ones' parameters, in bytes."""
+        return sum({row["layer"]: row["extra_bytes"] for row in self.rows}.values())
 
     @property
     def together(self) -> list[dict]:
@@ -45,7 +51,8 @@ class Report:
                     **all_of
                 )
             )
-        return "\n".join(lines)
+        share = f", {self.extra_bytes / self.model_bytes:.2%} of the model's" if self.model_bytes else ""
+        return "\n".join([*lines, f"memory beyond the dense layers': {self.extra_bytes:,} bytes{share}"])
 
 
 def report(model: nn.Module, *, only: Only | None = None) -> Report:
@@ -62,8 +69,8 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
         `state` ("not swapped", "watching", "planned" or "told"); `tokens`, the largest count of the class, None for any
         count; the `choice` of path; `nnz`, the neurons firing at a token when they were counted; `us` and `dense_us`,
         the microseconds that so many tokens take, and took before the layer was swapped; `x_dense`, their ratio; `how`
-        they are known ("measured", "measured on" a layer like it, "predicted"); `why`; and `extra_bytes`, the memory
-        held beyond the dense layer's. What is not known is None.
+        they are known ("measured", "measured on" a layer like it, "predicted"); `why`; `layout`, how the weights lie
+        (SparseFFN.status); and `extra_bytes`, the memory held beyond the dense layer's. What is not known is None.
 
     Raises:
         InputError: for a model without ReLU feed-forward layers.
@@ -71,10 +78,13 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     rows = []
     for found in feed_forwards(model, only=only):
         state, told = _state(found.module)
-        held = found.module.extra_bytes if isinstance(found.module, SparseFFN) else 0
+        held, layout = 0, "plain"
+        if isinstance(found.module, SparseFFN):
+            held, layout = found.module.extra_bytes, found.module.status()["layout"]
         nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
-        rows += [{**nothing, **row, "layer": found.name, "state": state, "extra_bytes": held} for row in told]
-    return Report(rows)
+        same = {"layer": found.name, "state": state, "layout": layout, "extra_bytes": held}
+        rows += [{**nothing, **row, **same} for row in told]
+    return Report(rows, sum(p.nbytes for p in model.parameters()))
 
 
 def _state(module: nn.Module) -> tuple[str, list[dict]]:

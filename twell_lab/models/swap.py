@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from torch import nn
 
 from ..analysis.auto import Shared, Watch
-from ..analysis.plan import Plan
+from ..analysis.plan import Plan, rates_of
+from ..analysis.room import SHARE, Room, check_share
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
-from ..layers.anatomy import IN_BLOCK, HandOn, Only, feed_forwards, layout_of
-from ..layers.choice import DENSE, Choice
+from ..layers.anatomy import IN_BLOCK, FeedForward, HandOn, Only, feed_forwards, layout_of
+from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
+from ..ops import turned
 
 AUTO = "auto"
 
@@ -26,6 +29,8 @@ def sparsify(
     tile: int = TILE,
     words: int = WORDS,
     only: Only | None = None,
+    memory: float | None = None,
+    reorder: bool = False,
 ) -> nn.Module:
     """Swap every ReLU feed-forward layer of the model for a SparseFFN, in place; returns the model.
 
@@ -36,8 +41,16 @@ def sparsify(
     before either. `twell_lab.report` says what each layer does and why.
 
     On a GPU a model in evaluation mode needs no memory for copies of `down` on the TwELL path: the layers turn it,
-    which changes its strides (see SparseFFN). CUDA graphs of the model that were captured before have to be captured
-    anew, as after `Module.to`, and no other thread may be in a forward meanwhile.
+    which changes its strides (see SparseFFN). The hot/cold path reads all weights with the hot neurons first. With
+    `reorder` the layers' own weights are put in that order, in new memory; otherwise they are copied, as far as
+    `memory` allows. CUDA graphs of the model that were captured before have to be captured anew, as after `Module.to`,
+    and no other thread may be in a forward meanwhile.
+
+    Reordered parameters hold an equivalent layer. `state_dict`, what is saved, loaded and `densify` have the original
+    order, and so have `train` and forwards that need gradients of weights. After any other change of reordered
+    parameters the layer raises an InputError, nothing lost, as far as torch tells of it (layers.layout says when it
+    does not); so `densify` before merging an adapter or averaging weights. Layers whose weights are tied, sharded,
+    parametrized or have gradients, and OPT's, are not reordered but copied within `memory`.
 
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
@@ -54,15 +67,24 @@ def sparsify(
             "auto": as without a plan, but layers that are sparse already begin anew; None leaves those as they are.
         tile, words: the TwELL geometry of layers that become sparse.
         only: swap the layers for which only(name, module) is true; the others stay as they are, and need not fit.
+        memory: the share of the bytes of the model's parameters that copies of weights may take while the model
+            infers, counters of a few bytes aside. Layers that find no room do the next best without
+            (twell_lab.analysis.room), and `twell_lab.report` says so. Of a Plan, those that gain most a byte get the
+            room first; of layers that decide by themselves, those that decide first, and for its trials each holds
+            copies for a moment. None: for plans what the plan was made for, or else 0.02 where weights can be moved (on
+            a GPU) and any share elsewhere; for a path by name any share.
+        reorder: whether the neurons of layers that take the hot/cold path may be put in another order.
 
     Raises:
         InputError: with nothing changed, if the model has no ReLU feed-forward layer, for a plan of another model,
-            device, dtype or release, for a word that is neither a path nor a file, and where layers cannot be swapped:
-            the message names those that differ from the formula, by how much, and what to do.
+            device, dtype or release, for a word that is neither a path nor a file, for a path by name whose copies
+            exceed `memory`, and where layers cannot be swapped: the message names those that differ from the formula,
+            by how much, and what to do.
         RecordError: for a file that holds no plan, or not all of one.
     """
     plan = _read(plan)
     check_geometry(tile, words)
+    check_share(memory, reorder)
     hooks.refuse_obstacles(model, only)
     layers = feed_forwards(model, only=only)
     if isinstance(plan, Plan):
@@ -71,22 +93,24 @@ def sparsify(
         for found in layers:
             plan.check(found.up.weight.shape[0])
     probe.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
-    shared = Shared()
+    room = _room(model, plan, layers, memory, reorder)
+    shared = Shared(room)
+    follows = _followed(plan, layers, room)
+    how = {"tile": tile, "words": words, "_check": False, "_turns": True, "_reorders": reorder}
     for found in layers:
-        source = found.module
-        followed = plan.layer(found.name) if isinstance(plan, Plan) else plan if isinstance(plan, Choice) else DENSE
+        source, followed = found.module, follows[found.name]
         if isinstance(source, SparseFFN):
             if plan is None:
                 continue
             sparse = source
+            sparse.layout.reorders = reorder
             sparse.follow(followed)
         elif layout_of(source) != IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
+            sparse = SparseFFN(source, plan=followed, **how)
             model = _put(model, source, sparse)
         else:
             # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
             # activation's seat does all the work and the projections on either side of it hand their input on.
-            how = {"tile": tile, "words": words, "_check": False, "_turns": True}
             sparse = SparseFFN(source, plan=followed, _registered=False, **how)
             sparse._activation = [source.activation_fn]
             source.activation_fn = sparse
@@ -94,6 +118,32 @@ def sparsify(
         if plan is None or plan == AUTO:
             sparse.watch(Watch(shared, found.name))
     return model
+
+
+def _room(model: nn.Module, plan, layers: list[FeedForward], memory: float | None, reorder: bool) -> Room:
+    """The room that the layers have for copies, less what those hold that stay as they are."""
+    if memory is None:
+        given = plan.memory if isinstance(plan, Plan) else math.inf if isinstance(plan, Choice) else None
+        moved = layers[0].up.weight.device.type in turned.DEVICES
+        memory = given if given is not None else SHARE if moved else math.inf
+    told = () if plan is None else {found.module for found in layers}
+    others = [each for each in model.modules() if isinstance(each, SparseFFN) and each not in told]
+    return Room(model, memory, reorder, sum(each.extra_bytes for each in others))
+
+
+def _followed(plan, layers: list[FeedForward], room: Room) -> dict[str, LayerPlan | Choice]:
+    """What each layer is to do, by its name. InputError for a path by name for which there is no room."""
+    if isinstance(plan, Plan):
+        plans = room.fit_all([(found, plan.layer(found.name)) for found in layers], rates_of(plan))
+        return {found.name: each for found, each in zip(layers, plans)}
+    if isinstance(plan, Choice):
+        need = sum(room.need(found)[plan.path] for found in layers) if room.left < math.inf else 0
+        if need > room.left:
+            raise InputError(
+                f"{plan} for every layer needs {need:,} bytes of copies, and memory={room.memory:g} leaves "
+                f"{int(room.left):,}; more, or a Plan, is accepted"
+            )
+    return {found.name: plan if isinstance(plan, Choice) else DENSE for found in layers}
 
 
 def _read(plan) -> Plan | Choice | str | None:
@@ -121,13 +171,17 @@ def densify(model: nn.Module) -> nn.Module:
 
     What was set on a SparseFFN goes to the dense layer, or inside OPT to the activation: forward and backward hooks,
     whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
-    others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again."""
+    others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again, and reordered
+    neurons their own order; InputError, with nothing changed, where reordered weights were changed since."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
+    for sparse in layers:
+        sparse.layout.check(sparse)
     for module in model.modules():
         if isinstance(vars(module).get("forward"), HandOn):
             del module.forward
-    for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
+    for sparse in layers:
         source = sparse.source
         sparse.turn_back()
         if sparse.registered:

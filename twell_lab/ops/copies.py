@@ -156,12 +156,13 @@ def _seen(weights: list[Tensor]) -> list[tuple]:
     """For each weight what is equal as long as the weight is the same and has not changed. For one that can change
     unseen, something that is never equal to anything."""
     sharding = _sharding()
-    return [
-        (object(),)
-        if sharding or _changes_unseen(w)
-        else (ref(w.untyped_storage()), w.data_ptr(), w._version, w.shape, w.stride(), w.dtype, _steps)
-        for w in weights
-    ]
+    return [(object(),) if sharding or _changes_unseen(w) else (*trace(w), _steps) for w in weights]
+
+
+def trace(weight: Tensor) -> tuple:
+    """What is equal as long as a weight lies where it lies and torch counts no change of it."""
+    w = weight
+    return ref(w.untyped_storage()), w.data_ptr(), w._version, w.shape, w.stride(), w.dtype
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import twell_lab as tl
-from twell_lab.analysis import auto, costs, planner, trials
+from twell_lab.analysis import auto, costs, judge, planner, trials
 from twell_lab.analysis.profile import profile
 from twell_lab.analysis.trials import Times
 from twell_lab.core.errors import InputError
@@ -63,7 +63,7 @@ def trial(**us):
 def test_the_fastest_is_chosen_and_dense_in_doubt(dense, twell, hot, timed):
     times = {DENSE: dense, TWELL: twell, HOT: hot}
     margin = planner.MARGIN if timed else planner.MARGIN_PREDICTED
-    found = planner._judge(64, times, {c: Times(us) for c, us in times.items()}, margin, "measured")
+    found = judge.judge(64, times, {c: Times(us) for c, us in times.items()}, margin, "measured")
     best = min(twell, hot)
     assert times[chosen(found)] == (best if best <= margin * dense else dense)
     assert all(c.why and c.tokens == 64 and c.predicted_us == times[c.choice] for c in found)
@@ -75,13 +75,13 @@ def test_reasons():
         margin = planner.MARGIN if measured else planner.MARGIN_PREDICTED
         how = "measured" if measured else "predicted"
         known = measured or {c: Times(us) for c, us in predicted.items()}
-        judged = planner._judge(1, predicted or times, known, margin, how, timed_on="" if measured else None)
+        judged = judge.judge(1, predicted or times, known, margin, how, timed_on="" if measured else None)
         return next(c.why for c in judged if c.choice == choice)
 
     assert reason(TWELL, trial(dense=100.0, twell=50.0)) == "fastest, measured: 2.00x dense"
     assert reason(TWELL, trial(dense=100.0, twell=50.0, before=150.0)) == "fastest, measured: 3.00x dense"
     assert reason(DENSE, trial(dense=100.0, twell=98.0)) == "twell is less than 3% faster than dense, measured"
-    compiled = planner._judge(1, {DENSE: 1, TWELL: 1}, trial(dense=100.0, twell=95.0), 0.97, "measured", 5.0)
+    compiled = judge.judge(1, {DENSE: 1, TWELL: 1}, trial(dense=100.0, twell=95.0), 0.97, "measured", 5.0)
     (dense,) = [c.why for c in compiled if c.chosen]
     assert dense == "twell is less than 3% faster than dense would be compiled, measured"
     assert reason(TWELL, trial(dense=100.0, twell=98.0)) == "less than 3% faster than dense, measured"
@@ -110,11 +110,11 @@ def test_no_clock_of_a_choice_that_counts_is_above_denses(clocks, shared):
     dense, before, twell, hot = (Times(*each) for each in clocks)
     weighed = trial(dense=dense, before=before, twell=twell, hot=hot)
     margin = planner.MARGIN_SHARED if shared else planner.MARGIN
-    choice = chosen(planner._judge(64, {c: 1.0 for c in (DENSE, TWELL, HOT)}, weighed, margin, "measured"))
+    choice = chosen(judge.judge(64, {c: 1.0 for c in (DENSE, TWELL, HOT)}, weighed, margin, "measured"))
 
     def may(taken):
         faster = taken.call <= margin * min(dense.call, before.call)
-        held_up = taken.host > before.host and taken.host > planner.HIDDEN * taken.device
+        held_up = taken.host > before.host and taken.host > judge.HIDDEN * taken.device
         return faster and not held_up and taken.device <= min(dense.device, before.device)
 
     assert choice == DENSE or may(weighed[choice])

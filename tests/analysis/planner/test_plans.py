@@ -162,7 +162,7 @@ def broken(content, where, value):
     "where, value, named",
     [
         (["format"], "twell-lab firing profile", "is no plan"),
-        (["version"], 3, "version 3; this release reads 1 and 2"),
+        (["version"], 4, "version 4; this release reads 1 and 2 and 3"),
         (["device"], 3, "'device' is 3"),
         (["layers"], {}, "'layers' is"),
         (["note"], "x", "unknown field 'note'"),

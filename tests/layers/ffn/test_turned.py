@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import _composable_state
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
 
 from tests.layers.ffn.follows import assert_follows
 from twell_lab.core.errors import InputError
@@ -56,7 +57,8 @@ def is_turned(layer):
 
 
 def holds_no_copy(layer):
-    return layer.extra_bytes == COUNTERS and layer.down_t.data_ptr() == layer.down.weight.data_ptr()
+    (view,) = layer.views()
+    return layer.extra_bytes == COUNTERS and view.is_set_to(layer.down.weight.t())
 
 
 # ---- when ----
@@ -70,7 +72,7 @@ def test_the_parameter_is_the_same_with_other_strides(x):
     assert is_turned(sparse) and holds_no_copy(sparse)
     assert torch.equal(weight, dense.down_proj.weight) and weight.shape == dense.down_proj.weight.shape
     assert_follows(sparse, dense, x)
-    assert holds_no_copy(sparse) and sparse.down_t.is_contiguous() and torch.equal(sparse.down_t, weight.t())
+    assert holds_no_copy(sparse) and all(view.is_contiguous() for view in sparse.views())
     assert sparse.status()["extra_bytes"] == COUNTERS
 
 
@@ -79,7 +81,7 @@ def test_no_tensor_is_an_inference_tensor(x):
     with torch.inference_mode():
         sparse = sparsify(layer, "twell")
         assert_follows(sparse, dense, x)
-    assert is_turned(sparse) and not sparse.down.weight.is_inference() and not sparse.down_t.is_inference()
+    assert is_turned(sparse) and not any(t.is_inference() for t in (sparse.down.weight, *sparse.views()))
     with torch.no_grad():
         sparse.down.weight.mul_(2), dense.down_proj.weight.mul_(2)
     assert_follows(sparse, dense, x)
@@ -463,6 +465,21 @@ def test_a_copied_and_a_pickled_layer(twin_of, pair, x):
     assert_follows(sparse, dense, x)
     assert not is_turned(twin.train()) and is_turned(sparse)
     assert all(t.is_contiguous() for t in twin.eval().state_dict().values())
+
+
+def test_an_average_of_models(pair, x):
+    """torch.optim.swa_utils copies buffers from one model to the other, a view of a weight would not be one."""
+    dense, sparse = pair
+    assert_follows(sparse, dense, x)
+    averaged, wanted = AveragedModel(sparse), AveragedModel(dense)
+    for seed in range(3):
+        values = torch.randn(D_MODEL, D_FF, generator=torch.Generator().manual_seed(seed))
+        for part, average, model in ((sparse.down, averaged, sparse), (dense.down_proj, wanted, dense)):
+            part.weight.copy_(values)
+            average.update_parameters(model)
+        assert_follows(averaged, wanted.module, x)
+        assert_follows(sparse, dense, x)
+    assert holds_no_copy(averaged.module)
 
 
 # ---- models: what is saved, and what densify leaves ----

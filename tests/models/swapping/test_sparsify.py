@@ -195,7 +195,7 @@ def test_a_plan_for_elsewhere_is_refused_with_nothing_changed(model, plan):
 def test_a_plans_file_says_who_made_it_how(plan, tmp_path):
     path = plan.save(tmp_path / "plan.json")
     content = json.loads(path.read_text())
-    assert (content["release"], content["clock"], content["version"]) == (tl.__version__, "wall", 2)
+    assert (content["release"], content["clock"], content["version"]) == (tl.__version__, "wall", 3)
     assert tl.Plan.load(path) == plan
     for key, value in (("release", 1), ("clock", None), ("clock", 7)):
         path.write_text(json.dumps({**content, key: value}))

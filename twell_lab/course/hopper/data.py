@@ -131,7 +131,7 @@ def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = 
     choice = plan.layers[0].choice(tokens)
     calls = {
         "dense eager": layer,
-        "planned": sparsify(copy.deepcopy(layer), plan),
+        "planned": sparsify(copy.deepcopy(layer), plan, memory=math.inf),
         "forced twell": SparseFFN.from_module(
             copy.deepcopy(layer), plan=LayerPlan.forced(plan.layers[0], Choice("twell"))
         ),

@@ -1,7 +1,7 @@
 """hot_cold: the neurons that fire most are computed densely, the others packed; one sum, rounded once.
 
-The weights are held a second time with the hot neurons first, in buffers outside the state_dict: who saves, loads or
-trains the layer sees the module's own order alone."""
+The weights are held a second time with the hot neurons first, in buffers outside the state_dict. Where the layer's own
+weights lie in that order (layers.layout), only `down` transposed is held, or, as that is turned too, nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import decode, dispatch
-from ...ops.copies import ROWS, ROWS_OF_TRANSPOSE
+from ...ops.copies import ROWS, ROWS_OF_TRANSPOSE, TRANSPOSED
 from .cost import Work
 from .path import Copy, Path
 from .twell import packed_cost
@@ -30,6 +30,8 @@ class HotCold(Path):
             ("up_bias", "up_bias", ROWS),
         )
     )
+
+    in_order = (Copy("hot_first_down_t", "down_t", "down", TRANSPOSED),)
 
     def sizes(self, d_ff: int) -> range:
         return range(STEP, d_ff, STEP)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -28,17 +28,25 @@ class Copy(NamedTuple):
     how: int
 
 
-def hold(layer: nn.Module, tensors: dict[str, Tensor | None]) -> None:
-    """Have the layer keep these as buffers outside its state_dict; all at once, since other threads may be reading.
-    None: have no buffer of that name (torch.export miscounts buffers that are None)."""
-    kept = {name: t for name, t in tensors.items() if t is not None}
+def hold(layer: nn.Module, tensors: dict[str, Tensor | None], views: Iterable[str] = ()) -> None:
+    """Have the layer keep these; all at once, since other threads may be reading. Copies are buffers outside its
+    state_dict. Views of weights, of these names, are not: who writes to buffers, as averages of models do, would write
+    to the weights; and compiled code makes its own. None: keep nothing of that name (torch.export miscounts buffers
+    that are None)."""
+    kept = {name: t for name, t in tensors.items() if t is not None and name not in views}
+    if not torch.compiler.is_compiling():
+        others = {name: t for name, t in layer._views.items() if name not in tensors}
+        layer._views = {**others, **{name: t for name in views if (t := tensors[name]) is not None}}
     layer._non_persistent_buffers_set.update(kept)
     layer._buffers.update(kept)
     for name in tensors.keys() - kept.keys():
         layer._buffers.pop(name, None)
-    # Compiled code makes no views, and cannot ask for them either.
-    views = () if torch.compiler.is_compiling() else [name for name, t in kept.items() if t._is_view()]
-    layer._views = (*(name for name in layer._views if name not in tensors), *views)
+
+
+def held(layer: nn.Module) -> dict[str, Tensor]:
+    """What the layer keeps; all at once, as other threads may be replacing the order and the copies. For compiled code
+    without views: code that writes a copy cannot tell them apart."""
+    return dict(layer._buffers) if torch.compiler.is_compiling() else {**layer._buffers, **layer._views}
 
 
 class _Roles(NamedTuple):
@@ -61,8 +69,6 @@ def _roles(wanted: tuple[Copy, ...], missing: tuple[bool, ...]) -> _Roles:
 
 
 ORDER = "order"  # the buffer of a layer that says which neuron comes first, second, ...: int64 [d_ff]
-# One without elements, beside views: compiled code, which may not write to a weight, has the note kept here.
-NOTED = "noted"
 
 
 def _order(layer: nn.Module, up: Tensor) -> Tensor:
@@ -80,14 +86,16 @@ class Path:
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed, and counted.
     splits: whether a choice of it says how many neurons are hot; then `layer.neurons` is their order, and the buffer
-    ORDER holds it. learns: the path of twell_lab.ops.differentiable to take where gradients are needed. copies: the
-    weights it wants in another layout."""
+    ORDER holds it, unless the layer's own weights lie in that order. learns: the path of twell_lab.ops.differentiable
+    to take where gradients are needed. copies: the weights it wants in another layout. in_order: those of them, by the
+    same buffers, that it still wants where the layer's weights lie in `layer.neurons`."""
 
     name: str
     packs = True
     splits = False
     learns = "twell"
     copies: tuple[Copy, ...] = ()
+    in_order: tuple[Copy, ...] | None = None
 
     def sizes(self, d_ff: int) -> Sequence[int]:
         """How many neurons may be hot in a layer of d_ff: empty where the path cannot take it."""
@@ -99,27 +107,53 @@ class Path:
 
     # ---- what is held ----
 
+    def wanted(self, reordered: bool) -> tuple[Copy, ...]:
+        """The weights it wants in another layout in a layer whose weights lie in `layer.neurons`, or do not."""
+        return self.copies if self.in_order is None or not reordered else self.in_order
+
+    def transposes(self, reordered: bool) -> bool:
+        """Whether it wants `down` transposed and otherwise as it is: a turned one (ops.turned) needs no copy then."""
+        return any((copy.source, copy.how) == ("down", copies.TRANSPOSED) for copy in self.wanted(reordered))
+
+    def copy_bytes(self, weights: Weights, turned: bool, reordered: bool) -> int:
+        """The bytes of all that a layer holds for this path. turned: whether its `down` is."""
+        sources = [
+            getattr(weights, copy.source)
+            for copy in self.wanted(reordered)
+            if not (turned and (copy.source, copy.how) == ("down", copies.TRANSPOSED))
+        ]
+        order = 8 * weights.up.shape[0] if self.splits and not reordered else 0
+        return order + sum(source.nbytes for source in sources if source is not None)
+
+    @property
+    def noted(self) -> str:
+        """The buffer without elements beside views: compiled code, which may not write to a weight, has the note of its
+        values kept there."""
+        return f"{self.name}_noted"
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of all buffers that a layer may hold for this path."""
+        return [*(copy.buffer for copy in self.copies), self.noted, *([ORDER] if self.splits else [])]
+
     def prepare(self, layer: nn.Module, weights: Weights) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Have the layer hold memory for the copies, which its next forward will fill; returns the order and the
-        copies."""
-        order = _order(layer, weights.up) if self.splits else None
-        places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in self.copies]
-        held = dict(zip((copy.buffer for copy in self.copies), places))
-        if self._views(weights):
-            held[NOTED] = weights.down.new_empty(0, requires_grad=False)
-        hold(layer, {**held, ORDER: order} if self.splits else held)
+        """Have the layer hold memory for the copies, which its next forward will fill, and nothing else for this path;
+        returns the order and the copies."""
+        order = _order(layer, weights.up) if self._orders(layer) else None
+        wanted = self.wanted(layer.reordered)
+        places = [copies.place(copy.how, getattr(weights, copy.source)) for copy in wanted]
+        made = dict(zip((copy.buffer for copy in wanted), places))
+        if self.splits:
+            made[ORDER] = order
+        views = [copy.buffer for copy in wanted if copies.is_view(copy.how, getattr(weights, copy.source))]
+        if views:
+            made[self.noted] = weights.down.new_empty(0, requires_grad=False)
+        hold(layer, {**dict.fromkeys(self.buffers), **made}, views)
         return order, places
 
     def release(self, layer: nn.Module) -> None:
         """Have the layer hold nothing for this path any more."""
-        names = [copy.buffer for copy in self.copies]
-        names += [ORDER] if self.splits else []
-        hold(layer, dict.fromkeys([*names, NOTED] if self.transposes else names))
-
-    @property
-    def transposes(self) -> bool:
-        """Whether it wants `down` transposed and otherwise as it is: a turned one (ops.turned) needs no copy then."""
-        return any((copy.source, copy.how) == ("down", copies.TRANSPOSED) for copy in self.copies)
+        hold(layer, dict.fromkeys(self.buffers))
 
     def moved(self, layer: nn.Module, weights: Weights) -> None:
         """Make anew, after the layer's tensors were moved as by `to`, what cannot be used any more: copies that were
@@ -129,7 +163,7 @@ class Path:
 
     def fit(self, layer: nn.Module, weights: Weights) -> None:
         """Make anew what is no place for its weight."""
-        if not self._fits(*self._held(layer), weights):
+        if not self._fits(layer, *self._held(layer), weights):
             self.prepare(layer, weights)
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
@@ -142,13 +176,14 @@ class Path:
         """`ready`, with nothing taken for granted."""
         order, places = self._held(layer)
         # Compiled code makes the view itself, and has the note kept elsewhere: it may not write to a weight.
-        views = self._views(weights) if torch.compiler.is_compiling() else {}
-        if not self._fits(order, places, weights, views):
+        views = self._views(layer, weights) if torch.compiler.is_compiling() else {}
+        wanted = self.wanted(layer.reordered)
+        if not self._fits(layer, order, places, weights, views):
             order, places = self.prepare(layer, weights)
             if not layer.takes(self.name):  # another thread changed the plan meanwhile: they are for this call alone
                 self.release(layer)
-        places = [layer._buffers.get(NOTED) if copy.name in views else t for copy, t in zip(self.copies, places)]
-        filled = [(copy, place) for copy, place in zip(self.copies, places) if place is not None]
+        places = [layer._buffers.get(self.noted) if copy.name in views else t for copy, t in zip(wanted, places)]
+        filled = [(copy, place) for copy, place in zip(wanted, places) if place is not None]
         sources: dict[str, Tensor] = {}
         for copy, _ in filled:  # a weight may have two copies
             sources[copy.name if copy.source in sources else copy.source] = getattr(weights, copy.source)
@@ -159,19 +194,19 @@ class Path:
         made = {copy.name: place for copy, place in filled} | views
         return Weights(*[made.get(name, t) for name, t in zip(NAMES, weights)])
 
-    def _views(self, weights: Weights) -> dict[str, Tensor]:
+    def _views(self, layer: nn.Module, weights: Weights) -> dict[str, Tensor]:
         """What needs no copy, since the weight is turned, by the fields of Weights in whose place it is read."""
-        sources = [(copy, getattr(weights, copy.source)) for copy in self.copies]
+        sources = [(copy, getattr(weights, copy.source)) for copy in self.wanted(layer.reordered)]
         return {copy.name: weight.detach().t() for copy, weight in sources if copies.is_view(copy.how, weight)}
 
     def _unchanged(self, layer: nn.Module, weights: Weights) -> tuple[Weights, Kept] | None:
         """What `ready` gives where the copies are up to date, as on most calls, and a place for what holds as long as
         they are; None where it has to look closer."""
-        roles = _roles(self.copies, tuple([t is None for t in weights]))
-        held = layer._buffers.copy()  # all at once, see _held
-        places = [held.get(buffer) for buffer in roles.buffers]
-        order = held.get(ORDER) if self.splits else None
-        if not places or any(place is None for place in places) or self.splits and order is None:
+        roles, ordered = _roles(self.wanted(layer.reordered), tuple([t is None for t in weights])), self._orders(layer)
+        there = held(layer)
+        places = [there.get(buffer) for buffer in roles.buffers]
+        order = there.get(ORDER) if ordered else None
+        if not places or any(place is None for place in places) or ordered and order is None:
             return None
         sources, beside = [weights[at] for at in roles.sources], [weights[at] for at in roles.beside]
         kept = copies.unchanged(places, sources, order, beside, layer.training)
@@ -183,18 +218,20 @@ class Path:
         return Weights(*ready), kept
 
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The order of the neurons, None for their own, and the copies, as far as they are there. While compiling no
-        views: code that writes a copy cannot tell them apart."""
-        held = dict(layer._buffers)  # all at once: another thread may be replacing the order and the copies
-        hidden = layer._views if torch.compiler.is_compiling() else ()
-        places = [None if copy.buffer in hidden else held.get(copy.buffer) for copy in self.copies]
-        return held.get(ORDER) if self.splits else None, places
+        """The order of the neurons, None for the layer's own, and the copies, as far as they are there."""
+        there = held(layer)
+        places = [there.get(copy.buffer) for copy in self.wanted(layer.reordered)]
+        return there.get(ORDER) if self._orders(layer) else None, places
 
-    def _fits(self, order: Tensor | None, places: list[Tensor | None], weights: Weights, views=()) -> bool:
+    def _orders(self, layer: nn.Module) -> bool:
+        """Whether the copies have the neurons in another order than the layer's weights."""
+        return self.splits and not layer.reordered
+
+    def _fits(self, layer: nn.Module, order: Tensor | None, places: list, weights: Weights, views=()) -> bool:
         """Whether every copy but these views is a place for its weight, and the order at hand."""
-        return (not self.splits or order is not None and order.device == weights.up.device) and all(
+        return (not self._orders(layer) or order is not None and order.device == weights.up.device) and all(
             copy.name in views or copies.fits(place, copy.how, getattr(weights, copy.source))
-            for copy, place in zip(self.copies, places)
+            for copy, place in zip(self.wanted(layer.reordered), places)
         )
 
     # ---- what is done, and what it costs ----
