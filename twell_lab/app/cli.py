@@ -12,6 +12,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -474,6 +475,8 @@ def _record(options) -> Answer:
         raise InputError(f"{options.name} takes no --{refused[0]}; accepted: {accepted}")
     where = options.out or folders.new_records_dir()
     check_folder(where)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # what was measured is saved (recordings)
     record = recordings.RECORDINGS[options.name](**told)
     saved = f"record: saved {record.save(where)}"
     rows = records.flat_rows([record])

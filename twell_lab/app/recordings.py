@@ -82,22 +82,29 @@ def _sections(sections: Sections, limit: float) -> tuple[list[dict], dict[str, d
     A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. The notes
     hold the `seconds` that each section took; and `left_out`, where something was, the steps left out of each section,
     and why: no time, or the error of torch that ended the section (too little memory, say). Any other error is raised.
+    An interruption (Ctrl-C, or SIGTERM, as `timeout` sends it) ends the recording and leaves out the rest: what it has
+    is not lost. Without any row it is raised.
     """
     rows: list[dict] = []
     seconds: dict[str, float] = {}
     left_out: dict[str, str] = {}
-    begin = time.perf_counter()
+    begin, interrupted = time.perf_counter(), ""
     for name, steps in sections.items():
         start, last = time.perf_counter(), 0.0
         for done, step in enumerate(steps):
             before = time.perf_counter()
-            why = "" if before - begin + last < limit else f"too little is left of {limit:g} s"
+            late = "" if before - begin + last < limit else f"too little is left of {limit:g} s"
+            why = interrupted or late
             try:
                 rows += [] if why else step()
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
                 why = f"{type(error).__name__}: {str(error)[:300]}"
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                why = interrupted = "interrupted"
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if why:

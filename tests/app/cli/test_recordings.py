@@ -1,6 +1,9 @@
 """Recordings in sections: what a limit of time leaves out, what an error of torch does, and the command's options."""
 
 import inspect
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -61,6 +64,36 @@ def test_an_error_of_torch_ends_its_section_and_one_of_ours_ends_all(clock):
     for error in (measure.WrongResult("row 3 is off"), DeviceError("gone"), ValueError("a mistake")):
         with pytest.raises(type(error)):
             recordings._sections({"one": [lambda error=error: fail(error)]}, 100)
+
+
+def test_an_interruption_leaves_out_the_rest_and_loses_nothing(clock):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    sections = {"one": [lambda: clock(1.0), interrupt, lambda: clock(1.0)], "two": [lambda: clock(1.0)]}
+    rows, notes = recordings._sections(sections, 100)
+    assert len(rows) == 1
+    assert notes["left_out"] == {"one": "2 of 3 steps: interrupted", "two": "1 of 1 steps: interrupted"}
+    with pytest.raises(KeyboardInterrupt):
+        recordings._sections({"one": [interrupt]}, 100)
+
+
+def test_a_terminated_recording_is_saved(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from twell_lab.app import cli, recordings\n"
+        "from twell_lab.records import Record\n"
+        "def slow(seconds=0):\n"
+        "    steps = [lambda: [{'kind': 'x', 'ms': 1.0}], lambda: os.kill(os.getpid(), signal.SIGTERM) or []]\n"
+        "    return Record.new('slow', 'a test', *recordings._sections({'one': steps}, 100))\n"
+        "recordings.RECORDINGS['slow'] = slow\n"
+        f"sys.argv = ['twell-lab', 'record', 'slow', '--out', {str(tmp_path)!r}]\n"
+        "sys.exit(cli.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (saved,) = tmp_path.glob("slow-*.json")
+    assert json.loads(saved.read_text())["notes"]["left_out"] == {"one": "1 of 2 steps: interrupted"}
 
 
 @pytest.mark.parametrize("name", ["inference", "training", "model"])
