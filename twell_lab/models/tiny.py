@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -99,14 +101,34 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None = None) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv_proj(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, width of a head]
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, cosine, sine), rotate(key, cosine, sine), value, is_causal=True
-        )
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        if past is not None:
+            key, value = past.add(key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Past:
+    """The keys and values of the tokens that an Attention has seen, so that the next token needs only its own.
+
+    It takes any number of tokens at first, and then one at a time: each of those sees all that are held."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.held = tokens, 0  # how many there is room for, and how many there are
+        self.keys = self.values = torch.empty(0)
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of further tokens [batch, heads, tokens, width]; returns those of all."""
+        if not self.held:
+            batch, heads, _, width = key.shape
+            self.keys, self.values = (each.new_empty(batch, heads, self.tokens, width) for each in (key, value))
+        first, self.held = self.held, self.held + key.shape[2]
+        self.keys[:, :, first : self.held], self.values[:, :, first : self.held] = key, value
+        return self.keys[:, :, : self.held], self.values[:, :, : self.held]
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -128,8 +150,8 @@ class Block(nn.Module):
         kind = GatedFeedForward if config.gated else PlainFeedForward
         self.mlp = kind(config.d_model, config.d_ff, config.activation)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cosine, sine)
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cosine, sine, past)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -165,11 +187,62 @@ class LanguageModel(nn.Module):
                 f"tokens have shape {list(tokens.shape)}; accepted: [batch, context] with a "
                 f"context of 1 to {self.config.context}"
             )
-        cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
+        return self.head(self._read(tokens, 0, [None] * len(self.layers)))
+
+    def _read(self, tokens: Tensor, first: int, pasts: Sequence[Past | None]) -> Tensor:
+        """What the head takes, at each of these tokens [batch, n], which stand in the positions from `first` on."""
+        cosine, sine = (table[first : first + tokens.shape[1]] for table in (self.cosine, self.sine))
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, cosine, sine)
-        return self.head(self.norm(x))
+        for layer, past in zip(self.layers, pasts, strict=True):
+            x = layer(x, cosine, sine, past)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue a prompt, one token after the other.
+
+        Each token is scored from those before it. Once there are more than `context` of them, the model reads on from a
+        multiple of half the context, the first at which what follows fits: it always sees at least half a context. In
+        between, keys and values are kept (Past), and give what reading all these tokens anew would give.
+
+        Args:
+            prompt: token numbers, int64 [length] or [batch, length], with at least one token.
+            tokens: how many tokens to add, from 0 up.
+            temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature).
+            top_k: draw from the so many most likely tokens alone.
+            seed: of the draw, on the CPU: the same one gives the same tokens. None draws others each time.
+
+        Returns:
+            The new tokens, int64 [tokens] or [batch, tokens], on the device of the model.
+
+        Raises:
+            InputError: for a wrong argument, and where scores are not finite.
+        """
+        check_generation(prompt, tokens, temperature, top_k, seed, self.config.vocabulary)
+        generator = torch.Generator()
+        generator.seed() if seed is None else generator.manual_seed(seed)
+        context = self.config.context
+        batch = prompt.to(self.embedding.weight.device).reshape(-1, prompt.shape[-1])
+        every = torch.cat([batch, batch.new_empty(len(batch), tokens)], 1)
+        begin, pasts = -1, []
+        for end in range(batch.shape[1], every.shape[1]):
+            half = (context + 1) // 2
+            now = max(0, -(-(end - context) // half) * half)  # the first token that is read
+            if now != begin:
+                begin, pasts, fresh = now, [Past(context) for _ in self.layers], every[:, now:end]
+            else:
+                fresh = every[:, end - 1 : end]
+            scores = self.head(self._read(fresh, end - begin - fresh.shape[1], pasts)[:, -1])
+            every[:, end] = pick(scores, temperature, top_k, generator)
+        return every[:, batch.shape[1] :].reshape(*prompt.shape[:-1], tokens)
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Write model.safetensors and config.json into `folder` (made if need be), each whole or not at all.
@@ -238,6 +311,46 @@ class LanguageModel(nn.Module):
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
+
+
+def check_generation(prompt, tokens, temperature, top_k, seed, vocabulary: int) -> None:
+    """InputError naming the argument of LanguageModel.generate that is wrong."""
+    if (
+        not isinstance(prompt, Tensor)
+        or prompt.dtype != torch.int64
+        or prompt.dim() not in (1, 2)
+        or not prompt.numel()
+    ):
+        what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
+    low, high = prompt.min().item(), prompt.max().item()
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise InputError(f"prompt has the token {wrong}; accepted: token numbers from 0 to {vocabulary - 1}")
+
+    def whole(value, least: int, most: int) -> bool:
+        return type(value) is int and least <= value <= most
+
+    if not whole(tokens, 0, LARGEST):
+        raise InputError(f"tokens is {tokens!r}; accepted: a whole number from 0 up to {LARGEST}")
+    if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
+        raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
+    if top_k is not None and not whole(top_k, 1, LARGEST):
+        raise InputError(f"top_k is {top_k!r}; accepted: a whole number from 1 up to {LARGEST}, or None")
+    if seed is not None and not whole(seed, 0, 2**63 - 1):
+        raise InputError(f"seed is {seed!r}; accepted: a whole number from 0 up to {2**63 - 1}, or None")
+
+
+def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """A token for each row of scores [batch, vocabulary]; as LanguageModel.generate says."""
+    if not scores.isfinite().all():
+        raise InputError("the model's scores are not finite; accepted: a model whose weights are")
+    if not temperature:
+        return scores.argmax(1)
+    best = scores.shape[1] if top_k is None else min(top_k, scores.shape[1])
+    scores, numbers = scores.double().cpu().topk(best)
+    chances = ((scores - scores[:, :1]) / temperature).softmax(1)
+    return numbers.gather(1, torch.multinomial(chances, 1, generator=generator))[:, 0]
 
 
 def fingerprint(weights: dict[str, Tensor], config: object) -> str:
