@@ -25,6 +25,7 @@ from ..core import machine
 from ..core.errors import InputError, TwellError
 from ..core.files import parse_json, read, read_json, write_atomically
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
+from . import llama
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
@@ -249,28 +250,47 @@ class LanguageModel(nn.Module):
 
         Raises InputError where the folder can't be written.
         """
-        folder = Path(folder)
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        weights = self._saved()
         fields = asdict(self.config)
         if fields["activation"] == "relu":  # what a file without the field means: readers from before it take this too
             del fields["activation"]
         described = {"format": FORMAT, **fields}
-        try:
-            write_atomically(
-                folder / "model.safetensors",
-                safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}),
-            )
-            write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
-        except TwellError as error:
-            raise InputError(f"cannot save the model in {str(folder)!r}: {error}") from None
-        return folder
+        return _write(
+            folder,
+            {
+                "model.safetensors": safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}),
+                "config.json": json.dumps(described, indent=2) + "\n",
+            },
+        )
+
+    def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
+        """Write the model into `folder` (made if need be) as a LlamaForCausalLM with its tokenizer, each file whole or
+        not at all: transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`.
+
+        tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. Raises
+        InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the
+        vocabulary, and where the folder can't be written.
+        """
+        weights = {name: weight.contiguous() for name, weight in llama.to_llama(self._saved()).items()}
+        config = llama.config_of(asdict(self.config), self.head.weight.dtype)
+        return _write(
+            folder,
+            {
+                **llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context),
+                "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
+                "config.json": json.dumps(config, indent=2) + "\n",
+            },
+        )
+
+    def _saved(self) -> dict[str, Tensor]:
+        return {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
-        """The model that `save` wrote, on the CPU, in training mode.
+        """The model that `save` or `save_pretrained` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that
-        changed since they were written."""
+        Raises InputError for a folder without one, an unknown format, a Llama that is none of ours, weights of other
+        names or shapes, and files that changed since `save` wrote them."""
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
@@ -284,15 +304,19 @@ class LanguageModel(nn.Module):
             header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
-            if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
+            is_llama = isinstance(said, dict) and said.get("model_type") == llama.KIND
+            if is_llama:
+                said = llama.sizes_of(said)
+            elif not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
             if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):
                 raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
             config = ModelConfig(**said)
-            held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+            held = len({name.split("layers.")[1].split(".")[0] for name in weights if "layers." in name})
             # On meta nothing is built yet. Of layers without weights one is enough: it is named as missing.
             with torch.device("meta"):
                 wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
+            wanted = llama.to_llama(wanted) if is_llama else wanted
             check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
             if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
                 raise InputError(
@@ -305,12 +329,22 @@ class LanguageModel(nn.Module):
                     f"model's SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model"
                 )
             model = cls(config)
-            model.load_state_dict(weights)
+            model.load_state_dict(llama.from_llama(weights) if is_llama else weights)
         except InputError:
             raise
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
+
+
+def _write(folder: str | os.PathLike, files: dict[str, str | bytes]) -> Path:
+    """Write these files into the folder, each whole or not at all. InputError where it can't be written."""
+    try:
+        for name, content in files.items():
+            write_atomically(Path(folder) / name, content)
+    except TwellError as error:
+        raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
+    return Path(folder)
 
 
 def check_generation(prompt, tokens, temperature, top_k, seed, vocabulary: int) -> None:
