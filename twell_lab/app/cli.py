@@ -20,7 +20,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..core.errors import InputError, RecordError, TwellError
 from ..core.files import check_folder, check_target, strict_json
-from . import course_command, terminal, train_command
+from . import course_command, speak_commands, terminal, train_command
 from .options import TourOptions, add_fields, given, path, positive, seconds, source, whole
 from .terminal import Answer
 
@@ -182,6 +182,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="bytes, bpe:4096 (a BPE of that size, trained on the text's beginning), or a file [bytes]",
     )
 
+    sample = command("sample", speak_commands.sample, "Let a saved model continue a text, and time it.")
+    speak_commands.add_sample_options(sample)
+
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
     for each, counts, kept in (
@@ -213,6 +216,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="decide by the time of CUDA graph replays instead of the wall time of plain calls; on a GPU",
     )
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+
+    export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
+    speak_commands.add_export_options(export)
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
     bench.add_argument(
@@ -370,18 +376,11 @@ def _windows(options, count: int, config):
         (the text or its held-out part, windows as int64 [count, context], spread evenly over it)
     """
     from ..training.checkpoint import text_of
-    from ..training.text.load import load_any
+    from ..training.text.load import load_any, tokenizer_of
     from ..training.text.prepared import PreparedText
     from ..training.text.source import spread_windows
 
-    own = options.model / "tokenizer.json"
-    text = load_any(options.text, tokenizer=own if own.is_file() else None)
-    if text.vocabulary != config.vocabulary:
-        read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
-        raise InputError(
-            f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
-            "accepted: a model folder with the tokenizer that the model was trained with"
-        )
+    text = load_any(options.text, tokenizer=tokenizer_of(options.model, config.vocabulary))
     seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
     part = text.split()[1] if seen else text
     if len(part.tokens) <= config.context:
