@@ -7,6 +7,7 @@ Exit status: 0 done; 1 a check failed; 2 a mistake in the input or the set-up, w
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shlex
@@ -47,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
     if arguments is None:  # this process does nothing else, so its handling of Ctrl-C may be changed
         arguments = sys.argv[1:]
+        # Threads of torch's that wait sleep, before torch is loaded: where they spin and other programs run, the thread
+        # that they wait for gets no core.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signal.SIGINT, _interrupt_once)
     try:
@@ -80,7 +84,9 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
     """Do what these arguments ask for and write all of the output. Returns the exit status."""
     try:
         try:
-            options = _parser(arguments).parse_args(arguments)
+            parser = _parser(arguments)
+            _check_command(parser, arguments)
+            options = parser.parse_args(arguments)
             answer = options.run(options)  # None where another process of torchrun's gives the answer
             if answer is not None:
                 answer.say(options.json)
@@ -99,6 +105,17 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
         if error is not output.failed:
             raise
         raise InputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """End as argparse does, but with the most similar command's name, where the first word is none of the commands."""
+    names = parser.get_default("commands")
+    first = next(iter(arguments), "-")
+    if first.startswith("-") or first in names:
+        return
+    alike = difflib.get_close_matches(first, names, n=1)
+    meant = f"did you mean {alike[0]!r}? " if alike else ""
+    parser.error(f"there is no command {first!r:.80}; {meant}accepted: {', '.join(names)}")
 
 
 def _interrupt_once(number: int, frame) -> None:
@@ -293,6 +310,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         action="store_true",
         help="list nothing; check that the present kernels were tested on a GPU or are named as untested",
     )
+    parser.set_defaults(commands=tuple(commands.choices))
     return parser
 
 

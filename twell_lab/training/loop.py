@@ -129,6 +129,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             )
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
+    per_token = training.size / len(training.tokens)  # bytes
     metrics = _Metrics()
 
     def begin() -> None:
@@ -155,8 +156,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             tqdm(
                 total=config.steps,
                 initial=run.step,
-                desc=f"training, l1 {config.l1:g}",
-                unit="step",
+                desc=f"l1 {config.l1:g}",
+                bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
                 disable=not progress or None,
             ) as bar,
             Stop(out is not None, world.size > 1) as stop,
@@ -201,12 +202,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         row["peak_bytes"] = torch.cuda.max_memory_allocated(world.device)
                     run.history.append(row)
                     metrics.write(row)
-                    bar.set_postfix(
-                        loss=f"{row['loss']:.3f}",
-                        nnz=f"{row['nnz']:.0f}",
-                        tokens_s=f"{row['tokens_per_s']:,.0f}",
-                        refresh=False,
-                    )
+                    bits = row["ce"] / math.log(2) / per_token
+                    bar.set_postfix_str(f"{bits:.3f} bits per byte, nnz {row['nnz']:.0f}", refresh=False)
                     if on_step is not None:
                         on_step(row)
                 run.seconds = time.perf_counter() - start
