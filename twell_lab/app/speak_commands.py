@@ -16,6 +16,7 @@ from .terminal import Answer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..analysis.profile import FiringProfile
     from ..models.tiny import LanguageModel
     from ..training.text.source import Tokenizer
 
@@ -67,13 +68,8 @@ def sample(options: argparse.Namespace) -> Answer:
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": seed}
 
-    def speak(model: LanguageModel) -> tuple[Tensor, float]:
-        start = time.perf_counter()
-        said = model.generate(prompt, options.tokens, **how)
-        return said, options.tokens / (time.perf_counter() - start)
-
     model.generate(prompt, 1)  # torch sets things up in its first call
-    said, speed = speak(model)
+    said, speed = speak(model, prompt, options.tokens, how)
     value = {
         "prompt": options.prompt,
         "text": tokenizer.decode(said).decode("utf-8", "replace"),
@@ -84,10 +80,8 @@ def sample(options: argparse.Namespace) -> Answer:
     told = f"{options.tokens:,} {tokenizer.unit}" + (f" with seed {seed}" if options.temperature else "")
     lines = [options.prompt + value["text"], ""]
     if options.sparse:
-        swapped, rows = _swapped(model, torch.cat([prompt, said.cpu()]).to(device))
-        turns = [(speak(model), speak(swapped)) for _ in range(_ROUNDS)]
-        dense, sparse = (median(speed for _, speed in side) for side in zip(*turns, strict=True))
-        same = all(torch.equal(each, said) for turn in turns for each, _ in turn)
+        swapped, rows = planned(model, torch.cat([prompt, said.cpu()]).to(device))
+        sparse, dense, same = in_turn(swapped, model, prompt, options.tokens, how)
         value |= {"tokens_per_s": sparse, "dense_tokens_per_s": dense, "same": same, "layers": rows}
         lines += [
             *(f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows),
@@ -99,19 +93,40 @@ def sample(options: argparse.Namespace) -> Answer:
     return Answer(value, "\n".join(lines))
 
 
-def _swapped(model: LanguageModel, text: Tensor) -> tuple[LanguageModel, list[dict]]:
-    """A copy of the model with its layers swapped by a plan for one token at a time, and what the layers do then.
+def speak(model: LanguageModel, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
+    """What LanguageModel.generate says, and how many tokens a second that was."""
+    start = time.perf_counter()
+    said = model.generate(prompt, tokens, **how)
+    return said, tokens / (time.perf_counter() - start)
 
-    They are profiled on the first half of the text, and timed on the second one."""
+
+def in_turn(
+    sparse: LanguageModel, dense: LanguageModel, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS
+) -> tuple[float, float, bool]:
+    """Let two models speak in turn. Returns the tokens a second of each, medians, and whether all they said is the
+    same."""
+    turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds)]
+    said = [each.tolist() for turn in turns for each, _ in turn]
+    first, second = (median(speed for _, speed in side) for side in zip(*turns, strict=True))
+    return first, second, all(each == said[0] for each in said)
+
+
+def planned(
+    model: LanguageModel, text: Tensor, firing: FiringProfile | None = None
+) -> tuple[LanguageModel, list[dict]]:
+    """A copy of the model with its layers swapped by a plan for one token at a time, and the rows of its report.
+
+    They are timed on the text [tokens]; on the second half of it where they are profiled on the first, because
+    `firing`, a profile on another text, is not given."""
     from ..analysis.planner import plan
     from ..analysis.profile import profile
     from ..models.report import report
     from ..models.swap import sparsify
 
     first, second = ([part[None] for part in half.split(model.config.context)] for half in text.chunk(2))
-    made = plan(profile(model, first), model, tokens=[1], batches=second, progress=False)
-    swapped = copy.deepcopy(model)
-    sparsify(swapped, made)
+    firing, batches = (profile(model, first), second) if firing is None else (firing, [*first, *second])
+    swapped = copy.deepcopy(model).eval().requires_grad_(False)
+    sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, progress=False))
     return swapped, report(swapped).rows
 
 
