@@ -273,4 +273,4 @@ def test_too_little_text_names_what_it_needs():
 
 
 def test_the_tour_trains_a_layer_that_twell_can_cut_into_tiles():
-    assert TOUR.l1 > 0 and TOUR.d_ff >= 512 and TOUR.d_ff % 256 == 0 and TOUR.gated
+    assert TOUR.l1 > 0 and TOUR.d_model * TOUR.d_ff >= 2**20 and TOUR.d_ff % 256 == 0 and TOUR.gated
