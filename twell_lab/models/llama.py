@@ -2,7 +2,8 @@
 
 The two compute the same. Ours keeps query, key and value in one matrix, in this order, and has other names; that is all
 that differs. Llama's feed-forward layer is gated, so a model with plain layers has no such form. A model that reads
-bytes gets a byte-level BPE without merges, whose token numbers are the values of the bytes.
+bytes gets a byte-level BPE without merges, whose token numbers are the values of the bytes. Byte 0, which no text has
+that a model of ours is trained on, is the special token EDGE there: lm-eval asks for one that begins a text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..core.files import parse_json
 
 KIND = "llama"  # what config.json says in model_type
 EPS, THETA = 1e-6, 10000.0  # of the norms, and the base of the rotary positions, in all of our models
+EDGE = "<|byte 0|>"
 _SIZES = {
     "vocabulary": "vocab_size",
     "d_model": "hidden_size",
@@ -148,23 +150,26 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), EDGE) if tokenizer is None else {}),
     }
     return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
 
 def bytes_tokenizer() -> str:
-    """A tokenizer.json whose tokens are bytes: a byte-level BPE without merges, token number = value of the byte."""
+    """A tokenizer.json whose tokens are bytes: a byte-level BPE without merges, token number = value of the byte. Number
+    0 is EDGE."""
     # How byte-level tokenizers write a byte: as Latin-1 if that is printable, otherwise as a character from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
     written = {byte: byte for byte in printable} | {byte: 256 + i for i, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {chr(written[byte]): byte for byte in range(256)}
+    vocabulary = {chr(written[byte]) if byte else EDGE: byte for byte in range(256)}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     fields = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [{"id": 0, "content": EDGE, **plain, "special": True}],
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,

@@ -265,7 +265,8 @@ class LanguageModel(nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
         """Write the model into `folder` (made if need be) as a LlamaForCausalLM with its tokenizer, each file whole or
-        not at all: transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`.
+        not at all: transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. Where bytes are
+        read, token 0 begins, ends and pads a text for them (llama.EDGE); a BPE of ours has no token for that.
 
         tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. Raises
         InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the

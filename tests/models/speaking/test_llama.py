@@ -42,10 +42,15 @@ def test_transformers_computes_and_says_the_same(tmp_path, changes):
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.text(max_size=30))
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
 def test_the_tokenizer_of_bytes_gives_the_bytes_and_the_text_back(read_bytes, text):
     ids = read_bytes(text).input_ids
     assert bytes(ids) == text.encode() and read_bytes.decode(ids) == text
+
+
+def test_a_text_has_an_edge_that_is_one_of_the_models_tokens(read_bytes):
+    assert {read_bytes.bos_token_id, read_bytes.eos_token_id, read_bytes.pad_token_id} == {0}
+    assert len(read_bytes) == 256 and read_bytes.decode([0, 97], skip_special_tokens=True) == "a"
 
 
 @pytest.fixture(scope="module")
