@@ -35,7 +35,7 @@ from .options import TourOptions
 from .speak_commands import in_turn, planned
 
 _PAGE_BYTES = 8 * 2**20  # enough for a page and its record
-_PACKED_TOKENS = 8192  # enough for three digits of a share, and packed within seconds on a CPU
+_PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
 def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:

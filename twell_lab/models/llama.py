@@ -156,8 +156,8 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
 
 
 def bytes_tokenizer() -> str:
-    """A tokenizer.json whose tokens are bytes: a byte-level BPE without merges, token number = value of the byte. Number
-    0 is EDGE."""
+    """A tokenizer.json whose tokens are bytes: a byte-level BPE without merges. A token's number is the value of its
+    byte; 0 is EDGE."""
     # How byte-level tokenizers write a byte: as Latin-1 if that is printable, otherwise as a character from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)

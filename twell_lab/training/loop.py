@@ -377,11 +377,12 @@ class _Metrics:
 # longer sparse than dense, which is why the tour trains fewer and wider ones:
 #
 # What the tour trains: once like this, once with l1=0. On the same machine, on 2026-11-22, in bfloat16 (246 kB read), a
-# step takes 61 ms on two idle cores, and 147 in float32. Seed 0, in bits per byte, with who fires in each layer:
+# step takes 61 ms on two idle cores, and 147 in float32. Seed 0, 256 windows held out: bits per byte, and who fires in
+# each layer:
 #   2 layers of 256 x 4096, 480 steps      2.581, 15 and 18    l1=0: 2.671, 1384 and 547
 #   l1=5e-4, lr 3e-3                       2.650, 20 and 17    lr 1e-3: 2.594, 49 and 69
 #   1 layer, 1100 steps, l1=5e-4           2.480, 33           the same time
 #   1 layer, 780 steps of 4 windows        2.825, 32           the same time in float32
 # Dense and TwELL layers at one token, in us, nnz 24: 128 x 2048 67 and 126, 128 x 4096 121 and 148, 256 x 2048 112 and
 # 143, 256 x 4096 220 and 183. With less than about a million weights in a matrix TwELL takes longer.
-TOUR = TrainConfig(d_model=256, layers=2, d_ff=4096, l1=1e-3, steps=480, eval_every=120)
+TOUR = TrainConfig(d_model=256, layers=2, d_ff=4096, l1=1e-3, steps=480, eval_every=160, eval_windows=128)
