@@ -225,7 +225,7 @@ def _number(r: Random) -> str:
 
 
 def _few(r: Random) -> str:
-    """A number of steps that is refused, or so small that the training is short."""
+    """A number of steps or tokens that is refused, or so small that they take no time."""
     while (number := _number(r)).isdecimal() and len(number) > 1:
         pass
     return number
@@ -310,6 +310,19 @@ def _given(command: str) -> tuple[list[str], dict]:
                 "--out": _new,
             },
         ),
+        "sample": (
+            [model, "--tokens", "4", "--device", "cpu"],
+            {
+                "": _paths,
+                "--prompt": _word,
+                "--tokens": _few,
+                "--temperature": _number,
+                "--top-k": _number,
+                "--seed": _number,
+                "--device": _word,
+            },
+        ),
+        "export": ([model, "--out", str(home / "hollow" / "llama")], {"": _paths, "--out": _new}),
         "bench": (
             ["--tokens", "2", "--d-model", "8", "--d-ff", "16", "--nnz", "2", "--seconds", "0.01", "--device", "cpu"],
             {
@@ -346,6 +359,8 @@ COMMANDS = (
     "profile",
     "profile",
     "plan",
+    "sample",
+    "export",
     "bench",
     "bench",
     "course",

@@ -7,6 +7,7 @@ Exit status: 0 done; 1 a check failed; 2 a mistake in the input or the set-up, w
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..core.errors import InputError, RecordError, TwellError
 from ..core.files import check_folder, check_target, strict_json
-from . import course_command, terminal, train_command
+from . import course_command, speak_commands, terminal, train_command
 from .options import TourOptions, add_fields, given, path, positive, seconds, source, whole
 from .terminal import Answer
 
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
     if arguments is None:  # this process does nothing else, so its handling of Ctrl-C may be changed
         arguments = sys.argv[1:]
+        _share_cores(arguments)
         if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signal.SIGINT, _interrupt_once)
     try:
@@ -77,11 +79,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
+def _share_cores(arguments: Sequence[str]) -> None:
+    """Have torch's threads sleep while they wait, in a training on a machine that others keep busy. To be called before
+    torch is loaded.
+
+    Threads that spin take the core from the thread that they wait for: a step of 35 ms took from 300 ms to seconds
+    beside other programs, and 90 ms where they sleep. On an idle machine it takes 52 ms where they sleep, so there they
+    spin."""
+    if arguments[:1] not in (["train"], ["tour"]) or not hasattr(os, "getloadavg"):
+        return
+    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def _run(arguments: list[str], output: terminal.Stream) -> int:
     """Do what these arguments ask for and write all of the output. Returns the exit status."""
     try:
         try:
-            options = _parser(arguments).parse_args(arguments)
+            parser = _parser(arguments)
+            _check_command(parser, arguments)
+            options = parser.parse_args(arguments)
             answer = options.run(options)  # None where another process of torchrun's gives the answer
             if answer is not None:
                 answer.say(options.json)
@@ -100,6 +117,17 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
         if error is not output.failed:
             raise
         raise InputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """End as argparse does, but with the most similar command's name, where the first word is none of the commands."""
+    names = parser.get_default("commands")
+    first = next(iter(arguments), "-")
+    if first.startswith("-") or first in names:
+        return
+    alike = difflib.get_close_matches(first, names, n=1)
+    meant = f"did you mean {alike[0]!r}? " if alike else ""
+    parser.error(f"there is no command {first!r:.80}; {meant}accepted: {', '.join(names)}")
 
 
 def _interrupt_once(number: int, frame) -> None:
@@ -183,6 +211,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="bytes, bpe:4096 (a BPE of that size, trained on the text's beginning), or a file [bytes]",
     )
 
+    sample = command("sample", speak_commands.sample, "Let a saved model continue a text, and time it.")
+    speak_commands.add_sample_options(sample)
+
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
     for each, counts, kept in (
@@ -214,6 +245,9 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="decide by the time of CUDA graph replays instead of the wall time of plain calls; on a GPU",
     )
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+
+    export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
+    speak_commands.add_export_options(export)
 
     bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
     bench.add_argument(
@@ -288,6 +322,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         action="store_true",
         help="list nothing; check that the present kernels were tested on a GPU or are named as untested",
     )
+    parser.set_defaults(commands=tuple(commands.choices))
     return parser
 
 
@@ -371,18 +406,11 @@ def _windows(options, count: int, config):
         (the text or its held-out part, windows as int64 [count, context], spread evenly over it)
     """
     from ..training.checkpoint import text_of
-    from ..training.text.load import load_any
+    from ..training.text.load import load_any, tokenizer_of
     from ..training.text.prepared import PreparedText
     from ..training.text.source import spread_windows
 
-    own = options.model / "tokenizer.json"
-    text = load_any(options.text, tokenizer=own if own.is_file() else None)
-    if text.vocabulary != config.vocabulary:
-        read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
-        raise InputError(
-            f"the model has a vocabulary of {config.vocabulary}, and {text.vocabulary} would be read: {read}; "
-            "accepted: a model folder with the tokenizer that the model was trained with"
-        )
+    text = load_any(options.text, tokenizer=tokenizer_of(options.model, config.vocabulary))
     seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
     part = text.split()[1] if seen else text
     if len(part.tokens) <= config.context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
@@ -56,6 +57,16 @@ def seconds(text: str) -> float:
         value = 0.0
     if not 0 < value <= 3600:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to 3600")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text!r:.80} is not a finite number from 0 up")
     return value
 
 

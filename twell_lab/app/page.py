@@ -16,7 +16,7 @@ from .. import records
 from ..core.errors import RecordError
 from ..core.files import write_atomically
 from ..plots import figures as plots
-from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, share
+from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, share
 
 _PAGES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -83,6 +83,7 @@ def _page(record: records.Record, tour: dict, recorded: list[dict]) -> str:
             "firing": about_firing(tour),
             "packing": about_packing(packing),
             "timing": about_timing(record),
+            **({"texts": about_texts(tour["texts"]), "speed": see_spoken(tour["texts"])} if "texts" in tour else {}),
         },
         figures={name: (_drawn(name, figure), caption) for name, (figure, caption) in figures.items()},
     )
@@ -307,6 +308,24 @@ def see_recorded(rows: list[dict]) -> str:
     if any(row["stale"] for row in rows):
         text += " Those marked stale ran kernels that have changed since."
     return text
+
+
+def about_texts(texts: dict) -> str:
+    return (
+        f"After the same {len(texts['prompt'])} characters of held-out text, each model went on, a byte at a time, "
+        f"drawn at temperature {texts['temperature']:g}. They trained for a minute and are small: they have "
+        "learned how the text looks, not what it says."
+    )
+
+
+def see_spoken(texts: dict) -> str:
+    """What the sparse layers are worth where one token is computed at a time."""
+    names = layer_names([row["layer"] for row in texts["layers"]])
+    chosen = "; ".join(
+        f"{name}: {row['choice']}" + (f", {row['x_dense']:.2f} times as fast as dense" if row["x_dense"] else "")
+        for name, row in zip(names, texts["layers"], strict=True)
+    )
+    return f"With L1, and with layers as a plan for one token chooses them, not forced: {said_fast(texts)}. {chosen}."
 
 
 def _is_sparse(row: dict) -> bool:

@@ -1,4 +1,4 @@
-"""`twell-lab tour`: train with and without L1, profile, pack, time; the results as a record, and a page made from it.
+"""`twell-lab tour`: train with and without L1, profile, pack, time, speak; a record of it all, and a page made of that.
 
 `run` does the work and returns a Record. Its rows are the timings, and its notes hold everything else. The page
 (twell_lab.app.page) needs nothing but this record, so it can be drawn on another machine too.
@@ -26,14 +26,16 @@ from ..core.files import check_folder, check_target, write_atomically
 from ..formats import classic, twell
 from ..layers.anatomy import feed_forwards
 from ..ops import operators, reference
-from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, tile_of
+from ..ops.measure import present_device
+from ..plots.data import FORMAT, WITH, WITHOUT, layer_names, layer_rows, picked, said_fast, tile_of
 from ..training.config import TrainConfig, TrainResult
 from ..training.loop import TOUR, train
-from ..training.text.source import Text, load, spread_windows
+from ..training.text.source import BYTES, Text, load, spread_windows
 from .options import TourOptions
+from .speak_commands import in_turn, planned
 
 _PAGE_BYTES = 8 * 2**20  # enough for a page and its record
-_PACKED_TOKENS = 8192  # enough for three digits of a share, and packed within seconds on a CPU
+_PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
 def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
@@ -58,7 +60,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     text = load(options.text)
 
     say(1, f"training twice on {text.name} ({text.size / 1e6:.1f} MB)")
-    config = replace(_quick(TOUR) if options.quick else TOUR, text=text)
+    config = replace(_quick(TOUR) if options.quick else _for_this_machine(TOUR), text=text)
     runs = {
         WITHOUT: train(replace(config, l1=0.0), progress=options.progress),
         WITH: train(config, progress=options.progress),
@@ -75,7 +77,10 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
     say(4, "timing sparse against dense")
     rows = time_layers(sparse, windows, options) + time_llm_layer(sparse, options)
 
-    say(5, f"writing to {options.out}")
+    say(5, "letting both models speak")
+    texts = let_speak(runs, windows, firing, options)
+
+    say(6, f"writing to {options.out}")
     notes = {
         "tour": {
             "format": FORMAT,
@@ -87,6 +92,7 @@ def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
             "profile": firing_notes(firing),
             "packing": packing,
             "tile": tile,
+            "texts": texts,
         }
     }
     record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
@@ -145,8 +151,9 @@ def summary(record: records.Record) -> str:
         },
     )
     layers += "\nB: bytes a token. Unpacking gave every value back, bit for bit."
+    spoken = [f"spoken by the model with L1: {said_fast(tour['texts'])}"]
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
-    return "\n\n".join([text, trainings, layers, timings, *note])
+    return "\n\n".join([text, trainings, layers, timings, *spoken, *note])
 
 
 def held_out(text: Text, config: TrainConfig) -> Tensor:
@@ -266,9 +273,49 @@ def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
     return rows
 
 
+def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, options: TourOptions) -> dict:
+    """Text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time, with
+    dense layers and with those that a plan chose.
+
+    Returns:
+        {prompt, said: {label: text}, temperature, seed, tokens_per_s, dense_tokens_per_s, same, layers}; `layers` as
+        `twell_lab.report` describes them.
+    """
+    how: dict = {"temperature": 0.7, "seed": 0}
+    prompt, tokens, rounds = windows[len(windows) // 2], 40 if options.quick else 240, 1 if options.quick else 3
+    prompt = prompt[: len(prompt) // 2]
+    said = {label: result.model.generate(prompt, tokens, **how).cpu() for label, result in runs.items()}
+    model = runs[WITH].model
+    swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)
+    sparse, dense, same = in_turn(swapped, model, prompt, tokens, how, rounds)
+    return {
+        "prompt": _shown(prompt),
+        "said": {label: _shown(each) for label, each in said.items()},
+        **how,
+        "tokens_per_s": sparse,
+        "dense_tokens_per_s": dense,
+        "same": same,
+        "layers": rows,
+    }
+
+
+def _shown(tokens: Tensor) -> str:
+    return BYTES.decode(tokens).decode("utf-8", "replace")
+
+
 def _seconds(options: TourOptions) -> float:
     """For how many seconds each size is measured."""
     return 0.02 if options.quick else 1.0
+
+
+def _for_this_machine(config: TrainConfig) -> TrainConfig:
+    """The config as this machine trains it within about half a minute: in bfloat16 where a CPU has instructions for it,
+    which is two to three times as fast, otherwise in half the steps."""
+    if present_device(None).type == "cuda":
+        return config
+    if any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")):
+        return replace(config, dtype="bfloat16")
+    return replace(config, steps=config.steps // 2)
 
 
 def _quick(config: TrainConfig) -> TrainConfig:
@@ -278,7 +325,7 @@ def _quick(config: TrainConfig) -> TrainConfig:
 
 
 class _Steps:
-    """Says on stderr which of the five steps begins, and notes when it did."""
+    """Says on stderr which of the six steps begins, and notes when it did."""
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
@@ -287,12 +334,12 @@ class _Steps:
     def __call__(self, number: int, what: str) -> None:
         self.started.append(time.perf_counter())
         if self.shown:
-            print(f"[{number}/5] {what}", file=sys.stderr, flush=True)
+            print(f"[{number}/6] {what}", file=sys.stderr, flush=True)
 
     def seconds(self) -> dict:
-        """The seconds that each of the first four steps took, by name."""
+        """The seconds that each of the first five steps took, by name."""
         spans = [end - begin for begin, end in pairwise(self.started)]
-        return dict(zip(("train", "profile", "pack", "time"), spans, strict=True))
+        return dict(zip(("train", "profile", "pack", "time", "speak"), spans, strict=True))
 
 
 def _bar(items: list, what: str, options: TourOptions) -> Iterable:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from ..core import machine
 from ..core.errors import InputError, TwellError
 from ..core.files import parse_json, read, read_json, write_atomically
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
+from . import llama
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
@@ -99,14 +102,34 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None = None) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv_proj(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, width of a head]
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, cosine, sine), rotate(key, cosine, sine), value, is_causal=True
-        )
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        if past is not None:
+            key, value = past.add(key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Past:
+    """The keys and values of the tokens that an Attention has seen, so that the next token needs only its own.
+
+    It takes any number of tokens at first, and then one at a time: each of those sees all that are held."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.held = tokens, 0  # how many there is room for, and how many there are
+        self.keys = self.values = torch.empty(0)
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of further tokens [batch, heads, tokens, width]; returns those of all."""
+        if not self.held:
+            batch, heads, _, width = key.shape
+            self.keys, self.values = (each.new_empty(batch, heads, self.tokens, width) for each in (key, value))
+        first, self.held = self.held, self.held + key.shape[2]
+        self.keys[:, :, first : self.held], self.values[:, :, first : self.held] = key, value
+        return self.keys[:, :, : self.held], self.values[:, :, : self.held]
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -128,8 +151,8 @@ class Block(nn.Module):
         kind = GatedFeedForward if config.gated else PlainFeedForward
         self.mlp = kind(config.d_model, config.d_ff, config.activation)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cosine, sine)
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cosine, sine, past)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -165,39 +188,110 @@ class LanguageModel(nn.Module):
                 f"tokens have shape {list(tokens.shape)}; accepted: [batch, context] with a "
                 f"context of 1 to {self.config.context}"
             )
-        cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
+        return self.head(self._read(tokens, 0, [None] * len(self.layers)))
+
+    def _read(self, tokens: Tensor, first: int, pasts: Sequence[Past | None]) -> Tensor:
+        """What the head takes, at each of these tokens [batch, n], which stand in the positions from `first` on."""
+        cosine, sine = (table[first : first + tokens.shape[1]] for table in (self.cosine, self.sine))
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, cosine, sine)
-        return self.head(self.norm(x))
+        for layer, past in zip(self.layers, pasts, strict=True):
+            x = layer(x, cosine, sine, past)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue a prompt, one token after the other.
+
+        Each token is scored from those before it. Once there are more than `context` of them, the model reads on from a
+        multiple of half the context, the first at which what follows fits: it always sees at least half a context. In
+        between, keys and values are kept (Past), and give what reading all these tokens anew would give.
+
+        Args:
+            prompt: token numbers, int64 [length] or [batch, length], with at least one token.
+            tokens: how many tokens to add, from 0 up.
+            temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature).
+            top_k: draw from the so many most likely tokens alone.
+            seed: of the draw, on the CPU: the same one gives the same tokens. None draws others each time.
+
+        Returns:
+            The new tokens, int64 [tokens] or [batch, tokens], on the device of the model.
+
+        Raises:
+            InputError: for a wrong argument, and where scores are not finite.
+        """
+        check_generation(prompt, tokens, temperature, top_k, seed, self.config.vocabulary)
+        generator = torch.Generator()
+        generator.seed() if seed is None else generator.manual_seed(seed)
+        context = self.config.context
+        batch = prompt.to(self.embedding.weight.device).reshape(-1, prompt.shape[-1])
+        every = torch.cat([batch, batch.new_empty(len(batch), tokens)], 1)
+        begin, pasts = -1, []
+        for end in range(batch.shape[1], every.shape[1]):
+            half = (context + 1) // 2
+            now = max(0, -(-(end - context) // half) * half)  # the first token that is read
+            if now != begin:
+                begin, pasts, fresh = now, [Past(context) for _ in self.layers], every[:, now:end]
+            else:
+                fresh = every[:, end - 1 : end]
+            scores = self.head(self._read(fresh, end - begin - fresh.shape[1], pasts)[:, -1])
+            every[:, end] = pick(scores, temperature, top_k, generator)
+        return every[:, batch.shape[1] :].reshape(*prompt.shape[:-1], tokens)
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Write model.safetensors and config.json into `folder` (made if need be), each whole or not at all.
 
         Raises InputError where the folder can't be written.
         """
-        folder = Path(folder)
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        weights = self._saved()
         fields = asdict(self.config)
         if fields["activation"] == "relu":  # what a file without the field means: readers from before it take this too
             del fields["activation"]
         described = {"format": FORMAT, **fields}
-        try:
-            write_atomically(
-                folder / "model.safetensors",
-                safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}),
-            )
-            write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
-        except TwellError as error:
-            raise InputError(f"cannot save the model in {str(folder)!r}: {error}") from None
-        return folder
+        return _write(
+            folder,
+            {
+                "model.safetensors": safetensors.torch.save(weights, {"sha256": fingerprint(weights, described)}),
+                "config.json": json.dumps(described, indent=2) + "\n",
+            },
+        )
+
+    def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
+        """Write the model into `folder` (made if need be) as a LlamaForCausalLM with its tokenizer, each file whole or
+        not at all: transformers' AutoModelForCausalLM and AutoTokenizer read it, and so does `load`. Where bytes are
+        read, token 0 begins, ends and pads a text for them (llama.EDGE); a BPE of ours has no token for that.
+
+        tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes. Raises
+        InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the
+        vocabulary, and where the folder can't be written.
+        """
+        weights = {name: weight.contiguous() for name, weight in llama.to_llama(self._saved()).items()}
+        config = llama.config_of(asdict(self.config), self.head.weight.dtype)
+        return _write(
+            folder,
+            {
+                **llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context),
+                "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
+                "config.json": json.dumps(config, indent=2) + "\n",
+            },
+        )
+
+    def _saved(self) -> dict[str, Tensor]:
+        return {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
-        """The model that `save` wrote, on the CPU, in training mode.
+        """The model that `save` or `save_pretrained` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, weights of other names or shapes, and files that
-        changed since they were written."""
+        Raises InputError for a folder without one, an unknown format, a Llama that is none of ours, weights of other
+        names or shapes, and files that changed since `save` wrote them."""
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
@@ -211,15 +305,19 @@ class LanguageModel(nn.Module):
             header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
             noted = header.get("__metadata__", {}).get("sha256")  # not in a file from before there was one
             found = fingerprint(weights, said)
-            if not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
+            is_llama = isinstance(said, dict) and said.get("model_type") == llama.KIND
+            if is_llama:
+                said = llama.sizes_of(said)
+            elif not isinstance(said, dict) or type(said.get("format")) is not int or said.pop("format") != FORMAT:
                 raise InputError(f"config.json in {str(folder)!r} is not of format {FORMAT}, the one read")
             if unknown := sorted(said.keys() - {each.name for each in fields(ModelConfig)}):
                 raise InputError(f"config.json in {str(folder)!r} has {unknown[0]!r}, which this release does not know")
             config = ModelConfig(**said)
-            held = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+            held = len({name.split("layers.")[1].split(".")[0] for name in weights if "layers." in name})
             # On meta nothing is built yet. Of layers without weights one is enough: it is named as missing.
             with torch.device("meta"):
                 wanted = cls(replace(config, layers=min(config.layers, held + 1))).state_dict()
+            wanted = llama.to_llama(wanted) if is_llama else wanted
             check_shapes(f"the weights in {str(folder)!r}", weights, {name: t.shape for name, t in wanted.items()})
             if wrong := sorted(name for name, weight in weights.items() if not weight.dtype.is_floating_point):
                 raise InputError(
@@ -232,12 +330,62 @@ class LanguageModel(nn.Module):
                     f"model's SHA-256 is {found}, and {noted} is noted in it; accepted: both files of one model"
                 )
             model = cls(config)
-            model.load_state_dict(weights)
+            model.load_state_dict(llama.from_llama(weights) if is_llama else weights)
         except InputError:
             raise
         except Exception as error:  # each library raises its own kind
             raise InputError(f"no model can be loaded from {str(folder)!r}: {error}") from error
         return model
+
+
+def _write(folder: str | os.PathLike, files: dict[str, str | bytes]) -> Path:
+    """Write these files into the folder, each whole or not at all. InputError where it can't be written."""
+    try:
+        for name, content in files.items():
+            write_atomically(Path(folder) / name, content)
+    except TwellError as error:
+        raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
+    return Path(folder)
+
+
+def check_generation(prompt, tokens, temperature, top_k, seed, vocabulary: int) -> None:
+    """InputError naming the argument of LanguageModel.generate that is wrong."""
+    if (
+        not isinstance(prompt, Tensor)
+        or prompt.dtype != torch.int64
+        or prompt.dim() not in (1, 2)
+        or not prompt.numel()
+    ):
+        what = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
+    low, high = prompt.min().item(), prompt.max().item()
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise InputError(f"prompt has the token {wrong}; accepted: token numbers from 0 to {vocabulary - 1}")
+
+    def whole(value, least: int, most: int) -> bool:
+        return type(value) is int and least <= value <= most
+
+    if not whole(tokens, 0, LARGEST):
+        raise InputError(f"tokens is {tokens!r}; accepted: a whole number from 0 up to {LARGEST}")
+    if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
+        raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
+    if top_k is not None and not whole(top_k, 1, LARGEST):
+        raise InputError(f"top_k is {top_k!r}; accepted: a whole number from 1 up to {LARGEST}, or None")
+    if seed is not None and not whole(seed, 0, 2**63 - 1):
+        raise InputError(f"seed is {seed!r}; accepted: a whole number from 0 up to {2**63 - 1}, or None")
+
+
+def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """A token for each row of scores [batch, vocabulary]; as LanguageModel.generate says."""
+    if not scores.isfinite().all():
+        raise InputError("the model's scores are not finite; accepted: a model whose weights are")
+    if not temperature:
+        return scores.argmax(1)
+    best = scores.shape[1] if top_k is None else min(top_k, scores.shape[1])
+    scores, numbers = scores.double().cpu().topk(best)
+    chances = ((scores - scores[:, :1]) / temperature).softmax(1)
+    return numbers.gather(1, torch.multinomial(chances, 1, generator=generator))[:, 0]
 
 
 def fingerprint(weights: dict[str, Tensor], config: object) -> str:

@@ -33,14 +33,14 @@ FIGURES = {"training", "firing", "frequency", "tile", "bytes", "own", "large"}
 def taken(tmp_path_factory):
     """One quick tour on one thread: (record, folder, the two training results)."""
     folder, results = tmp_path_factory.mktemp("tour") / "build" / "tour", []
-    threads, train = torch.get_num_threads(), loop.train
+    threads, train = torch.get_num_threads(), tour.train
 
     def remembered(*arguments, **options):
         results.append(train(*arguments, **options))
         return results[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train", remembered)
+        patch.setattr(tour, "train", remembered)
         torch.set_num_threads(1)
         try:
             record, _, _ = tour.run(options_module.TourOptions(text=TEXT, out=folder, quick=True, progress=False))
@@ -53,7 +53,7 @@ def taken(tmp_path_factory):
 def trained(taken, monkeypatch):
     """The tour with its trainings already done, for tests of what comes after them."""
     results = {result.config.l1 > 0: result for result in taken[2]}
-    monkeypatch.setattr(loop, "train", lambda config, **_: results[config.l1 > 0])
+    monkeypatch.setattr(tour, "train", lambda config, **_: results[config.l1 > 0])
 
 
 def files(folder: Path) -> set[str]:
@@ -174,6 +174,42 @@ def test_figures_on_the_page_are_those_of_the_record(taken):
     for row in plain.layer_rows(notes):
         cells = "</td><td>".join(str(row[key]) for key in ("layer", "before", "after", "dead_before"))
         assert f"<td>{cells}</td>" in text
+
+
+def test_the_page_ends_with_text_of_both_models(taken):
+    texts = taken[0].notes["tour"]["texts"]
+    text, config = page.render(taken[0]), taken[2][0].config
+    assert texts["said"].keys() == {"without L1", "with L1"} and texts["same"] is True
+    for result in taken[2]:
+        label = "with L1" if result.config.l1 else "without L1"
+        prompt = torch.tensor(list(texts["prompt"].encode()))
+        assert len(prompt) == config.context // 2
+        said = result.model.generate(prompt, 40, temperature=texts["temperature"], seed=texts["seed"])
+        assert bytes(said.tolist()).decode("utf-8", "replace") == texts["said"][label]
+        assert f"<pre><b>{html.escape(texts['prompt'])}</b>{html.escape(texts['said'][label])}</pre>" in text.replace(
+            "&#34;", "&quot;"
+        ).replace("&#39;", "&#x27;")
+    assert [row["tokens"] for row in texts["layers"]] == [1, 1]
+    assert {row["state"] for row in texts["layers"]} == {"planned"}
+    assert f"{texts['tokens_per_s']:,.0f} tokens a second" in text
+
+
+def test_a_tour_of_before_there_were_texts_is_drawn(taken):
+    notes = copy.deepcopy(taken[0].notes)
+    del notes["tour"]["texts"]
+    text = page.render(dataclasses.replace(taken[0], notes=notes))
+    assert "Both models speak" not in text and "Where these figures come from" in text
+
+
+def test_on_a_cpu_without_bfloat16_the_tour_takes_half_the_steps(monkeypatch):
+    monkeypatch.setattr(tour, "present_device", lambda _: torch.device("cpu"))
+    for has, dtype, steps in ((True, "bfloat16", loop.TOUR.steps), (False, "float32", loop.TOUR.steps // 2)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has, raising=False)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+        found = tour._for_this_machine(loop.TOUR)
+        assert (found.dtype, found.steps) == (dtype, steps)
+    monkeypatch.setattr(tour, "present_device", lambda _: torch.device("cuda"))
+    assert tour._for_this_machine(loop.TOUR) == loop.TOUR
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
@@ -320,7 +356,7 @@ def test_a_tour_on_a_cpu_needs_only_what_it_uses(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert files(tmp_path) == {"tour.json", "index.html"} and "done in" in done.stdout
-    assert "[5/5]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
+    assert "[6/6]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
 
 
 def test_a_record_is_made_without_plotly_and_drawn_without_torch(tmp_path):
@@ -341,7 +377,7 @@ def test_a_page_without_plotly_is_refused_before_the_work_starts(tmp_path):
     assert refused.stderr.count("\n") == 1 and not files(tmp_path / "out")
 
 
-@pytest.mark.parametrize("step", ["train", "profile", "pack_layers", "time_layers", "time_llm_layer"])
+@pytest.mark.parametrize("step", ["train", "profile", "pack_layers", "time_layers", "time_llm_layer", "let_speak"])
 def test_an_interrupted_tour_leaves_nothing_behind(trained, monkeypatch, tmp_path, capsys, step):
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -368,7 +404,7 @@ def test_an_interruption_while_writing_keeps_the_page_of_before(trained, monkeyp
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work_starts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "train", None)  # calling it would raise
+    monkeypatch.setattr(tour, "train", None)  # calling it would raise
     (tmp_path / "file").write_text("in the way")
     assert cli.main(["tour", "--text", TEXT, "--out", str(tmp_path / "file" / "tour")]) == 2
     error = capsys.readouterr().err
@@ -380,7 +416,7 @@ def test_a_full_disk_is_refused_before_the_work_starts(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    monkeypatch.setattr(loop, "train", None)  # calling it would raise
+    monkeypatch.setattr(tour, "train", None)  # calling it would raise
     with pytest.raises(RecordError, match=f"{tmp_path}.*No space left.*8 MiB free"):
         tour.run(options_module.TourOptions(text=TEXT, out=tmp_path, quick=True, progress=False))
 
@@ -396,13 +432,13 @@ def test_a_text_of_any_name_has_a_page(taken, trained, monkeypatch, tmp_path, na
     path = os.fsencode(tmp_path) + b"/" + name
     with open(path, "wb") as file:
         file.write(b"def f(x):\n    return x\n" * 2000)
-    results = loop.train
+    results = tour.train
 
     def named(config, **_):  # what was trained for other tests, on this text
         result = results(config)
         return dataclasses.replace(result, text={**result.text, **config.text.describe()})
 
-    monkeypatch.setattr(loop, "train", named)
+    monkeypatch.setattr(tour, "train", named)
     monkeypatch.setattr(tour, "time_layers", lambda *_: taken[0].rows)
     monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
     assert cli.main(["tour", "--quick", "--text", os.fsdecode(path), "--out", str(tmp_path / "out")]) == 0
@@ -441,6 +477,8 @@ def test_a_page_that_fails_leaves_the_record(taken, trained, monkeypatch, tmp_pa
         (("runs", "with L1", "config", "d_ff"), 0),
         (("packing", "layers", 0, "slots"), 0),
         (("text", "size"), None),
+        (("texts", "said"), None),
+        (("texts", "layers"), [{}]),
         (("profile", "tokens"), 10**400),
     ],
 )

@@ -11,7 +11,6 @@ from twell_lab.models import tiny
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training import presets
 from twell_lab.training.config import TrainConfig
-from twell_lab.training.loop import TOUR
 
 ROWS = {row["name"]: row for row in presets.rows()}
 
@@ -71,8 +70,11 @@ def test_the_papers_shapes_and_settings(name, layers, billions):
     assert ROWS[name]["tokens_a_step"] == 2**20 and ROWS[name]["tokens"] == pytest.approx(billions * 1e9, rel=0.06)
 
 
-def test_the_smallest_is_the_tours():
-    assert dataclasses.replace(TrainConfig(**presets.named("1M")), eval_every=TOUR.eval_every) == TOUR
+def test_the_smallest_is_what_train_trains_with_an_l1():
+    usual = TrainConfig()
+    assert TrainConfig(**presets.named("1M")) == dataclasses.replace(
+        usual, l1=2e-3, eval_every=presets.named("1M").get("eval_every", usual.eval_every)
+    )
 
 
 def test_a_change_to_one_answer_leaves_the_next_alone():

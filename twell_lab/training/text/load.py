@@ -7,10 +7,13 @@ tokens. None of them imports this file."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from ...core.errors import InputError
 from . import datasets, prepared
 from .prepared import PreparedText
-from .source import Text, Tokenizer, load
+from .source import BYTES, Text, Tokenizer, load
+from .tokenizer import load as load_tokenizer
 from .tokenizer import named, train
 
 
@@ -46,3 +49,16 @@ def load_any(
     if isinstance(wanted, int):
         wanted = tokenizer if isinstance(text, PreparedText) else train(text.split()[0], wanted)
     return text.read_as(wanted)
+
+
+def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
+    """The tokenizer that a saved model's folder holds, or else bytes. InputError unless it has the vocabulary."""
+    own = Path(folder) / "tokenizer.json"
+    found = load_tokenizer(own) if own.is_file() else BYTES
+    if found.vocabulary != vocabulary:
+        read = f"the tokenizer in {str(own)!r}" if own.is_file() else f"bytes, as there is no {str(own)!r}"
+        raise InputError(
+            f"the model has a vocabulary of {vocabulary}, and {found.vocabulary} would be read: {read}; accepted: a "
+            "model folder with the tokenizer that the model was trained with"
+        )
+    return found

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...core.errors import InputError, TextError
 from ...core.files import parse_json, read
+from ...models.llama import bytes_tokenizer
 from .source import BYTES, FORMAT, Text, Tokenizer, extra
 
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
@@ -150,7 +151,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
             f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
             "accepted: bytes, bpe:4096, or its file"
         ) from None
-    if isinstance(fields, dict) and fields.get("format") == FORMAT:
+    if isinstance(fields, dict) and fields.get("format") == FORMAT or fields == parse_json(bytes_tokenizer().encode()):
         return BYTES
     return BPE(content.decode(), os.path.basename(path))
 

@@ -1,0 +1,130 @@
+"""sample and export: what they print, what they refuse, and that the swapped model says the same."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell_lab.app import cli
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.training.text.source import of_pieces
+from twell_lab.training.text.tokenizer import train
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(d_model=16, layers=2, heads=2, d_ff=32, context=16)).save(tmp_path / "model")
+
+
+def ask(capsys, *arguments, status=0):
+    assert cli.main([*map(str, arguments)]) == status
+    return capsys.readouterr()
+
+
+def test_a_sample_is_what_the_model_generates(capsys, folder):
+    said = LanguageModel.load(folder).generate(torch.tensor(list("žluť".encode())), 30)
+    asked = ("sample", folder, "--prompt", "žluť", "--tokens", "30", "--device", "cpu")
+    found = json.loads(ask(capsys, *asked, "--json").out)
+    assert found["tokens"] == said.tolist() and found["text"] == bytes(said.tolist()).decode("utf-8", "replace")
+    assert found["prompt"] == "žluť" and found["tokens_per_s"] > 0
+    shown = ask(capsys, *asked)
+    assert shown.out.startswith("žluť" + found["text"]) and shown.err == ""
+    assert re.search(r"sample: 30 bytes, [\d,]+ a second\n$", shown.out)
+
+
+def test_the_seed_of_a_draw_is_named_and_repeats_it(capsys, folder):
+    asked = ("sample", folder, "--tokens", "30", "--temperature", "1.5", "--top-k", "50", "--device", "cpu", "--json")
+    first, other = (json.loads(ask(capsys, *asked).out) for _ in range(2))
+    assert first["text"] != other["text"] and first["seed"] != other["seed"]
+    assert json.loads(ask(capsys, *asked, "--seed", first["seed"]).out)["text"] == first["text"]
+
+
+def test_sparse_layers_are_planned_and_say_the_same(capsys, folder):
+    asked = ("sample", folder, "--tokens", "40", "--device", "cpu", "--sparse")
+    found = json.loads(ask(capsys, *asked, "--json").out)
+    assert found["same"] is True and found["dense_tokens_per_s"] > 0
+    assert [(row["layer"], row["state"], row["tokens"]) for row in found["layers"]] == [
+        (f"layers.{i}.mlp", "planned", 1) for i in range(2)
+    ]
+    assert found["tokens"] == json.loads(ask(capsys, *asked[:-1], "--json").out)["tokens"]
+    assert "with dense layers; the same text" in ask(capsys, *asked).out
+
+
+def test_a_model_of_a_bpe_speaks_its_tokens(capsys, tmp_path):
+    bpe = train(of_pieces("text", [b"some text, some more text, and some more\n" * 20]), 280)
+    folder = LanguageModel(ModelConfig(bpe.vocabulary, 16, 1, 2, 32, 16)).save(tmp_path / "model")
+    assert "the tokenizer" in ask(capsys, "sample", folder, status=2).err
+    bpe.save(folder / "tokenizer.json")
+    found = json.loads(ask(capsys, "sample", folder, "--prompt", "some", "--tokens", "9", "--json").out)
+    assert found["text"] == bpe.decode(torch.tensor(found["tokens"])).decode("utf-8", "replace")
+    assert " 9 tokens, " in ask(capsys, "sample", folder, "--prompt", "some", "--tokens", "9").out
+    made = json.loads(ask(capsys, "export", folder, "--out", tmp_path / "llama", "--json").out)
+    assert made["files"] == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    again = json.loads(ask(capsys, "sample", tmp_path / "llama", "--prompt", "some", "--tokens", "9", "--json").out)
+    assert again["tokens"] == found["tokens"]
+
+
+def test_an_exported_model_of_bytes_speaks_without_the_tokenizers_library(capsys, folder, tmp_path):
+    ask(capsys, "export", folder, "--out", tmp_path / "llama")
+    found = [json.loads(ask(capsys, "sample", each, "--json").out)["tokens"] for each in (folder, tmp_path / "llama")]
+    assert found[0] == found[1]
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['tokenizers', 'transformers'])); "
+        "from twell_lab.app.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "sample", tmp_path / "llama", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0 and json.loads(ran.stdout)["tokens"] == found[0], ran.stderr
+
+
+def test_a_folder_with_a_model_is_not_written_over(capsys, folder):
+    before = (folder / "model.safetensors").read_bytes()
+    assert "holds a model" in ask(capsys, "export", folder, "--out", folder, status=2).err
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_truncated_model_is_one_line(capsys, folder, tmp_path, name):
+    whole = (folder / name).read_bytes()
+    for size in {0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1}:
+        (folder / name).write_bytes(whole[:size])
+        if whole[:size].strip() == whole.strip():  # the last line break of JSON says nothing
+            continue
+        for command in (["sample", folder], ["export", folder, "--out", tmp_path / "not"]):
+            shown = ask(capsys, *command, status=2)
+            assert shown.out == "" and shown.err.startswith("twell-lab: ") and shown.err.count("\n") == 1
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--prompt", ""], ["--tokens", "0"], ["--tokens", "3000000000"], ["--temperature", "-1"], ["--temperature", "nan"]]
+    + [["--temperature", "inf"], ["--temperature", "x"], ["--top-k", "0"], ["--seed", "-1"], ["--device", "nonsense"]],
+)
+def test_wrong_options_of_sample_are_named(capsys, folder, options):
+    try:
+        status = cli.main(["sample", str(folder), *options])
+    except SystemExit as stopped:
+        status = stopped.code
+    shown = capsys.readouterr()
+    assert status == 2 and shown.out == "" and options[0].lstrip("-").replace("-", "_") in shown.err.replace("-", "_")
+
+
+def test_weights_that_are_not_finite_are_named(capsys, tmp_path):
+    model = LanguageModel(ModelConfig(d_model=16, layers=1, heads=2, d_ff=32, context=16))
+    model.head.weight.data[0, 0] = math.nan
+    assert "not finite" in ask(capsys, "sample", model.save(tmp_path / "model"), status=2).err

@@ -1,0 +1,150 @@
+"""The small model as a LlamaForCausalLM: transformers computes the same and speaks the same, and `load` reads it."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twell_lab.core.errors import InputError
+from twell_lab.models import llama
+from twell_lab.models.swap import sparsify
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.training.text import tokenizer
+from twell_lab.training.text.source import BYTES, of_pieces
+
+transformers = pytest.importorskip("transformers")
+
+
+def model(**changes):
+    torch.manual_seed(0)
+    sizes = dict(vocabulary=256, d_model=24, layers=2, heads=3, d_ff=40, context=32)
+    return LanguageModel(ModelConfig(**{**sizes, **changes})).eval()
+
+
+def theirs(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"activation": "relu2", "layers": 1}, {"heads": 1, "d_model": 2, "context": 9}]
+)
+def test_transformers_computes_and_says_the_same(tmp_path, changes):
+    saved = model(**changes)
+    tokens = torch.randint(256, (2, 5))
+    loaded, saved = theirs(saved.save_pretrained(tmp_path / "new" / "llama")), saved.double()
+    with torch.no_grad():
+        # Both make the rotary tables in float32.
+        torch.testing.assert_close(loaded(tokens).logits, saved(tokens), atol=1e-5, rtol=1e-5)
+    said = loaded.generate(tokens[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)[:, 5:]
+    assert torch.equal(said, saved.generate(tokens[:1], 4))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
+def test_the_tokenizer_of_bytes_gives_the_bytes_and_the_text_back(read_bytes, text):
+    ids = read_bytes(text).input_ids
+    assert bytes(ids) == text.encode() and read_bytes.decode(ids) == text
+
+
+def test_a_text_has_an_edge_that_is_one_of_the_models_tokens(read_bytes):
+    assert {read_bytes.bos_token_id, read_bytes.eos_token_id, read_bytes.pad_token_id} == {0}
+    assert len(read_bytes) == 256 and read_bytes.decode([0, 97], skip_special_tokens=True) == "a"
+
+
+@pytest.fixture(scope="module")
+def read_bytes(tmp_path_factory):
+    folder = model().save_pretrained(tmp_path_factory.mktemp("llama"))
+    assert tokenizer.load(folder / "tokenizer.json") == BYTES
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_tokenizer_of_a_bpe_goes_with_the_model(tmp_path):
+    bpe = tokenizer.train(of_pieces("text", [b"some text, some more text, and some more\n" * 20]), 280)
+    saved = model(vocabulary=bpe.vocabulary)
+    saved.save_pretrained(tmp_path, bpe.content)
+    text = "some more text\n"
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
+    assert ids == bpe.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).tolist()
+    assert tokenizer.load(tmp_path / "tokenizer.json") == bpe and max(ids) >= 256
+    for other in (None, bpe.content.replace('"vocab"', '"words"'), "{", "[]", '{"model": 3}'):
+        with pytest.raises(InputError, match="token"):
+            saved.save_pretrained(tmp_path / "not", other)
+    with pytest.raises(InputError, match="vocabulary of 256"):
+        model().save_pretrained(tmp_path / "not", bpe.content)
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_exported_comes_back_also_after_transformers_saved_it(tmp_path, dtype):
+    saved = model().to(dtype)
+    sparsify(saved, "twell").save_pretrained(tmp_path / "ours")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype).save_pretrained(
+        tmp_path / "theirs"
+    )
+    for name in ("ours", "theirs"):
+        found = LanguageModel.load(tmp_path / name)
+        assert found.config == saved.config
+        for key, weight in saved.state_dict().items():
+            assert torch.equal(found.state_dict()[key], weight.float())
+
+
+def test_plain_layers_have_no_such_form(tmp_path):
+    with pytest.raises(InputError, match="gated is False"):
+        model(gated=False).save_pretrained(tmp_path / "not")
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": 1},
+        {"hidden_act": "silu"},
+        {"rms_norm_eps": 1e-5},
+        {"rope_theta": 5e5},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_scaling": {"rope_type": "llama3"}},
+        {"rope_parameters": 3},
+        {"head_dim": 16},
+        {"head_dim": "x"},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"hidden_size": None},
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 2**30},
+        {"vocab_size": 255},
+        {"intermediate_size": 41},
+    ],
+)
+def test_a_llama_that_is_none_of_ours_is_refused(tmp_path, change):
+    model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError):
+        LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_act", "num_attention_heads"])
+def test_a_llama_without_its_sizes_is_refused(tmp_path, name):
+    model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key != name}))
+    with pytest.raises(InputError, match=name):
+        LanguageModel.load(tmp_path)
+
+
+def test_names_go_there_and_back():
+    weights = model().state_dict()
+    there = llama.to_llama(weights)
+    assert sorted(there) == sorted(theirs_names(2)) and weights.keys() == llama.from_llama(there).keys()
+
+
+def theirs_names(layers):
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=8, intermediate_size=8, num_attention_heads=1
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).state_dict()
