@@ -312,8 +312,8 @@ WRITES = [
 
 @pytest.mark.parametrize("asked", ["forward", "state_dict", "densify", "train", "follow", "deepcopy", "half"])
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_a_change_is_refused_until_the_weights_are_loaded(write, asked, pair, x):
-    dense, sparse = pair
+def test_a_change_is_refused_until_the_weights_are_loaded(write, asked, x):
+    dense, sparse = made(), swapped(made())
     assert_follows(sparse, dense, x)
     with torch.no_grad():
         write(sparse)
