@@ -109,7 +109,7 @@ class Attention(nn.Module):
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         if past is not None:
             key, value = past.add(key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=past is None or length > 1)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
