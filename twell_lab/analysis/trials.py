@@ -132,7 +132,7 @@ class Subject:
 
     def _sparse(self, module: _Parts, choice: Choice) -> SparseFFN:
         plan = LayerPlan.forced(self.layer, choice)
-        modes = [(each, each.training) for each in module.children()]
+        modes = [(each, each.training) for each in module.modules()]
         made = SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
         for each, mode in modes:  # a SparseFFN sets its projections' mode, and these are the model's
             each.training = mode

@@ -21,7 +21,9 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.errors import InputError
-from .anatomy import HOOKS, IN_BLOCK, HandOn, Layout, layout_of, raise_all, title
+from .anatomy import HOOKS, family_of, raise_all, title
+from .families import Family
+from .parts import HandOn, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
 OF_SCALES = [f"inputs of scale {each:g}" for each in SCALES]
@@ -65,8 +67,7 @@ def check(name: str, module: nn.Module) -> None:
     [12, d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does
     something else for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A
     list or dictionary that a forward writes to keeps what these runs wrote, and gets nothing from a sparse layer."""
-    layout = layout_of(module)
-    trial = _Trial(title(name, module), module, layout)
+    trial = _Trial(title(name, module), module, family_of(module))
     try:
         if not trial.in_block:
             _check_carried(trial)
@@ -110,21 +111,21 @@ class _Trial:
 
     where: str
     module: nn.Module
-    layout: Layout
+    family: Family
     mode: str = "evaluation"
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def in_block(self) -> bool:
-        return self.layout == IN_BLOCK
+        return self.family.inside
 
     @property
     def parts(self) -> list:
         """Gate or None, up, down, activation."""
-        return self.layout.parts(self.module)
+        return self.family.parts(self.module)
 
     def formula(self, x: Tensor) -> Tensor:
-        return _formula(self.parts, x)
+        return _formula(self.parts, x, self.family.drop(self.module))
 
     def cast(self, dtype: torch.dtype) -> _Trial:
         """This trial with the module's own weights in another type."""
@@ -153,7 +154,7 @@ class _Trial:
     def rows(self, scales: tuple[float, ...] = SCALES) -> Tensor:
         """Random rows [scales, ROWS, d_model] in the layer's dtype, on its device; the same each time."""
         with replace(self, mode="evaluation").untouched():  # reading a parametrized weight may change its buffers
-            weight = getattr(self.module, self.layout.up).weight
+            weight = self.parts[1].weight
             shape, generator = (len(scales), ROWS, weight.shape[1]), torch.Generator("cpu").manual_seed(1)
             rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             return (rows * torch.tensor(scales, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
@@ -202,14 +203,14 @@ class _Trial:
             vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})
 
 
-def _formula(parts: list, x: Tensor) -> Tensor:
+def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None) -> Tensor:
     """The output for x [..., d_model] of these parts (_Trial.parts), of which each weight is read once."""
     gate, up, down, activation = parts
     if gate is None:
         hidden = activation(linear(x, up.weight, up.bias))
     else:
         hidden = activation(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias)
-    return linear(hidden, down.weight, down.bias)
+    return linear(hidden if drop is None else drop(hidden), down.weight, down.bias)
 
 
 # ---- what is looked at before it is run ----
@@ -217,7 +218,7 @@ def _formula(parts: list, x: Tensor) -> Tensor:
 
 def _check_carried(trial: _Trial) -> None:
     """InputError for parameters and buffers that belong to none of the projections."""
-    carried = trial.layout.carried(trial.module)
+    carried = trial.family.carried(trial.module)
     lost = [
         f"{at}.{name}" if at else name
         for at, each in trial.module.named_modules()
@@ -237,7 +238,8 @@ def _check_widths(trial: _Trial) -> None:
     with trial.untouched():
         gate, up, down = (None if part is None else tuple(part.weight.shape) for part in trial.parts[:3])
     if down != up[::-1] or gate not in (None, up):
-        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(trial.layout, (gate, up, down)) if seat]
+        seats = (trial.family.gate, trial.family.up, trial.family.down)
+        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(seats, (gate, up, down)) if shape]
         raise InputError(
             f"{trial.where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
             "down [d_model, d_ff]"
@@ -289,7 +291,7 @@ def _run(trial: _Trial, x: Tensor):
     given = x.clone()
     with trial.untouched():
         # What lies within projections is carried whole.
-        within = trial.layout.carried(trial.module) - {id(part) for part in trial.parts}
+        within = trial.family.carried(trial.module) - {id(part) for part in trial.family.owners(trial.module).values()}
         modules = [(name, each) for name, each in trial.module.named_modules() if id(each) not in within]
         before = _attributes(modules)
         found = trial.module(given)
@@ -336,33 +338,34 @@ def _ask_block(trial: _Trial) -> Iterator[Answer]:
     def rows_for(hidden: Tensor) -> Tensor:
         if hidden.numel() != x.numel() or hidden.shape[-1] != x.shape[-1]:
             raise InputError(
-                f"{trial.where} gives {trial.layout.up} {list(hidden.shape)} where it is given {list(x.shape)}; "
+                f"{trial.where} gives {trial.family.up} {list(hidden.shape)} where it is given {list(x.shape)}; "
                 "accepted: a layer whose feed-forward part takes each of its rows"
             )
         return x.reshape(hidden.shape)
 
     with trial.untouched():
-        _, up, down, _ = trial.parts
+        up, down = trial.family.owners(trial.module).values()
+        by_up, by_down = up.forward, down.forward
 
         def into_up(hidden: Tensor) -> Tensor:
             given.append(rows_for(hidden))
-            return linear(given[-1], up.weight, up.bias)
+            return by_up(given[-1])
 
         def out_of_down(hidden: Tensor) -> Tensor:
-            made.append(linear(hidden, down.weight, down.bias))
+            made.append(by_down(hidden))
             return made[-1].clone()  # what follows may write to it
 
         up.forward, down.forward = into_up, out_of_down
-        whole = _tensors(trial.module(x.clone(), *_others(trial.module)))
+        whole = _tensors(trial.module(x.clone(), *_others(trial, x)))
     if len(given) != 1 or len(made) != 1:
-        calls = f"{trial.layout.up} {len(given)} times and {trial.layout.down} {len(made)} times"
+        calls = f"{trial.family.up} {len(given)} times and {trial.family.down} {len(made)} times"
         raise InputError(f"{trial.where} calls {calls} in a forward; accepted: once each")
     with trial.untouched():
         expected = trial.formula(given[0])
     yield made[0], expected, OF_SCALES
     with trial.untouched():
         _put_formula(trial, rows_for)
-        by_formula = _tensors(trial.module(x.clone(), *_others(trial.module)))
+        by_formula = _tensors(trial.module(x.clone(), *_others(trial, x)))
     for found, expected in zip(by_formula, whole, strict=True):
         yield found, expected, OF_SCALES
 
@@ -371,15 +374,16 @@ def _put_formula(trial: _Trial, rows_for: Callable[[Tensor], Tensor]) -> None:
     """Put the formula, for these rows in the place of those given, in the activation's seat of a decoder layer."""
     parts, stub = trial.parts, nn.Identity()
     stub.forward = lambda hidden: _formula(parts, rows_for(hidden))
-    setattr(trial.module, trial.layout.activation, stub)
-    _, up, down, _ = parts
-    up.forward = down.forward = HandOn(trial.module, trial.layout)
+    put(trial.module, trial.family.activation, stub)
+    up, down = trial.family.owners(trial.module).values()
+    up.forward = down.forward = HandOn(trial.module, trial.family.seats)
 
 
-def _others(module: nn.Module) -> list[None]:
-    """None for each argument that a decoder layer's forward needs besides its input."""
-    wanted = list(inspect.signature(module.forward).parameters.values())[1:]
-    return [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+def _others(trial: _Trial, x: Tensor) -> list[Tensor | None]:
+    """What a block's forward needs besides its input x: the residual where it adds one, None for all else."""
+    wanted = list(inspect.signature(trial.module.forward).parameters.values())[1:]
+    needed = [each for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return [x.detach().clone() if trial.family.residual and not n else None for n in range(len(needed))]
 
 
 def _tensors(returned) -> list[Tensor]:
@@ -418,7 +422,7 @@ def _check_kind(trial: _Trial, found, expected: Tensor) -> None:
 
 def _refusal(trial: _Trial, what: str, off: float) -> InputError:
     hint = " (dropout inside it has to be of p=0)" if trial.mode == "training" else ""
-    product = "down(act(up(x)))" if trial.layout.gate is None else "down(act(gate(x)) * up(x))"
+    product = "down(act(up(x)))" if trial.family.gate is None else "down(act(gate(x)) * up(x))"
     share = f"{100 * off:.3g}%"
     if off == float("inf"):
         share = "not finite where the formula's is, or the other way round, and so"
@@ -482,7 +486,7 @@ def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, An
     """The output for x and, by their names, its gradients for one gradient of the output: the layer's own, or its
     formula's."""
     with trial.untouched():  # the stand-ins are the leaves: no parameter of the user's gets a .grad
-        seats = [(seat, getattr(trial.module, seat)) for seat in trial.layout.projections]
+        seats = trial.family.owners(trial.module).items()
         leaves = {f"{seat}.{name}": p for seat, part in seats for name, p in part.named_parameters()}
         leaves = {"x": x.detach(), **leaves}
         for leaf in leaves.values():
@@ -492,7 +496,7 @@ def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, An
             if by_formula:
                 _put_formula(trial, lambda rows: rows)
             outputs = _tensors(
-                trial.module.forward(given, *_others(trial.module))
+                trial.module.forward(given, *_others(trial, given))
             )  # not by a __call__ that checkpoints
         else:
             outputs = [trial.formula(given) if by_formula else trial.module(given)]

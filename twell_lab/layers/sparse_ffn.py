@@ -14,9 +14,11 @@ from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
 from ..ops.kept import place
 from . import hooks, probe
-from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
+from .anatomy import FeedForward, StandIn, family_of, is_relu, kind_of
 from .choice import DENSE, Choice, LayerPlan
+from .families import accepted
 from .learner import Learner
+from .parts import Cut, HandOn, part_at, put
 from .paths import PATHS
 from .paths.dense import by_torch
 from .paths.path import NOTED, hold
@@ -64,7 +66,6 @@ class SparseFFN(Learner, nn.Module, StandIn):
         plan: LayerPlan | Choice | None = None,
         tile: int = TILE,
         words: int = WORDS,
-        _registered: bool = True,
         _check: bool = True,
         _turns: bool = False,
     ):
@@ -72,25 +73,35 @@ class SparseFFN(Learner, nn.Module, StandIn):
         check_geometry(tile, words)
         if (reason := hooks.obstacle(source)) is not None:
             raise InputError(f"{type(source).__name__}: {reason}")
-        layout = layout_of(source)
-        if layout is None:
-            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {ACCEPTED} and a ReLU")
-        *names, activation = layout
-        if not is_relu(getattr(source, activation)):
-            raise InputError(
-                f"{type(source).__name__} uses {type(getattr(source, activation)).__name__}; a ReLU is accepted"
-            )
+        family = family_of(source)
+        if family is None:
+            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {accepted()}")
+        if not is_relu(family.acts(source)):
+            raise InputError(f"{type(source).__name__} uses {kind_of(family.acts(source))}; a ReLU is accepted")
         if _check:
             probe.check("", source)
         self.tile, self.words = tile, words
-        self._names = names
-        self._seat = activation
-        # In plain lists: neither the source nor, inside OPT, its projections are this module's children.
+        self._family = family
+        self._seat = family.activation
+        self._dropout = family.dropout if family.drop(source) else None
+        self._names = (*family.projections, *([self._dropout] if self._dropout else []))
+        # In plain lists: neither the source nor, inside a block, its projections are this module's children.
         self._source = [source]
-        self._borrowed = None if _registered else [getattr(source, name) if name else None for name in names]
-        for name in names if _registered else ():
-            if name:
+        # Gate, up and down: the name under which each is read from this module, where another may be put, or itself.
+        self._parts: list[str | nn.Linear | None] = family.parts(source)[:3]
+        if not family.inside:
+            for name in self._names:
                 setattr(self, name, getattr(source, name))
+            seats = (family.gate, family.up, family.down)
+            self._parts = [part if isinstance(part, Cut) else seat for part, seat in zip(self._parts, seats)]
+        # What hooks.check_parts looks at: a projection's place, the block that holds it (None: this module), its name
+        # there, and the projection that has to be there, if it cannot be replaced.
+        self._seats: list[tuple[str, nn.Module | None, str, nn.Module | None]] = []
+        for seat, owner in family.owners(source).items():
+            above, _, leaf = seat.rpartition(".")
+            fixed = family.inside or any(isinstance(part, Cut) and part.of is owner for part in self._parts)
+            block = part_at(source, above) if above else source
+            self._seats.append((seat, block if family.inside else None, leaf, owner if fixed else None))
         # The choices; the alias of `down` that forwards read while the layer plans itself; whether it was trained here.
         self._choices: list[tuple[int, Choice]] = []
         self._alias: Tensor | None = None
@@ -115,10 +126,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         return cls(module, plan=plan, tile=tile, words=words)
 
     def _projection(self, index: int) -> nn.Linear | None:
-        if self._borrowed is not None:
-            return self._borrowed[index]
-        name = self._names[index]
-        return self._modules[name] if name else None  # getattr asks for more, and is felt on each call
+        part = self._parts[index]
+        return self._modules[part] if type(part) is str else part  # getattr asks for more, and is felt on each call
 
     @property
     def gate(self) -> nn.Linear | None:
@@ -139,12 +148,24 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     @property
     def registered(self) -> bool:
-        """Whether the projections are this module's own; inside OPT they stay the decoder layer's."""
-        return self._borrowed is None
+        """Whether the projections are this module's own; inside a block, as in OPT, they stay the block's."""
+        return not self._family.inside
+
+    def take_seat(self) -> None:
+        """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
+        self._activation = [self._family.acts(self.source)]
+        put(self.source, self._seat, self)
+        for part in self._family.owners(self.source).values():
+            part.forward = HandOn(self.source, self._family.seats)
+
+    def leave_seat(self) -> object:
+        """Put the block's activation back in its seat; returns it."""
+        put(self.source, self._seat, self._activation[0])
+        return self._activation[0]
 
     def feed_forward(self, name: str) -> FeedForward:
-        """This layer as `feed_forwards` lists it, found under this name; inside OPT it is named by its layer."""
-        place = name if self._borrowed is None else name.rpartition(".")[0]
+        """This layer as `feed_forwards` lists it, found under this name; inside a block it is named by the block."""
+        place = name if self.registered else name[: -len(self._seat)].rstrip(".")
         return FeedForward(place, self, self.gate, self.up, self.down)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
@@ -243,7 +264,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _lent(self) -> set[str]:
         """The names of the buffers that lie where `down` lies."""
-        weight = self.down._parameters.get("weight")
+        weight = self.down.weight if isinstance(self.down, Cut) else self.down._parameters.get("weight")
         if weight is None or not turned.is_turned(weight):
             return set()
         return {name for name, each in dict(self._buffers).items() if each.is_set_to(weight.detach().t())}
@@ -265,6 +286,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """x: [..., d_model] -> [..., d_model]."""
         hooks.check_parts(self)
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
+        if self._dropout is not None and self.training and (dropout := self._modules[self._dropout]).p > 0:
+            return self._drop(x, weights, dropout)
         if checks.transformed():
             return by_torch(x, weights)
         at = self._class_of(x, choices)

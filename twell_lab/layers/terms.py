@@ -20,18 +20,8 @@ from torch import Tensor, nn
 
 from ..ops.copies import all_finite
 from .anatomy import firing_layers
-from .learner import LayerTerm, Told
+from .learner import LayerTerm, Told, layer_l1, layer_nnz
 from .sparse_ffn import SparseFFN
-
-
-def layer_l1(h: Tensor) -> Tensor:
-    """Sum over neurons of |h|, averaged over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
-    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
-
-
-def layer_nnz(h: Tensor) -> Tensor:
-    """Neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
-    return torch.count_nonzero(h) / h[..., 0].numel()
 
 
 class LayerTerms(Sequence[LayerTerm]):

@@ -40,7 +40,9 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..layers import anatomy, probe
-from ..layers.anatomy import ACCEPTED, is_relu, layout_of
+from ..layers.anatomy import family_of, is_relu, kind_of
+from ..layers.families import accepted
+from ..layers.parts import part_at, put
 from ..layers.sparse_ffn import SparseFFN
 from .tiny import LanguageModel, ModelConfig
 
@@ -77,28 +79,28 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     layers = [
-        (name, module, layout[3])
+        (name, module, family.activation)
         for name, module in model.named_modules()
-        if not isinstance(module, SparseFFN) and (layout := layout_of(module))
+        if not isinstance(module, SparseFFN) and (family := family_of(module))
     ]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
-        raise InputError(f"no feed-forward layer in {type(model).__name__}; {ACCEPTED} and an activation")
+        raise InputError(f"no feed-forward layer in {type(model).__name__}; {accepted()}")
     layers = [
         (name, module, at)
         for name, module, at in layers
-        if not is_relu(getattr(module, at))
+        if not is_relu(part_at(module, at))
         and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))
     ]
     for name, module, at in layers:
-        kind = _name(getattr(module, at))
+        kind = kind_of(part_at(module, at))
         if not any(part in kind.lower() for part in _LIKE_RELU):
             raise InputError(
                 f"{name or type(module).__name__} uses {kind}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
             )
     probe.check_all((name, module) for name, module, _ in layers)
-    before = [(module, at, getattr(module, at)) for _, module, at in layers]
+    before = [(module, at, part_at(module, at)) for _, module, at in layers]
     for _, module, at in layers:
-        setattr(module, at, nn.ReLU())
+        put(module, at, nn.ReLU())
     try:
         for name, saved in _saved(model):
             _say_relu(
@@ -117,15 +119,9 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
             )
         else:
             for module, at, activation in before:
-                if not isinstance(activation, nn.Module):
-                    delattr(module, at)
-                setattr(module, at, activation)
+                put(module, at, activation)
             raise InputError(f"{error}; accepted: an `only`, which leaves the configuration as it was") from error
     return [name for name, _, _ in layers]
-
-
-def _name(activation) -> str:
-    return getattr(activation, "__name__", type(activation).__name__)
 
 
 def _within(place: str, name: str) -> bool:

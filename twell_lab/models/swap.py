@@ -11,8 +11,9 @@ from ..analysis.plan import Plan
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
-from ..layers.anatomy import IN_BLOCK, HandOn, Only, feed_forwards, layout_of
+from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice
+from ..layers.parts import HandOn
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 
@@ -80,17 +81,15 @@ def sparsify(
                 continue
             sparse = source
             sparse.follow(followed)
-        elif layout_of(source) != IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
-            model = _put(model, source, sparse)
         else:
-            # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
-            # activation's seat does all the work and the projections on either side of it hand their input on.
-            how = {"tile": tile, "words": words, "_check": False, "_turns": True}
-            sparse = SparseFFN(source, plan=followed, _registered=False, **how)
-            sparse._activation = [source.activation_fn]
-            source.activation_fn = sparse
-            source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
+            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
+            if sparse.registered:
+                model = _put(model, source, sparse)
+            else:
+                # The block calls the up projection, the activation and the down projection itself, so there is no
+                # module to swap: the activation's seat does all the work and the projections on either side of it hand
+                # their input on.
+                sparse.take_seat()
         if plan is None or plan == AUTO:
             sparse.watch(Watch(shared, found.name))
     return model
@@ -124,7 +123,7 @@ def densify(model: nn.Module) -> nn.Module:
     others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for module in model.modules():
+    for module in model.modules():  # also those of a block whose SparseFFN was replaced
         if isinstance(vars(module).get("forward"), HandOn):
             del module.forward
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
@@ -135,10 +134,10 @@ def densify(model: nn.Module) -> nn.Module:
             source.train(sparse.training)
             model = _put(model, sparse, source)
         else:
-            (source.activation_fn,) = sparse._activation
-            if isinstance(source.activation_fn, nn.Module):
-                hooks.hand_over(sparse, source.activation_fn)
-                source.activation_fn.train(sparse.training)
+            activation = sparse.leave_seat()
+            if isinstance(activation, nn.Module):
+                hooks.hand_over(sparse, activation)
+                activation.train(sparse.training)
     return model
 
 

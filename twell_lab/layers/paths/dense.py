@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -48,9 +50,10 @@ class Dense(Path):
         }
 
 
-def by_torch(x: Tensor, weights: Weights) -> Tensor:
-    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. Raises InputError
-    for shapes that do not fit together."""
+def by_torch(x: Tensor, weights: Weights, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. seen: takes the
+    hidden activations [..., d_ff], and returns what goes into the down projection. Raises InputError for shapes that
+    do not fit together."""
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
@@ -60,7 +63,7 @@ def by_torch(x: Tensor, weights: Weights) -> Tensor:
         hidden = torch.relu(linear(x, up, up_bias))
     else:
         hidden = torch.relu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
-    return linear(hidden, down, down_bias)
+    return linear(hidden if seen is None else seen(hidden), down, down_bias)
 
 
 def fused(work: Work) -> bool:
