@@ -13,7 +13,7 @@ A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProS
 
 In code, for a Hugging Face model and batches of its token numbers [batch, context]:
 
-    names = relufy(model)
+    relufy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     for step, tokens in enumerate(batches, start=1):
         with hidden_activations(model) as hidden:                  # twell_lab.training.objective
@@ -49,25 +49,29 @@ from .tiny import LanguageModel, ModelConfig
 # Parts of the names of what a ReLU can follow: smooth ones shaped like it, and its square.
 _LIKE_RELU = ("silu", "swish", "gelu", "mish", "squaredrelu", "relusquared")
 # Where configurations keep the name of the activation, by family.
-_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_FIELDS = (
+    "hidden_act",
+    "hidden_activation",
+    "mlp_hidden_act",
+    "activation_function",
+    "activation",
+    "dense_act_fn",
+    "feed_forward_proj",  # T5's also says whether there is a gate: "gated-gelu"
+)
 
 
-def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
-    """Replace the activation of each feed-forward layer with a ReLU, in place.
+def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
+    """Replace the activation of each feed-forward layer with a ReLU, in place; returns the model.
 
     Layers that have a ReLU already stay as they are, and so do the activations of other modules. Of a model of several
     parts the text model alone is changed: not the vision tower of a Gemma3. The configuration is changed with the
     layers (`hidden_act` and the like become "relu"), so that what is saved is loaded as the same ReLU model.
 
     Args:
-        model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: twell_lab.layers.anatomy has the parts that are known)
-            or of this project.
-        only: change the layers for which only(name, module) is true, in whichever part of the model. Where no
-            configuration says which layers those are, the configuration stays as it was, with a warning: what is saved
-            then is loaded with the old activations, to be changed once more.
-
-    Returns:
-        The names of the layers that were changed.
+        model: of transformers (of a family in twell_lab.layers.families) or of this project.
+        only: change the layers for which only(name, module) is true, in whichever part of the model, as `sparsify` is
+            told which to swap. Where no configuration says which layers those are, the configuration stays as it was,
+            with a warning: what is saved then is loaded with the old activations, to be changed once more.
 
     Raises:
         InputError: with nothing changed, for a model without feed-forward layers known here; for a layer that, with
@@ -121,7 +125,7 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
             for module, at, activation in before:
                 put(module, at, activation)
             raise InputError(f"{error}; accepted: an `only`, which leaves the configuration as it was") from error
-    return [name for name, _, _ in layers]
+    return model
 
 
 def _within(place: str, name: str) -> bool:
@@ -214,7 +218,8 @@ def _set_relu(config, at: tuple[str, ...]) -> None:
         config = getattr(config, name)
     for field in _FIELDS:
         if isinstance(getattr(config, field, None), str):  # a ModelConfig is frozen
-            (object.__setattr__ if isinstance(config, ModelConfig) else setattr)(config, field, "relu")
+            value = "gated-relu" if getattr(config, field).startswith("gated-") else "relu"
+            (object.__setattr__ if isinstance(config, ModelConfig) else setattr)(config, field, value)
 
 
 def _answers(model: nn.Module, config) -> dict[str, object]:

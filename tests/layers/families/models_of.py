@@ -83,11 +83,12 @@ CAUSAL = [name for name, (kind, _) in MODELS.items() if "Causal" in kind or "LMH
 CODED = ("MPT", "Bloom")
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(name: str, dtype: torch.dtype = torch.float32, act: str = "relu") -> nn.Module:
     """The same model each time, in evaluation mode. No weight and no bias is zero or so small that it would not be
-    missed."""
+    missed. act: what its configuration calls the activation."""
     transformers = pytest.importorskip("transformers")
     kind, settings = MODELS[name]
+    settings = {key: each.replace("relu", act) if isinstance(each, str) else each for key, each in settings.items()}
     config = getattr(transformers, kind).config_class(**settings | dict(bos_token_id=1, pad_token_id=0))
     config.eos_token_id = config.sep_token_id = None
     torch.manual_seed(0)
@@ -95,7 +96,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.4) if p.dim() > 1 else p.normal_(mean=p.mean().item(), std=0.2)
-    if name in CODED:
+    if name in CODED and act == "relu":
         relu(model)
     return model
 

@@ -13,6 +13,7 @@ from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.families import Family, families, known, register_family
 from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.relufy import relufy
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.ops import cpu
 
@@ -239,6 +240,37 @@ def test_a_hook_on_a_projection_is_refused_before_and_noticed_after(name, place)
     home.get_submodule(place).register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match=f"{place} of a SparseFFN has a forward hook"):
         logits(model)
+
+
+# ---- made ReLU models ----
+
+# The configuration's activation is also that of the head, which keeps it.
+SHARED = {"BERT": "cls.predictions.transform", "ALBERT": "predictions.activation", "DistilBERT": "activation"}
+
+
+@pytest.mark.parametrize("name", [name for name in models_of.MODELS if name not in (*models_of.CODED, *SHARED)])
+@torch.no_grad()
+def test_a_relufied_model_is_loaded_as_what_was_saved(name, tmp_path):
+    model = build(name, act="gelu")
+    before = logits(model)
+    assert relufy(model) is model and feed_forwards(model) and not torch.equal(logits(model), before)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again), logits(model))
+    torch.testing.assert_close(logits(sparsify(again, "twell")), logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*models_of.CODED, *SHARED])
+@torch.no_grad()
+def test_what_the_configuration_cannot_say_is_refused_or_left_unsaid(name):
+    model = build(name, act="gelu")
+    before, config = logits(model), model.config.to_dict()
+    with pytest.raises(InputError, match=SHARED.get(name, "no field of .*Config makes .* a ReLU")):
+        relufy(model)
+    assert torch.equal(logits(model), before) and model.config.to_dict() == config
+    with pytest.warns(UserWarning, match="configuration stays as it was"):
+        relufy(model, only=lambda name, module: True)
+    assert feed_forwards(model) and model.config.to_dict() == config
 
 
 # ---- what is refused ----
