@@ -6,7 +6,7 @@ before it is swapped (twell_lab.layers.probe)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
+from .experts import Expert, experts_of
 from .families import Family, accepted, known
 from .parts import is_projection, part_at
 
@@ -64,6 +65,8 @@ def named_parts(module: nn.Module) -> Family | None:
 def family_of(module: nn.Module) -> Family | None:
     """The first family whose parts are all there, whatever the activation; None if a projection is none that is known,
     or holds gate and up in an odd number of rows."""
+    if isinstance(module, Expert):
+        return module.family
     family = named_parts(module)
     if family is None or not all(map(is_projection, family.owners(module).values())):
         return None
@@ -100,6 +103,20 @@ def _describe(name: str, module: nn.Module, fires: Callable[[object], bool] = is
     return FeedForward(name, module, *family.parts(module)[:3])
 
 
+def _layers(model: nn.Module, fires: Callable[[object], bool] = is_relu) -> Iterator[FeedForward]:
+    """Those of all modules; each of a module's routed experts is one, in their order."""
+    routed: set[str] = set()
+    for name, module in model.named_modules():
+        if name and name.rpartition(".")[0] in routed:
+            continue
+        if experts := experts_of(module):
+            routed.add(name)
+            each = {f"{name}.{n}".lstrip("."): module._modules.get(str(n), expert) for n, expert in enumerate(experts)}
+        else:
+            each = {name: module}
+        yield from (found for place, one in each.items() if (found := _describe(place, one, fires)))
+
+
 def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
 
@@ -108,7 +125,7 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     module) is true. Raises InputError if there is none, naming the activations that were found instead."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    found = [f for name, module in model.named_modules() if (f := _describe(name, module))]
+    found = [*_layers(model)]
     if not found:
         raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {_seen(model)}; {accepted()}")
     chosen = [f for f in found if selected(only, f.name, f.module)]
@@ -123,6 +140,7 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
 def _seen(model: nn.Module) -> str:
     """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
     kinds = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
+    kinds |= {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
     if not kinds:
         return "none of its modules has the parts of a known one"
     return (
@@ -143,6 +161,5 @@ def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     if there is neither. only: as there.
     """
     fires = lambda activation: is_relu(activation) or isinstance(activation, SquaredReLU)  # noqa: E731
-    layers = [layer for name, module in model.named_modules() if (layer := _describe(name, module, fires))]
-    found = [layer for layer in layers if selected(only, layer.name, layer.module)]
+    found = [layer for layer in _layers(model, fires) if selected(only, layer.name, layer.module)]
     return found or feed_forwards(model, only=only)  # which says what it found instead

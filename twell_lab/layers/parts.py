@@ -54,26 +54,36 @@ def whole(part: nn.Module) -> nn.Module:
 
 
 class Cut(nn.Linear):
-    """A projection that another module stores: a half of its rows, or the transpose of its weight.
+    """A projection that another module stores: a half of its rows, the transpose of its weight, one of several weights
+    of the same shape.
 
-    Its weight and bias are views; without gradients they are Parameters that share the module's memory and versions, so
-    that copies made of them are kept (ops.copies)."""
+    of: the module. half: 0 or 1, None for all rows. names: what it calls weight and bias. index: which of the weights,
+    None where there is one. Weight and bias are views; without gradients they are Parameters that share the module's
+    memory and versions, so that copies made of them are kept (ops.copies)."""
 
-    def __init__(self, of: nn.Module, half: int | None, transposed: bool) -> None:
+    def __init__(
+        self,
+        of: nn.Module,
+        half: int | None,
+        transposed: bool,
+        names: tuple[str, str | None] = ("weight", "bias"),
+        index: int | None = None,
+    ) -> None:
         nn.Module.__init__(self)
-        self.of, self.half, self.transposed = of, half, transposed
+        self.of, self.half, self.transposed, self.index = of, half, transposed, index
+        self.names = names
         self._aliases: dict[str, tuple] = {}
         self.training = of.training
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        found = self._view("weight")
+        found = self._view(self.names[0])
         assert found is not None
         return found
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        return self._view("bias")
+        return self._view(self.names[1]) if self.names[1] else None
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
@@ -100,6 +110,8 @@ class Cut(nn.Linear):
         return held[2]
 
     def _cut(self, stored: Tensor) -> Tensor:
+        if self.index is not None:
+            stored = stored[self.index]
         if self.transposed and stored.dim() == 2:
             stored = stored.t()
         if self.half is None:

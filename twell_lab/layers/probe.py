@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.errors import InputError
 from .anatomy import HOOKS, family_of, raise_all, title
+from .experts import Expert, experts_of, mixed, stored
 from .families import Family
-from .parts import HandOn, put
+from .parts import Cut, HandOn, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
 OF_SCALES = [f"inputs of scale {each:g}" for each in SCALES]
@@ -34,13 +35,29 @@ _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_glob
 
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
     """`check` each of them by name; one InputError for all that fail."""
-    reasons = []
+    reasons: list[str] = []
+    asked: set[int] = set()
     for name, module in layers:
+        if isinstance(module, Expert):  # all of them at once
+            name, module = name.rpartition(".")[0], module.of
+            if id(module) in asked:
+                continue
+            asked.add(id(module))
         try:
-            check(name, module)
+            (check_experts if stored(module) else check)(name, module)
         except InputError as error:
             reasons.append(str(error))
     raise_all(reasons)
+
+
+def check_experts(name: str, module: nn.Module) -> None:
+    """`check` for a module of routed experts (twell_lab.layers.experts), which is asked with drawn choices and weights
+    of the experts; without gradients alone, since where those are needed it goes on to compute as it did.
+
+    Raises InputError naming the module and its difference."""
+    experts = experts_of(module)
+    trial = _Trial(title(name, module), module, experts[0].family)
+    _trying(trial, lambda: _ask(trial))
 
 
 def check(name: str, module: nn.Module) -> None:
@@ -68,25 +85,40 @@ def check(name: str, module: nn.Module) -> None:
     something else for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A
     list or dictionary that a forward writes to keeps what these runs wrote, and gets nothing from a sparse layer."""
     trial = _Trial(title(name, module), module, family_of(module))
+
+    def ask() -> None:
+        _ask(trial)
+        with torch.inference_mode(False), torch.enable_grad():
+            _compare_gradients(trial)
+
+    _trying(trial, ask)
+
+
+def _ask(trial: _Trial) -> None:
+    """Compare what the layer gives without gradients, with its own weights and with drawn ones."""
+    if not trial.in_block:
+        _check_carried(trial)
+    _check_widths(trial)
+    for own in (True, False) if _readable(trial.module) else (False,):
+        same = _compare(trial if own else trial.drawn())
+        if not same and next(trial.module.parameters()).dtype.itemsize < 4:
+            _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32))
+
+
+def _trying(trial: _Trial, ask: Callable[[], None]) -> None:
+    """Ask; an InputError for whatever the layer raises."""
     try:
-        if not trial.in_block:
-            _check_carried(trial)
         # FakeTensorMode would hide the values, and a user's mode would see ours.
         with _disable_current_modes(), torch.no_grad():
-            _check_widths(trial)
-            for own in (True, False) if _readable(module) else (False,):
-                same = _compare(trial if own else trial.drawn())
-                if not same and next(module.parameters()).dtype.itemsize < 4:
-                    _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32))
-            with torch.inference_mode(False), torch.enable_grad():
-                _compare_gradients(trial)
+            ask()
     except InputError:
         raise
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise InputError(
             f"{trial.where} could not be asked what it computes: run on a few rows of its width it raised "
-            f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone"
+            f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone, or experts that take x, their "
+            "numbers and their weights"
         ) from error
 
 
@@ -121,8 +153,13 @@ class _Trial:
 
     @property
     def parts(self) -> list:
-        """Gate or None, up, down, activation."""
-        return self.family.parts(self.module)
+        """Gate or None, up, down, activation; of the first of several experts."""
+        return self.family.parts(experts_of(self.module)[0] if self.routed else self.module)
+
+    @property
+    def routed(self) -> bool:
+        """Whether the module holds routed experts."""
+        return stored(self.module) is not None
 
     def formula(self, x: Tensor) -> Tensor:
         return _formula(self.parts, x, self.family.drop(self.module))
@@ -219,12 +256,13 @@ def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None) -> Tensor:
 def _check_carried(trial: _Trial) -> None:
     """InputError for parameters and buffers that belong to none of the projections."""
     carried = trial.family.carried(trial.module)
+    own = {name for part in trial.parts[:3] if isinstance(part, Cut) and trial.routed for name in part.names}
     lost = [
         f"{at}.{name}" if at else name
         for at, each in trial.module.named_modules()
         if id(each) not in carried
         for name, held in (*each._parameters.items(), *each._buffers.items())
-        if held is not None
+        if held is not None and not (each is trial.module and name in own)
     ]
     if lost:
         raise InputError(
@@ -270,6 +308,23 @@ def _ask_module(trial: _Trial) -> Iterator[Answer]:
         except Exception:  # wants a batch, or none
             continue
         yield found, expected, ["one row alone"]
+
+
+def _ask_experts(trial: _Trial) -> Iterator[Answer]:
+    """A module of experts, for rows of every scale, each with as many experts as there are, up to four."""
+    x = trial.rows().flatten(0, 1)
+    many, draw = len(experts_of(trial.module)), torch.Generator("cpu").manual_seed(4)
+    chosen = torch.rand(len(x), many, generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
+    weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
+    with trial.untouched():
+        given = x.clone()
+        found = type(trial.module).forward(trial.module, given, chosen, weights)
+    if not _identical(given, x):
+        raise InputError(f"{trial.where} writes to its input; accepted: a forward that leaves it as it was")
+    with trial.untouched():
+        experts = experts_of(trial.module)
+        expected = mixed(x, chosen, weights, many, lambda number, rows, _: experts[number](rows))
+    yield found, expected, OF_SCALES
 
 
 def _first_taken(ask: Callable, inputs: Iterable[Tensor]):
@@ -401,7 +456,9 @@ def _compare(trial: _Trial) -> bool:
     same = True
     for mode in MODES:
         asked = replace(trial, mode=mode)
-        for found, expected, names in (_ask_block if trial.in_block else _ask_module)(asked):
+        for found, expected, names in (_ask_experts if trial.routed else _ask_block if trial.in_block else _ask_module)(
+            asked
+        ):
             _check_kind(asked, found, expected)
             parts = zip(*(t.reshape(len(names), -1, t.shape[-1]) for t in (found, expected)))
             off, name = max(((_off(*pair), name) for pair, name in zip(parts, names)), key=itemgetter(0))

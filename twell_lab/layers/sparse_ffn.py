@@ -208,6 +208,19 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """Whether the plan sends inputs of some size this way."""
         return any(choice.path == path for _, choice in self._choices)
 
+    def always_dense(self) -> bool:
+        """Whether the plan takes the dense path whatever the number of tokens."""
+        return all(choice.path == DENSE.path for _, choice in self._choices)
+
+    def told_or_seen(self) -> bool:
+        """Whether somebody wants to know what goes through this layer: by `tell`, or by hooks."""
+        return self._told is not None or bool(self._forward_hooks or self._forward_pre_hooks)
+
+    @property
+    def parts(self) -> list[nn.Linear | None]:
+        """Gate (or None), up and down."""
+        return [self.gate, self.up, self.down]
+
     def watch(self, watch) -> None:
         """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
         self.follow(DENSE)

@@ -61,15 +61,8 @@ class LayerTerms(Sequence[LayerTerm]):
         """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
         together with the loss, now and then. A NaN in the weights of a silent neuron would show in a dense layer's
         loss; kernels that skip silent neurons never read it."""
-        return all_finite(
-            [
-                p.detach()
-                for layer in self._layers
-                for part in (layer.gate, layer.up, layer.down)
-                if part is not None
-                for p in part.parameters()
-            ]
-        )
+        parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
+        return all_finite([*{id(p): p.detach() for part in parts for p in part.parameters()}.values()])
 
     def __repr__(self) -> str:
         return f"LayerTerms({self._all()})"

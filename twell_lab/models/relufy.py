@@ -41,6 +41,7 @@ from torch import nn
 from ..core.errors import InputError
 from ..layers import anatomy, probe
 from ..layers.anatomy import family_of, is_relu, kind_of
+from ..layers.experts import ACTIVATION, stored
 from ..layers.families import accepted
 from ..layers.parts import part_at, put
 from ..layers.sparse_ffn import SparseFFN
@@ -63,9 +64,10 @@ _FIELDS = (
 def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
     """Replace the activation of each feed-forward layer with a ReLU, in place; returns the model.
 
-    Layers that have a ReLU already stay as they are, and so do the activations of other modules. Of a model of several
-    parts the text model alone is changed: not the vision tower of a Gemma3. The configuration is changed with the
-    layers (`hidden_act` and the like become "relu"), so that what is saved is loaded as the same ReLU model.
+    Routed experts, which share one activation, are changed with it. Layers that have a ReLU already stay as they are,
+    and so do the activations of other modules. Of a model of several parts the text model alone is changed: not the
+    vision tower of a Gemma3. The configuration is changed with the layers (`hidden_act` and the like become "relu"), so
+    that what is saved is loaded as the same ReLU model.
 
     Args:
         model: of transformers (of a family in twell_lab.layers.families) or of this project.
@@ -78,14 +80,14 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
             the activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since
             a ReLU would not silence its neurons; for an activation that a ReLU cannot stand in for (tanh, sigmoid,
             ...); and, without `only`, where the configuration's field also governs modules that keep their activation,
-            as the routed experts of Qwen2-MoE and DeepseekV3.
+            as the head of BERT.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     layers = [
-        (name, module, family.activation)
+        (name, module, ACTIVATION if stored(module) else family.activation)
         for name, module in model.named_modules()
-        if not isinstance(module, SparseFFN) and (family := family_of(module))
+        if not isinstance(module, SparseFFN) and (stored(module) or (family := family_of(module)))
     ]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
         raise InputError(f"no feed-forward layer in {type(model).__name__}; {accepted()}")

@@ -13,6 +13,7 @@ from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
 from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice
+from ..layers.experts import Expert, Routed
 from ..layers.parts import HandOn
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
@@ -83,6 +84,10 @@ def sparsify(
             sparse.follow(followed)
         else:
             sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
+            if isinstance(source, Expert):
+                source.of.add_module(found.name.rpartition(".")[2], sparse)
+                source.of.forward = Routed(source.of)
+                continue
             if sparse.registered:
                 model = _put(model, source, sparse)
             else:
@@ -123,6 +128,11 @@ def densify(model: nn.Module) -> nn.Module:
     others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for module in [each for each in model.modules() if isinstance(vars(each).get("forward"), Routed)]:
+        del module.forward
+        for name, sparse in [(name, each) for name, each in module._modules.items() if isinstance(each, SparseFFN)]:
+            sparse.turn_back()
+            del module._modules[name]
     for module in model.modules():  # also those of a block whose SparseFFN was replaced
         if isinstance(vars(module).get("forward"), HandOn):
             del module.forward

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from twell_lab.layers import anatomy
+from twell_lab.layers import anatomy, experts
 from twell_lab.layers.families import known
 from twell_lab.layers.parts import part_at, put
 
@@ -54,6 +54,7 @@ SIZES = {
         "num_heads",
     ),
     8: ("head_dim", "attention_head_dim"),
+    4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
 }
 
 
@@ -63,6 +64,7 @@ def classes() -> Iterator[tuple[str, str]]:
 
     root = Path(transformers.__file__).parent / "models"
     wanted = [{seat.partition(".")[0] for seat in family.seats} for family in known()]
+    wanted += [{first, experts.DOWN, experts.ACTIVATION} for first in (experts.FUSED, experts.PLAIN)]
     for path in sorted(root.glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
         if not any(all(f"self.{name} =" in source for name in names) for names in wanted):
@@ -126,7 +128,7 @@ def shrunk(config):
         if isinstance(value, str) and "act" in name and value in ACT2FN:
             with suppress(Exception):
                 setattr(config, name, "relu")
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     return config
 
 
@@ -153,6 +155,11 @@ def build(module: str, name: str) -> nn.Module:
             torch.manual_seed(0)
             asked = [p.name for p in wanted if whole or p.default is p.empty or p.name == "layer_idx"]
             made = kind(**{each: given[each] for each in asked if each in given})
+            if experts.stored(made):
+                for p in made.parameters():  # which they leave empty
+                    nn.init.normal_(p, std=0.2)
+                made.act_fn = nn.ReLU()
+                return made.eval()
             family = anatomy.family_of(made)
             if family is None:
                 raise TypeError("its projections are no Linear")

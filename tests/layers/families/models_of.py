@@ -44,6 +44,18 @@ WAVES = dict(
     mask_time_prob=0.0,
     layerdrop=0.0,
 )
+EXPERTS = LLAMA | dict(moe_intermediate_size=24, num_experts_per_tok=2)
+DEEPSEEK = EXPERTS | dict(
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
 
 # The class of the model, and its configuration.
 MODELS = {
@@ -76,8 +88,13 @@ MODELS = {
     ),
     "ViT": ("ViTForImageClassification", BERT | IMAGE),
     "BEiT": ("BeitForImageClassification", BERT | IMAGE),
+    "Mixtral": ("MixtralForCausalLM", EXPERTS | dict(num_local_experts=4)),
+    "OLMoE": ("OlmoeForCausalLM", EXPERTS | dict(num_experts=4)),
+    "Qwen2-MoE": ("Qwen2MoeForCausalLM", EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=12)),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", DEEPSEEK),
     "Wav2Vec2": ("Wav2Vec2ForCTC", BERT | WAVES),
 }
+ROUTED = ("Mixtral", "OLMoE", "Qwen2-MoE", "DeepSeek-V3")
 CAUSAL = [name for name, (kind, _) in MODELS.items() if "Causal" in kind or "LMHead" in kind or "Conditional" in kind]
 # Their activation stands in their code, not in their configuration.
 CODED = ("MPT", "Bloom")
@@ -91,6 +108,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, act: str = "relu") -> n
     settings = {key: each.replace("relu", act) if isinstance(each, str) else each for key, each in settings.items()}
     config = getattr(transformers, kind).config_class(**settings | dict(bos_token_id=1, pad_token_id=0))
     config.eos_token_id = config.sep_token_id = None
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"  # torch's grouped products take no float64
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).to(dtype).eval()
     with torch.no_grad():

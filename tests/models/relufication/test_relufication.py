@@ -257,21 +257,29 @@ def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
     assert torch.equal(answer(again), after) and activations(again) == activations(model)
 
 
-@pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])
-def test_experts_that_share_the_field_are_not_made_relu_behind_ones_back(family, tmp_path):
+@pytest.mark.parametrize("family, layers", [("Qwen2Moe", 4), ("DeepseekV3", 3)])
+def test_routed_experts_are_changed_with_the_others_that_share_the_field(family, layers, tmp_path):
     model = of(family)
     before, kinds = answer(model), activations(model)
-    with pytest.raises(InputError, match="experts.*would become a ReLU.*only"):
-        relufy(model)
-    assert activations(model) == kinds and model.config.hidden_act == "silu" and torch.equal(answer(model), before)
-    with pytest.warns(UserWarning, match="experts"):
-        relufy(model, only=lambda name, module: True)
-    assert relus(model) and model.config.hidden_act == "silu" and not torch.equal(answer(model), before)
+    assert changed(model) == layers and model.config.hidden_act == "relu" and not torch.equal(answer(model), before)
     again = reloaded(model, tmp_path)
-    assert activations(again) == kinds  # as the documentation says: to be changed once more
+    assert activations(again) == activations(model) != kinds and torch.equal(answer(again), answer(model))
+
+
+@pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])
+def test_experts_that_share_the_field_and_are_left_out_are_not_made_relu_behind_ones_back(family, tmp_path):
+    model = of(family)
+    kinds = activations(model)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="experts"):
+            relufy(model, only=lambda name, module: not name.endswith(".experts"))
+        assert relus(model) and model.config.hidden_act == "silu"
+        again = reloaded(model, tmp_path)
+        assert activations(again) == kinds  # as the documentation says: to be changed once more
+        after, model = answer(model), again
     with pytest.warns(UserWarning, match="experts"):
-        assert relus(relufy(again, only=lambda name, module: True)) == relus(model)
-    assert torch.equal(answer(again), answer(model))
+        relufy(again, only=lambda name, module: not name.endswith(".experts"))
+    assert torch.equal(answer(again), after)
 
 
 def test_experts_do_not_matter_where_there_are_none(tmp_path):
