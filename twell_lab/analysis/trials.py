@@ -152,7 +152,9 @@ class _Parts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act_fn(_project(x, self.gate_proj if self.gated else self.up_proj))
-        return _project(hidden * _project(x, self.up_proj) if self.gated else hidden, self.down_proj)
+        if self.gated:
+            hidden = hidden * (hidden if self.gate_proj is self.up_proj else _project(x, self.up_proj))
+        return _project(hidden, self.down_proj)
 
 
 def _project(x: Tensor, projection: nn.Linear) -> Tensor:

@@ -19,12 +19,14 @@ from .families import Family, accepted, known
 from .parts import is_projection, part_at
 
 Only = Callable[[str, nn.Module], bool]
+Fires = Callable[[Family, object], bool]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward layer found in a model. gate is None for plain layers."""
+    """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
+    squared, since relu(u) * u is that."""
 
     name: str
     module: nn.Module
@@ -50,6 +52,25 @@ def is_relu(activation) -> bool:
     if isinstance(activation, nn.ReLU):  # not a subclass that computes something else, as squared ReLUs do
         return type(activation).forward is nn.ReLU.forward and "forward" not in vars(activation)
     return any(activation is each for each in (torch.relu, nn.functional.relu))
+
+
+def is_squared(activation) -> bool:
+    """Whether the activation is a squared ReLU: this project's, or that of transformers ("relu2")."""
+    kind = type(activation)
+    known = isinstance(activation, SquaredReLU) and kind.forward is SquaredReLU.forward
+    named = f"{kind.__module__}.{kind.__qualname__}" == "transformers.activations.ReLUSquaredActivation"
+    return (known or named) and "forward" not in vars(activation)
+
+
+def computes(family: Family, activation) -> bool:
+    """Whether a sparse layer computes this activation: ReLU, and in plain layers its square, relu(u) * u."""
+    return is_relu(activation) or family.gate is None and is_squared(activation)
+
+
+def parts_of(family: Family, module: nn.Module) -> list:
+    """Gate, up and down as a sparse layer reads them: gate is None in plain layers, up in those with a squared ReLU."""
+    gate, up, down, activation = family.parts(module)
+    return [up if gate is None and is_squared(activation) else gate, up, down]
 
 
 def named_parts(module: nn.Module) -> Family | None:
@@ -93,17 +114,17 @@ def raise_all(reasons: list[str]) -> None:
         raise InputError("; ".join(reasons[:4]) + more)
 
 
-def _describe(name: str, module: nn.Module, fires: Callable[[object], bool] = is_relu) -> FeedForward | None:
-    """The module as a feed-forward layer, if it is one with an activation for which fires(activation) is true."""
+def _describe(name: str, module: nn.Module, fires: Fires = computes) -> FeedForward | None:
+    """The module as a feed-forward layer, if it is one for which fires(family, activation) is true."""
     if isinstance(module, StandIn):
         return module.feed_forward(name)
     family = family_of(module)
-    if family is None or not fires(family.acts(module)):
+    if family is None or not fires(family, family.acts(module)):
         return None
-    return FeedForward(name, module, *family.parts(module)[:3])
+    return FeedForward(name, module, *parts_of(family, module))
 
 
-def _layers(model: nn.Module, fires: Callable[[object], bool] = is_relu) -> Iterator[FeedForward]:
+def _layers(model: nn.Module, fires: Fires = computes) -> Iterator[FeedForward]:
     """Those of all modules; each of a module's routed experts is one, in their order."""
     routed: set[str] = set()
     for name, module in model.named_modules():
@@ -155,11 +176,14 @@ def kind_of(activation) -> str:
 
 
 def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
-    """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
+    """Every feed-forward layer whose pattern comes from a ReLU or a squared ReLU, in the order of the modules.
 
-    Like feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
+    Like feed_forwards, which leaves out the gated squared ones, since no sparse path computes them. Raises InputError
     if there is neither. only: as there.
     """
-    fires = lambda activation: is_relu(activation) or isinstance(activation, SquaredReLU)  # noqa: E731
+
+    def fires(family: Family, activation) -> bool:
+        return computes(family, activation) or is_squared(activation)
+
     found = [layer for layer in _layers(model, fires) if selected(only, layer.name, layer.module)]
     return found or feed_forwards(model, only=only)  # which says what it found instead

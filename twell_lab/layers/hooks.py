@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..core.errors import InputError
-from .anatomy import HOOKS, Only, StandIn, family_of, is_relu, named_parts, raise_all, selected, title
+from .anatomy import HOOKS, Only, StandIn, computes, family_of, named_parts, raise_all, selected, title
 from .experts import Routed, experts_of
 from .parts import HandOn, is_projection, part_at
 
@@ -122,7 +122,9 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
     reasons = []
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if experts := experts_of(module):
-            if is_relu(experts[0].acts) and any(selected(only, f"{name}.{n}", each) for n, each in enumerate(experts)):
+            if computes(experts[0].family, experts[0].acts) and any(
+                selected(only, f"{name}.{n}", each) for n, each in enumerate(experts)
+            ):
                 reason = on_part(module) if not isinstance(vars(module).get("forward"), Routed) else None
                 if reason is None and isinstance(experts[0].acts, nn.Module):
                     reason = on_part(experts[0].acts, whole=True)
@@ -130,7 +132,7 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
                     reasons.append(f"{title(name, module)}: {reason}")
             continue
         family = None if isinstance(module, StandIn) else named_parts(module)
-        if family is None or not is_relu(family.acts(module)) or not selected(only, name, module):
+        if family is None or not computes(family, family.acts(module)) or not selected(only, name, module):
             continue
         reason = obstacle(module)
         if not family.inside and name.rpartition(".")[2] == "_orig_mod":

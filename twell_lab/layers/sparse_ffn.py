@@ -14,7 +14,7 @@ from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
 from ..ops.kept import place
 from . import hooks, probe
-from .anatomy import FeedForward, StandIn, family_of, is_relu, kind_of
+from .anatomy import FeedForward, StandIn, computes, family_of, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
 from .families import accepted
 from .learner import Learner
@@ -76,8 +76,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         family = family_of(source)
         if family is None:
             raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {accepted()}")
-        if not is_relu(family.acts(source)):
-            raise InputError(f"{type(source).__name__} uses {kind_of(family.acts(source))}; a ReLU is accepted")
+        if not computes(family, family.acts(source)):
+            raise InputError(
+                f"{type(source).__name__} uses {kind_of(family.acts(source))}; a ReLU is accepted, in plain layers "
+                "also its square"
+            )
         if _check:
             probe.check("", source)
         self.tile, self.words = tile, words
@@ -88,12 +91,12 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # In plain lists: neither the source nor, inside a block, its projections are this module's children.
         self._source = [source]
         # Gate, up and down: the name under which each is read from this module, where another may be put, or itself.
-        self._parts: list[str | nn.Linear | None] = family.parts(source)[:3]
+        self._parts: list[str | nn.Linear | None] = parts_of(family, source)
         if not family.inside:
             for name in self._names:
                 setattr(self, name, getattr(source, name))
-            seats = (family.gate, family.up, family.down)
-            self._parts = [part if isinstance(part, Cut) else seat for part, seat in zip(self._parts, seats)]
+            names = {id(owner): seat for seat, owner in family.owners(source).items()}
+            self._parts = [part and names.get(id(part), part) for part in self._parts]
         # What hooks.check_parts looks at: a projection's place, the block that holds it (None: this module), its name
         # there, and the projection that has to be there, if it cannot be replaced.
         self._seats: list[tuple[str, nn.Module | None, str, nn.Module | None]] = []

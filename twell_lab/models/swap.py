@@ -41,6 +41,9 @@ def sparsify(
     which changes its strides (see SparseFFN). CUDA graphs of the model that were captured before have to be captured
     anew, as after `Module.to`, and no other thread may be in a forward meanwhile.
 
+    Each routed expert of a model is a layer, named by its number. Without a plan they stay dense for good, since the
+    model computes all experts together faster than one after the other, which is what another path has it do.
+
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
     anything is swapped (probe.check, which says what that cannot show), and looked over for hooks and adapters. What is
@@ -95,7 +98,7 @@ def sparsify(
                 # module to swap: the activation's seat does all the work and the projections on either side of it hand
                 # their input on.
                 sparse.take_seat()
-        if plan is None or plan == AUTO:
+        if (plan is None or plan == AUTO) and not isinstance(sparse.source, Expert):
             sparse.watch(Watch(shared, found.name))
     return model
 

@@ -62,8 +62,11 @@ MODELS = {
     "Llama": ("LlamaForCausalLM", LLAMA),
     "Qwen3": ("Qwen3ForCausalLM", LLAMA),
     "Gemma2": ("Gemma2ForCausalLM", LLAMA | dict(hidden_activation="relu", sliding_window=8)),
-    "Nemotron": ("NemotronForCausalLM", LLAMA),
-    "Arcee": ("ArceeForCausalLM", LLAMA),
+    "Nemotron": ("NemotronForCausalLM", LLAMA | dict(hidden_act="relu2")),
+    "Arcee": ("ArceeForCausalLM", LLAMA | dict(hidden_act="relu2", mlp_bias=True)),
+    "plain Arcee": ("ArceeForCausalLM", LLAMA),
+    "squared BERT": ("BertForMaskedLM", BERT | dict(hidden_act="relu2")),
+    "squared GPT-2": ("GPT2LMHeadModel", GPT2 | dict(activation_function="relu2")),
     "MPT": ("MptForCausalLM", dict(vocab_size=VOCABULARY, d_model=16, n_layers=2, n_heads=2, max_seq_len=32)),
     "Phi-3": ("Phi3ForCausalLM", LLAMA),
     "GLM-4": ("Glm4ForCausalLM", LLAMA),
@@ -105,7 +108,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, act: str = "relu") -> n
     missed. act: what its configuration calls the activation."""
     transformers = pytest.importorskip("transformers")
     kind, settings = MODELS[name]
-    settings = {key: each.replace("relu", act) if isinstance(each, str) else each for key, each in settings.items()}
+    settings = {
+        key: each.replace("relu2", "relu").replace("relu", act) if act != "relu" and isinstance(each, str) else each
+        for key, each in settings.items()
+    }
     config = getattr(transformers, kind).config_class(**settings | dict(bos_token_id=1, pad_token_id=0))
     config.eos_token_id = config.sep_token_id = None
     if dtype == torch.float64:

@@ -151,7 +151,7 @@ def test_a_profile_counts_the_same_before_and_after(name):
         assert 0 < one.density < 1
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "GPT-2", "T5", "BERT"])
+@pytest.mark.parametrize("name", ["Phi-3", "GPT-2", "T5", "BERT", "Nemotron", "squared GPT-2"])
 def test_layers_plan_themselves(name, monkeypatch):
     from twell_lab.analysis import auto
 
@@ -166,7 +166,7 @@ def test_layers_plan_themselves(name, monkeypatch):
     assert len(tl.report(model).rows) >= 2
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "GPT-2", "T5", "BERT"])
+@pytest.mark.parametrize("name", ["Phi-3", "GPT-2", "T5", "BERT", "Nemotron", "squared GPT-2"])
 @torch.no_grad()
 def test_compiled(name):
     torch.compiler.reset()
@@ -177,7 +177,7 @@ def test_compiled(name):
         torch.testing.assert_close(compiled(**given(model)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "gated T5", "GPT-2", "T5", "BERT", "Falcon"])
+@pytest.mark.parametrize("name", ["Phi-3", "gated T5", "GPT-2", "T5", "BERT", "Falcon", "Mixtral", "Nemotron"])
 def test_the_sum_of_hidden_activations_is_told_as_by_the_dense_layers(name):
     dense = build(name).train()
     sparse = sparsify(copy.deepcopy(dense), "twell")
@@ -245,7 +245,12 @@ def test_a_hook_on_a_projection_is_refused_before_and_noticed_after(name, place)
 # ---- made ReLU models ----
 
 # The configuration's activation is also that of the head, which keeps it.
-SHARED = {"BERT": "cls.predictions.transform", "ALBERT": "predictions.activation", "DistilBERT": "activation"}
+SHARED = {
+    "BERT": "cls.predictions.transform",
+    "squared BERT": "cls.predictions.transform",
+    "ALBERT": "predictions.activation",
+    "DistilBERT": "activation",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in models_of.MODELS if name not in (*models_of.CODED, *SHARED)])

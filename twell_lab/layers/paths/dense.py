@@ -32,7 +32,7 @@ class Dense(Path):
         # A forward that is being compiled sees no addresses, and takes the last answer.
         if many and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
             self.prepare(layer, weights)
-        if many and layer.fuses_dense:
+        if many and layer.fuses_dense and weights.gate is not weights.up:  # a square needs one product of the two
             return super().forward(layer, x, weights, hot, None)
         return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
 
@@ -61,6 +61,8 @@ def by_torch(x: Tensor, weights: Weights, seen: Callable[[Tensor], Tensor] | Non
         checks.check_together(x, x.dtype, up=up)
     if gate is None:
         hidden = torch.relu(linear(x, up, up_bias))
+    elif gate is up:
+        hidden = torch.relu(linear(x, up, up_bias)).square()
     else:
         hidden = torch.relu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
     return linear(hidden if seen is None else seen(hidden), down, down_bias)
