@@ -351,6 +351,12 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
         return {}
     found = {each.name: each for each in feed_forwards(model, only=only)}
     check_fits(found.values(), profile.layers, "profile")
+    for each in found.values():
+        if each.acts is not None:
+            raise InputError(
+                f"{each.name!r} has an activation with a threshold ({type(each.acts).__name__}), which the dense path "
+                "alone computes, so there is nothing to plan; accepted: an `only` that leaves it out"
+            )
     return found
 
 

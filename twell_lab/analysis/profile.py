@@ -241,6 +241,7 @@ class Counter:
 
     def add(self, x: Tensor, gate: Tensor, mask: Tensor | None = None) -> None:
         """Count one batch. gate: the pre-activations, [..., d_ff]; mask: bool [batch, tokens], None counts all."""
+        gate = gate if self.layer.acts is None else self.layer.acts(gate)
         firing = fires(gate.reshape(-1, self.d_ff))
         counted = firing.new_ones(len(firing)) if mask is None else _flat_mask(mask, firing)
         firing &= counted[:, None]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
@@ -26,17 +27,18 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 @dataclass(frozen=True)
 class FeedForward:
     """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
-    squared, since relu(u) * u is that."""
+    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold."""
 
     name: str
     module: nn.Module
     gate: nn.Linear | None
     up: nn.Linear
     down: nn.Linear
+    acts: Callable[[Tensor], Tensor] | None = None
 
     @property
     def pattern(self) -> nn.Linear:
-        """The projection whose positive outputs are the neurons that fire."""
+        """The projection whose positive outputs are the neurons that fire; with `acts`, those that it keeps."""
         return self.up if self.gate is None else self.gate
 
 
@@ -62,9 +64,27 @@ def is_squared(activation) -> bool:
     return (known or named) and "forward" not in vars(activation)
 
 
+def is_threshold(activation) -> bool:
+    """Whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
+    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold."""
+    bound = getattr(activation, "threshold", None)
+    if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
+        return False
+    if "FATReLU" not in type(activation).__name__ and not isinstance(activation, nn.Threshold) or not 0 <= bound < inf:
+        return False
+    with torch.no_grad():
+        around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
+        try:
+            found = activation(around)
+        except Exception:
+            return False
+        return isinstance(found, torch.Tensor) and torch.equal(found, torch.where(around > bound, around, 0.0))
+
+
 def computes(family: Family, activation) -> bool:
-    """Whether a sparse layer computes this activation: ReLU, and in plain layers its square, relu(u) * u."""
-    return is_relu(activation) or family.gate is None and is_squared(activation)
+    """Whether a sparse layer computes this activation: ReLU, and in plain layers its square, relu(u) * u. One with a
+    threshold it computes on the dense path alone (SparseFFN.dense_alone)."""
+    return is_relu(activation) or family.gate is None and is_squared(activation) or is_threshold(activation)
 
 
 def parts_of(family: Family, module: nn.Module) -> list:
@@ -121,7 +141,9 @@ def _describe(name: str, module: nn.Module, fires: Fires = computes) -> FeedForw
     family = family_of(module)
     if family is None or not fires(family, family.acts(module)):
         return None
-    return FeedForward(name, module, *parts_of(family, module))
+    acts = family.acts(module)
+    gate, up, down = parts_of(family, module)
+    return FeedForward(name, module, gate, up, down, acts if is_threshold(acts) else None)
 
 
 def _layers(model: nn.Module, fires: Fires = computes) -> Iterator[FeedForward]:

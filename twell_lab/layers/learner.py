@@ -91,14 +91,14 @@ class Learner:
             self._told.append(Told(l1.mean(), kept.float().mean(), lost))
         return y
 
-    def _drop(self, x: Tensor, weights: Weights, dropout: nn.Dropout) -> Tensor:
-        """The output for x [..., d_model] with this dropout before the down projection, as the dense layer has it: what
-        is reported is what was not dropped."""
+    def _by_torch(self, x: Tensor, weights: Weights, dropout: nn.Dropout | None, **how) -> Tensor:
+        """The output for x [..., d_model] by torch's operations, with this dropout before the down projection, as the
+        dense layer has it: what is reported is what was not dropped. how: as for by_torch."""
 
-        def dropped(hidden: Tensor) -> Tensor:
-            hidden = dropout(hidden)
+        def seen(hidden: Tensor) -> Tensor:
+            hidden = hidden if dropout is None else dropout(hidden)
             if self._told is not None and torch.is_grad_enabled():
                 self._told.append(Told(layer_l1(hidden), layer_nnz(hidden.detach())))
             return hidden
 
-        return by_torch(x, weights, dropped)
+        return by_torch(x, weights, seen, **how)

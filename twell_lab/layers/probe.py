@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.errors import InputError
-from .anatomy import HOOKS, family_of, raise_all, title
+from .anatomy import HOOKS, family_of, is_relu, raise_all, title
 from .experts import Expert, experts_of, mixed, stored
 from .families import Family
 from .parts import Cut, HandOn, put
@@ -33,9 +33,11 @@ MODES = ("evaluation", "training")
 _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
 
 
-def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """`check` each of them by name; one InputError for all that fail."""
+def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False) -> set[int]:
+    """`check` each of them by name; one InputError for all that fail. both: take those with two ReLUs as well, and
+    return their ids."""
     reasons: list[str] = []
+    two: set[int] = set()
     asked: set[int] = set()
     for name, module in layers:
         if isinstance(module, Expert):  # all of them at once
@@ -44,10 +46,14 @@ def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
                 continue
             asked.add(id(module))
         try:
-            (check_experts if stored(module) else check)(name, module)
+            if stored(module):
+                check_experts(name, module)
+            elif check(name, module, both):
+                two.add(id(module))
         except InputError as error:
             reasons.append(str(error))
     raise_all(reasons)
+    return two
 
 
 def check_experts(name: str, module: nn.Module) -> None:
@@ -60,9 +66,9 @@ def check_experts(name: str, module: nn.Module) -> None:
     _trying(trial, lambda: _ask(trial))
 
 
-def check(name: str, module: nn.Module) -> None:
+def check(name: str, module: nn.Module, both: bool = True) -> bool:
     """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
-    down(act(up(x))).
+    down(act(up(x))); with `both` also down(relu(gate(x)) * relu(up(x))), of which it returns True.
 
     It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without
     gradients, in its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No
@@ -86,12 +92,22 @@ def check(name: str, module: nn.Module) -> None:
     list or dictionary that a forward writes to keeps what these runs wrote, and gets nothing from a sparse layer."""
     trial = _Trial(title(name, module), module, family_of(module))
 
-    def ask() -> None:
+    def ask(trial: _Trial) -> None:
         _ask(trial)
         with torch.inference_mode(False), torch.enable_grad():
             _compare_gradients(trial)
 
-    _trying(trial, ask)
+    try:
+        _trying(trial, lambda: ask(trial))
+    except InputError as error:
+        if not both or trial.family is None or trial.family.gate is None or not is_relu(trial.family.acts(module)):
+            raise
+        try:  # Bamboo's and TurboSparse's dReLU
+            _trying(trial, lambda: ask(replace(trial, both=True)))
+        except InputError:
+            raise error from None
+        return True
+    return False
 
 
 def _ask(trial: _Trial) -> None:
@@ -139,13 +155,14 @@ class _Trial:
     """A layer that is asked in one of MODES, with one set of weights.
 
     where: what messages call the layer. stand_ins: what takes the place of parameters and buffers meanwhile, by their
-    ids; the others keep their values."""
+    ids; the others keep their values. both: whether the formula has the activation on up as well."""
 
     where: str
     module: nn.Module
     family: Family
     mode: str = "evaluation"
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
+    both: bool = False
 
     @property
     def in_block(self) -> bool:
@@ -162,7 +179,7 @@ class _Trial:
         return stored(self.module) is not None
 
     def formula(self, x: Tensor) -> Tensor:
-        return _formula(self.parts, x, self.family.drop(self.module))
+        return _formula(self.parts, x, self.family.drop(self.module), self.both)
 
     def cast(self, dtype: torch.dtype) -> _Trial:
         """This trial with the module's own weights in another type."""
@@ -240,13 +257,14 @@ class _Trial:
             vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})
 
 
-def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None) -> Tensor:
+def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None, both: bool = False) -> Tensor:
     """The output for x [..., d_model] of these parts (_Trial.parts), of which each weight is read once."""
     gate, up, down, activation = parts
     if gate is None:
         hidden = activation(linear(x, up.weight, up.bias))
     else:
-        hidden = activation(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias)
+        beside = linear(x, up.weight, up.bias)
+        hidden = activation(linear(x, gate.weight, gate.bias)) * (activation(beside) if both else beside)
     return linear(hidden if drop is None else drop(hidden), down.weight, down.bias)
 
 

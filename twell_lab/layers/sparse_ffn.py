@@ -14,7 +14,7 @@ from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
 from ..ops.kept import place
 from . import hooks, probe
-from .anatomy import FeedForward, StandIn, computes, family_of, kind_of, parts_of
+from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
 from .families import accepted
 from .learner import Learner
@@ -68,6 +68,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         words: int = WORDS,
         _check: bool = True,
         _turns: bool = False,
+        _both: bool = False,
     ):
         super().__init__()
         check_geometry(tile, words)
@@ -82,8 +83,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
                 "also its square"
             )
         if _check:
-            probe.check("", source)
+            _both = probe.check("", source)
         self.tile, self.words = tile, words
+        acts = family.acts(source)
+        self._both, self._acts = _both, [acts if is_threshold(acts) else torch.relu]  # in a list: it is not a child
         self._family = family
         self._seat = family.activation
         self._dropout = family.dropout if family.drop(source) else None
@@ -169,7 +172,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def feed_forward(self, name: str) -> FeedForward:
         """This layer as `feed_forwards` lists it, found under this name; inside a block it is named by the block."""
         place = name if self.registered else name[: -len(self._seat)].rstrip(".")
-        return FeedForward(place, self, self.gate, self.up, self.down)
+        acts = None if self._acts[0] is torch.relu else self._acts[0]
+        return FeedForward(place, self, self.gate, self.up, self.down, acts)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
@@ -181,7 +185,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
         d_ff, d_model = self.up.weight.shape
         if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
+        if plan is None and self.dense_alone:
+            plan = DENSE
         choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan or Choice())]
+        if self.dense_alone and any(choice != DENSE for _, choice in choices):
+            raise InputError(
+                f"the plan has a path that does not compute {'two ReLUs' if self._both else kind_of(self._acts[0])}; "
+                "'dense' is accepted"
+            )
         if isinstance(plan, LayerPlan):
             found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
             if found != own:
@@ -210,6 +221,12 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def takes(self, path: str) -> bool:
         """Whether the plan sends inputs of some size this way."""
         return any(choice.path == path for _, choice in self._choices)
+
+    @property
+    def dense_alone(self) -> bool:
+        """Whether no kernel computes this layer, and the dense path is the only one: its activation has a threshold
+        (FATReLU), or up goes through a ReLU as the gate does (dReLU)."""
+        return self._both or self._acts[0] is not torch.relu
 
     def always_dense(self) -> bool:
         """Whether the plan takes the dense path whatever the number of tokens."""
@@ -302,8 +319,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """x: [..., d_model] -> [..., d_model]."""
         hooks.check_parts(self)
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
-        if self._dropout is not None and self.training and (dropout := self._modules[self._dropout]).p > 0:
-            return self._drop(x, weights, dropout)
+        drop = self._modules[self._dropout] if self._dropout is not None and self.training else None
+        if self.dense_alone:
+            return self._by_torch(x, weights, drop, acts=self._acts[0], both=self._both)
+        if drop is not None and drop.p > 0:
+            return self._by_torch(x, weights, drop)
         if checks.transformed():
             return by_torch(x, weights)
         at = self._class_of(x, choices)

@@ -44,6 +44,9 @@ def sparsify(
     Each routed expert of a model is a layer, named by its number. Without a plan they stay dense for good, since the
     model computes all experts together faster than one after the other, which is what another path has it do.
 
+    A layer whose activation has a threshold (FATReLU), and one that has a ReLU on up as well (dReLU), stays dense
+    whatever it is told: no kernel computes it yet.
+
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
     anything is swapped (probe.check, which says what that cannot show), and looked over for hooks and adapters. What is
@@ -75,18 +78,23 @@ def sparsify(
     elif isinstance(plan, Choice):
         for found in layers:
             plan.check(found.up.weight.shape[0])
-    probe.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
+    dense = ((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
+    both = probe.check_all(dense, both=True)
     shared = Shared()
     for found in layers:
         source = found.module
-        followed = plan.layer(found.name) if isinstance(plan, Plan) else plan if isinstance(plan, Choice) else DENSE
+        alone = source.dense_alone if isinstance(source, SparseFFN) else found.acts is not None or id(source) in both
+        followed = DENSE
+        if isinstance(plan, (Plan, Choice)) and not alone:
+            followed = plan if isinstance(plan, Choice) else plan.layer(found.name)
         if isinstance(source, SparseFFN):
             if plan is None:
                 continue
             sparse = source
             sparse.follow(followed)
         else:
-            sparse = SparseFFN(source, plan=followed, tile=tile, words=words, _check=False, _turns=True)
+            how = {"tile": tile, "words": words, "_check": False, "_turns": True, "_both": id(source) in both}
+            sparse = SparseFFN(source, plan=followed, **how)
             if isinstance(source, Expert):
                 source.of.add_module(found.name.rpartition(".")[2], sparse)
                 source.of.forward = Routed(source.of)
@@ -98,7 +106,7 @@ def sparsify(
                 # module to swap: the activation's seat does all the work and the projections on either side of it hand
                 # their input on.
                 sparse.take_seat()
-        if (plan is None or plan == AUTO) and not isinstance(sparse.source, Expert):
+        if (plan is None or plan == AUTO) and not alone and not isinstance(sparse.source, Expert):
             sparse.watch(Watch(shared, found.name))
     return model
 

@@ -50,21 +50,28 @@ class Dense(Path):
         }
 
 
-def by_torch(x: Tensor, weights: Weights, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def by_torch(
+    x: Tensor,
+    weights: Weights,
+    seen: Callable[[Tensor], Tensor] | None = None,
+    acts: Callable[[Tensor], Tensor] = torch.relu,
+    both: bool = False,
+) -> Tensor:
     """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. seen: takes the
-    hidden activations [..., d_ff], and returns what goes into the down projection. Raises InputError for shapes that
-    do not fit together."""
+    hidden activations [..., d_ff], and returns what goes into the down projection. acts: the activation, which in
+    a gated layer with `both` is also that of up. Raises InputError for shapes that do not fit together."""
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
     if x.dtype != up.dtype and not torch.is_autocast_enabled(x.device.type):
         checks.check_together(x, x.dtype, up=up)
     if gate is None:
-        hidden = torch.relu(linear(x, up, up_bias))
+        hidden = acts(linear(x, up, up_bias))
     elif gate is up:
-        hidden = torch.relu(linear(x, up, up_bias)).square()
+        hidden = acts(linear(x, up, up_bias)).square()
     else:
-        hidden = torch.relu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
+        beside = linear(x, up, up_bias)
+        hidden = acts(linear(x, gate, gate_bias)) * (acts(beside) if both else beside)
     return linear(hidden if seen is None else seen(hidden), down, down_bias)
 
 
