@@ -18,6 +18,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "Choice": "layers.choice",
     "LayerPlan": "layers.choice",
     "feed_forwards": "layers.anatomy",
+    "register_family": "layers.families",
     "layer_terms": "layers.terms",
     "profile": "analysis.profile",
     "FiringProfile": "analysis.profile",

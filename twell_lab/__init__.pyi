@@ -16,6 +16,7 @@ from .cuda.raw import kernel as kernel
 from .layers.anatomy import feed_forwards as feed_forwards
 from .layers.choice import Choice as Choice
 from .layers.choice import LayerPlan as LayerPlan
+from .layers.families import register_family as register_family
 from .layers.sparse_ffn import SparseFFN as SparseFFN
 from .layers.terms import layer_terms as layer_terms
 from .models.relufy import relufy as relufy

@@ -332,4 +332,9 @@ def _matching(profile: FiringProfile, model: nn.Module | None, only: Only | None
                 f"the neurons of layer {name!r} are reordered (reorder=True), and the profile has them in their own "
                 "order; accepted: twell_lab.densify first"
             )
+        if each.acts is not None:
+            raise InputError(
+                f"{name!r} has an activation with a threshold ({type(each.acts).__name__}), which the dense path alone "
+                "computes, so there is nothing to plan; accepted: an `only` that leaves it out"
+            )
     return found

@@ -241,6 +241,7 @@ class Counter:
 
     def add(self, x: Tensor, gate: Tensor, mask: Tensor | None = None) -> None:
         """Count one batch. gate: the pre-activations, [..., d_ff]; mask: bool [batch, tokens], None counts all."""
+        gate = gate if self.layer.acts is None else self.layer.acts(gate)
         firing = fires(gate.reshape(-1, self.d_ff))
         counted = firing.new_ones(len(firing)) if mask is None else _flat_mask(mask, firing)
         firing &= counted[:, None]
@@ -298,7 +299,9 @@ def _run(
     mask, ran = None, False
     with _evaluating(model), ExitStack() as hooks:
         for layer, see in watched:
-            hooks.enter_context(on_gate(layer, lambda x, gate, see=see: see(x, gate, mask)))
+            hooks.enter_context(
+                on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, _routed(mask, layer)))
+            )
         for batch in _each(batches):
             batch = _moved(batch, model)
             mask, ran = _mask(batch), True
@@ -364,6 +367,12 @@ def _rows(x: Tensor, gate: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
     x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
     counted = slice(None) if mask is None else _flat_mask(mask, x)
     return x[counted], gate[counted]
+
+
+def _routed(mask: Tensor | None, layer: FeedForward) -> Tensor | None:
+    """The part of the mask that is about the tokens which a routed expert was given."""
+    rows = getattr(layer.pattern, "rows", None)
+    return mask if mask is None or rows is None else mask.flatten().to(rows.device)[rows]
 
 
 def _flat_mask(mask: Tensor, rows: Tensor) -> Tensor:

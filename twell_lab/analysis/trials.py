@@ -18,8 +18,9 @@ from torch.nn.functional import linear
 
 from ..core.errors import InputError
 from ..layers import hooks
-from ..layers.anatomy import IN_BLOCK, FeedForward, StandIn, layout_of
+from ..layers.anatomy import FeedForward, StandIn, family_of
 from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.experts import Expert
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import measure
 from .profile import LayerProfile
@@ -134,8 +135,10 @@ class Subject:
     def _timed(self) -> tuple[_Parts, Tensor]:
         if self.rows is not None:
             module = self.found.module
-            alone = not isinstance(module, StandIn) and layout_of(module) not in (None, IN_BLOCK)
-            if alone and hooks.obstacle(module) is None:  # calling it does what the model does, and nothing else
+            family = None if isinstance(module, (StandIn, Expert)) else family_of(module)
+            if (
+                family is not None and not family.inside and hooks.obstacle(module) is None
+            ):  # calling it does what the model does, and nothing else
                 self._as_it_is = module
             return _Parts(self.found), self.rows().to(self.weight.device, self.weight.dtype)
         drawn, inputs = stand_in(self.layer, self.most, self.weight.dtype, self.weight.device)
@@ -145,7 +148,7 @@ class Subject:
 
     def _sparse(self, module: _Parts, choice: Choice) -> SparseFFN:
         plan = LayerPlan.forced(self.layer, choice)
-        modes = [(each, each.training) for each in module.children()]
+        modes = [(each, each.training) for each in module.modules()]
         made = SparseFFN(module, tile=self.layer.tile, words=self.layer.words, plan=plan, _check=False)
         for each, mode in modes:  # a SparseFFN sets its projections' mode, and these are the model's
             each.training = mode
@@ -165,7 +168,9 @@ class _Parts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act_fn(_project(x, self.gate_proj if self.gated else self.up_proj))
-        return _project(hidden * _project(x, self.up_proj) if self.gated else hidden, self.down_proj)
+        if self.gated:
+            hidden = hidden * (hidden if self.gate_proj is self.up_proj else _project(x, self.up_proj))
+        return _project(hidden, self.down_proj)
 
 
 def _project(x: Tensor, projection: nn.Linear) -> Tensor:

@@ -1,73 +1,44 @@
 """What a feed-forward layer is: which modules have the parts of one.
 
-Recognised by the names of their parts (more families are added to LAYOUTS):
-  gate_proj, up_proj, down_proj, act_fn   gated: transformers Llama with hidden_act="relu", this course's model
-  up_proj, down_proj, act_fn              plain: this course's model
-  fc1, fc2, activation_fn                 plain: transformers OPT, where the parts sit in the decoder layer itself
-
-A name is a hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is asked what
-it computes before it is swapped (twell_lab.layers.probe)."""
+Recognised by where their parts are, which each family of models says in its file (twell_lab.layers.families). That is a
+hint only: other models scale, clamp, normalise or drop between the same parts. So each layer is asked what it computes
+before it is swapped (twell_lab.layers.probe)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
-
-
-class Layout(NamedTuple):
-    """The attribute names of a layer's parts; gate is None in plain layers."""
-
-    gate: str | None
-    up: str
-    down: str
-    activation: str
-
-    @property
-    def projections(self) -> list[str]:
-        return [name for name in self[:3] if name]
-
-    def parts(self, module: nn.Module) -> list:
-        """Gate (or None), up, down and the activation of a module that has them."""
-        return [getattr(module, name) if name else None for name in self]
-
-    def carried(self, module: nn.Module) -> set[int]:
-        """The ids of the modules that go into a sparse layer as they are: the projections, and all within them."""
-        return {id(each) for name in self.projections for each in getattr(module, name).modules()}
-
-
-# The first layout whose names are all there is taken.
-LAYOUTS = (
-    Layout("gate_proj", "up_proj", "down_proj", "act_fn"),
-    Layout(None, "up_proj", "down_proj", "act_fn"),
-    Layout(None, "fc1", "fc2", "activation_fn"),
-)
-IN_BLOCK = LAYOUTS[2]  # the parts sit in the decoder layer, beside its attention
-ACCEPTED = "accepted: gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2, each a plain torch.nn.Linear,"
+from .experts import Expert, experts_of
+from .families import Family, accepted, known
+from .parts import is_projection, part_at
 
 Only = Callable[[str, nn.Module], bool]
+Fires = Callable[[Family, object], bool]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward layer found in a model. gate is None for plain layers."""
+    """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
+    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold."""
 
     name: str
     module: nn.Module
     gate: nn.Linear | None
     up: nn.Linear
     down: nn.Linear
+    acts: Callable[[Tensor], Tensor] | None = None
 
     @property
     def pattern(self) -> nn.Linear:
-        """The projection whose positive outputs are the neurons that fire."""
+        """The projection whose positive outputs are the neurons that fire; with `acts`, those that it keeps."""
         return self.up if self.gate is None else self.gate
 
 
@@ -94,49 +65,62 @@ def is_relu(activation) -> bool:
     return any(activation is each for each in (torch.relu, nn.functional.relu))
 
 
-def is_linear(module) -> bool:
-    """Whether the module computes x W^T + b, so that its weight and bias say all about it.
+def is_squared(activation) -> bool:
+    """Whether the activation is a squared ReLU: this project's, or that of transformers ("relu2")."""
+    kind = type(activation)
+    known = isinstance(activation, SquaredReLU) and kind.forward is SquaredReLU.forward
+    named = f"{kind.__module__}.{kind.__qualname__}" == "transformers.activations.ReLUSquaredActivation"
+    return (known or named) and "forward" not in vars(activation)
 
-    A subclass of nn.Linear with a forward of its own (an adapter, a quantised layer) need not.
-    """
-    if not isinstance(module, nn.Linear):
+
+def is_threshold(activation) -> bool:
+    """Whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
+    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold."""
+    bound = getattr(activation, "threshold", None)
+    if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
         return False
-    replaced = vars(module).get("forward")
-    return type(module).forward is nn.Linear.forward and (replaced is None or isinstance(replaced, HandOn))
+    if "FATReLU" not in type(activation).__name__ and not isinstance(activation, nn.Threshold) or not 0 <= bound < inf:
+        return False
+    with torch.no_grad():
+        around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
+        try:
+            found = activation(around)
+        except Exception:
+            return False
+        return isinstance(found, torch.Tensor) and torch.equal(found, torch.where(around > bound, around, 0.0))
 
 
-class HandOn:
-    """The forward of a projection in a decoder layer whose activation does all the work: it returns its input.
-
-    Raises InputError where a part was replaced since: another activation would get what the projection gets.
-    """
-
-    def __init__(self, block: nn.Module, layout: Layout) -> None:
-        self.block, self.parts = block, [(seat, getattr(block, seat)) for seat in layout if seat]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        for seat, part in self.parts:
-            if getattr(self.block, seat) is not part:
-                raise InputError(
-                    f"{seat} of a swapped {type(self.block).__name__} was replaced; accepted: twell_lab.densify first"
-                )
-        return x
+def computes(family: Family, activation) -> bool:
+    """Whether a sparse layer computes this activation: ReLU, and in plain layers its square, relu(u) * u. One with a
+    threshold it computes on the dense path alone (SparseFFN.dense_alone)."""
+    return is_relu(activation) or family.gate is None and is_squared(activation) or is_threshold(activation)
 
 
-def named_parts(module: nn.Module) -> Layout | None:
-    """The first layout whose names are all there, whatever they stand for."""
+def parts_of(family: Family, module: nn.Module) -> list:
+    """Gate, up and down as a sparse layer reads them: gate is None in plain layers, up in those with a squared ReLU."""
+    gate, up, down, activation = family.parts(module)
+    return [up if gate is None and is_squared(activation) else gate, up, down]
+
+
+def named_parts(module: nn.Module) -> Family | None:
+    """The first family whose parts are all there, whatever they stand for."""
     if "_orig_mod" in vars(module).get("_modules", ()):  # torch.compile's wrapper answers to the names of what it wraps
         return None
-    for layout in LAYOUTS:
-        if all(getattr(module, name, None) is not None for name in layout if name):
-            return layout
+    for family in known():
+        if all(part_at(module, seat) is not None for seat in family.seats):
+            return family
     return None
 
 
-def layout_of(module: nn.Module) -> Layout | None:
-    """The first layout whose names are all there, whatever the activation; None if a projection is no plain Linear."""
-    layout = named_parts(module)
-    return layout if layout and all(is_linear(getattr(module, name)) for name in layout.projections) else None
+def family_of(module: nn.Module) -> Family | None:
+    """The first family whose parts are all there, whatever the activation; None if a projection is none that is known,
+    or holds gate and up in an odd number of rows."""
+    if isinstance(module, Expert):
+        return module.family
+    family = named_parts(module)
+    if family is None or not all(map(is_projection, family.owners(module).values())):
+        return None
+    return None if family.fused and family.owners(module)[family.up].out_features % 2 else family
 
 
 def title(name: str, module: nn.Module) -> str:
@@ -159,33 +143,43 @@ def raise_all(reasons: list[str]) -> None:
         raise InputError("; ".join(reasons[:4]) + more)
 
 
-def _describe(name: str, module: nn.Module, fires: Callable[[object], bool] = is_relu) -> FeedForward | None:
-    """The module as a feed-forward layer, if it is one with an activation for which fires(activation) is true."""
+def _describe(name: str, module: nn.Module, fires: Fires = computes) -> FeedForward | None:
+    """The module as a feed-forward layer, if it is one for which fires(family, activation) is true."""
     if isinstance(module, StandIn):
         return module.feed_forward(name)
-    layout = layout_of(module)
-    if layout is None or not fires(getattr(module, layout.activation)):
+    family = family_of(module)
+    if family is None or not fires(family, family.acts(module)):
         return None
-    return FeedForward(name, module, *layout.parts(module)[:3])
+    acts = family.acts(module)
+    gate, up, down = parts_of(family, module)
+    return FeedForward(name, module, gate, up, down, acts if is_threshold(acts) else None)
+
+
+def _layers(model: nn.Module, fires: Fires = computes) -> Iterator[FeedForward]:
+    """Those of all modules; each of a module's routed experts is one, in their order."""
+    routed: set[str] = set()
+    for name, module in model.named_modules():
+        if name and name.rpartition(".")[0] in routed:
+            continue
+        if experts := experts_of(module):
+            routed.add(name)
+            each = {f"{name}.{n}".lstrip("."): module._modules.get(str(n), expert) for n, expert in enumerate(experts)}
+        else:
+            each = {name: module}
+        yield from (found for place, one in each.items() if (found := _describe(place, one, fires)))
 
 
 def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
 
-    Found by the names of their parts (twell_lab.layers.anatomy), which do not say what is computed between them:
+    Found by the names of their parts (twell_lab.layers.families), which do not say what is computed between them:
     `sparsify` and `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name,
     module) is true. Raises InputError if there is none, naming the activations that were found instead."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    found = [f for name, module in model.named_modules() if (f := _describe(name, module))]
+    found = [*_layers(model)]
     if not found:
-        kinds = {type(getattr(m, lay.activation)).__name__ for m in model.modules() if (lay := layout_of(m))}
-        seen = (
-            f"its feed-forward layers use {', '.join(sorted(kinds))}"
-            if kinds
-            else "none of its modules has the known parts"
-        )
-        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {seen}; {ACCEPTED} and a ReLU")
+        raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {_seen(model)}; {accepted()}")
     chosen = [f for f in found if selected(only, f.name, f.module)]
     if not chosen:
         raise InputError(
@@ -195,13 +189,32 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     return chosen
 
 
-def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
-    """Every feed-forward layer whose pattern comes from a ReLU or a SquaredReLU, in the order of the modules.
+def _seen(model: nn.Module) -> str:
+    """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
+    kinds = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
+    kinds |= {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
+    if not kinds:
+        return "none of its modules has the parts of a known one"
+    return (
+        f"its feed-forward layers use {', '.join(sorted(kinds))}; twell_lab.relufy puts a ReLU in the place of SiLU, "
+        "GELU and the like, after which the model has to be trained further"
+    )
 
-    Like feed_forwards, which leaves the squared ones out since no sparse path computes them. Raises InputError
+
+def kind_of(activation) -> str:
+    """What to call an activation, a module or a function."""
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
+    """Every feed-forward layer whose pattern comes from a ReLU or a squared ReLU, in the order of the modules.
+
+    Like feed_forwards, which leaves out the gated squared ones, since no sparse path computes them. Raises InputError
     if there is neither. only: as there.
     """
-    fires = lambda activation: is_relu(activation) or isinstance(activation, SquaredReLU)  # noqa: E731
-    layers = [layer for name, module in model.named_modules() if (layer := _describe(name, module, fires))]
-    found = [layer for layer in layers if selected(only, layer.name, layer.module)]
+
+    def fires(family: Family, activation) -> bool:
+        return computes(family, activation) or is_squared(activation)
+
+    found = [layer for layer in _layers(model, fires) if selected(only, layer.name, layer.module)]
     return found or feed_forwards(model, only=only)  # which says what it found instead

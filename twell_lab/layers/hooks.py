@@ -10,20 +10,9 @@ from __future__ import annotations
 from torch import nn
 
 from ..core.errors import InputError
-from .anatomy import (
-    HOOKS,
-    IN_BLOCK,
-    HandOn,
-    Only,
-    StandIn,
-    is_linear,
-    is_relu,
-    layout_of,
-    named_parts,
-    raise_all,
-    selected,
-    title,
-)
+from .anatomy import HOOKS, Only, StandIn, computes, family_of, named_parts, raise_all, selected, title
+from .experts import Routed, experts_of
+from .parts import HandOn, is_projection, part_at
 
 _STATE_HOOKS = (
     "_state_dict_pre_hooks",
@@ -38,12 +27,8 @@ def check_parts(sparse: nn.Module) -> None:
 
     Asked by every forward: a few looks into dictionaries, about a microsecond.
     """
-    borrowed = sparse._borrowed
-    modules = sparse._modules if borrowed is None else sparse._source[0]._modules
-    for name in sparse._names:
-        part = None if name is None else modules[name]
-        if part is None:
-            continue
+    for name, block, leaf, own in sparse._seats:
+        part = (sparse if block is None else block)._modules[leaf]
         held = part.__dict__
         hooked = (
             held["_forward_hooks"]
@@ -51,20 +36,17 @@ def check_parts(sparse: nn.Module) -> None:
             or held["_backward_hooks"]
             or held["_backward_pre_hooks"]
         )
-        if hooked or (type(part) is not nn.Linear or "forward" in held) and not is_linear(part):
+        if hooked or (type(part) is not nn.Linear or "forward" in held) and not is_projection(part):
             reason = on_part(part) or f"is a {type(part).__name__}; accepted: a plain torch.nn.Linear"
             raise InputError(
                 f"{name} of a SparseFFN {reason}. Put there after the swap, it would not be called: twell_lab.densify "
                 "first"
             )
-    if borrowed is None:
-        if sparse._seat in modules or sparse._seat in sparse.__dict__:
-            raise InputError(
-                f"{sparse._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first"
-            )
-    elif any(name is not None and modules[name] is not part for name, part in zip(sparse._names, borrowed)):
+        if own is not None and own is not part:
+            raise InputError(f"{name} of a SparseFFN was replaced; accepted: twell_lab.densify first")
+    if sparse.registered and (sparse._seat in sparse._modules or sparse._seat in sparse.__dict__):
         raise InputError(
-            "a projection of this decoder layer was replaced after it was swapped; accepted: twell_lab.densify first"
+            f"{sparse._seat} was set on a SparseFFN, which computes a ReLU; accepted: twell_lab.densify first"
         )
 
 
@@ -72,17 +54,16 @@ def obstacle(module: nn.Module) -> str | None:
     """Why a module with the parts of a feed-forward layer cannot be swapped, even if its own code is the formula: a
     library or the user put something on it or on a part of it that a SparseFFN would never call. None if there is
     nothing."""
-    layout = named_parts(module)
-    if layout is None:
+    family = named_parts(module)
+    if family is None:
         return None
-    named = zip(layout, layout.parts(module))
-    parts = {seat: part for seat, part in named if isinstance(part, nn.Module)}
-    if layout != IN_BLOCK:  # a decoder layer stays, with all that is on it
-        carried = layout.carried(module) if layout_of(module) else set()
+    parts = {seat: part for seat in family.seats if isinstance(part := part_at(module, seat), nn.Module)}
+    if not family.inside:  # a block stays, with all that is on it
+        carried = family.carried(module) if family_of(module) else set()
         within = {name: each for name, each in module.named_modules() if id(each) not in carried}
         parts = {"": module, **parts, **within}
     for seat, part in parts.items():
-        if reason := on_part(part, whole=seat in ("", layout.activation)):
+        if reason := on_part(part, whole=seat in ("", family.activation)):
             return f"{seat} {reason}".strip()
     return None
 
@@ -140,11 +121,21 @@ def refuse_obstacles(model: nn.Module, only: Only | None) -> None:
     """InputError naming every layer that has the parts of a ReLU feed-forward layer, and an `obstacle`."""
     reasons = []
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        layout = None if isinstance(module, StandIn) else named_parts(module)
-        if layout is None or not is_relu(getattr(module, layout.activation)) or not selected(only, name, module):
+        if experts := experts_of(module):
+            if computes(experts[0].family, experts[0].acts) and any(
+                selected(only, f"{name}.{n}", each) for n, each in enumerate(experts)
+            ):
+                reason = on_part(module) if not isinstance(vars(module).get("forward"), Routed) else None
+                if reason is None and isinstance(experts[0].acts, nn.Module):
+                    reason = on_part(experts[0].acts, whole=True)
+                if reason is not None:
+                    reasons.append(f"{title(name, module)}: {reason}")
+            continue
+        family = None if isinstance(module, StandIn) else named_parts(module)
+        if family is None or not computes(family, family.acts(module)) or not selected(only, name, module):
             continue
         reason = obstacle(module)
-        if layout != IN_BLOCK and name.rpartition(".")[2] == "_orig_mod":
+        if not family.inside and name.rpartition(".")[2] == "_orig_mod":
             reason = (
                 "is compiled by itself, and torch.compile would go on with the dense layer; accepted: swap first, "
                 "compile then"
@@ -163,7 +154,7 @@ def hand_over(sparse: nn.Module, dense: nn.Module) -> None:
     if sparse._is_full_backward_hook is not None:
         dense._is_full_backward_hook = sparse._is_full_backward_hook
     dense._non_persistent_buffers_set |= sparse._non_persistent_buffers_set - sparse._born
-    for name in filter(None, sparse._names if sparse._borrowed is None else ()):
+    for name in sparse._names if sparse.registered else ():
         dense._modules[name] = sparse._modules[name]  # another one, should it have been replaced
     tables = [(getattr(sparse, kind), getattr(dense, kind)) for kind in ("_parameters", "_buffers", "_modules")]
     for of, to in [(vars(sparse), vars(dense)), *tables]:

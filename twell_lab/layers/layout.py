@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..ops import checks, copies, turned
-from .anatomy import IN_BLOCK, FeedForward, StandIn, layout_of
+from .anatomy import FeedForward, StandIn, family_of
 from .paths import PATHS
 from .paths.path import hold
 from .weights import Weights
@@ -71,7 +71,7 @@ class Seat:
 
     def changed(self, part: nn.Linear) -> str | None:
         """The name of a tensor that is not what it was; None if there is none."""
-        if self.seen is None:  # a copy of a layer
+        if self.seen is None:  # a copy of the projection alone
             self.accept(part)
         seen, now = self.seen or {}, self.counted(part)
         return next((name for name in {**seen, **now} if name not in seen or _trace(now.get(name)) != seen[name]), None)
@@ -287,8 +287,9 @@ def _own(module: nn.Module) -> Sequence[Tensor]:
 def obstacle(found: FeedForward) -> str | None:
     """Why the neurons of a layer, dense or swapped, cannot be reordered unseen; None if they can."""
     module, parts = found.module, _parts(found)
-    if not (module.registered if isinstance(module, StandIn) else layout_of(module) != IN_BLOCK):
-        return "its projections stay in the decoder layer, which moves and loads them by itself"
+    family = None if isinstance(module, StandIn) else family_of(module)
+    if not module.registered if isinstance(module, StandIn) else family is not None and family.inside:
+        return "its projections stay in the block, which moves and loads them by itself"
     for name, part in parts.items():
         if type(part) is not nn.Linear:
             return f"{name} is a {type(part).__name__}, not a plain torch.nn.Linear"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..core.errors import InputError
 from ..ops import differentiable, operators
 from .paths import Path
+from .paths.dense import by_torch
 from .weights import Weights
 
 DENSE, SPARSE = differentiable.PATHS
@@ -35,6 +37,16 @@ class LayerTerm(NamedTuple):
     l1: Tensor
     nnz: Tensor
     lost: Tensor | None = None
+
+
+def layer_l1(h: Tensor) -> Tensor:
+    """Sum over neurons of |h|, averaged over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
+    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
+
+
+def layer_nnz(h: Tensor) -> Tensor:
+    """Neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
+    return torch.count_nonzero(h) / h[..., 0].numel()
 
 
 class Learner:
@@ -78,3 +90,15 @@ class Learner:
             lost = None if lost is None else lost.float() / kept.numel()
             self._told.append(Told(l1.mean(), kept.float().mean(), lost))
         return y
+
+    def _by_torch(self, x: Tensor, weights: Weights, dropout: nn.Dropout | None, **how) -> Tensor:
+        """The output for x [..., d_model] by torch's operations, with this dropout before the down projection, as the
+        dense layer has it: what is reported is what was not dropped. how: as for by_torch."""
+
+        def seen(hidden: Tensor) -> Tensor:
+            hidden = hidden if dropout is None else dropout(hidden)
+            if self._told is not None and torch.is_grad_enabled():
+                self._told.append(Told(layer_l1(hidden), layer_nnz(hidden.detach())))
+            return hidden
+
+        return by_torch(x, weights, seen, **how)

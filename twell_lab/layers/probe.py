@@ -21,7 +21,10 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.errors import InputError
-from .anatomy import HOOKS, IN_BLOCK, HandOn, Layout, layout_of, raise_all, title
+from .anatomy import HOOKS, family_of, is_relu, raise_all, title
+from .experts import Expert, experts_of, mixed, stored
+from .families import Family
+from .parts import Cut, HandOn, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs that a layer is asked with: clamps and tops show at one, norms at another
 OF_SCALES = [f"inputs of scale {each:g}" for each in SCALES]
@@ -30,20 +33,42 @@ MODES = ("evaluation", "training")
 _GLOBAL_HOOKS = [each for each in vars(torch_modules) if each.startswith(("_global_forward", "_global_backward"))]
 
 
-def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """`check` each of them by name; one InputError for all that fail."""
-    reasons = []
+def check_all(layers: Iterable[tuple[str, nn.Module]], both: bool = False) -> set[int]:
+    """`check` each of them by name; one InputError for all that fail. both: take those with two ReLUs as well, and
+    return their ids."""
+    reasons: list[str] = []
+    two: set[int] = set()
+    asked: set[int] = set()
     for name, module in layers:
+        if isinstance(module, Expert):  # all of them at once
+            name, module = name.rpartition(".")[0], module.of
+            if id(module) in asked:
+                continue
+            asked.add(id(module))
         try:
-            check(name, module)
+            if stored(module):
+                check_experts(name, module)
+            elif check(name, module, both):
+                two.add(id(module))
         except InputError as error:
             reasons.append(str(error))
     raise_all(reasons)
+    return two
 
 
-def check(name: str, module: nn.Module) -> None:
+def check_experts(name: str, module: nn.Module) -> None:
+    """`check` for a module of routed experts (twell_lab.layers.experts), which is asked with drawn choices and weights
+    of the experts; without gradients alone, since where those are needed it goes on to compute as it did.
+
+    Raises InputError naming the module and its difference."""
+    experts = experts_of(module)
+    trial = _Trial(title(name, module), module, experts[0].family)
+    _trying(trial, lambda: _ask(trial))
+
+
+def check(name: str, module: nn.Module, both: bool = True) -> bool:
     """InputError naming the layer and its difference, unless it computes down(act(gate(x)) * up(x)), or
-    down(act(up(x))).
+    down(act(up(x))); with `both` also down(relu(gate(x)) * relu(up(x))), of which it returns True.
 
     It is run as it is (a decoder layer whole) on rows at each of SCALES, in evaluation and in training mode, without
     gradients, in its own dtype on its device, and is left as it was: random state, buffers, attributes and modes. No
@@ -65,27 +90,51 @@ def check(name: str, module: nn.Module) -> None:
     [12, d_model], whichever the module takes, and one alone [1, 1, d_model] and [1, d_model]. So a layer that does
     something else for other numbers of tokens, other values, after some calls, or in a second derivative, is taken. A
     list or dictionary that a forward writes to keeps what these runs wrote, and gets nothing from a sparse layer."""
-    layout = layout_of(module)
-    trial = _Trial(title(name, module), module, layout)
+    trial = _Trial(title(name, module), module, family_of(module))
+
+    def ask(trial: _Trial) -> None:
+        _ask(trial)
+        with torch.inference_mode(False), torch.enable_grad():
+            _compare_gradients(trial)
+
     try:
-        if not trial.in_block:
-            _check_carried(trial)
+        _trying(trial, lambda: ask(trial))
+    except InputError as error:
+        if not both or trial.family is None or trial.family.gate is None or not is_relu(trial.family.acts(module)):
+            raise
+        try:  # Bamboo's and TurboSparse's dReLU
+            _trying(trial, lambda: ask(replace(trial, both=True)))
+        except InputError:
+            raise error from None
+        return True
+    return False
+
+
+def _ask(trial: _Trial) -> None:
+    """Compare what the layer gives without gradients, with its own weights and with drawn ones."""
+    if not trial.in_block:
+        _check_carried(trial)
+    _check_widths(trial)
+    for own in (True, False) if _readable(trial.module) else (False,):
+        same = _compare(trial if own else trial.drawn())
+        if not same and next(trial.module.parameters()).dtype.itemsize < 4:
+            _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32))
+
+
+def _trying(trial: _Trial, ask: Callable[[], None]) -> None:
+    """Ask; an InputError for whatever the layer raises."""
+    try:
         # FakeTensorMode would hide the values, and a user's mode would see ours.
         with _disable_current_modes(), torch.no_grad():
-            _check_widths(trial)
-            for own in (True, False) if _readable(module) else (False,):
-                same = _compare(trial if own else trial.drawn())
-                if not same and next(module.parameters()).dtype.itemsize < 4:
-                    _compare(trial.cast(torch.float32) if own else trial.drawn(torch.float32))
-            with torch.inference_mode(False), torch.enable_grad():
-                _compare_gradients(trial)
+            ask()
     except InputError:
         raise
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise InputError(
             f"{trial.where} could not be asked what it computes: run on a few rows of its width it raised "
-            f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone"
+            f"{type(error).__name__}: {said:.200}; accepted: a layer that takes x alone, or experts that take x, their "
+            "numbers and their weights"
         ) from error
 
 
@@ -106,25 +155,31 @@ class _Trial:
     """A layer that is asked in one of MODES, with one set of weights.
 
     where: what messages call the layer. stand_ins: what takes the place of parameters and buffers meanwhile, by their
-    ids; the others keep their values."""
+    ids; the others keep their values. both: whether the formula has the activation on up as well."""
 
     where: str
     module: nn.Module
-    layout: Layout
+    family: Family
     mode: str = "evaluation"
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
+    both: bool = False
 
     @property
     def in_block(self) -> bool:
-        return self.layout == IN_BLOCK
+        return self.family.inside
 
     @property
     def parts(self) -> list:
-        """Gate or None, up, down, activation."""
-        return self.layout.parts(self.module)
+        """Gate or None, up, down, activation; of the first of several experts."""
+        return self.family.parts(experts_of(self.module)[0] if self.routed else self.module)
+
+    @property
+    def routed(self) -> bool:
+        """Whether the module holds routed experts."""
+        return stored(self.module) is not None
 
     def formula(self, x: Tensor) -> Tensor:
-        return _formula(self.parts, x)
+        return _formula(self.parts, x, self.family.drop(self.module), self.both)
 
     def cast(self, dtype: torch.dtype) -> _Trial:
         """This trial with the module's own weights in another type."""
@@ -153,7 +208,7 @@ class _Trial:
     def rows(self, scales: tuple[float, ...] = SCALES) -> Tensor:
         """Random rows [scales, ROWS, d_model] in the layer's dtype, on its device; the same each time."""
         with replace(self, mode="evaluation").untouched():  # reading a parametrized weight may change its buffers
-            weight = getattr(self.module, self.layout.up).weight
+            weight = self.parts[1].weight
             shape, generator = (len(scales), ROWS, weight.shape[1]), torch.Generator("cpu").manual_seed(1)
             rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             return (rows * torch.tensor(scales, device="cpu")[:, None, None]).to(weight.device, weight.dtype)
@@ -202,14 +257,15 @@ class _Trial:
             vars(each).update({key: t.clone() for key, t in vars(each).items() if isinstance(t, Tensor)})
 
 
-def _formula(parts: list, x: Tensor) -> Tensor:
+def _formula(parts: list, x: Tensor, drop: nn.Dropout | None = None, both: bool = False) -> Tensor:
     """The output for x [..., d_model] of these parts (_Trial.parts), of which each weight is read once."""
     gate, up, down, activation = parts
     if gate is None:
         hidden = activation(linear(x, up.weight, up.bias))
     else:
-        hidden = activation(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias)
-    return linear(hidden, down.weight, down.bias)
+        beside = linear(x, up.weight, up.bias)
+        hidden = activation(linear(x, gate.weight, gate.bias)) * (activation(beside) if both else beside)
+    return linear(hidden if drop is None else drop(hidden), down.weight, down.bias)
 
 
 # ---- what is looked at before it is run ----
@@ -217,13 +273,16 @@ def _formula(parts: list, x: Tensor) -> Tensor:
 
 def _check_carried(trial: _Trial) -> None:
     """InputError for parameters and buffers that belong to none of the projections."""
-    carried = trial.layout.carried(trial.module)
+    carried = trial.family.carried(trial.module)
+    own = {name for part in trial.parts[:3] if isinstance(part, Cut) and trial.routed for name in part.names}
     lost = [
         f"{at}.{name}" if at else name
         for at, each in trial.module.named_modules()
         if id(each) not in carried
         for name, held in (*each._parameters.items(), *each._buffers.items())
         if held is not None
+        and not (each is trial.module and name in own)
+        and not (trial.routed and at.partition(".")[0].isdigit())  # what a SparseFFN of an expert holds
     ]
     if lost:
         raise InputError(
@@ -237,7 +296,8 @@ def _check_widths(trial: _Trial) -> None:
     with trial.untouched():
         gate, up, down = (None if part is None else tuple(part.weight.shape) for part in trial.parts[:3])
     if down != up[::-1] or gate not in (None, up):
-        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(trial.layout, (gate, up, down)) if seat]
+        seats = (trial.family.gate, trial.family.up, trial.family.down)
+        sizes = [f"{seat} {list(shape)}" for seat, shape in zip(seats, (gate, up, down)) if shape]
         raise InputError(
             f"{trial.where} has weights of other shapes: {', '.join(sizes)}; accepted: up (and gate) [d_ff, d_model], "
             "down [d_model, d_ff]"
@@ -270,6 +330,23 @@ def _ask_module(trial: _Trial) -> Iterator[Answer]:
         yield found, expected, ["one row alone"]
 
 
+def _ask_experts(trial: _Trial) -> Iterator[Answer]:
+    """A module of experts, for rows of every scale, each with as many experts as there are, up to four."""
+    x = trial.rows().flatten(0, 1)
+    many, draw = len(experts_of(trial.module)), torch.Generator("cpu").manual_seed(4)
+    chosen = torch.rand(len(x), many, generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
+    weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
+    with trial.untouched():
+        given = x.clone()
+        found = type(trial.module).forward(trial.module, given, chosen, weights)
+    if not _identical(given, x):
+        raise InputError(f"{trial.where} writes to its input; accepted: a forward that leaves it as it was")
+    with trial.untouched():
+        experts = experts_of(trial.module)
+        expected = mixed(x, chosen, weights, many, lambda number, rows, _: experts[number](rows))
+    yield found, expected, OF_SCALES
+
+
 def _first_taken(ask: Callable, inputs: Iterable[Tensor]):
     """The answer to the first input that raises nothing: layers of experts want [tokens, d_model], most others know a
     batch too."""
@@ -289,7 +366,7 @@ def _run(trial: _Trial, x: Tensor):
     given = x.clone()
     with trial.untouched():
         # What lies within projections is carried whole.
-        within = trial.layout.carried(trial.module) - {id(part) for part in trial.parts}
+        within = trial.family.carried(trial.module) - {id(part) for part in trial.family.owners(trial.module).values()}
         modules = [(name, each) for name, each in trial.module.named_modules() if id(each) not in within]
         before = _attributes(modules)
         found = trial.module(given)
@@ -336,33 +413,34 @@ def _ask_block(trial: _Trial) -> Iterator[Answer]:
     def rows_for(hidden: Tensor) -> Tensor:
         if hidden.numel() != x.numel() or hidden.shape[-1] != x.shape[-1]:
             raise InputError(
-                f"{trial.where} gives {trial.layout.up} {list(hidden.shape)} where it is given {list(x.shape)}; "
+                f"{trial.where} gives {trial.family.up} {list(hidden.shape)} where it is given {list(x.shape)}; "
                 "accepted: a layer whose feed-forward part takes each of its rows"
             )
         return x.reshape(hidden.shape)
 
     with trial.untouched():
-        _, up, down, _ = trial.parts
+        up, down = trial.family.owners(trial.module).values()
+        by_up, by_down = up.forward, down.forward
 
         def into_up(hidden: Tensor) -> Tensor:
             given.append(rows_for(hidden))
-            return linear(given[-1], up.weight, up.bias)
+            return by_up(given[-1])
 
         def out_of_down(hidden: Tensor) -> Tensor:
-            made.append(linear(hidden, down.weight, down.bias))
+            made.append(by_down(hidden))
             return made[-1].clone()  # what follows may write to it
 
         up.forward, down.forward = into_up, out_of_down
-        whole = _tensors(trial.module(x.clone(), *_others(trial.module)))
+        whole = _tensors(trial.module(x.clone(), *_others(trial, x)))
     if len(given) != 1 or len(made) != 1:
-        calls = f"{trial.layout.up} {len(given)} times and {trial.layout.down} {len(made)} times"
+        calls = f"{trial.family.up} {len(given)} times and {trial.family.down} {len(made)} times"
         raise InputError(f"{trial.where} calls {calls} in a forward; accepted: once each")
     with trial.untouched():
         expected = trial.formula(given[0])
     yield made[0], expected, OF_SCALES
     with trial.untouched():
         _put_formula(trial, rows_for)
-        by_formula = _tensors(trial.module(x.clone(), *_others(trial.module)))
+        by_formula = _tensors(trial.module(x.clone(), *_others(trial, x)))
     for found, expected in zip(by_formula, whole, strict=True):
         yield found, expected, OF_SCALES
 
@@ -371,15 +449,16 @@ def _put_formula(trial: _Trial, rows_for: Callable[[Tensor], Tensor]) -> None:
     """Put the formula, for these rows in the place of those given, in the activation's seat of a decoder layer."""
     parts, stub = trial.parts, nn.Identity()
     stub.forward = lambda hidden: _formula(parts, rows_for(hidden))
-    setattr(trial.module, trial.layout.activation, stub)
-    _, up, down, _ = parts
-    up.forward = down.forward = HandOn(trial.module, trial.layout)
+    put(trial.module, trial.family.activation, stub)
+    up, down = trial.family.owners(trial.module).values()
+    up.forward = down.forward = HandOn(trial.module, trial.family.seats)
 
 
-def _others(module: nn.Module) -> list[None]:
-    """None for each argument that a decoder layer's forward needs besides its input."""
-    wanted = list(inspect.signature(module.forward).parameters.values())[1:]
-    return [None for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+def _others(trial: _Trial, x: Tensor) -> list[Tensor | None]:
+    """What a block's forward needs besides its input x: the residual where it adds one, None for all else."""
+    wanted = list(inspect.signature(trial.module.forward).parameters.values())[1:]
+    needed = [each for each in wanted if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return [x.detach().clone() if trial.family.residual and not n else None for n in range(len(needed))]
 
 
 def _tensors(returned) -> list[Tensor]:
@@ -397,7 +476,9 @@ def _compare(trial: _Trial) -> bool:
     same = True
     for mode in MODES:
         asked = replace(trial, mode=mode)
-        for found, expected, names in (_ask_block if trial.in_block else _ask_module)(asked):
+        for found, expected, names in (_ask_experts if trial.routed else _ask_block if trial.in_block else _ask_module)(
+            asked
+        ):
             _check_kind(asked, found, expected)
             parts = zip(*(t.reshape(len(names), -1, t.shape[-1]) for t in (found, expected)))
             off, name = max(((_off(*pair), name) for pair, name in zip(parts, names)), key=itemgetter(0))
@@ -418,7 +499,7 @@ def _check_kind(trial: _Trial, found, expected: Tensor) -> None:
 
 def _refusal(trial: _Trial, what: str, off: float) -> InputError:
     hint = " (dropout inside it has to be of p=0)" if trial.mode == "training" else ""
-    product = "down(act(up(x)))" if trial.layout.gate is None else "down(act(gate(x)) * up(x))"
+    product = "down(act(up(x)))" if trial.family.gate is None else "down(act(gate(x)) * up(x))"
     share = f"{100 * off:.3g}%"
     if off == float("inf"):
         share = "not finite where the formula's is, or the other way round, and so"
@@ -482,7 +563,7 @@ def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, An
     """The output for x and, by their names, its gradients for one gradient of the output: the layer's own, or its
     formula's."""
     with trial.untouched():  # the stand-ins are the leaves: no parameter of the user's gets a .grad
-        seats = [(seat, getattr(trial.module, seat)) for seat in trial.layout.projections]
+        seats = trial.family.owners(trial.module).items()
         leaves = {f"{seat}.{name}": p for seat, part in seats for name, p in part.named_parameters()}
         leaves = {"x": x.detach(), **leaves}
         for leaf in leaves.values():
@@ -492,7 +573,7 @@ def _trained(trial: _Trial, x: Tensor, by_formula: bool = False) -> dict[str, An
             if by_formula:
                 _put_formula(trial, lambda rows: rows)
             outputs = _tensors(
-                trial.module.forward(given, *_others(trial.module))
+                trial.module.forward(given, *_others(trial, given))
             )  # not by a __call__ that checkpoints
         else:
             outputs = [trial.formula(given) if by_formula else trial.module(given)]

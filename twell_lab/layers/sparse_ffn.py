@@ -14,10 +14,12 @@ from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
 from ..ops.kept import place
 from . import hooks, probe
-from .anatomy import ACCEPTED, FeedForward, StandIn, is_relu, layout_of
+from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
+from .families import accepted
 from .layout import DIMS, Layout, drop_views
 from .learner import Learner
+from .parts import Cut, HandOn, part_at, put
 from .paths import PATHS
 from .paths.dense import by_torch
 from .paths.path import held, hold
@@ -67,10 +69,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
         plan: LayerPlan | Choice | None = None,
         tile: int = TILE,
         words: int = WORDS,
-        _registered: bool = True,
         _check: bool = True,
         _turns: bool = False,
         _reorders: bool = False,
+        _both: bool = False,
     ):
         super().__init__()
         self.layout = Layout()
@@ -78,25 +80,40 @@ class SparseFFN(Learner, nn.Module, StandIn):
         check_geometry(tile, words)
         if (reason := hooks.obstacle(source)) is not None:
             raise InputError(f"{type(source).__name__}: {reason}")
-        layout = layout_of(source)
-        if layout is None:
-            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {ACCEPTED} and a ReLU")
-        *names, activation = layout
-        if not is_relu(getattr(source, activation)):
+        family = family_of(source)
+        if family is None:
+            raise InputError(f"{type(source).__name__} is no feed-forward layer known here; {accepted()}")
+        if not computes(family, family.acts(source)):
             raise InputError(
-                f"{type(source).__name__} uses {type(getattr(source, activation)).__name__}; a ReLU is accepted"
+                f"{type(source).__name__} uses {kind_of(family.acts(source))}; a ReLU is accepted, in plain layers "
+                "also its square"
             )
         if _check:
-            probe.check("", source)
+            _both = probe.check("", source)
         self.tile, self.words = tile, words
-        self._names = names
-        self._seat = activation
-        # In plain lists: neither the source nor, inside OPT, its projections are this module's children.
+        acts = family.acts(source)
+        self._both, self._acts = _both, [acts if is_threshold(acts) else torch.relu]  # in a list: it is not a child
+        self._family = family
+        self._seat = family.activation
+        self._dropout = family.dropout if family.drop(source) else None
+        self._names = (*family.projections, *([self._dropout] if self._dropout else []))
+        # In plain lists: neither the source nor, inside a block, its projections are this module's children.
         self._source = [source]
-        self._borrowed = None if _registered else [getattr(source, name) if name else None for name in names]
-        for name in names if _registered else ():
-            if name:
+        # Gate, up and down: the name under which each is read from this module, where another may be put, or itself.
+        self._parts: list[str | nn.Linear | None] = parts_of(family, source)
+        if not family.inside:
+            for name in self._names:
                 setattr(self, name, getattr(source, name))
+            names = {id(owner): seat for seat, owner in family.owners(source).items()}
+            self._parts = [part and names.get(id(part), part) for part in self._parts]
+        # What hooks.check_parts looks at: a projection's place, the block that holds it (None: this module), its name
+        # there, and the projection that has to be there, if it cannot be replaced.
+        self._seats: list[tuple[str, nn.Module | None, str, nn.Module | None]] = []
+        for seat, owner in family.owners(source).items():
+            above, _, leaf = seat.rpartition(".")
+            fixed = family.inside or any(isinstance(part, Cut) and part.of is owner for part in self._parts)
+            block = part_at(source, above) if above else source
+            self._seats.append((seat, block if family.inside else None, leaf, owner if fixed else None))
         # The choices; the aliases of weights that forwards read while the layer plans itself; whether it was trained
         # here.
         self._choices: list[tuple[int, Choice]] = []
@@ -121,10 +138,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         return cls(module, plan=plan, tile=tile, words=words)
 
     def _projection(self, index: int) -> nn.Linear | None:
-        if self._borrowed is not None:
-            return self._borrowed[index]
-        name = self._names[index]
-        return self._modules[name] if name else None  # getattr asks for more, and is felt on each call
+        part = self._parts[index]
+        return self._modules[part] if type(part) is str else part  # getattr asks for more, and is felt on each call
 
     @property
     def gate(self) -> nn.Linear | None:
@@ -145,13 +160,26 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     @property
     def registered(self) -> bool:
-        """Whether the projections are this module's own; inside OPT they stay the decoder layer's."""
-        return self._borrowed is None
+        """Whether the projections are this module's own; inside a block, as in OPT, they stay the block's."""
+        return not self._family.inside
+
+    def take_seat(self) -> None:
+        """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
+        self._activation = [self._family.acts(self.source)]
+        put(self.source, self._seat, self)
+        for part in self._family.owners(self.source).values():
+            part.forward = HandOn(self.source, self._family.seats)
+
+    def leave_seat(self) -> object:
+        """Put the block's activation back in its seat; returns it."""
+        put(self.source, self._seat, self._activation[0])
+        return self._activation[0]
 
     def feed_forward(self, name: str) -> FeedForward:
-        """This layer as `feed_forwards` lists it, found under this name; inside OPT it is named by its layer."""
-        place = name if self._borrowed is None else name.rpartition(".")[0]
-        return FeedForward(place, self, self.gate, self.up, self.down)
+        """This layer as `feed_forwards` lists it, found under this name; inside a block it is named by the block."""
+        place = name if self.registered else name[: -len(self._seat)].rstrip(".")
+        acts = None if self._acts[0] is torch.relu else self._acts[0]
+        return FeedForward(place, self, self.gate, self.up, self.down, acts)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
         """Take the paths of another plan from now on, watching ended; the counts of `status` begin anew.
@@ -164,7 +192,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
         d_ff, d_model = self.up.weight.shape
         if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
+        if plan is None and self.dense_alone:
+            plan = DENSE
         choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan or Choice())]
+        if self.dense_alone and any(choice != DENSE for _, choice in choices):
+            raise InputError(
+                f"the plan has a path that does not compute {'two ReLUs' if self._both else kind_of(self._acts[0])}; "
+                "'dense' is accepted"
+            )
         if isinstance(plan, LayerPlan):
             found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
             if found != own:
@@ -193,6 +228,25 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def takes(self, path: str) -> bool:
         """Whether the plan sends inputs of some size this way."""
         return any(choice.path == path for _, choice in self._choices)
+
+    @property
+    def dense_alone(self) -> bool:
+        """Whether no kernel computes this layer, and the dense path is the only one: its activation has a threshold
+        (FATReLU), or up goes through a ReLU as the gate does (dReLU)."""
+        return self._both or self._acts[0] is not torch.relu
+
+    def always_dense(self) -> bool:
+        """Whether the plan takes the dense path whatever the number of tokens."""
+        return all(choice.path == DENSE.path for _, choice in self._choices)
+
+    def told_or_seen(self) -> bool:
+        """Whether somebody wants to know what goes through this layer: by `tell`, or by hooks."""
+        return self._told is not None or bool(self._forward_hooks or self._forward_pre_hooks)
+
+    @property
+    def parts(self) -> list[nn.Linear | None]:
+        """Gate (or None), up and down."""
+        return [self.gate, self.up, self.down]
 
     def watch(self, watch) -> None:
         """Have the layer plan itself: dense, it shows inputs to an analysis.auto.Watch until that returns a plan."""
@@ -283,6 +337,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
         if self.layout.neurons is not None and not torch.compiler.is_compiling():
             self.layout.look(self, weights)
+        drop = self._modules[self._dropout] if self._dropout is not None and self.training else None
+        if self.dense_alone:
+            return self._by_torch(x, weights, drop, acts=self._acts[0], both=self._both)
+        if drop is not None and drop.p > 0:
+            return self._by_torch(x, weights, drop)
         if checks.transformed():
             return by_torch(x, weights)
         at = self._class_of(x, choices)
@@ -444,6 +503,10 @@ class SparseFFN(Learner, nn.Module, StandIn):
         """For copies and pickles: without views, which would become copies."""
         self.layout.check(self)
         return {**vars(self), "_views": {}, "_aliases": {}}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.layout.accept(self)  # the weights of a copy are other tensors
 
     def _apply(self, fn, recurse=True):
         if self.reordered:

@@ -20,18 +20,8 @@ from torch import Tensor, nn
 
 from ..ops.copies import all_finite
 from .anatomy import firing_layers
-from .learner import LayerTerm, Told
+from .learner import LayerTerm, Told, layer_l1, layer_nnz
 from .sparse_ffn import SparseFFN
-
-
-def layer_l1(h: Tensor) -> Tensor:
-    """Sum over neurons of |h|, averaged over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
-    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
-
-
-def layer_nnz(h: Tensor) -> Tensor:
-    """Neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
-    return torch.count_nonzero(h) / h[..., 0].numel()
 
 
 class LayerTerms(Sequence[LayerTerm]):
@@ -71,15 +61,8 @@ class LayerTerms(Sequence[LayerTerm]):
         """Whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
         together with the loss, now and then. A NaN in the weights of a silent neuron would show in a dense layer's
         loss; kernels that skip silent neurons never read it."""
-        return all_finite(
-            [
-                p.detach()
-                for layer in self._layers
-                for part in (layer.gate, layer.up, layer.down)
-                if part is not None
-                for p in part.parameters()
-            ]
-        )
+        parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
+        return all_finite([*{id(p): p.detach() for part in parts for p in part.parameters()}.values()])
 
     def __repr__(self) -> str:
         return f"LayerTerms({self._all()})"

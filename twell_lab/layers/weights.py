@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class Weights(NamedTuple):
     """A layer's weights and biases, in the order in which the operators take them.
 
-    gate, up: [d_ff, d_model], gate None for a plain layer; down: [d_model, d_ff]; biases [d_ff], [d_ff], [d_model], or
-    None; down_t: down transposed and contiguous, where a path keeps one."""
+    gate, up: [d_ff, d_model], gate None for a plain layer, and up itself for one whose ReLU is squared; down: [d_model,
+    d_ff]; biases [d_ff], [d_ff], [d_model], or None; down_t: down transposed and contiguous, where a path keeps one."""
 
     gate: Tensor | None
     up: Tensor
@@ -24,7 +24,8 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, gate: nn.Linear | None, up: nn.Linear, down: nn.Linear) -> Weights:
         """The weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
-        (gate_weight, gate_bias), (up_weight, up_bias), (down_weight, down_bias) = map(_tensors, (gate, up, down))
+        (up_weight, up_bias), (down_weight, down_bias) = _tensors(up), _tensors(down)
+        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else _tensors(gate)
         return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
 
     def named(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProS
 
 In code, for a Hugging Face model and batches of its token numbers [batch, context]:
 
-    names = relufy(model)
+    relufy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     for step, tokens in enumerate(batches, start=1):
         with hidden_activations(model) as hidden:                  # twell_lab.training.objective
@@ -40,65 +40,73 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..layers import anatomy, probe
-from ..layers.anatomy import ACCEPTED, is_relu, layout_of
+from ..layers.anatomy import family_of, is_relu, kind_of
+from ..layers.experts import ACTIVATION, stored
+from ..layers.families import accepted
+from ..layers.parts import part_at, put
 from ..layers.sparse_ffn import SparseFFN
 from .tiny import LanguageModel, ModelConfig
 
 # Parts of the names of what a ReLU can follow: smooth ones shaped like it, and its square.
 _LIKE_RELU = ("silu", "swish", "gelu", "mish", "squaredrelu", "relusquared")
 # Where configurations keep the name of the activation, by family.
-_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_FIELDS = (
+    "hidden_act",
+    "hidden_activation",
+    "mlp_hidden_act",
+    "activation_function",
+    "activation",
+    "dense_act_fn",
+    "feed_forward_proj",  # T5's also says whether there is a gate: "gated-gelu"
+)
 
 
-def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
-    """Replace the activation of each feed-forward layer with a ReLU, in place.
+def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
+    """Replace the activation of each feed-forward layer with a ReLU, in place; returns the model.
 
-    Layers that have a ReLU already stay as they are, and so do the activations of other modules. Of a model of several
-    parts the text model alone is changed: not the vision tower of a Gemma3. The configuration is changed with the
-    layers (`hidden_act` and the like become "relu"), so that what is saved is loaded as the same ReLU model.
+    Routed experts, which share one activation, are changed with it. Layers that have a ReLU already stay as they are,
+    and so do the activations of other modules. Of a model of several parts the text model alone is changed: not the
+    vision tower of a Gemma3. The configuration is changed with the layers (`hidden_act` and the like become "relu"), so
+    that what is saved is loaded as the same ReLU model.
 
     Args:
-        model: of transformers (Llama, Qwen, Mistral, Gemma, OPT: twell_lab.layers.anatomy has the parts that are known)
-            or of this project.
-        only: change the layers for which only(name, module) is true, in whichever part of the model. Where no
-            configuration says which layers those are, the configuration stays as it was, with a warning: what is saved
-            then is loaded with the old activations, to be changed once more.
-
-    Returns:
-        The names of the layers that were changed.
+        model: of transformers (of a family in twell_lab.layers.families) or of this project.
+        only: change the layers for which only(name, module) is true, in whichever part of the model, as `sparsify` is
+            told which to swap. Where no configuration says which layers those are, the configuration stays as it was,
+            with a warning: what is saved then is loaded with the old activations, to be changed once more.
 
     Raises:
         InputError: with nothing changed, for a model without feed-forward layers known here; for a layer that, with
             the activation it has, computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))), since
             a ReLU would not silence its neurons; for an activation that a ReLU cannot stand in for (tanh, sigmoid,
             ...); and, without `only`, where the configuration's field also governs modules that keep their activation,
-            as the routed experts of Qwen2-MoE and DeepseekV3.
+            as the head of BERT.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     layers = [
-        (name, module, layout[3])
+        (name, module, ACTIVATION if stored(module) else family.activation)
         for name, module in model.named_modules()
-        if not isinstance(module, SparseFFN) and (layout := layout_of(module))
+        if not isinstance(module, SparseFFN) and (stored(module) or (family := family_of(module)))
     ]
     if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
-        raise InputError(f"no feed-forward layer in {type(model).__name__}; {ACCEPTED} and an activation")
+        raise InputError(f"no feed-forward layer in {type(model).__name__}; {accepted()}")
     layers = [
         (name, module, at)
         for name, module, at in layers
-        if not is_relu(getattr(module, at))
+        if not is_relu(part_at(module, at))
         and (_of_text(model, name) if only is None else anatomy.selected(only, name, module))
     ]
     for name, module, at in layers:
-        kind = _name(getattr(module, at))
+        kind = kind_of(part_at(module, at))
         if not any(part in kind.lower() for part in _LIKE_RELU):
             raise InputError(
                 f"{name or type(module).__name__} uses {kind}; accepted: SiLU (Swish), GELU, Mish, squared ReLU"
             )
     probe.check_all((name, module) for name, module, _ in layers)
-    before = [(module, at, getattr(module, at)) for _, module, at in layers]
+    before = [(module, at, part_at(module, at)) for _, module, at in layers]
     for _, module, at in layers:
-        setattr(module, at, nn.ReLU())
+        put(module, at, nn.ReLU())
     try:
         for name, saved in _saved(model):
             _say_relu(
@@ -117,15 +125,9 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> list[str]:
             )
         else:
             for module, at, activation in before:
-                if not isinstance(activation, nn.Module):
-                    delattr(module, at)
-                setattr(module, at, activation)
+                put(module, at, activation)
             raise InputError(f"{error}; accepted: an `only`, which leaves the configuration as it was") from error
-    return [name for name, _, _ in layers]
-
-
-def _name(activation) -> str:
-    return getattr(activation, "__name__", type(activation).__name__)
+    return model
 
 
 def _within(place: str, name: str) -> bool:
@@ -218,7 +220,8 @@ def _set_relu(config, at: tuple[str, ...]) -> None:
         config = getattr(config, name)
     for field in _FIELDS:
         if isinstance(getattr(config, field, None), str):  # a ModelConfig is frozen
-            (object.__setattr__ if isinstance(config, ModelConfig) else setattr)(config, field, "relu")
+            value = "gated-relu" if getattr(config, field).startswith("gated-") else "relu"
+            (object.__setattr__ if isinstance(config, ModelConfig) else setattr)(config, field, value)
 
 
 def _answers(model: nn.Module, config) -> dict[str, object]:

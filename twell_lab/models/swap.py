@@ -13,8 +13,10 @@ from ..analysis.room import SHARE, Room, check_share
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
-from ..layers.anatomy import IN_BLOCK, FeedForward, HandOn, Only, feed_forwards, layout_of
+from ..layers.anatomy import FeedForward, Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.experts import Expert, Routed
+from ..layers.parts import HandOn
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import turned
@@ -51,6 +53,12 @@ def sparsify(
     parameters the layer raises an InputError, nothing lost, as far as torch tells of it (layers.layout says when it
     does not); so `densify` before merging an adapter or averaging weights. Layers whose weights are tied, sharded,
     parametrized or have gradients, and OPT's, are not reordered but copied within `memory`.
+
+    Each routed expert of a model is a layer, named by its number. Without a plan they stay dense for good, since the
+    model computes all experts together faster than one after the other, which is what another path has it do.
+
+    A layer whose activation has a threshold (FATReLU), and one that has a ReLU on up as well (dReLU), stays dense
+    whatever it is told: no kernel computes it yet.
 
     Parameters stay the same objects under the same names; `densify` takes it back. Hooks belong on the SparseFFNs
     afterwards, in the place of the layers. Each dense layer is run on a few random rows beside the formula before
@@ -92,32 +100,43 @@ def sparsify(
     elif isinstance(plan, Choice):
         for found in layers:
             plan.check(found.up.weight.shape[0])
-    probe.check_all((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
+    dense = ((found.name, found.module) for found in layers if not isinstance(found.module, SparseFFN))
+    both = probe.check_all(dense, both=True)
+    alone = {found.name for found in layers if _alone(found, both)}
     room = _room(model, plan, layers, memory, reorder)
     shared = Shared(room)
-    follows = _followed(plan, layers, room)
+    follows = _followed(plan, [found for found in layers if found.name not in alone], room)
     how = {"tile": tile, "words": words, "_check": False, "_turns": True, "_reorders": reorder}
     for found in layers:
-        source, followed = found.module, follows[found.name]
+        source, followed = found.module, follows.get(found.name, DENSE)
         if isinstance(source, SparseFFN):
             if plan is None:
                 continue
             sparse = source
             sparse.layout.reorders = reorder
             sparse.follow(followed)
-        elif layout_of(source) != IN_BLOCK:
-            sparse = SparseFFN(source, plan=followed, **how)
-            model = _put(model, source, sparse)
         else:
-            # OPT's decoder layer calls fc1, the activation and fc2 itself, so there is no module to swap: the
-            # activation's seat does all the work and the projections on either side of it hand their input on.
-            sparse = SparseFFN(source, plan=followed, _registered=False, **how)
-            sparse._activation = [source.activation_fn]
-            source.activation_fn = sparse
-            source.fc1.forward = source.fc2.forward = HandOn(source, IN_BLOCK)
-        if plan is None or plan == AUTO:
+            sparse = SparseFFN(source, plan=followed, _both=id(source) in both, **how)
+            if isinstance(source, Expert):
+                source.of.add_module(found.name.rpartition(".")[2], sparse)
+                source.of.forward = Routed(source.of)
+                continue
+            if sparse.registered:
+                model = _put(model, source, sparse)
+            else:
+                # The block calls the up projection, the activation and the down projection itself, so there is no
+                # module to swap: the activation's seat does all the work and the projections on either side of it hand
+                # their input on.
+                sparse.take_seat()
+        if (plan is None or plan == AUTO) and found.name not in alone and not isinstance(sparse.source, Expert):
             sparse.watch(Watch(shared, found.name))
     return model
+
+
+def _alone(found: FeedForward, both: set[int]) -> bool:
+    """Whether the dense path is the only one that computes this layer. both: ids of modules with a ReLU on up, too."""
+    module = found.module
+    return module.dense_alone if isinstance(module, SparseFFN) else found.acts is not None or id(module) in both
 
 
 def _room(model: nn.Module, plan, layers: list[FeedForward], memory: float | None, reorder: bool) -> Room:
@@ -175,10 +194,15 @@ def densify(model: nn.Module) -> nn.Module:
     neurons their own order; InputError, with nothing changed, where reordered weights were changed since."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    for sparse in layers:
+    for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         sparse.layout.check(sparse)
-    for module in model.modules():
+    for module in [each for each in model.modules() if isinstance(vars(each).get("forward"), Routed)]:
+        del module.forward
+        for name, sparse in [(name, each) for name, each in module._modules.items() if isinstance(each, SparseFFN)]:
+            sparse.turn_back()
+            del module._modules[name]
+    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
+    for module in model.modules():  # also those of a block whose SparseFFN was replaced
         if isinstance(vars(module).get("forward"), HandOn):
             del module.forward
     for sparse in layers:
@@ -189,10 +213,10 @@ def densify(model: nn.Module) -> nn.Module:
             source.train(sparse.training)
             model = _put(model, sparse, source)
         else:
-            (source.activation_fn,) = sparse._activation
-            if isinstance(source.activation_fn, nn.Module):
-                hooks.hand_over(sparse, source.activation_fn)
-                source.activation_fn.train(sparse.training)
+            activation = sparse.leave_seat()
+            if isinstance(activation, nn.Module):
+                hooks.hand_over(sparse, activation)
+                activation.train(sparse.training)
     return model
 
 

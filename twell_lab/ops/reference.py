@@ -19,8 +19,8 @@ from ..formats.twell import fires
 class SquaredReLU(nn.Module):
     """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
 
-    The sparse layers (twell_lab.layers.sparse_ffn) compute ReLU alone: `sparsify` and `SparseFFN` refuse a layer with
-    this one."""
+    The sparse layers (twell_lab.layers.sparse_ffn) compute it in plain layers, as relu(x) * x: `sparsify` and
+    `SparseFFN` refuse a gated layer with this one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x).square()

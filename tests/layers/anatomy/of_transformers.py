@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from twell_lab.layers import anatomy
+from twell_lab.layers import anatomy, experts
+from twell_lab.layers.families import known
+from twell_lab.layers.parts import part_at, put
 
 # What configurations call their widths, by the value that they get here; heads of 8 where they are asked for.
 SIZES = {
@@ -52,6 +54,7 @@ SIZES = {
         "num_heads",
     ),
     8: ("head_dim", "attention_head_dim"),
+    4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
 }
 
 
@@ -60,7 +63,8 @@ def classes() -> Iterator[tuple[str, str]]:
     import transformers
 
     root = Path(transformers.__file__).parent / "models"
-    wanted = [{name for name in layout if name} for layout in anatomy.LAYOUTS]
+    wanted = [{seat.partition(".")[0] for seat in family.seats} for family in known()]
+    wanted += [{first, experts.DOWN, experts.ACTIVATION} for first in (experts.FUSED, experts.PLAIN)]
     for path in sorted(root.glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
         if not any(all(f"self.{name} =" in source for name in names) for names in wanted):
@@ -98,6 +102,13 @@ GIVEN = {
     "activation": "relu",
     "layer_idx": 0,
     "layer_id": 0,
+    "layer_num": 0,
+    "layer_index": 0,
+    "n_state": 24,
+    "ffn_dim": 24,
+    "in_dim": 16,
+    "dim_hidden": 24,
+    "out_dim": 16,
     "stage_idx": 0,
     "swiglu_limit": 7.0,
     "stagger_blocks_this_layer": False,
@@ -117,7 +128,7 @@ def shrunk(config):
         if isinstance(value, str) and "act" in name and value in ACT2FN:
             with suppress(Exception):
                 setattr(config, name, "relu")
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     return config
 
 
@@ -144,11 +155,16 @@ def build(module: str, name: str) -> nn.Module:
             torch.manual_seed(0)
             asked = [p.name for p in wanted if whole or p.default is p.empty or p.name == "layer_idx"]
             made = kind(**{each: given[each] for each in asked if each in given})
-            layout = anatomy.layout_of(made)
-            if layout is None:
+            if experts.stored(made):
+                for p in made.parameters():  # which they leave empty
+                    nn.init.normal_(p, std=0.2)
+                made.act_fn = nn.ReLU()
+                return made.eval()
+            family = anatomy.family_of(made)
+            if family is None:
                 raise TypeError("its projections are no Linear")
-            if not anatomy.is_relu(getattr(made, layout[3])):
-                setattr(made, layout[3], nn.ReLU())
+            if not anatomy.is_relu(part_at(made, family.activation)):
+                put(made, family.activation, nn.ReLU())
             return made.eval()
         except Exception as error:
             tried.append(error)

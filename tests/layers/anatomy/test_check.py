@@ -64,7 +64,9 @@ OTHERS = {
     "a norm between": lambda layer, x: layer.down_proj(F.rms_norm(hidden(layer, x), (D_FF,))),
     "a norm before": lambda layer, x: layer.down_proj(hidden(layer, F.rms_norm(x, (D_MODEL,)))),
     "top entries alone": lambda layer, x: layer.down_proj(top(layer.gate_proj(x)) * layer.up_proj(x)),
-    "two ReLUs": lambda layer, x: layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.act_fn(layer.up_proj(x))),
+    "two ReLUs, scaled": lambda layer, x: (
+        2 * layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.act_fn(layer.up_proj(x)))
+    ),
     "a residual inside": lambda layer, x: x + layer.down_proj(hidden(layer, x)),
     "a clamp at large values": lambda layer, x: layer.down_proj(
         layer.act_fn(layer.gate_proj(x)).clamp(max=50) * layer.up_proj(x)

@@ -70,6 +70,17 @@ def course(**changes):
     )
 
 
+def relus(model):
+    """The ReLUs of a model, by name."""
+    return {name for name, module in model.named_modules() if type(module) is nn.ReLU}
+
+
+def changed(model, **how):
+    """How many activations relufy changes."""
+    before = relus(model)
+    return len(relus(relufy(model, **how)) - before)
+
+
 def train_on(model, steps, lr=3e-3, l1=0.0):
     """The docstring's loop; returns the mean loss of the last five steps and the neurons firing then."""
     data, order = standard_library().data[:300_000], torch.Generator().manual_seed(1)
@@ -102,9 +113,8 @@ def test_a_trained_silu_model_is_changed_trained_on_and_swapped():
     model = llama()
     train_on(model, 150)
     smooth = loss_of(model)
-    names = relufy(model)
-    assert names == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert [layer.name for layer in feed_forwards(model)] == names
+    assert relufy(model) is model
+    assert [layer.name for layer in feed_forwards(model)] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     jumped = loss_of(model)
     assert jumped > smooth + 0.005  # a model this small leans little on its feed-forward layers
     train_on(model, 40, lr=1e-3)
@@ -130,8 +140,8 @@ def test_what_is_saved_comes_back_as_a_relu_model(tmp_path):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "swish", "relu2"])
 def test_smooth_activations_of_transformers_are_known(activation):
     model = llama(hidden_act=activation)
-    assert len(relufy(model)) == 2 and model.config.hidden_act == "relu"
-    assert relufy(model) == []  # done already
+    assert changed(model) == 2 and model.config.hidden_act == "relu"
+    assert changed(model) == 0  # done already
 
 
 def test_functions_and_this_projects_modules_change_too():
@@ -139,21 +149,21 @@ def test_functions_and_this_projects_modules_change_too():
     del mlp.act_fn
     mlp.act_fn = F.silu
     x = torch.randn(3, 8)
-    assert relufy(mlp) == [""] and isinstance(mlp.act_fn, nn.ReLU)
+    assert relufy(mlp) is mlp and isinstance(mlp.act_fn, nn.ReLU)
     torch.testing.assert_close(mlp(x), mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x)))
 
 
 def test_a_squared_model_becomes_a_relu_model_and_is_saved_as_one(tmp_path):
     model = course(activation="relu2")
-    assert relufy(model) == ["layers.0.mlp", "layers.1.mlp"] and model.config.activation == "relu"
+    assert changed(model) == 2 and model.config.activation == "relu"
     assert len(feed_forwards(LanguageModel.load(model.save(tmp_path)))) == 2
 
 
 def test_layers_with_a_relu_stay_dense_or_swapped():
     model = course()
     before = [layer.mlp.act_fn for layer in model.layers]
-    assert relufy(model) == [] and [layer.mlp.act_fn for layer in model.layers] == before
-    assert relufy(sparsify(model, "twell")) == []
+    assert changed(model) == 0 and [layer.mlp.act_fn for layer in model.layers] == before
+    assert changed(sparsify(model, "twell")) == 0
 
 
 def test_what_cannot_be_changed_is_left_alone_and_named():
@@ -239,7 +249,7 @@ def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
     changes = {"OPT": dict(ffn_dim=24, word_embed_proj_dim=16, activation_function="gelu")}.get(family, {})
     model = of(family, **changes)
     before = answer(model)
-    names = relufy(model)
+    names = list(relus(relufy(model)))
     assert len(names) == 2 and not any("vision" in name for name in names)
     after = answer(model)
     assert not torch.equal(after, before)
@@ -247,38 +257,46 @@ def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
     assert torch.equal(answer(again), after) and activations(again) == activations(model)
 
 
-@pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])
-def test_experts_that_share_the_field_are_not_made_relu_behind_ones_back(family, tmp_path):
+@pytest.mark.parametrize("family, layers", [("Qwen2Moe", 4), ("DeepseekV3", 3)])
+def test_routed_experts_are_changed_with_the_others_that_share_the_field(family, layers, tmp_path):
     model = of(family)
     before, kinds = answer(model), activations(model)
-    with pytest.raises(InputError, match="experts.*would become a ReLU.*only"):
-        relufy(model)
-    assert activations(model) == kinds and model.config.hidden_act == "silu" and torch.equal(answer(model), before)
-    with pytest.warns(UserWarning, match="experts"):
-        names = relufy(model, only=lambda name, module: True)
-    assert names and model.config.hidden_act == "silu" and not torch.equal(answer(model), before)
+    assert changed(model) == layers and model.config.hidden_act == "relu" and not torch.equal(answer(model), before)
     again = reloaded(model, tmp_path)
-    assert activations(again) == kinds  # as the documentation says: to be changed once more
+    assert activations(again) == activations(model) != kinds and torch.equal(answer(again), answer(model))
+
+
+@pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])
+def test_experts_that_share_the_field_and_are_left_out_are_not_made_relu_behind_ones_back(family, tmp_path):
+    model = of(family)
+    kinds = activations(model)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="experts"):
+            relufy(model, only=lambda name, module: not name.endswith(".experts"))
+        assert relus(model) and model.config.hidden_act == "silu"
+        again = reloaded(model, tmp_path)
+        assert activations(again) == kinds  # as the documentation says: to be changed once more
+        after, model = answer(model), again
     with pytest.warns(UserWarning, match="experts"):
-        assert relufy(again, only=lambda name, module: True) == names
-    assert torch.equal(answer(again), answer(model))
+        relufy(again, only=lambda name, module: not name.endswith(".experts"))
+    assert torch.equal(answer(again), after)
 
 
 def test_experts_do_not_matter_where_there_are_none(tmp_path):
     model = of("DeepseekV3", first_k_dense_replace=2)
-    assert len(relufy(model)) == 2 and model.config.hidden_act == "relu"
+    assert changed(model) == 2 and model.config.hidden_act == "relu"
     assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
 
 
 def test_a_filter_reaches_the_vision_tower_and_its_own_configuration(tmp_path):
     model = of("Gemma3")
     with pytest.warns(UserWarning, match="vision_tower.head.*configuration stays"):
-        names = relufy(model, only=lambda name, module: "vision_tower.encoder" in name)
+        names = relus(relufy(model, only=lambda name, module: "vision_tower.encoder" in name))
     assert len(names) == 2 and all("vision_tower" in name for name in names)
     config = model.config
     # The pooling head of the tower keeps its activation, and shares the field.
     assert config.text_config.hidden_activation == config.vision_config.hidden_act == "gelu_pytorch_tanh"
-    assert len(relufy(model, only=lambda name, module: "vision_tower" in name)) == 1
+    assert changed(model, only=lambda name, module: "vision_tower" in name) == 1
     assert config.vision_config.hidden_act == "relu"  # now it is true of the whole tower
     assert config.text_config.hidden_activation == "gelu_pytorch_tanh"
     assert type(model.model.language_model.layers[0].mlp.act_fn) is not nn.ReLU
@@ -288,15 +306,15 @@ def test_a_filter_reaches_the_vision_tower_and_its_own_configuration(tmp_path):
 def test_some_layers_alone_are_not_what_the_configuration_says(tmp_path):
     model = of("Llama")
     with pytest.warns(UserWarning, match="layers.0.mlp.act_fn"):
-        assert relufy(model, only=lambda name, module: ".1." in name) == ["model.layers.1.mlp"]
+        assert list(relus(relufy(model, only=lambda name, module: ".1." in name))) == ["model.layers.1.mlp.act_fn"]
     assert model.config.hidden_act == "silu"
-    assert relufy(model) == ["model.layers.0.mlp"] and model.config.hidden_act == "relu"  # now it is true of all
+    assert changed(model) == 1 and model.config.hidden_act == "relu"  # now it is true of all
     assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
 
 
 def test_a_part_of_a_model_does_not_change_the_configuration_of_the_whole():
     model = of("Llama")
-    assert relufy(model.model.layers[0].mlp) == [""] and model.config.hidden_act == "silu"
+    assert changed(model.model.layers[0].mlp) == 1 and model.config.hidden_act == "silu"
 
 
 class Scaled(GatedFeedForward):
@@ -309,4 +327,6 @@ def test_a_layer_that_computes_something_else_is_refused_and_nothing_changed():
     with pytest.raises(InputError, match="1 .Scaled. does not compute.*200% off"):
         relufy(model)
     assert all(isinstance(layer.act_fn, SquaredReLU) for layer in model)
-    assert relufy(model, only=lambda name, module: name == "0") == ["0"] and isinstance(model[1].act_fn, SquaredReLU)
+    assert list(relus(relufy(model, only=lambda name, module: name == "0"))) == ["0.act_fn"] and isinstance(
+        model[1].act_fn, SquaredReLU
+    )

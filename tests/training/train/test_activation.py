@@ -1,4 +1,5 @@
-"""Squared ReLU: what it computes, how it is saved, and that no sparse layer takes it for a ReLU."""
+"""Squared ReLU: what it computes, how it is saved, and that a sparse layer computes it where it can and takes it for
+no ReLU."""
 
 import json
 
@@ -54,9 +55,8 @@ def test_other_activations_are_refused_by_name(value):
         ModelConfig(**SMALL, activation=value)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_sparse_layers_refuse_a_squared_model_and_say_why(gated):
-    squared = model(gated=gated, activation="relu2")
+def test_sparse_layers_refuse_a_gated_squared_model_and_say_why():
+    squared = model(gated=True, activation="relu2")
     for refused in (
         lambda: sparsify(squared, "twell"),
         lambda: SparseFFN(squared.layers[0].mlp),
@@ -65,6 +65,15 @@ def test_sparse_layers_refuse_a_squared_model_and_say_why(gated):
         with pytest.raises(InputError, match="SquaredReLU.*ReLU"):
             refused()
     assert not any(isinstance(module, SparseFFN) for module in squared.modules())
+
+
+def test_a_plain_squared_model_is_swapped():
+    squared, tokens = model(gated=False, activation="relu2"), torch.randint(50, (2, 9))
+    with torch.no_grad():
+        expected = squared(tokens)
+        for word in ("twell", "dense"):
+            torch.testing.assert_close(sparsify(squared, word)(tokens), expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(squared(tokens), expected)  # on the dense path the very bits
 
 
 @pytest.mark.parametrize("gated", [True, False])

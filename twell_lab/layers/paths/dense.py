@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -31,7 +33,7 @@ class Dense(Path):
         # A forward that is being compiled sees no addresses, and takes the last answer.
         if many and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
             self.prepare(layer, weights)
-        if many and layer.fuses_dense:
+        if many and layer.fuses_dense and weights.gate is not weights.up:  # a square needs one product of the two
             return super().forward(layer, x, weights, hot, None)
         return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
 
@@ -56,19 +58,29 @@ def _many(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def by_torch(x: Tensor, weights: Weights) -> Tensor:
-    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. Raises InputError
-    for shapes that do not fit together."""
+def by_torch(
+    x: Tensor,
+    weights: Weights,
+    seen: Callable[[Tensor], Tensor] | None = None,
+    acts: Callable[[Tensor], Tensor] = torch.relu,
+    both: bool = False,
+) -> Tensor:
+    """The layer by torch's operations, which also have gradients: x [..., d_model] -> [..., d_model]. seen: takes the
+    hidden activations [..., d_ff], and returns what goes into the down projection. acts: the activation, which in
+    a gated layer with `both` is also that of up. Raises InputError for shapes that do not fit together."""
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     checks.check_tensor("x", x)
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
     if x.dtype != up.dtype and not torch.is_autocast_enabled(x.device.type):
         checks.check_together(x, x.dtype, up=up)
     if gate is None:
-        hidden = torch.relu(linear(x, up, up_bias))
+        hidden = acts(linear(x, up, up_bias))
+    elif gate is up:
+        hidden = acts(linear(x, up, up_bias)).square()
     else:
-        hidden = torch.relu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
-    return linear(hidden, down, down_bias)
+        beside = linear(x, up, up_bias)
+        hidden = acts(linear(x, gate, gate_bias)) * (acts(beside) if both else beside)
+    return linear(hidden if seen is None else seen(hidden), down, down_bias)
 
 
 def fused(work: Work) -> bool:

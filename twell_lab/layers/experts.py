@@ -1,0 +1,209 @@
+"""Routed experts, whose weights lie in a few tensors of three dimensions: Mixtral, Qwen-MoE, OLMoE, DeepSeek and others
+of transformers. Each expert is a feed-forward layer; who gets which token stays the model's to say.
+
+The module stays where it is, with its parameters. A swap gives it SparseFFNs as children, "0", "1", ..., and a forward
+that calls them, `Routed`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from .families import Family
+from .parts import Cut
+
+# What the modules call their weights, gate and up in one or up alone; a bias has the name of its weight and "_bias".
+FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn"
+
+
+class _ExpertFamily(Family):
+    """The parts of an Expert, none of which is a module of its own."""
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return ()
+
+    def owners(self, module: nn.Module) -> dict[str, nn.Module]:
+        return {}
+
+    def acts(self, module: nn.Module) -> object:
+        return module.acts
+
+    def parts(self, module: nn.Module) -> list:
+        return [*module.parts, module.acts]
+
+
+class Expert(nn.Module):
+    """One expert of a module of them, as a feed-forward layer of its own: x [tokens, d_model] -> [tokens, d_model]."""
+
+    def __init__(self, of: nn.Module, number: int, transposed: bool) -> None:
+        super().__init__()
+        self._of = [of]  # in a list: the experts are not this module's children
+        self.training = of.training
+        first = FUSED if FUSED in of._parameters else PLAIN
+
+        def cut(name: str, half: int | None) -> Cut:
+            bias = f"{name}_bias"
+            return _ExpertCut(self, half, transposed, (name, bias if bias in of._parameters else None), number)
+
+        fused = first == FUSED
+        gate = cut(first, 0) if fused else None
+        self._parts = [[gate, cut(first, 1 if fused else None), cut(DOWN, None)]]
+        self.family = _ExpertFamily(
+            "an expert", up=first, down=DOWN, activation=ACTIVATION, gate=FUSED if fused else None
+        )
+
+    @property
+    def of(self) -> nn.Module:
+        """The module of all experts."""
+        return self._of[0]
+
+    @property
+    def acts(self) -> object:
+        """The activation, which the experts share."""
+        return getattr(self.of, ACTIVATION)
+
+    @property
+    def parts(self) -> list[Cut | None]:
+        """Gate (or None), up and down."""
+        return self._parts[0]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What enters the down projection: [tokens, d_model] -> [tokens, d_ff]."""
+        gate, up, _ = self.parts
+        first = self.acts(linear(x, *_of_part(up if gate is None else gate)))
+        return first if gate is None else first * linear(x, *_of_part(up))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.hidden(x), *_of_part(self.parts[2]))
+
+
+def _of_part(part) -> tuple[Tensor, Tensor | None]:
+    return part.weight, part.bias
+
+
+class _ExpertCut(Cut):
+    """A projection of one expert. rows: which tokens the expert was given last, int64 [tokens]."""
+
+    rows: Tensor | None = None
+
+    def __init__(self, expert: Expert, half, transposed, names, number) -> None:
+        super().__init__(expert.of, half, transposed, names, number)
+        self._expert = [expert]
+
+    # No module calls it, so what is to see its input or output is given what the expert computes.
+
+    def register_forward_hook(self, hook, **how):
+        return self._when_called(lambda x: hook(self, (x,), linear(x, self.weight, self.bias)))
+
+    def register_forward_pre_hook(self, hook, **how):
+        down = self is self._expert[0].parts[2]
+        return self._when_called(lambda x: hook(self, (self._expert[0].hidden(x) if down else x,)))
+
+    def _when_called(self, see):
+        def called(module, args, kwargs) -> None:
+            x, chosen, _ = _arguments(module, args, kwargs)
+            rows = (chosen == self.index).any(-1).nonzero().flatten()
+            if rows.numel():
+                self.rows = rows
+                see(x[rows])
+
+        return self.of.register_forward_pre_hook(called, with_kwargs=True)
+
+
+def stored(module: nn.Module) -> tuple[int, bool] | None:
+    """How many experts a module holds, and whether their weights are transposed: [experts, in, out]. None if it holds
+    no weights of three dimensions that are the parts of experts."""
+    held = module._parameters
+    fused = held.get(FUSED) is not None
+    first, down = held.get(FUSED if fused else PLAIN), held.get(DOWN)
+    if first is None or down is None or first.dim() != 3 or getattr(module, ACTIVATION, None) is None:
+        return None
+    number, rows, width = first.shape
+    plain, turned = (number, width, rows), (number, width, rows)
+    if fused:
+        plain, turned = (number, width, rows / 2), (number, width / 2, rows)
+    ways = [way for way, shape in ((False, plain), (True, turned)) if tuple(down.shape) == shape]
+    hint = bool(getattr(module, "is_transposed", False))  # where both fit
+    return (number, hint if hint in ways else ways[0]) if ways else None
+
+
+def experts_of(module: nn.Module) -> list[Expert]:
+    """The experts that a module holds; none if it holds none."""
+    found = stored(module)
+    return [] if found is None else [Expert(module, each, found[1]) for each in range(found[0])]
+
+
+def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens [tokens, d_model], and of each its experts and their weights [tokens, top_k]."""
+    if kwargs:
+        args = tuple(inspect.signature(type(module).forward).bind(module, *args, **kwargs).args)[1:]
+    x, chosen, weights = args
+    return x, chosen, weights
+
+
+def spread(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each expert that somebody chose, its tokens, and where in `chosen`, flat, they chose it. chosen: [tokens, top_k];
+    numbers from `experts` on are nobody's. Waits for the device."""
+    flat = chosen.reshape(-1)
+    order = flat.argsort(stable=True)
+    start = 0
+    for expert, many in enumerate(torch.bincount(flat, minlength=experts)[:experts].tolist()):
+        if many:
+            places = order[start : start + many]
+            yield expert, places // chosen.shape[-1], places
+        start += many
+
+
+def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tensor:
+    """The sum of what the chosen experts give for x [tokens, d_model], weighted; one(expert, rows of x, which rows)."""
+    made = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
+    for expert, rows, places in spread(chosen, experts):
+        share = weights[rows, places % chosen.shape[-1], None]
+        made = made.index_add(0, rows, (one(expert, x[rows], rows) * share).to(made.dtype))
+    return made.to(x.dtype)
+
+
+class Routed:
+    """The forward of a module of experts some of which were swapped: each is given its tokens, one after the other.
+
+    That takes the host's time for each expert, and waits for the device once. So the module computes as it did before
+    where no expert has another path than "dense", where gradients are needed and no expert has to report (layer_terms),
+    and inside torch.compile and CUDA graphs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.experts = experts_of(module)
+
+    def __call__(self, *args, **kwargs):
+        module = self.module
+        if not self._apart(args, kwargs):
+            return type(module).forward(module, *args, **kwargs)
+        x, chosen, weights = _arguments(module, args, kwargs)
+
+        def one(number: int, rows: Tensor, which: Tensor) -> Tensor:
+            layer = module._modules.get(str(number), self.experts[number])
+            for part in layer.parts:
+                if part is not None:
+                    part.rows = which
+            return layer(rows)
+
+        return mixed(x, chosen, weights, len(self.experts), one)
+
+    def _apart(self, args: tuple, kwargs: dict) -> bool:
+        """Whether the experts are asked one by one."""
+        if torch.compiler.is_compiling():
+            return False
+        tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]
+        if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+            return False
+        layers = [each for name, each in self.module._modules.items() if name.isdigit()]
+        if any(each.told_or_seen() for each in layers):
+            return True
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return False
+        return not all(each.always_dense() for each in layers)
