@@ -12,6 +12,7 @@ import twell_lab as tl
 from twell_lab.core.errors import InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.families import Family, families, known, register_family
+from twell_lab.layers.paths import path
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.relufy import relufy
 from twell_lab.models.swap import densify, sparsify
@@ -200,7 +201,7 @@ def test_the_transposed_weight_of_gpt2_needs_no_copy():
     logits(model)
     for layer, block in zip(sparse_layers(model), model.transformer.h, strict=True):
         assert layer.extra_bytes == layer.stats.nbytes  # the counters alone
-        assert layer.down_t.data_ptr() == block.mlp.c_proj.weight.data_ptr()
+        assert path.held(layer)["down_t"].data_ptr() == block.mlp.c_proj.weight.data_ptr()
 
 
 @pytest.mark.parametrize(
