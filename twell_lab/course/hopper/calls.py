@@ -25,6 +25,7 @@ FORWARD, TRAINING = "forward", "forward and backward"  # the workloads of the ro
 DENSE, SPARSE = "dense eager", "twell"  # of their paths, those that tables and sentences compare
 FEWEST = 1  # tokens in the table of all records
 REPLAYED = "2026-11-22T16:00:57Z"  # the first commit whose calls replay their launches (twell_lab.cuda.tape)
+GRAPHS = "2026-11-22T22:26:00Z"  # and the first that starts many of them as a CUDA graph (twell_lab.cuda.batch)
 TINY = 8  # d_model and d_ff of a layer whose arithmetic takes no time to speak of
 OPERATIONS = {"torch.nn.Linear": 3, "torch.relu": 2}  # of a dense gated layer; its product costs what a ReLU costs
 
@@ -135,7 +136,8 @@ def tokens_text(tokens: float | None) -> str:
 
 def replayed_table() -> str:
     """A table of all "host-time" records, the oldest first: the time until a call with FEWEST tokens returns, of the
-    dense layer and of TwELL in the same run; and whether TwELL's calls replayed their launches."""
+    dense layer and of TwELL in the same run; and whether TwELL's calls replayed their launches, and started the many of
+    a training step as CUDA graphs."""
     shown, replays = [], False
     for record in records.load_all():
         rows = [row for row in record.rows if row.get("kind") == KIND and row["tokens"] == FEWEST]
@@ -143,7 +145,8 @@ def replayed_table() -> str:
             continue
         now = record.date >= REPLAYED
         replays |= now
-        line = {"date": record.date, "launches": "replayed" if now else "prepared anew", "device": rows[0]["device"]}
+        launches = "replayed, + backward as graphs" if record.date >= GRAPHS else "replayed" if now else "prepared anew"
+        line = {"date": record.date, "launches": launches, "device": rows[0]["device"]}
         for workload in (FORWARD, TRAINING):
             us = {row["path"]: 1e3 * row["ms"] for row in rows if row["workload"] == workload}
             if DENSE in us and SPARSE in us:
