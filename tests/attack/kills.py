@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -370,8 +371,9 @@ def check_signals(r: Random, counts: Counter) -> None:
     process = forked(train_here, str(out), str(_text()), False, 0, str(said))
     until(lambda: said.exists(), 60)
     for _ in range(r.randint(1, 4)):
-        if process.exitcode is None:
-            os.kill(process.pid, r.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
+        with suppress(ProcessLookupError):  # it may end meanwhile
+            if process.exitcode is None:
+                os.kill(process.pid, r.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
         time.sleep(r.choice((0.0, 0.001, 0.02)))
     process.join(60)
     assert process.exitcode is not None, "still there after 60 s"
