@@ -244,6 +244,15 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         action="store_true",
         help="decide by the time of CUDA graph replays instead of the wall time of plain calls; on a GPU",
     )
+    plan.add_argument(
+        "--memory",
+        type=float,
+        metavar="SHARE",
+        help="the share of the model's bytes that copies of weights may take, such as 0.02 [any]",
+    )
+    plan.add_argument(
+        "--reorder", action="store_true", help="plan for tl.sparsify(model, plan, reorder=True), which needs no copies"
+    )
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
 
     export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
@@ -445,6 +454,8 @@ def _plan(options) -> Answer:
         measure=not options.predict_only,
         batches=windows[1::2].split(32) if len(windows) > 1 else None,
         for_graphs=options.for_graphs,
+        memory=options.memory,
+        reorder=options.reorder,
     )
     if options.out is not None:
         made.save(options.out)
