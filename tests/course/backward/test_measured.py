@@ -270,12 +270,15 @@ def test_the_newest_record_holds_what_training_promises():
     assert 0 < min(mib["forced twell"]) and max(mib["forced twell"]) <= 400 < min(mib["dense eager"])
     assert sum("error_over_allowed" in each for each in rows) > 50
     assert max(each.get("error_over_allowed", 0) for each in rows) <= 1
-    steps = {each["path"]: each["ms"] for each in rows if each["workload"] == "whole step, 8 layers"}
+
+    def of(section, workload):
+        having = [record for record in stored if any(each["workload"] == workload for each in record.rows)][-1]
+        assert having is newest or section in newest.notes["left_out"]
+        return [each for each in having.rows if each["workload"] == workload]
+
+    steps = {each["path"]: each["ms"] for each in of("whole step", "whole step, 8 layers")}
     assert steps["dense compiled"] / steps["planned compiled"] >= 1.15
-    section = "whole step, the sweep's model"
-    having = [record for record in stored if any(each["workload"] == section for each in record.rows)][-1]
-    assert having is newest or section in newest.notes["left_out"]
-    swept = [each for each in having.rows if each["workload"] == section]
+    swept = of("whole step, the sweep's model", "whole step, the sweep's model")
     assert {each["path"] for each in swept} >= {"dense compiled", "planned compiled", "forced twell compiled"} and len(
         {each["nnz"] for each in swept}
     ) == 2
