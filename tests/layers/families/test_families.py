@@ -375,6 +375,8 @@ def test_a_family_does_not_vouch_for_its_layers(own):
         dict(up="a.b"),
         dict(inside=True),
         dict(gate=None, inside=True, dropout="drop"),
+        dict(gate=None, inside=1),
+        dict(residual=None),
     ],
     ids=str,
 )

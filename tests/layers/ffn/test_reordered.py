@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from tests.layers.ffn.follows import assert_follows
+from tests.layers.ffn.follows import assert_follows, assert_threads_agree
 from tests.layers.ffn.test_paths import layer as drawn
 from tests.layers.ffn.test_paths import plan_for
 from twell_lab.core.errors import InputError
@@ -566,22 +566,8 @@ def test_who_is_in_a_forward_while_another_thread_decides_reads_what_stays(x, mo
 def test_threads_while_a_layer_decides():
     for seed in range(10):
         dense, sparse = made(seed=seed), swapped(made(seed=seed), DENSE)
-        x, errors, barrier = torch.randn(9, D_MODEL), [], threading.Barrier(6)
-        expected = dense(x)
+        x = torch.randn(9, D_MODEL)
         sparse.watch(Decided(plan_for(dense, HOT), at=1))
-
-        def work():
-            try:
-                barrier.wait()
-                for _ in range(20):
-                    torch.testing.assert_close(sparse(x), expected, rtol=1e-4, atol=1e-4)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors and sparse.status()["plan"] == "planned"
+        assert_threads_agree(sparse, x, dense(x))
+        assert sparse.status()["plan"] == "planned"
         assert sparse.eval().reordered and sparse.extra_bytes == COUNTERS

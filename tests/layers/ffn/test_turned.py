@@ -16,7 +16,7 @@ from torch.distributed import _composable_state
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from tests.layers.ffn.follows import assert_follows
+from tests.layers.ffn.follows import assert_follows, assert_threads_agree
 from twell_lab.core.errors import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
@@ -605,24 +605,10 @@ def test_a_layer_that_watches_follows_its_weights(x):
 def test_threads_while_a_layer_decides():
     for seed in range(10):
         dense, sparse = made(seed=seed), sparsify(made(seed=seed))
-        x, errors, barrier = torch.randn(9, D_MODEL), [], threading.Barrier(6)
-        expected = dense(x)
+        x = torch.randn(9, D_MODEL)
         sparse.watch(Decided())
-
-        def work():
-            try:
-                barrier.wait()
-                for _ in range(20):
-                    torch.testing.assert_close(sparse(x), expected, rtol=1e-4, atol=1e-4)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors and sparse.status()["plan"] == "planned"
+        assert_threads_agree(sparse, x, dense(x))
+        assert sparse.status()["plan"] == "planned"
         assert is_turned(sparse.eval()) and holds_no_copy(sparse)  # at first not, if somebody was in an operation on it
 
 

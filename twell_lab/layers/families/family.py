@@ -25,7 +25,7 @@ class Family:
     torch.nn.Dropout before the down projection, which is done in training; one inside a module that stays has to be of
     p=0.
 
-    Raises InputError for places that are no names, and for a gated layer inside its module.
+    Raises InputError for places that are no names, for flags that are no bool, and for a gated layer inside its module.
     """
 
     models: str
@@ -42,6 +42,11 @@ class Family:
         for place in (self.models, self.up, self.down, self.activation, *optional):
             if not isinstance(place, str) or not place:
                 raise InputError(f"a family's name or place is {place!r}; a string such as 'fc1' is accepted")
+        for name in ("inside", "residual"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(
+                    f"{name} of the family of {self.models} is {getattr(self, name)!r:.80}; True or False is accepted"
+                )
         if self.inside and (self.gate or self.dropout):
             what = "gated" if self.gate else "with a dropout"
             raise InputError(f"the family of {self.models} is {what} and inside; accepted: inside for plain layers")
