@@ -14,7 +14,8 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from tqdm import tqdm
@@ -135,6 +136,20 @@ def _interrupt_once(number: int, frame) -> None:
     they would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _how_to_go_on(error: BaseException, arguments: list[str]) -> str:
@@ -514,9 +529,8 @@ def _record(options) -> Answer:
         raise InputError(f"{options.name} takes no --{refused[0]}; accepted: {accepted}")
     where = options.out or folders.new_records_dir()
     check_folder(where)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # what was measured is saved (recordings)
-    record = recordings.RECORDINGS[options.name](**told)
+    with _terminated_like_interrupted():  # what was measured is saved (recordings)
+        record = recordings.RECORDINGS[options.name](**told)
     saved = f"record: saved {record.save(where)}"
     rows = records.flat_rows([record])
     return Answer(record.to_json(), f"{records.table(rows, _ROW_COLUMNS)}\n{saved}" if rows else saved)

@@ -161,8 +161,8 @@ def _seen(weights: list[Tensor]) -> list[tuple]:
 
 def trace(weight: Tensor) -> tuple:
     """What is equal as long as a weight lies where it lies and torch counts no change of it."""
-    w = weight
-    return ref(w.untyped_storage()), w.data_ptr(), w._version, w.shape, w.stride(), w.dtype
+    storage = ref(weight.untyped_storage())
+    return storage, weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
 
 @dataclass(eq=False)

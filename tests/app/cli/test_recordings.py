@@ -88,8 +88,9 @@ def test_a_terminated_recording_is_saved(tmp_path):
         "    steps = [lambda: [row], lambda: os.kill(os.getpid(), signal.SIGTERM) or []]\n"
         "    return Record.new('slow', 'a test', *recordings._sections({'one': steps}, 100))\n"
         "recordings.RECORDINGS['slow'] = slow\n"
-        f"sys.argv = ['twell-lab', 'record', 'slow', '--out', {str(tmp_path)!r}]\n"
-        "sys.exit(cli.main())\n"
+        f"status = cli.main(['record', 'slow', '--out', {str(tmp_path)!r}])\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "sys.exit(status)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
