@@ -1,6 +1,7 @@
 """The command line: help, exit statuses, one-line errors, and JSON that parses."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -215,7 +216,8 @@ def test_verify_answers_by_its_status(capsys, folder):
 
 
 def test_train_then_plan(capsys, tmp_path, text, monkeypatch):
-    monkeypatch.setattr(planner, "_REACH", 100.0)  # layers as small as these are predicted to be all launches
+    # Layers as small as these are predicted to be all launches, and on a busy machine the rates are measured wrong.
+    monkeypatch.setattr(planner, "_REACH", math.inf)
     model, saved = str(tmp_path / "model"), tmp_path / "plan.json"
     ask(capsys, "train", "--text", text, "--out", model, "--json", *SMALL)
     given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4", "64"]
