@@ -9,7 +9,7 @@
 
 #define LOST (-1)  // the start of a row that the list does not hold
 #ifndef HEAVY
-#define HEAVY 128  // a row with more entries is walked by a whole block where others are walked by a group of lanes
+#define HEAVY 256  // a row with more entries is walked by a whole block where others are walked by a group of lanes
 #endif
 
 // h of an entry: of a gated layer in fp32, not rounded.

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from . import launcher
 from .launcher import Kernel, Prepared
 
@@ -60,26 +58,22 @@ class Batch:
             laid.append((size, layout, offsets))
             size += -(-layout.size // launcher.ALIGNED) * launcher.ALIGNED
         self._room, begin = launcher.room_for(size)
-        slots, numbers, more = [], [], []  # words of the memory; there goes the address of a tensor, and so many bytes
+        # Which word of the memory is the address of which tensor, plus so many bytes.
+        self._slots: list[tuple[int, int, int]] = []
         self._launches: list[_Launch] = []
         self._structures, self._made = [], []
         for each, (at, layout, offsets) in zip(launches, laid):
             prepared, at = Prepared(each.kernel, index), begin + at
             layout.pack_into(self._room, at, *each.grid, *prepared.fixed, 0, *prepared.attributes, *each.values)
-            slots.append((at - begin + launcher.STREAM) // 8)
-            numbers.append(0)
-            more.append(0)
+            self._slots.append(((at - begin + launcher.STREAM) // 8, 0, 0))
             for parameter, number in each.pointers:
-                slots.append((at - begin + offsets[parameter]) // 8)
-                numbers.append(number)
-                more.append(each.values[parameter])
+                self._slots.append(((at - begin + offsets[parameter]) // 8, number, each.values[parameter]))
             for parameter, make, pairs in each.structures:
                 self._structures.append((at + offsets[parameter], make, pairs))
                 self._made.append(None)
             start = prepared.starter(ctypes.addressof(self._room) + at, offsets)
             self._launches.append(_Launch(prepared, each.grid, start))
-        self._words = np.frombuffer(self._room, np.uint64, size // 8, begin)
-        self._slots, self._numbers, self._more = np.array(slots), np.array(numbers), np.array(more, np.uint64)
+        self._words = memoryview(self._room).cast("B")[begin : begin + size].cast("Q")
         # The graphs by the addresses of the tensors, and the number of the run that used each last; and addresses that
         # were met once.
         self._graphs: OrderedDict[tuple, tuple[_Graph, int]] = OrderedDict()
@@ -125,7 +119,9 @@ class Batch:
 
     def _write(self, starts: list[int]) -> None:
         """Write the stream and the addresses into the memory."""
-        self._words[self._slots] = np.array(starts, np.uint64)[self._numbers] + self._more
+        words = self._words
+        for slot, number, more in self._slots:  # for so few, quicker than with NumPy
+            words[slot] = starts[number] + more
         for i, (at, make, pairs) in enumerate(self._structures):
             addresses = [starts[number] + more if number else more for number, more in pairs]
             if addresses != self._made[i]:

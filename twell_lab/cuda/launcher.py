@@ -45,7 +45,7 @@ _NUMBERS = {
     "unsigned": ("I4x", 0, 2**32),
     "long long": ("q", -(2**63), 2**63),
 }
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
+current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # whether the current stream is
 _loaded: dict[tuple, int] = {}
@@ -130,7 +130,7 @@ _NOTHING: AbstractContextManager = nullcontext()
 def on(index: int) -> AbstractContextManager:
     """A context in which CUDA device `index` is the current one. It mostly is already, and torch.cuda.device would cost
     more time than this comparison."""
-    return _NOTHING if _current_device() == index else torch.cuda.device(index)
+    return _NOTHING if current_device() == index else torch.cuda.device(index)
 
 
 def _value(given):

@@ -63,7 +63,8 @@ class Tape:
             return run(*inputs, *fixed)
         recorded = self._recorded
         if recorded is not None:
-            return recorded.replay(inputs) if recorded.fits(inputs) else run(*inputs, *fixed)
+            at = [0 if t is None else t.data_ptr() for t in inputs]
+            return recorded.replay(inputs, at) if recorded.fits(at) else run(*inputs, *fixed)
         if not any(t.is_cuda for t in (*inputs, *fixed) if t is not None):
             return run(*inputs, *fixed)
         launcher.own.recording = recording = _Recording(inputs, fixed)
@@ -160,11 +161,11 @@ class _Replay:
     """A call that was recorded, to be replayed. Tensors are numbered as in `_Recording`."""
 
     def __init__(self, recording: _Recording, results: list[int], several: bool) -> None:
-        self.alignments = [*map(_alignment, recording.inputs)]
+        self.alignments = [address(t) & 15 for t in recording.inputs]
         self.device = next(t.device for t in recording.inputs if t is not None)
         self.launches, self.results, self.several = recording.launches, results, several
         allocated = dict(enumerate(recording.allocations, len(recording.inputs) + 1))
-        self.unknown = [None] * len(allocated)
+        self.unknown, self.nowhere = [None] * len(allocated), [0] * len(allocated)
         # What is returned gets memory of its own, the rest a part of one allocation of `size` bytes.
         self.returned = [(number, t.shape, t.dtype) for number, t in allocated.items() if number in results]
         between = [number for number in allocated if number not in results]
@@ -172,33 +173,34 @@ class _Replay:
         self.between = [*zip(between, offsets)]
         self.own = threading.local()  # .batch: of each thread that replays
 
-    def fits(self, inputs: Sequence[Tensor | None]) -> bool:
-        return [*map(_alignment, inputs)] == self.alignments
+    def fits(self, at: list[int]) -> bool:
+        """Whether inputs at these addresses, 0 for None, are aligned as the recorded ones were: nothing else of an
+        address decides which kernels are launched."""
+        return [each & 15 for each in at] == self.alignments
 
-    def replay(self, inputs: Sequence[Tensor | None]) -> Any:
+    def replay(self, inputs: Sequence[Tensor | None], at: list[int]) -> Any:
+        """at: the addresses of the inputs, 0 for None. Every function that is called here is felt by who calls."""
         device = self.device
-        with launcher.on(device.index):
-            tensors = [None, *inputs, *self.unknown]  # by number
-            for number, shape, dtype in self.returned:
-                tensors[number] = torch.empty(shape, dtype=dtype, device=device)
-            starts = [*map(address, tensors)]
-            if self.size:
-                between = torch.empty(self.size, dtype=torch.uint8, device=device)
-                begin = between.data_ptr()
-                for number, offset in self.between:
-                    starts[number] = begin + offset
-            starts[0] = launcher.current_stream(device.index)
-            batch = getattr(self.own, "batch", None)
-            if batch is None:
-                batch = self.own.batch = Batch(device.index, self.launches)
-            batch.run(starts)
-        found = tuple([tensors[number] for number in self.results])
-        return found if self.several else found[0]
-
-
-def _alignment(t: Tensor | None) -> int:
-    """All of t's address that a choice of kernels depends on: the bytes beyond a multiple of 16; -1 for None."""
-    return -1 if t is None else t.data_ptr() & 15
+        if launcher.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self.replay(inputs, at)
+        tensors = [None, *inputs, *self.unknown]  # by number
+        starts = [launcher.current_stream(device.index), *at, *self.nowhere]
+        for number, shape, dtype in self.returned:
+            made = tensors[number] = torch.empty(shape, dtype=dtype, device=device)
+            starts[number] = made.data_ptr()
+        if self.size:
+            between = torch.empty(self.size, dtype=torch.uint8, device=device)
+            begin = between.data_ptr()
+            for number, offset in self.between:
+                starts[number] = begin + offset
+        batch = getattr(self.own, "batch", None)
+        if batch is None:
+            batch = self.own.batch = Batch(device.index, self.launches)
+        batch.run(starts)
+        if not self.several:
+            return tensors[self.results[0]]
+        return tuple([tensors[number] for number in self.results])
 
 
 def _span(t: Tensor | None) -> tuple[int, int]:

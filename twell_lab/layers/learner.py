@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.errors import InputError
 from ..ops import differentiable, operators
 from .paths import Path
-from .paths.dense import by_torch
+from .paths.dense import by_torch, hides_host
 from .weights import Weights
 
 DENSE, SPARSE = differentiable.PATHS
@@ -85,7 +85,10 @@ class Learner:
             if w.gate is None:
                 return operators.plain_ffn(x, w.up, w.down, w.up_bias, w.down_bias, **how)
             return operators.gated_ffn(x, w.gate, w.up, w.down, w.gate_bias, w.up_bias, w.down_bias, **how)
-        y, l1, kept, lost = differentiable.train_layer(x, *weights[:6], path=self.learning or planned.learns)
+        path = self.learning or planned.learns
+        if path == DENSE and weights.up.is_cuda and not self._reports and not hides_host(x):
+            return by_torch(x, weights)
+        y, l1, kept, lost = differentiable.train_layer(x, *weights[:6], path=path)
         if self._told is not None:
             lost = None if lost is None else lost.float() / kept.numel()
             self._told.append(Told(l1.mean(), kept.float().mean(), lost))

@@ -5,6 +5,8 @@ twell_lab.layers.probe."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,13 +16,14 @@ from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
 from ..ops.kept import place
 from . import hooks, probe
+from .again import Again, Known
 from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
 from .families import accepted
 from .layout import DIMS, Layout, drop_views
 from .learner import Learner
 from .parts import Cut, HandOn, part_at, put
-from .paths import PATHS
+from .paths import PATHS, dense
 from .paths.dense import by_torch
 from .paths.path import held, hold
 from .weights import Weights
@@ -326,6 +329,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _forget(self, *_) -> None:
         """Have the copies made anew."""
+        self._again = None
         for each in held(self).values():
             copies.forget(each)
         if self._aliases:
@@ -333,13 +337,24 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
+        if not torch.compiler.is_dynamo_compiling() and (again := self._again) is not None:
+            y = again.run(x)
+            if y is not None:
+                return y
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """`forward`, with nothing taken for granted."""
         hooks.check_parts(self)
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
         if self.layout.neurons is not None and not torch.compiler.is_compiling():
             self.layout.look(self, weights)
         drop = self._modules[self._dropout] if self._dropout is not None and self.training else None
         if self.dense_alone:
-            return self._by_torch(x, weights, drop, acts=self._acts[0], both=self._both)
+            acts, both = self._acts[0], self._both
+            y = self._by_torch(x, weights, drop, acts=acts, both=both)
+            self._remember(x, weights, lambda: dense.again(weights, acts, both))
+            return y
         if drop is not None and drop.p > 0:
             return self._by_torch(x, weights, drop)
         if checks.transformed():
@@ -353,7 +368,25 @@ class SparseFFN(Learner, nn.Module, StandIn):
             return self._learn(x, weights, path)
         # On a CPU counting is work of its own, so a layer that nobody planned does without.
         counted = path.packs and (self.plan is not None or weights.up.is_cuda)
-        return path.forward(self, x, weights, choice.hot, self._counters(at, choices, weights) if counted else None)
+        stats = self._counters(at, choices, weights) if counted else None
+        y = path.forward(self, x, weights, choice.hot, stats)
+        self._remember(x, weights, lambda: path.again(self, x, weights, choice.hot, stats), stats is not None)
+        return y
+
+    def _remember(self, x: Tensor, weights: Weights, made: Callable[[], Known | None], counts: bool = False) -> None:
+        """Have `forward` compute inputs like this one as `made` says, while nothing of the layer changes."""
+        if self.training or self._watch is not None or type(x) is not Tensor or not x.numel():
+            return
+        there = [t for t in weights if t is not None]
+        if torch.compiler.is_compiling() or not checks.plain_eager() or checks.needs_gradient(x, *there):
+            return
+        last = self._again
+        known = made()
+        if known is not None and counts:
+            known = known._replace(counters=self._buffers["stats"])
+        now = None if known is None else Again.remembered(last, self, x, there, known)
+        if now is not last:
+            self._again = now
 
     def _before_learning(self, weights: Weights) -> None:
         """Have the weights lie as they were made if they get gradients. A layer that is trained keeps them so, also
@@ -494,6 +527,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         return stats
 
     def __setattr__(self, name: str, value) -> None:
+        vars(self)["_again"] = value if name == "_again" else None
+        if name == "_again":
+            return
         # Who puts another projection in the place of one, as adapters do, reads and changes the one that was there.
         if isinstance(value, nn.Module) and name in vars(self).get("_names", ()) and self.reordered:
             self.turn_back()
@@ -502,7 +538,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def __getstate__(self) -> dict:
         """For copies and pickles: without views, which would become copies."""
         self.layout.check(self)
-        return {**vars(self), "_views": {}, "_aliases": {}}
+        return {**vars(self), "_views": {}, "_aliases": {}, "_again": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -23,6 +23,19 @@ def watched(*tensors: Tensor | None) -> bool:
     )
 
 
+def plain_eager() -> bool:
+    """Whether torch's eager code runs with nothing that changes or observes it: no transform, mode, trace or
+    autocast."""
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+    )
+
+
 def transformed() -> bool:
     """Whether the call is inside a transform that sees operations one by one: torch.func (vmap, grad, jvp),
     forward-mode gradients, torch.export, torch.jit.trace. There a layer is computed by torch's own operations, which

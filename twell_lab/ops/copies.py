@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -35,7 +36,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..core.errors import InputError
 from . import checks, streams
-from .kept import Kept
 
 # How a copy is laid out; all but the first take the neurons in `order`.
 TRANSPOSED, ROWS, ROWS_OF_TRANSPOSE = range(3)
@@ -77,17 +77,28 @@ def refresh(
         call(sources, copies, how, order, others, " ".join((*weights, *beside)), changing, anew)
 
 
-def unchanged(copies: list[Tensor], weights: list[Tensor], order, beside: list[Tensor], training: bool) -> Kept | None:
-    """None where `refresh` may have something to do. Otherwise the copies can be read on the current stream, and what
-    is given back is for the caller to keep things in that hold as long as none of these tensors changes.
-
-    It is asked on every call, so it takes as few steps as can be."""
+def settled(copies: list[Tensor], weights: list[Tensor], order: Tensor | None, beside: list[Tensor]) -> Note | None:
+    """The note of copies for which `refresh`, outside of training, has nothing to do and nothing to wait for; None
+    where it may have."""
     if checks.watched(*weights, *beside) or not all(isinstance(w, Parameter) for w in weights):
         return None
-    if _changing(training, weights, beside) or not _done(weights, copies, order, beside, False, False):
+    note = _note_of(copies)
+    if note is None or not _done(weights, copies, order, beside, False, False) or note.answer is not None:
         return None
-    made = _made_of(copies)
-    return None if made is None else made.kept  # another thread may have begun to make them anew
+    return note
+
+
+def still(note: Note, copies: Sequence[Tensor]) -> bool:
+    """Whether copies that were `settled`, and whose weights have not changed since, can be read on the current
+    stream. It is asked on every call, so it takes as few steps as can be."""
+    for copy in copies:
+        if copy.__dict__.get("made") is not note:
+            return False
+    if note.steps != _steps or _sharding():
+        return False
+    if note.moment is not None:
+        note.moment.enter(copies)
+    return True
 
 
 def _changing(training: bool, weights: list[Tensor], beside: list[Tensor]) -> bool:
@@ -166,20 +177,20 @@ def trace(weight: Tensor) -> tuple:
 
 
 @dataclass(eq=False)
-class _Made:
+class Note:
     """The note that all copies of one call share. A pickled or copied tensor has None in its place.
 
     sources, order: what the copies were made from; sources is what was `_seen`. beside: what was seen of the weights
     beside them when all were found finite or are being looked at; None where nobody looked. On a GPU also moment: when
-    the copies were made; answer: the bool that will say whether all are finite, once the moment has passed. kept: see
-    `unchanged`."""
+    the copies were made; answer: the bool that will say whether all are finite, once the moment has passed. steps: of
+    optimizers, as counted then."""
 
     sources: list[tuple]
     order: Tensor | None
     beside: list[tuple] | None = None
     moment: streams.Moment | None = None
     answer: Tensor | None = None
-    kept: Kept = field(default_factory=lambda: Kept(256))
+    steps: int = field(default_factory=lambda: _steps)
 
     def __reduce__(self):
         return type(None), ()
@@ -218,7 +229,7 @@ def _follow_optimizers() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-def _made_of(copies: list[Tensor]) -> _Made | None:
+def _note_of(copies: Sequence[Tensor]) -> Note | None:
     """The note that the copies share; None where one of them has another one, or none."""
     made = getattr(copies[0], "made", None)
     return made if all(getattr(copy, "made", None) is made for copy in copies) else None
@@ -228,7 +239,7 @@ def _capturing(copies: list[Tensor]) -> bool:
     return copies[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _up_to_date(made: _Made | None, weights, copies, order, changing, anew) -> bool:
+def _up_to_date(made: Note | None, weights, copies, order, changing, anew) -> bool:
     """Whether every copy equals its weight; a graph that is captured in training holds the copying in any case."""
     if anew or made is None or made.order is not order or made.sources != _seen(weights):
         return False
@@ -237,7 +248,7 @@ def _up_to_date(made: _Made | None, weights, copies, order, changing, anew) -> b
 
 def _done(weights, copies, order, beside, changing, anew) -> bool:
     """Whether the copies can be read as they are: nothing is to be copied, and nothing to be looked at."""
-    made = _made_of(copies)
+    made = _note_of(copies)
     answer = None if made is None else made.answer  # once: another thread may be looking
     if answer is not None and not _capturing(copies) and made.moment.event.query():
         made.answer = None
@@ -249,7 +260,7 @@ def _done(weights, copies, order, beside, changing, anew) -> bool:
     return True
 
 
-def _enter(made: _Made, copies: list[Tensor]) -> None:
+def _enter(made: Note, copies: list[Tensor]) -> None:
     if made.moment is not None:
         made.moment.enter(copies)
 
@@ -257,7 +268,7 @@ def _enter(made: _Made, copies: list[Tensor]) -> None:
 def _refresh(weights, copies, how, order, beside, names, changing, anew):
     if _done(weights, copies, order, beside, changing, anew):
         return
-    cuda, capturing, made = copies[0].is_cuda, _capturing(copies), _made_of(copies)
+    cuda, capturing, made = copies[0].is_cuda, _capturing(copies), _note_of(copies)
     # On a GPU only once the answer was no: then the weights, as they are now, are looked at while the host waits.
     if not changing and not capturing and (not cuda or hasattr(copies[0], "refused")):
         if not all_finite(weights + beside):
@@ -276,7 +287,7 @@ def _refresh(weights, copies, how, order, beside, names, changing, anew):
             copies[0].in_graph = True
     if capturing:
         return
-    made = _Made(sources, order)
+    made = Note(sources, order)
     if not changing:
         made.beside = _seen(beside)
         if cuda:

@@ -6,6 +6,8 @@ fire without a second pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,7 +17,6 @@ from ..core.errors import InputError
 from ..formats import twell
 from ..formats.twell import TILE, WORDS, check_geometry
 from . import checks, cpu, dispatch, reference
-from .kept import Kept
 
 PATHS = ("dense", "twell", "hot_cold")
 STATS = ("tokens", "kept", "pooled", "lost")  # what the four counters of `stats` count
@@ -86,25 +87,17 @@ def infer(
     return y
 
 
-def infer_again(kept: Kept, x, weights: tuple, stats, path: str, hot: int, tile: int, words: int) -> Tensor:
-    """`infer`, with as little to do on the host as can be where the same call was made before.
-
-    kept: of these very weights (copies.unchanged), which are plain tensors. weights: gate, up, down, gate_bias,
-    up_bias, down_bias, down_t. stats: None, or four counters in one piece. Nothing needs a gradient, and no transform,
-    mode or compiler watches."""
+def prepared(x, weights: tuple, stats, path: str, hot: int, tile: int, words: int) -> Callable[[Tensor], Tensor] | None:
+    """`infer` of these weights for any x like this one, with nothing checked; None where this call has not passed every
+    check before. weights: gate, up, down, gate_bias, up_bias, down_bias, down_t. stats: see `infer`."""
+    if type(x) is not Tensor or not x.is_contiguous():
+        return None
     gate, up, down, *biases, down_t = weights
-    ordered, key, call = (gate, up, down, down_t, *biases), None, None
-    if type(x) is Tensor and x.is_cuda and x.is_contiguous() and not torch.is_autocast_enabled("cuda"):
-        key = (path, hot, tile, words, x.shape, x.dtype, x.device, x.data_ptr() & 15, stats is None)
-        call = kept.get(key)
-    if call is not None:
-        return _run(call, x, ordered, stats)
-    how = {"stats": stats, "path": path, "hot": hot, "tile": tile, "words": words}
-    y = infer(x, gate, up, down, *biases, down_t=down_t, **how)
-    call = None if key is None else _kept_call(x, ordered, stats, path, hot, tile, words)
-    if call is not None and call.checked:
-        kept.put(key, call)
-    return y
+    ordered = (gate, up, down, down_t, *biases)
+    call = _kept_call(x, ordered, stats, path, hot, tile, words)
+    if call is None or not call.checked:
+        return None
+    return lambda x: _run(call, x, ordered, stats)
 
 
 def _run(call: dispatch.Call, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:

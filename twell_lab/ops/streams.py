@@ -21,17 +21,16 @@ class Moment:
 
     def __init__(self, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
-        self.event, self.known = stream.record_event(), {stream.cuda_stream}
+        self.device, self.event, self.known = device, stream.record_event(), {stream.cuda_stream}
 
     def __reduce__(self):
         return type(None), ()
 
     def enter(self, tensors: Sequence[Tensor]) -> None:
         """Make all the tensors that were written at this moment safe to read on the current stream."""
-        device = tensors[0].device
-        if torch._C._cuda_getCurrentRawStream(device.index) in self.known:
+        if torch._C._cuda_getCurrentRawStream(self.device.index) in self.known:
             return
-        stream = torch.cuda.current_stream(device)
+        stream = torch.cuda.current_stream(self.device)
         for t in tensors:
             t.record_stream(stream)
         if not torch.cuda.is_current_stream_capturing():  # capturing begins with a device that has done all before it

@@ -142,7 +142,7 @@ def driving(monkeypatch, capability=(9, 0), stream=77):
     monkeypatch.setattr(launcher, "_load", made.load)
     monkeypatch.setattr(launcher, "_loaded", {})
     monkeypatch.setattr(launcher, "own", launcher._Own())
-    monkeypatch.setattr(launcher, "_current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda index: stream)
     monkeypatch.setattr(launcher, "capturing", lambda: False)
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)

@@ -523,7 +523,7 @@ def test_a_refresh_that_is_interrupted_midway(choice, x, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(copies, "_Made", interrupt)  # once everything is written
+        patch.setattr(copies, "Note", interrupt)  # once everything is written
         sparse(x)
     for p, data in zip(dense.parameters(), kept):
         p.data = data

@@ -231,40 +231,25 @@ def test_an_x_off_its_boundary_is_another_call(driver):
 
 
 @pytest.mark.parametrize("path, hot, tokens", WAYS)
-def test_unchanged_weights_are_not_looked_at_again(driver, monkeypatch, path, hot, tokens):
-    layer, kept = Layer(), Kept()
+def test_a_prepared_call_launches_what_infer_does_and_checks_nothing(driver, monkeypatch, path, hot, tokens):
+    layer, x = Layer(), x_of(tokens)
     biases = (layer.gate_bias, layer.up_bias, layer.down_bias)
     weights = (layer.gate, layer.up, layer.down, *biases, layer.down_t)
-    how = {"path": path, "hot": hot, "tile": 256, "words": 32}
-
-    def call(x, stats=layer.stats):
-        return launches_of(driver, lambda: inference.infer_again(kept, x, weights, stats, **how))
-
-    x = x_of(tokens)
-    seen = [
-        lasting(launches, [x, *weights])
-        for launches, _ in (call(x), launches_of(driver, lambda: layer.call(x, path, hot)))
-    ]
-    assert seen[0] == seen[1] and len(kept) == 1
+    prepared = lambda x, stats=layer.stats: inference.prepared(x, weights, stats, path, hot, 256, 32)  # noqa: E731
+    assert prepared(x) is None  # nobody made such a call before
+    layer.call(x, path, hot)
+    seen = lasting(launches_of(driver, lambda: layer.call(x, path, hot))[0], [x, *weights])
     shifted = pretend(torch.zeros(tokens * D_MODEL + 1, dtype=torch.bfloat16))[1:].view(tokens, D_MODEL)
-    with torch.autocast("cpu"), monkeypatch.context() as within:
-        within.setattr(torch, "is_autocast_enabled", lambda kind: True)  # then all is cast first
-        within.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-        call(x)
-    assert len(kept) == 1
-    for number, other in enumerate((x_of(tokens + 1), shifted), 2):
-        call(other)
-        assert len(kept) == number
-    call(x, None)
-    deep = x.view(1, tokens, 1, D_MODEL)
-    call(deep)
-    assert len(kept) == 5
-    monkeypatch.setattr(dispatch, "key_of", None)  # nobody asks for the key of all weights any more
+    assert all(prepared(other) is None for other in (x_of(tokens + 1), shifted, x.t(), x.half()))
+    assert prepared(x, None) is None
+    run = prepared(x)
+    monkeypatch.setattr(dispatch, "key_of", None)
     monkeypatch.setattr(checks, "layer", None)
-    again, y = call(x)
-    assert lasting(again, [x, *weights]) == seen[0] and y.shape == x.shape
-    again, y = call(deep)
-    assert lasting(again, [x, *weights]) == seen[0] and y.shape == deep.shape
+    again, y = launches_of(driver, lambda: run(x))
+    assert lasting(again, [x, *weights]) == seen
+    deep = x.view(1, tokens, 1, D_MODEL)
+    again, y = launches_of(driver, lambda: run(deep))
+    assert lasting(again, [x, *weights]) == seen and y.shape == deep.shape
 
 
 def test_so_many_calls_are_kept_and_no_more(driver, monkeypatch):

@@ -139,14 +139,16 @@ def test_heavy_rows_first_last_and_all(d_model, rows, gated, dtype, low_limit):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dl1", [True, False])
 def test_a_heavy_row_as_it_comes(gated, dl1):
-    """By the limit of the source. One row has few entries but for one tile, one has entries in every tile, and some of
-    both kinds lie in the pool; a third has as many as a row may have that is not heavy, and a fourth one more."""
+    """By the limit of the source. One row has few entries but for four tiles, one has entries in every tile, and some
+    of both kinds lie in the pool; a third has as many as a row may have that is not heavy, and a fourth one more."""
     most = most_light(torch.bfloat16, 1056)
     counts = torch.full((40,), 9)
-    counts[[3, 21]] = torch.tensor([most, most + 1])
+    counts[[19, 21]] = torch.tensor([most, most + 1])
     gate = with_counts(counts, 1500)
     gate[5, 256 : 256 + 90] = 1.0
     gate[5, 600:640] = 1.0
+    gate[5, 768 : 768 + 90] = 1.0
+    gate[5, 1024 : 1024 + 76] = 1.0
     gate[39] = with_counts(torch.tensor([400]), 1500)[0]
     case = RowCase.draw(gate, 1056, gated=gated, dl1=dl1, biases=dl1)
     assert (fires(gate).sum(1) > most).nonzero()[:, 0].tolist() == [5, 21, 39]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...ops import checks, dispatch
+from ..again import Known
 from ..weights import Weights
 from .cost import Work
 from .path import Path
@@ -29,13 +30,19 @@ class Dense(Path):
         self.prepare(layer, weights)
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
-        many = isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
         # A forward that is being compiled sees no addresses, and takes the last answer.
-        if many and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
+        if hides_host(x) and not torch.compiler.is_compiling() and layer.fuses_dense != dispatch.fuses(weights.up):
             self.prepare(layer, weights)
-        if many and layer.fuses_dense and weights.gate is not weights.up:  # a square needs one product of the two
+        if self._fuses(layer, x, weights):
             return super().forward(layer, x, weights, hot, None)
         return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
+
+    def again(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Known | None:
+        return super().again(layer, x, weights, hot, None) if self._fuses(layer, x, weights) else again(weights)
+
+    def _fuses(self, layer: nn.Module, x: Tensor, weights: Weights) -> bool:
+        # A square needs one product of the two.
+        return hides_host(x) and layer.fuses_dense and weights.gate is not weights.up
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
         return weights
@@ -49,6 +56,12 @@ class Dense(Path):
             "launches": (2 if fused(work) else 5 if work.firing.gated else 3) * work.rates.launch,
             "lost": 0.0,
         }
+
+
+def hides_host(x) -> bool:
+    """Whether x has so many tokens that the GPU works longer than the host: where not, torch's own operations, which
+    cost the host least, are the fastest dense layer."""
+    return isinstance(x, Tensor) and x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
 
 
 def by_torch(
@@ -66,6 +79,16 @@ def by_torch(
     checks.check_weights(x.shape[-1], up.shape[0], gate, up, down, gate_bias, up_bias, down_bias)
     if x.dtype != up.dtype and not torch.is_autocast_enabled(x.device.type):
         checks.check_together(x, x.dtype, up=up)
+    return _computed(x, weights, seen, acts, both)
+
+
+def again(weights: Weights, acts: Callable[[Tensor], Tensor] = torch.relu, both: bool = False) -> Known:
+    """by_torch for any x like one that was computed before."""
+    return Known(lambda x: _computed(x, weights, None, acts, both))
+
+
+def _computed(x: Tensor, weights: Weights, seen, acts, both: bool) -> Tensor:
+    gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     if gate is None:
         hidden = acts(linear(x, up, up_bias))
     elif gate is up:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ...core.errors import InputError
 from ...ops import copies, inference
-from ...ops.kept import Kept
+from ..again import Known
 from ..weights import NAMES, Weights
 from .cost import Work
 
@@ -47,25 +46,6 @@ def held(layer: nn.Module) -> dict[str, Tensor]:
     """What the layer keeps; all at once, as other threads may be replacing the order and the copies. For compiled code
     without views: code that writes a copy cannot tell them apart."""
     return dict(layer._buffers) if torch.compiler.is_compiling() else {**layer._buffers, **layer._views}
-
-
-class _Roles(NamedTuple):
-    """Which copies there are of a layer's weights. buffers: their names; sources and read_at: the positions in Weights
-    of what each is made of, and of what it is read in the place of; beside: the positions of the other weights."""
-
-    buffers: list[str]
-    sources: list[int]
-    read_at: list[int]
-    beside: list[int]
-
-
-@cache
-def _roles(wanted: tuple[Copy, ...], missing: tuple[bool, ...]) -> _Roles:
-    """The roles in a layer that lacks some of its weights. missing: for each field of Weights, whether it is None."""
-    there = [copy for copy in wanted if not missing[NAMES.index(copy.source)]]
-    sources, read_at = [NAMES.index(copy.source) for copy in there], [NAMES.index(copy.name) for copy in there]
-    beside = [at for at, none in enumerate(missing) if not none and at not in sources]
-    return _Roles([copy.buffer for copy in there], sources, read_at, beside)
 
 
 ORDER = "order"  # the buffer of a layer that says which neuron comes first, second, ...: int64 [d_ff]
@@ -168,12 +148,6 @@ class Path:
 
     def ready(self, layer: nn.Module, weights: Weights) -> Weights:
         """The weights as this path reads them: its copies, brought up to date, in the place of what they stand for."""
-        if not torch.compiler.is_compiling() and (found := self._unchanged(layer, weights)) is not None:
-            return found[0]
-        return self._look(layer, weights)
-
-    def _look(self, layer: nn.Module, weights: Weights) -> Weights:
-        """`ready`, with nothing taken for granted."""
         order, places = self._held(layer)
         # Compiled code makes the view itself, and has the note kept elsewhere: it may not write to a weight.
         views = self._views(layer, weights) if torch.compiler.is_compiling() else {}
@@ -199,24 +173,6 @@ class Path:
         sources = [(copy, getattr(weights, copy.source)) for copy in self.wanted(layer.reordered)]
         return {copy.name: weight.detach().t() for copy, weight in sources if copies.is_view(copy.how, weight)}
 
-    def _unchanged(self, layer: nn.Module, weights: Weights) -> tuple[Weights, Kept] | None:
-        """What `ready` gives where the copies are up to date, as on most calls, and a place for what holds as long as
-        they are; None where it has to look closer."""
-        roles, ordered = _roles(self.wanted(layer.reordered), tuple([t is None for t in weights])), self._orders(layer)
-        there = held(layer)
-        places = [there.get(buffer) for buffer in roles.buffers]
-        order = there.get(ORDER) if ordered else None
-        if not places or any(place is None for place in places) or ordered and order is None:
-            return None
-        sources, beside = [weights[at] for at in roles.sources], [weights[at] for at in roles.beside]
-        kept = copies.unchanged(places, sources, order, beside, layer.training)
-        if kept is None:
-            return None
-        ready = list(weights)
-        for at, place in zip(roles.read_at, places):
-            ready[at] = place
-        return Weights(*ready), kept
-
     def _held(self, layer: nn.Module) -> tuple[Tensor | None, list[Tensor | None]]:
         """The order of the neurons, None for the layer's own, and the copies, as far as they are there."""
         there = held(layer)
@@ -239,13 +195,28 @@ class Path:
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Tensor:
         """The layer's output for x [..., d_model], without gradients. stats: int64 [4] to count in, as inference.infer
         does; None: count nothing."""
-        how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words}
-        found = None if torch.compiler.is_compiling() else self._unchanged(layer, weights)
-        if found is not None:
-            ready, kept = found
-            return inference.infer_again(kept, x, ready, stats, **how)
         weights = self.ready(layer, weights)
+        how = {"path": self.name, "hot": hot, "tile": layer.tile, "words": layer.words}
         return inference.infer(x, *weights[:6], down_t=weights.down_t, stats=stats, **how)
+
+    def again(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Known | None:
+        """How to do a `forward` that was just done again, for any x like this one and as long as the weights do not
+        change; None where that cannot be said."""
+        if not x.is_cuda:  # a CPU takes longer for a layer than Python does
+            return None
+        order, places = self._held(layer)
+        there = [(copy, place) for copy, place in zip(self.wanted(layer.reordered), places) if place is not None]
+        sources = [getattr(weights, copy.source) for copy, _ in there]
+        note = None
+        if there:
+            copied = {copy.source for copy, _ in there}
+            beside = [t for name, t in zip(NAMES, weights) if t is not None and name not in copied]
+            note = copies.settled([place for _, place in there], sources, order, beside)
+            if note is None:
+                return None
+        ready = weights._replace(**{copy.name: place for copy, place in there})
+        run = inference.prepared(x, ready, stats, self.name, hot, layer.tile, layer.words)
+        return None if run is None else Known(run, tuple(place for _, place in there), note)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
