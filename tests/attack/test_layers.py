@@ -79,6 +79,22 @@ def test_a_case_can_be_made_again_alone():
     assert attack.draw(5, 3).say() != attack.draw(6, 3).say()
 
 
+def test_several_processes_do_what_one_does():
+    one, several = attack.layers(5, cases=7), attack.layers(5, cases=7, processes=2)
+    assert several == one and several.layers == 7 and several.cases > 50
+    assert attack.layers(5, seconds=0.0, processes=2).layers <= 2
+
+
+def test_what_fails_in_another_process_is_told(monkeypatch):
+    monkeypatch.setattr(attack, "_part", broken_part)
+    with pytest.raises(attack.Broken, match="2 failures in 7 layers:\nnumbers 0 2 4 6\nnumbers 1 3 5"):
+        attack.layers(5, cases=7, processes=2)
+
+
+def broken_part(seed, numbers, seconds, device):
+    return attack.Counts(layers=len(numbers)), [f"numbers {' '.join(map(str, numbers))}"]
+
+
 def test_every_trait_and_path_is_drawn():
     by = attack.layers(3, cases=150).by
     traits = {

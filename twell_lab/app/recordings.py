@@ -301,16 +301,18 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
 
     if torch.cuda.is_available():
         start = time.perf_counter()
-        found = attacked.layers(
-            seed, cases=cases, seconds=420.0 if seconds is None and cases is None else seconds, device="cuda"
-        )
+        # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
+        processes = max(1, min(12, (os.cpu_count() or 1) - 2))
+        seconds = 420.0 if seconds is None and cases is None else seconds
+        found = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
         took = round(time.perf_counter() - start, 1)
-        rows = [{"attack": "layers on a GPU", **found.row(), "seconds": took}]
+        rows = [{"attack": "layers on a GPU", **found.row(), "seconds": took, "processes": processes}]
         return Record.new(
             "attack",
             "random and hostile layers on a GPU against float64",
             rows,
             {"attack": {"script": "twell_lab/bench/attack.py", "seed": seed}},
+            kernels=found.kernels,
         )
     if seconds is not None:
         raise InputError(f"seconds is {seconds} and there is no GPU here; cases is accepted: how many of each kind")

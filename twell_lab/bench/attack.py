@@ -10,11 +10,12 @@ tests/attack runs some of it, and shows that it notices a layer that is wrong.""
 
 from __future__ import annotations
 
-import itertools
+import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core.errors import TwellError
+from ..cuda import launcher
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import Choice, one_of_each
 from ..layers.paths.hot_cold import STEP
@@ -63,7 +65,7 @@ class Broken(TwellError, AssertionError):
 class Counts:
     """What an attack did. layers: how many were drawn; cases: results that were checked; rows: rows of these; excused,
     overflowed, rounded: rows that kept the bound only for that reason (accuracy.Verdict); worst: the largest error over
-    what is allowed; by: how many cases of each category."""
+    what is allowed; by: how many cases of each category; kernels: those that ran on a GPU."""
 
     layers: int = 0
     cases: int = 0
@@ -73,6 +75,7 @@ class Counts:
     rounded: int = 0
     worst: float = 0.0
     by: Counter = field(default_factory=Counter)
+    kernels: set[str] = field(default_factory=set)
 
     def add(self, rows: int, categories: list[str], verdict: accuracy.Verdict | None = None) -> None:
         """Count one result of so many rows."""
@@ -84,6 +87,14 @@ class Counts:
             self.overflowed += verdict.overflowed
             self.rounded += verdict.rounded
             self.worst = max(self.worst, verdict.ratio)
+
+    def take(self, other: Counts) -> None:
+        """Count what another part of the attack did, too."""
+        for name in ("layers", "cases", "rows", "excused", "overflowed", "rounded"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.worst = max(self.worst, other.worst)
+        self.by += other.by
+        self.kernels |= other.kernels
 
     def row(self) -> dict:
         """As a row of a record."""
@@ -334,23 +345,48 @@ def layers(
     number: int | None = None,
     device: str = "cpu",
     change: Callable[[str, Tensor], Tensor] = lambda path, y: y,
+    processes: int = 1,
 ) -> Counts:
     """Attack layers on `device`, until `cases` were drawn or `seconds` have passed; or only the one of this `number`.
 
     Each layer is computed on every path. change: a function of a path's name and result, applied before the result is
-    judged, for tests of the attack itself. Raises Broken with all failures, at the end or after MOST_FAILURES."""
+    judged, for tests of the attack itself; with one process alone. processes: how many draw and check, each so-manyth
+    layer; their use of the device overlaps. Raises Broken with all failures, at the end or after MOST_FAILURES."""
+    numbers = range(cases if cases is not None else 2**31 if seconds is not None else 0)
+    if processes == 1:
+        numbers = numbers if number is None else range(number, number + 1)
+        counts, failures = _attacked(seed, numbers, seconds, device, change)
+    else:
+        counts, failures = Counts(), []
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            parts = [pool.submit(_part, seed, numbers[i::processes], seconds, device) for i in range(processes)]
+            for part in parts:
+                found, wrong = part.result()
+                counts.take(found)
+                failures += wrong
+    if failures:
+        raise Broken("\n".join([f"{len(failures)} failures in {counts.layers} layers:", *failures]))
+    return counts
+
+
+def _part(seed: int, numbers: range, seconds: float | None, device: str) -> tuple[Counts, list[str]]:
+    """The part of one of several processes, whose work on the CPU is to keep to one thread."""
+    torch.set_num_threads(1)
+    return _attacked(seed, numbers, seconds, device, lambda path, y: y)
+
+
+def _attacked(seed: int, numbers, seconds: float | None, device: str, change) -> tuple[Counts, list[str]]:
+    """Attack the layers of these numbers: what was done, and what failed."""
     counts, failures, begin = Counts(), [], time.monotonic()
-    numbers = range(cases) if cases is not None else itertools.count() if seconds is not None else ()
-    for each in numbers if number is None else (number,):
+    for each in numbers:
         if len(failures) >= MOST_FAILURES or seconds is not None and time.monotonic() - begin > seconds:
             break
         layer = draw(seed, each, device)
         for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):
             failures.append(f"layers, seed {seed}, case {each}, {device}: {wrong} ({layer.say()})")
         counts.layers += 1
-    if failures:
-        raise Broken("\n".join([f"{len(failures)} failures in {counts.layers} layers:", *failures]))
-    return counts
+    counts.kernels |= launcher.loaded_kernels()
+    return counts, failures
 
 
 def _check(layer: Layer, r: random.Random, counts: Counts, change) -> list[str]:

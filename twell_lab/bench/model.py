@@ -1,4 +1,5 @@
-"""A whole model of transformers: a Llama of the paper's 2B shape with random weights, dense and as planned.
+"""A whole model of transformers: a Llama of the paper's 2B shape with random weights, dense, as planned for eager
+calls, and as planned for CUDA graphs.
 
 The gates' biases are set so that each layer fires as sparsely as asked for. Every function returns rows of kind "model"
 (see twell_lab.records), with the time of the device and of plain calls (rows.clock_gpu). `gpu_ms`, beside the times of
@@ -34,6 +35,7 @@ from .rows import COMPILED, DENSE
 from .training import thresholds
 
 CLASSES = (1, 16, 256, 2048, 131072)  # of token counts, for which the model is planned
+PLANS = PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
 SLACK = 1e-3  # of the logits' norm: beside it, twice the dense model's error is allowed
 _CHECKED = 4  # sequences of a batch whose logits are compared
 
@@ -74,9 +76,10 @@ LLAMA = Shape()
 
 
 class Models:
-    """The dense model, the planned one, and a dense one in float32 to compare them with.
+    """The dense model, the planned ones, and a dense one in float32 to compare them with.
 
-    Other windows of random tokens set the biases, fill the profile, and are timed for the plan.
+    Other windows of random tokens set the biases, fill the profile, and are timed for the plans. plans, seconds,
+    planned: by path (PLANS), each plan, how long it took, and the model that follows it.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -86,21 +89,36 @@ class Models:
         fire(self.dense, windows[:2], shape.nnzs)
         firing = profile(self.dense, [windows[2:4]])
         self.nnzs = [layer.mean_nnz for layer in firing.layers]
-        self.plan, self.plan_seconds = self._planned(firing, windows[4:8])
-        self.planned = sparsify(copy.deepcopy(self.dense), self.plan, memory=SHARE, reorder=True)
+        self._compile_all()
+        self.plans: dict[str, Plan] = {}
+        self.seconds: dict[str, float] = {}
+        self.planned: dict[str, nn.Module] = {}
+        for path in PLANS:
+            for_graphs = path == FOR_GRAPHS and shape.device == "cuda"
+            self.plans[path], self.seconds[path] = self._planned(firing, windows[4:8], for_graphs)
+            self.planned[path] = sparsify(copy.deepcopy(self.dense), self.plans[path], memory=SHARE, reorder=True)
         self.exact = copy.deepcopy(self.dense).float()
 
-    def _planned(self, firing, windows: Tensor) -> tuple[Plan, float]:
-        with torch.no_grad():  # each kernel is compiled once on a machine: that is no part of the time
+    def _compile_all(self) -> None:
+        """Compile the kernels, as happens once on a machine: that is no part of the time that a plan takes."""
+        with torch.no_grad():
             for choice in one_of_each(self.shape.d_ff, STEP):
                 layer = SparseFFN.from_module(feed_forwards(self.dense)[0].module, plan=choice)
                 for tokens in CLASSES:
                     layer(torch.zeros(tokens, self.shape.d_model, dtype=torch.bfloat16, device=self.shape.device))
+
+    def _planned(self, firing, windows: Tensor, for_graphs: bool) -> tuple[Plan, float]:
         _drain(self.shape)
         start = time.perf_counter()
         # Next to no copies of weights: where hot/cold is taken, the layers' own neurons are put in its order.
         plan = planner.plan(
-            firing, self.dense, tokens=CLASSES, batches=list(windows.split(2)), memory=SHARE, reorder=True
+            firing,
+            self.dense,
+            tokens=CLASSES,
+            batches=list(windows.split(2)),
+            memory=SHARE,
+            reorder=True,
+            for_graphs=for_graphs,
         )
         _drain(self.shape)
         return plan, time.perf_counter() - start
@@ -125,13 +143,12 @@ class Models:
 
     def facts(self, tokens: int) -> dict[str, dict]:
         """What the rows of each path say of its weights, and of what each layer does with so many tokens."""
-        taken = Counter(layer.choice(tokens).path for layer in self.plan.layers)
-        choice = ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
-        return {
-            DENSE: {"weight_bytes": weight_bytes(self.dense)},
-            "planned": {"weight_bytes": weight_bytes(self.planned), "choice": choice},
-            "planned compiled": {"choice": choice},
-        }
+        found: dict[str, dict] = {DENSE: {"weight_bytes": weight_bytes(self.dense)}}
+        for name, plan in self.plans.items():
+            taken = Counter(layer.choice(tokens).path for layer in plan.layers)
+            choice = ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
+            found[name] = {"weight_bytes": weight_bytes(self.planned[name]), "choice": choice}
+        return found | {f"{PLANNED} compiled": {"choice": found[PLANNED]["choice"]}}
 
 
 def llama(shape: Shape) -> nn.Module:
@@ -202,24 +219,30 @@ def weight_bytes(model: nn.Module) -> int:
 def plan_rows(models: Models) -> list[dict]:
     """How long `twell_lab.plan` took for the classes CLASSES, from a profile on."""
     shared = models.shared(max(CLASSES), f"plan of {len(CLASSES)} token classes")
-    return [rows.row(shared, "plan", [1e3 * models.plan_seconds], classes=list(CLASSES))]
+    named = {PLANNED: "plan", FOR_GRAPHS: "plan for graphs"}
+    return [
+        rows.row(shared, named[path], [1e3 * seconds], classes=list(CLASSES))
+        for path, seconds in models.seconds.items()
+    ]
 
 
 @torch.no_grad()
 def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, graphs: bool = False) -> list[dict]:
-    """The model on `sequences` of `context` tokens each, which gives the logits of the last one: eager, and as a CUDA
-    graph; or, compiled, the rows of the compiled models alone."""
+    """The model on `sequences` of `context` tokens each, which gives the logits of the last one: eager; with `graphs`
+    also as a CUDA graph, and the model that is planned for these; or, compiled, the rows of the compiled models
+    alone."""
     shape = models.shape
     ids = torch.randint(0, shape.vocabulary, (measure.ROTATED, sequences, shape.context), device=shape.device)
 
     def through(model: nn.Module, some: slice = slice(None)) -> Callable[[int], Tensor]:
         return lambda turn: model(ids[turn % len(ids)][some], use_cache=False, logits_to_keep=1).logits
 
-    ways = {DENSE: models.dense, "planned": models.planned}
+    ways = {DENSE: models.dense, **(models.planned if graphs else {PLANNED: models.planned[PLANNED]})}
     if compiled:
         torch._dynamo.reset()
         whole = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-        ways = {DENSE: models.dense, COMPILED: whole(models.dense), "planned compiled": whole(models.planned)}
+        ways = {DENSE: models.dense, COMPILED: whole(models.dense)}
+        ways[f"{PLANNED} compiled"] = whole(models.planned[PLANNED])
     calls = {name: through(model) for name, model in ways.items()}
     facts = _check(calls, through(models.exact, slice(_CHECKED)), models.facts(sequences * shape.context))
     rounds = 3 if sequences > 1 else 10
@@ -239,7 +262,7 @@ def decode_rows(models: Models, batch: int) -> list[dict]:
     some = slice(_CHECKED)
     steps = {
         name: _Step(model, ids[:, :1], [(layer.keys, layer.values) for layer in before])
-        for name, model in ((DENSE, models.dense), ("planned", models.planned))
+        for name, model in {DENSE: models.dense, **models.planned}.items()
     }
     exact = _Step(
         models.exact, ids[some, :1], [(layer.keys[some].float(), layer.values[some].float()) for layer in before]
