@@ -375,7 +375,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _remember(self, x: Tensor, weights: Weights, made: Callable[[], Known | None], counts: bool = False) -> None:
         """Have `forward` compute inputs like this one as `made` says, while nothing of the layer changes."""
-        if self.training or self._watch is not None or type(x) is not Tensor or not x.numel():
+        drops = self.training and self._dropout is not None
+        if drops or self._watch is not None or type(x) is not Tensor or not x.numel():
             return
         there = [t for t in weights if t is not None]
         if torch.compiler.is_compiling() or not checks.plain_eager() or checks.needs_gradient(x, *there):

@@ -214,11 +214,28 @@ def test_gradients_transforms_and_modes_look(layer, x):
     assert torch.equal(compiled(x), layer.dense(x)) and not layer.looks(x)
 
 
-def test_while_it_is_trained_it_looks(layer, x):
+class LikeT5(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wi, self.act, self.dropout = nn.Linear(D_MODEL, D_FF, bias=False), nn.ReLU(), nn.Dropout(0.5)
+        self.wo = nn.Linear(D_FF, D_MODEL, bias=False)
+
+    def forward(self, x):
+        return self.wo(self.dropout(self.act(self.wi(x))))
+
+
+def test_in_training_mode_it_looks_only_where_there_is_dropout(layer, x):
     layer.sparse.train()
-    with torch.no_grad():
-        layer.sparse(x)
-        assert layer.looks(x)
+    layer.looks(x)
+    assert not layer.looks(x)
+    sparse = SparseFFN(LikeT5().requires_grad_(False), plan=DENSE)
+    assert sparse._dropout is not None
+    assert not torch.equal(sparse(x), sparse(x))
+    sparse.eval()
+    first = sparse(x)
+    assert torch.equal(sparse(x), first) and sparse._again is not None
+    sparse.train()
+    assert not torch.equal(sparse(x), sparse(x)) and sparse._again is None
 
 
 def test_copies_begin_anew(layer, x):
