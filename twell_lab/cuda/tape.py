@@ -47,7 +47,7 @@ class Tape:
 
         Every call must pass the same `run`, inputs of the same shapes, strides, types and devices, and `fixed` at the
         same addresses: this is not checked. The addresses of the inputs may change; where their alignment to 16 bytes
-        changes, `run` is called instead of a replay. No tensor is kept alive.
+        changes, or another one of them is None, `run` is called instead of a replay. No tensor is kept alive.
 
         Some calls are never recorded, and always call `run`: on a CPU, where two inputs (or an input and a tensor of
         `fixed`) share memory, and where a kernel or the result has an address outside of the inputs, `fixed` and what
@@ -161,7 +161,7 @@ class _Replay:
     """A call that was recorded, to be replayed. Tensors are numbered as in `_Recording`."""
 
     def __init__(self, recording: _Recording, results: list[int], several: bool) -> None:
-        self.alignments = [address(t) & 15 for t in recording.inputs]
+        self.alignments = _alignments([*map(address, recording.inputs)])
         self.device = next(t.device for t in recording.inputs if t is not None)
         self.launches, self.results, self.several = recording.launches, results, several
         allocated = dict(enumerate(recording.allocations, len(recording.inputs) + 1))
@@ -174,9 +174,9 @@ class _Replay:
         self.own = threading.local()  # .batch: of each thread that replays
 
     def fits(self, at: list[int]) -> bool:
-        """Whether inputs at these addresses, 0 for None, are aligned as the recorded ones were: nothing else of an
-        address decides which kernels are launched."""
-        return [each & 15 for each in at] == self.alignments
+        """Whether inputs at these addresses, 0 for None, are aligned as the recorded ones were, and None where those
+        were: nothing else of an address decides which kernels are launched."""
+        return _alignments(at) == self.alignments
 
     def replay(self, inputs: Sequence[Tensor | None], at: list[int]) -> Any:
         """at: the addresses of the inputs, 0 for None. Every function that is called here is felt by who calls."""
@@ -201,6 +201,11 @@ class _Replay:
         if not self.several:
             return tensors[self.results[0]]
         return tuple([tensors[number] for number in self.results])
+
+
+def _alignments(at: list[int]) -> list[int]:
+    """The bytes by which each address lies beyond a multiple of 16; -1 for None."""
+    return [each & 15 if each else -1 for each in at]
 
 
 def _span(t: Tensor | None) -> tuple[int, int]:

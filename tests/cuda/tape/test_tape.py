@@ -93,6 +93,23 @@ def test_a_replay_launches_the_same_for_tensors_that_lie_elsewhere(driver):
         assert [each[:2] for each in again] == [each[:2] for each in first]
 
 
+def test_another_input_that_is_none_is_no_replay(driver):
+    def run(x, dl1):
+        y = new(4)
+        launch("with" if dl1 is not None else "without", "PPP", x, dl1, y)
+        return y
+
+    x = gpu(4)
+    for recorded in (None, gpu(4)):
+        made = Tape()
+        made.play(run, (x, recorded))
+        for given in (None, gpu(4), None):
+            launches, _ = seen(driver, lambda given=given, made=made: made.play(run, (x, given)))
+            (name, _, values), expected = launches[0], given is not None
+            assert name == ("with" if expected else "without")
+            assert values[:2] == [x.data_ptr(), given.data_ptr() if expected else 0]
+
+
 def test_a_structure_is_made_again_only_for_other_addresses(driver):
     made, asked = Tape(), []
 
