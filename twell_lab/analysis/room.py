@@ -17,7 +17,7 @@ from torch import nn
 from ..core.errors import InputError
 from ..layers.anatomy import FeedForward
 from ..layers.choice import DENSE, Candidate, Choice, LayerPlan
-from ..layers.layout import copy_bytes
+from ..layers.layout import Holders, copy_bytes
 from ..layers.paths import PATHS
 from ..ops import decode
 from . import costs
@@ -50,9 +50,9 @@ class Room:
         whole = sum(p.nbytes for p in model.parameters())
         self.left = max(0.0, (memory * whole if whole else 0.0) - held)
 
-    def need(self, found: FeedForward) -> dict[str, int]:
-        """The bytes of copies that the layer holds for each path."""
-        return copy_bytes(found, self.reorders)
+    def need(self, found: FeedForward, holders: Holders | None = None) -> dict[str, int]:
+        """The bytes of copies that the layer holds for each path. holders: of it and other layers, if known."""
+        return copy_bytes(found, self.reorders, holders)
 
     def fit(
         self, found: FeedForward, plan: LayerPlan, rates: Rates | None, need: dict[str, int] | None = None
@@ -75,7 +75,8 @@ class Room:
 
     def fit_all(self, layers: Sequence[tuple[FeedForward, LayerPlan]], rates: Rates | None) -> list[LayerPlan]:
         """The plans of these layers, each as `fit` gives it; those that gain most a byte come first."""
-        needs, gains = [self.need(found) for found, _ in layers], {}
+        holders = Holders(found for found, _ in layers) if self.reorders else None
+        needs, gains = [self.need(found, holders) for found, _ in layers], {}
         for at, ((found, plan), need) in enumerate(zip(layers, needs)):
             plan = self._in_order(plan, rates, need)
             bare = without(plan, rates, lambda _, choice, need=need: not need[choice.path], "")

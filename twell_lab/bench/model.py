@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..analysis import planner
+from ..analysis.costs import measure_rates
 from ..analysis.plan import Plan
 from ..analysis.profile import profile
 from ..analysis.room import SHARE
@@ -100,11 +101,14 @@ class Models:
         self.exact = copy.deepcopy(self.dense).float()
 
     def _compile_all(self) -> None:
-        """Compile the kernels, as happens once on a machine: that is no part of the time that a plan takes."""
+        """Compile the kernels, as happens once on a machine: that is no part of the time that a plan takes. There are
+        decode kernels for each power of two of tokens."""
+        if self.shape.device == "cuda":
+            measure_rates(self.shape.device, torch.bfloat16)
         with torch.no_grad():
             for choice in one_of_each(self.shape.d_ff, STEP):
                 layer = SparseFFN.from_module(feed_forwards(self.dense)[0].module, plan=choice)
-                for tokens in CLASSES:
+                for tokens in sorted({*CLASSES, *(2**n for n in range(12))}):
                     layer(torch.zeros(tokens, self.shape.d_model, dtype=torch.bfloat16, device=self.shape.device))
 
     def _planned(self, firing, windows: Tensor, for_graphs: bool) -> tuple[Plan, float]:

@@ -137,11 +137,12 @@ def _picked(t: Tensor, dim: int, order: Tensor) -> Tensor:
 class Layout:
     """How the weights of one SparseFFN lie.
 
-    turns, reorders: whether they may be turned, and then also reordered. neurons: the order in which they lie, None for
-    their own. why: what kept them from being reordered the last time that they should have been."""
+    turns, reorders: whether they may be turned, and then also reordered. holders: as for `obstacle`. neurons: the order
+    in which they lie, None for their own. why: what kept them from being reordered the last time that they should have
+    been."""
 
-    def __init__(self, turns: bool = False, reorders: bool = False) -> None:
-        self.turns, self.reorders = turns, reorders
+    def __init__(self, turns: bool = False, reorders: bool = False, holders: Holders | None = None) -> None:
+        self.turns, self.reorders, self.holders = turns, reorders, holders
         self.neurons: list[int] | None = None
         self.why: str | None = None
         self.seats: dict[str, Seat] = {}  # gate, up, down
@@ -160,7 +161,8 @@ class Layout:
         order = order if self.reorders else None
         if self.neurons is not None and self.neurons != order:
             self.restore(layer)
-        self.why = None if order is None or self.neurons is not None else obstacle(layer.feed_forward(""))
+        asks = order is not None and self.neurons is None
+        self.why = obstacle(layer.feed_forward(""), self.holders) if asks else None
         if order is not None and self.neurons is None and self.why is None:
             self._reorder(layer, order)
         part, seat = layer.down, self.seats.get("down")
@@ -284,8 +286,9 @@ def _own(module: nn.Module) -> Sequence[Tensor]:
 # ---- what can be done with a layer ----
 
 
-def obstacle(found: FeedForward) -> str | None:
-    """Why the neurons of a layer, dense or swapped, cannot be reordered unseen; None if they can."""
+def obstacle(found: FeedForward, holders: Holders | None = None) -> str | None:
+    """Why the neurons of a layer, dense or swapped, cannot be reordered unseen; None if they can. holders: of several
+    layers, this one among them, if they are known."""
     module, parts = found.module, _parts(found)
     family = None if isinstance(module, StandIn) else family_of(module)
     if not module.registered if isinstance(module, StandIn) else family is not None and family.inside:
@@ -302,36 +305,55 @@ def obstacle(found: FeedForward) -> str | None:
             return f"{name} is not contiguous"
         if t.grad is not None:
             return f"{name} has a gradient, in the neurons' own order"
-    why = _tie(parts, counted, _own(module))
+    why = _tie(parts, counted, _own(module), holders or Holders([found]))
     if why is not None and not turned.capturing(found.up.weight):
         gc.collect()  # what nobody reads any more, such as a compiler's notes, may not have gone yet
-        why = _tie(parts, counted, _own(module))
+        why = _tie(parts, counted, _own(module), Holders([found]))
     return why
 
 
-def _tie(parts: dict[str, nn.Linear], counted: dict[str, Tensor], own: Sequence[Tensor]) -> str | None:
+def _tie(
+    parts: dict[str, nn.Linear], counted: dict[str, Tensor], own: Sequence[Tensor], holders: Holders
+) -> str | None:
     for name, t in counted.items():
         if not turned.movable(t, own):
             return f"{name} is tied, sharded, or can be changed unseen"
-    if _in_part([*parts.values()], []) or _in_part([*counted.values()], [part._parameters for part in parts.values()]):
+    own_dicts = [part._parameters for part in parts.values()]
+    if holders.in_part([*parts.values()], []) or holders.in_part([*counted.values()], own_dicts):
         return "another module has some of its projections or weights, and not all"
     return None
 
 
-def _in_part(members: list, own: list[dict]) -> bool:
-    """Whether a dictionary, such as a module's, holds some of these members and not all. own: dictionaries that may."""
-    ids = {id(each) for each in members}
-    for holder in gc.get_referrers(*members):
-        if isinstance(holder, dict) and not any(holder is each for each in own) and "__builtins__" not in holder:
-            if 0 < len(ids.intersection(map(id, [*holder.values()]))) < len(ids):
+class Holders:
+    """Which dictionaries, such as those of modules, hold the projections and weights of some layers.
+
+    Finding out takes a look at every object that Python knows, as long for all layers of a model as for one."""
+
+    def __init__(self, layers: Iterable[FeedForward]) -> None:
+        members = []
+        for found in layers:
+            members += [*_parts(found).values(), *Weights.of(found.gate, found.up, found.down).named().values()]
+        self._of: dict[int, list[dict]] = {id(each): [] for each in members}
+        for holder in gc.get_referrers(*members):
+            if isinstance(holder, dict) and "__builtins__" not in holder:
+                for at in self._of.keys() & set(map(id, [*holder.values()])):
+                    self._of[at].append(holder)
+
+    def in_part(self, members: list, own: list[dict]) -> bool:
+        """Whether a dictionary holds some of these members and not all. own: dictionaries that may."""
+        ids = {id(each) for each in members}
+        for holder in [holder for each in ids for holder in self._of[each]]:
+            if not any(holder is each for each in own) and len(ids.intersection(map(id, [*holder.values()]))) < len(
+                ids
+            ):
                 return True
-    return False
+        return False
 
 
-def copy_bytes(found: FeedForward, reorders: bool) -> dict[str, int]:
+def copy_bytes(found: FeedForward, reorders: bool, holders: Holders | None = None) -> dict[str, int]:
     """For each path, the bytes of the copies of weights that a layer, dense or swapped, holds for it where it infers,
-    once `sparsify` has swapped it. reorders: whether its neurons may be reordered."""
+    once `sparsify` has swapped it. reorders: whether its neurons may be reordered. holders: as for `obstacle`."""
     weights = Weights.of(found.gate, found.up, found.down)
-    reordered = reorders and obstacle(found) is None
+    reordered = reorders and obstacle(found, holders) is None
     turns = type(found.down) is nn.Linear and turned.turns(weights.down, _own(found.module))
     return {name: path.copy_bytes(weights, turns or reordered, reordered) for name, path in PATHS.items()}

@@ -20,7 +20,7 @@ from .again import Again, Known
 from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
 from .families import accepted
-from .layout import DIMS, Layout, drop_views
+from .layout import DIMS, Holders, Layout, drop_views
 from .learner import Learner
 from .parts import Cut, HandOn, part_at, put
 from .paths import PATHS, dense
@@ -75,6 +75,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         _check: bool = True,
         _turns: bool = False,
         _reorders: bool = False,
+        _holders: Holders | None = None,
         _both: bool = False,
     ):
         super().__init__()
@@ -123,13 +124,14 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._aliases: dict[str, Tensor] = {}
         self._learned = False
         self.train(source.training)
-        self.layout = Layout(_turns, _reorders)
+        self.layout = Layout(_turns, _reorders, _holders)
         copies.check_finite(self._weights().named())
         self.register_load_state_dict_post_hook(SparseFFN._forget)
         self.neurons: list[int] | None = None  # their order on a path that splits, the hot ones first
         self._rows: tuple[Tensor, list[Tensor]] | None = None  # the counters, and each class's row of them
         self.fuses_dense = False  # what the dense path found out last (dispatch.fuses)
         self.follow(plan)
+        self.layout.holders = None  # there may be others from now on
         buffers = {"stats", *(name for path in PATHS.values() for name in path.buffers)}
         self._born = buffers.union(vars(self), self._parameters, self._modules)
 

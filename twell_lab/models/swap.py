@@ -16,6 +16,7 @@ from ..layers import hooks, probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert, Routed
+from ..layers.layout import Holders
 from ..layers.parts import HandOn
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
@@ -107,6 +108,7 @@ def sparsify(
     shared = Shared(room)
     follows = _followed(plan, [found for found in layers if found.name not in alone], room)
     how = {"tile": tile, "words": words, "_check": False, "_turns": True, "_reorders": reorder}
+    how["_holders"] = Holders(layers) if reorder else None
     for found in layers:
         source, followed = found.module, follows.get(found.name, DENSE)
         if isinstance(source, SparseFFN):

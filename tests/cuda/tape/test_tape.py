@@ -103,11 +103,11 @@ def test_another_input_that_is_none_is_no_replay(driver):
     for recorded in (None, gpu(4)):
         made = Tape()
         made.play(run, (x, recorded))
-        for given in (None, gpu(4), None):
-            launches, _ = seen(driver, lambda given=given, made=made: made.play(run, (x, given)))
-            (name, _, values), expected = launches[0], given is not None
+        for dl1_now in (None, gpu(4), None):
+            launches, _ = seen(driver, lambda dl1_now=dl1_now, made=made: made.play(run, (x, dl1_now)))
+            (name, _, values), expected = launches[0], dl1_now is not None
             assert name == ("with" if expected else "without")
-            assert values[:2] == [x.data_ptr(), given.data_ptr() if expected else 0]
+            assert values[:2] == [x.data_ptr(), dl1_now.data_ptr() if expected else 0]
 
 
 def test_a_structure_is_made_again_only_for_other_addresses(driver):
