@@ -61,14 +61,17 @@ def test_on_a_gpu_the_layers_are_attacked(monkeypatch):
     """Run on the CPU here, by the same function."""
     real, asked = attack.layers, {}
 
-    def layers(seed, *, cases, seconds, device):
-        asked.update(cases=cases, seconds=seconds, device=device)
-        return real(seed, cases=4)
+    def layers(seed, *, cases, seconds, device, processes):
+        asked.update(cases=cases, seconds=seconds, device=device, processes=processes)
+        found = real(seed, cases=4)
+        found.kernels = {"smxx_pack"}  # which ran in other processes
+        return found
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attack, "layers", layers)
-    monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, name, purpose, rows, notes: (name, rows, notes)))
-    name, (row,), notes = recordings.attack(seed=2)
+    monkeypatch.setattr(records.Record, "new", classmethod(lambda cls, *told, kernels: (*told, kernels)))
+    name, _, (row,), notes, kernels = recordings.attack(seed=2)
+    assert asked.pop("processes") == row["processes"] >= 1 and kernels == {"smxx_pack"}
     assert asked == {"cases": None, "seconds": 420.0, "device": "cuda"} and name == "attack" and "kernels" not in notes
     assert (
         row["layers"] == 4
