@@ -54,6 +54,22 @@ def test_it_sees_other_bits_the_second_time(monkeypatch):
         attack.layers(seed=1, cases=20)
 
 
+def test_a_path_that_raises_is_told_and_the_others_go_on(monkeypatch):
+    real, calls = attack.inference.infer, []
+
+    def raising(*tensors, **how):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+        return real(*tensors, **how)
+
+    monkeypatch.setattr(attack.inference, "infer", raising)
+    with pytest.raises(
+        attack.Broken, match="1 failures in 5 layers:\nlayers, seed 1, case 0, cpu: RuntimeError: out of"
+    ):
+        attack.layers(seed=1, cases=5)
+
+
 def test_memory_that_nobody_wrote_is_seen(monkeypatch):
     real = attack.inference.infer
 

@@ -302,7 +302,7 @@ def attack(seed: int = 0, seconds: float | None = None, cases: int | None = None
     if torch.cuda.is_available():
         start = time.perf_counter()
         # Drawing and judging take the CPU longer than the GPU; and others at work beside them are hostile, too.
-        processes = max(1, min(12, (os.cpu_count() or 1) - 2))
+        processes = max(1, min(8, (os.cpu_count() or 1) // 2))  # each may hold gigabytes of float64
         seconds = 420.0 if seconds is None and cases is None else seconds
         found = attacked.layers(seed, cases=cases, seconds=seconds, device="cuda", processes=processes)
         took = round(time.perf_counter() - start, 1)

@@ -47,6 +47,7 @@ from ..ops import (
 from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .rows import dense_hidden, error_over_allowed, exact_gradients, first_projection, gradient_sums
 
+_EMPTIED = 16  # of so many layers one is the last that leaves its memory to the next
 MOST_FAILURES = 10  # an attack ends after so many: more of them teach nothing
 _SLEEP = 300_000  # cycles by which an input is late on a side stream: a fifth of a millisecond
 _GEOMETRIES = ((TILE, WORDS), (TILE, WORDS), (64, 17), (32, 33), (100, 5), (8, 3), (7, 2), (300, 40), (1, 2))
@@ -382,8 +383,13 @@ def _attacked(seed: int, numbers, seconds: float | None, device: str, change) ->
         if len(failures) >= MOST_FAILURES or seconds is not None and time.monotonic() - begin > seconds:
             break
         layer = draw(seed, each, device)
-        for wrong in _check(layer, random.Random(f"checks {seed} {each}"), counts, change):
-            failures.append(f"layers, seed {seed}, case {each}, {device}: {wrong} ({layer.say()})")
+        try:
+            found = _check(layer, random.Random(f"checks {seed} {each}"), counts, change)
+        except Exception as error:  # the attack goes on, and says which layer it was
+            found = [f"{type(error).__name__}: {error}"]
+        failures += [f"layers, seed {seed}, case {each}, {device}: {wrong} ({layer.say()})" for wrong in found]
+        if device != "cpu" and counts.layers % _EMPTIED == 0:  # other processes need memory, too
+            torch.cuda.empty_cache()
         counts.layers += 1
     counts.kernels |= launcher.loaded_kernels()
     return counts, failures
