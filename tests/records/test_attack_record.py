@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell_lab import records
-from twell_lab.app import cli, recordings
+from twell_lab.app import cli, recordings, tables
 from twell_lab.bench import attack
 from twell_lab.core import folders
 from twell_lab.core.errors import InputError
@@ -127,9 +127,9 @@ def test_the_table_of_the_readme():
             "2026-01-03T00:00:00Z", False, [{"attack": "formats", "cases": 100000}, {"suite": "attack", "passed": 3}]
         ),
     ]
-    lines = recordings.attack_table(made).splitlines()
+    lines = tables.attacks(made).splitlines()
     assert lines[2:] == [
         "| layers on a GPU | 20,000 | 3,000,000 | 3 | 0.91 | NVIDIA H100, 2026-01-02 |",
         "| formats | 100,000 |  |  |  | a CPU, 2026-01-03 |",
     ]
-    assert "nothing is recorded yet" in recordings.attack_table([])
+    assert "nothing is recorded yet" in tables.attacks([])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twell_lab import records
-from twell_lab.app import cli, recordings
+from twell_lab.app import cli, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,10 +49,10 @@ def test_targets_extras_and_files_exist():
         assert (ROOT / picture).is_file(), picture
 
 
-@pytest.mark.parametrize("table", [recordings.attack_table, recordings.host_table])
+@pytest.mark.parametrize("table", [tables.attacks, tables.host, tables.calls, tables.model])
 def test_a_table_of_records_is_that_of_the_newest(table):
     after = README.partition(
-        '<!-- python -c "from twell_lab import records; from twell_lab.app import recordings; '
-        f'print(recordings.{table.__name__}(records.load_all()))" prints this table -->\n'
+        '<!-- python -c "from twell_lab import records; from twell_lab.app import tables; '
+        f'print(tables.{table.__name__}(records.load_all()))" prints this table -->\n'
     )[2]
     assert after.partition("\n\n")[0] == table(records.load_all())

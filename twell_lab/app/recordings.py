@@ -342,54 +342,6 @@ def sweep() -> Record:
     return runs.record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
 
 
-def attack_table(recorded: list[Record]) -> str:
-    """The newest attack on a GPU and the newest without one, of these records (oldest first), as a Markdown table."""
-    newest = {
-        "gpus" in record.machine and bool(record.machine["gpus"]): record
-        for record in recorded
-        if record.name == "attack"
-    }
-    lines = [
-        "| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |",
-        "|---|---|---|---|---|---|",
-    ]
-    for gpu, record in sorted(newest.items(), reverse=True):
-        where = f"{record.machine['gpus'][0]['name'] if gpu else 'a CPU'}, {record.date[:10]}"
-        for row in record.rows:
-            if "attack" in row:
-                excused = row["excused_rows"] + row["overflowed_rows"] + row["rounded_rows"] if "rows" in row else None
-                numbers = [row["cases"], row.get("rows"), excused]
-                shown = ["" if number is None else f"{number:,}" for number in numbers]
-                lines.append(f"| {row['attack']} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
-    return "\n".join(lines if newest else [*lines, "| nothing is recorded yet | | | | | |"])
-
-
-def host_table(recorded: list[Record]) -> str:
-    """The newest record of host times, of these records (oldest first), as a Markdown table: for each number of tokens
-    milliseconds on the wall of a plain call of torch's dense layer and of TwELL, and how long TwELL's took to return.
-    """
-    record = next((each for each in reversed(recorded) if each.name == "host-time"), None)
-    if record is None:
-        return "| milliseconds of a plain call |\n|---|\n| nothing is recorded yet |"
-    rows = {(row["workload"], row["path"], row["tokens"]): row for row in record.rows if row.get("kind") == "host"}
-    counts = sorted({tokens for *_, tokens in rows})
-    device = next(iter(rows.values()))["device"]
-    heads = [
-        f"milliseconds, {device}, {record.date[:10]}",
-        *(f"{count:,} token{'s' * (count > 1)}" for count in counts),
-    ]
-    lines = [heads, ["---"] * len(heads)]
-    for workload in dict.fromkeys(workload for workload, *_ in rows):
-        dense, ours = ([rows[workload, path, count] for count in counts] for path in ("dense eager", "twell"))
-        lines += [
-            [f"{workload}: torch's dense layer", *(f"{row['wall_ms']:.3g}" for row in dense)],
-            [f"{workload}: TwELL", *(f"{row['wall_ms']:.3g}" for row in ours)],
-            ["of that, until the call returns", *(f"{row['ms']:.3g}" for row in ours)],
-            ["times as fast", *(f"{a['wall_ms'] / b['wall_ms']:.2f}" for a, b in zip(dense, ours))],
-        ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 RECORDINGS = {
     "portable": portable,
     "inference": inference,

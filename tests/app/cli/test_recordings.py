@@ -4,7 +4,6 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -127,28 +126,3 @@ def test_the_notes_say_what_was_left_out(monkeypatch, tmp_path, capsys):
     assert set(made) == {"inference", "training", "model"}
     assert all(record.notes["left_out"] == {"decode": "all"} for record in made.values())
     assert made["inference"].notes["startup_seconds"] == {"first call, 1 tokens": 0.2}
-
-
-def test_the_table_of_host_times_is_made_of_the_newest_record():
-    def made(day: int, factor: float) -> records.Record:
-        rows = [
-            {"kind": "host", "device": "NVIDIA H100", "path": path, "workload": what, "tokens": tokens, "ms": ms}
-            | {"wall_ms": factor * (ms + 0.01 * tokens)}
-            for what in ("forward", "forward and backward")
-            for tokens in (1, 2048)
-            for path, ms in (("dense eager", 0.1), ("twell", 0.2), ("hot_cold 512", 0.3))
-        ]
-        return records.Record(
-            "host-time", "a test's own", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={}
-        )
-
-    lines = recordings.host_table([made(1, 9.0), made(2, 1.0), replace(made(3, 5.0), name="inference")]).splitlines()
-    assert lines[0] == "| milliseconds, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |"
-    assert lines[2:6] == [
-        "| forward: torch's dense layer | 0.11 | 20.6 |",
-        "| forward: TwELL | 0.21 | 20.7 |",
-        "| of that, until the call returns | 0.2 | 0.2 |",
-        "| times as fast | 0.52 | 1.00 |",
-    ]
-    assert len(lines) == 10 and lines[6].startswith("| forward and backward: torch's dense layer | ")
-    assert "nothing is recorded yet" in recordings.host_table([])

@@ -1,0 +1,87 @@
+"""The tables of the README: which record and rows they are made of, and what they say without one."""
+
+from dataclasses import replace
+
+from twell_lab import records
+from twell_lab.app import tables
+
+
+def test_the_table_of_host_times_is_made_of_the_newest_record():
+    def made(day: int, factor: float) -> records.Record:
+        rows = [
+            {"kind": "host", "device": "NVIDIA H100", "path": path, "workload": what, "tokens": tokens, "ms": ms}
+            | {"wall_ms": factor * (ms + 0.01 * tokens)}
+            for what in ("forward", "forward and backward")
+            for tokens in (1, 2048)
+            for path, ms in (("dense eager", 0.1), ("twell", 0.2), ("hot_cold 512", 0.3))
+        ]
+        return records.Record(
+            "host-time", "a test's own", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={}
+        )
+
+    lines = tables.host([made(1, 9.0), made(2, 1.0), replace(made(3, 5.0), name="inference")]).splitlines()
+    assert lines[0] == "| milliseconds, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |"
+    assert lines[2:6] == [
+        "| forward: torch's dense layer | 0.11 | 20.6 |",
+        "| forward: TwELL | 0.21 | 20.7 |",
+        "| of that, until the call returns | 0.2 | 0.2 |",
+        "| times as fast | 0.52 | 1.00 |",
+    ]
+    assert len(lines) == 10 and lines[6].startswith("| forward and backward: torch's dense layer | ")
+    assert "nothing is recorded yet" in tables.host([])
+
+
+def record(name: str, day: int, rows: list[dict]) -> records.Record:
+    shared = {"device": "NVIDIA H100", "kind": "x", "ms": 1.0}
+    rows = [shared | row for row in rows]
+    return records.Record(name, "a test's own", rows, f"2026-01-0{day}T00:00:00Z", None, None, {}, kernels={})
+
+
+def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
+    def rows(factor: float) -> list[dict]:
+        shape = {"d_model": 2048, "d_ff": 5632, "workload": "independent, lognormal", "nnz": 29.0}
+        found = [
+            {**shape, "tokens": tokens, "path": path, "wall_ms": factor * ms * tokens, "choice": choice}
+            for tokens, choice in ((1, "twell"), (2048, "hot_cold 512"))
+            for path, ms in (
+                ("dense eager", 0.2),
+                ("planned", 0.1),
+                ("dense compiled", 0.15),
+                ("planned compiled", 0.3),
+            )
+        ]
+        others = ({"workload": "heavy rows: 8"}, {"nnz": 8.0}, {"d_ff": 4096})
+        return [found[0] | other | {"wall_ms": 99.0} for other in others] + found
+
+    lines = tables.calls([record("inference", 1, rows(7.0)), record("inference", 2, rows(1.0))]).splitlines()
+    assert lines[0] == "| milliseconds a call, NVIDIA H100, 2026-01-02 | 1 token | 2,048 tokens |"
+    assert lines[2:] == [
+        "| torch's dense layer | 0.2 | 410 |",
+        "| planned | 0.1 | 205 |",
+        "| it takes | TwELL | hot/cold |",
+        "| times as fast | 2.00 | 2.00 |",
+        "| times as fast, both under torch.compile | 0.50 | 0.50 |",
+    ]
+    assert "nothing is recorded yet" in tables.calls([]) and "nothing" in tables.calls([record("inference", 1, [])])
+
+
+def test_the_table_of_the_model_compares_like_with_like():
+    rows = [
+        {"workload": "Llama, 1 x 8 tokens", "path": path, "wall_ms": ms, "wall_spread": 0.5}
+        for path, ms in (
+            ("dense eager", 30.0),
+            ("planned", 20.0),
+            ("planned for graphs", 999.0),
+            ("dense eager (graph)", 1200.0),
+            ("planned (graph)", 999.0),
+            ("planned for graphs (graph)", 600.0),
+        )
+    ]
+    rows += [{"workload": "Llama, plan of 5 token classes", "path": "plan", "ms": 9000.0}]
+    assert tables.model([record("model", 1, rows)]).splitlines() == [
+        "| milliseconds, NVIDIA H100, 2026-01-01 | dense | planned | times as fast |",
+        "| --- | --- | --- | --- |",
+        "| 1 x 8 tokens | 30 (0.5) | 20 (0.5) | 1.50 |",
+        "| 1 x 8 tokens, as a CUDA graph | 1,200 (0.5) | 600 (0.5) | 2.00 |",
+    ]
+    assert "nothing is recorded yet" in tables.model([])

@@ -1,0 +1,119 @@
+"""The tables of the README that are made of records: each a function from all records, oldest first, to Markdown."""
+
+from __future__ import annotations
+
+from ..records.record import Record
+
+
+def attacks(recorded: list[Record]) -> str:
+    """The newest attack on a GPU and the newest without one, of these records (oldest first), as a Markdown table."""
+    newest = {
+        "gpus" in record.machine and bool(record.machine["gpus"]): record
+        for record in recorded
+        if record.name == "attack"
+    }
+    lines = [
+        "| attacked | cases | rows of results | rows excused | worst error, of what is allowed | recorded on |",
+        "|---|---|---|---|---|---|",
+    ]
+    for gpu, record in sorted(newest.items(), reverse=True):
+        where = f"{record.machine['gpus'][0]['name'] if gpu else 'a CPU'}, {record.date[:10]}"
+        for row in record.rows:
+            if "attack" in row:
+                excused = row["excused_rows"] + row["overflowed_rows"] + row["rounded_rows"] if "rows" in row else None
+                numbers = [row["cases"], row.get("rows"), excused]
+                shown = ["" if number is None else f"{number:,}" for number in numbers]
+                lines.append(f"| {row['attack']} | {' | '.join(shown)} | {row.get('worst_ratio', '')} | {where} |")
+    return "\n".join(lines if newest else [*lines, "| nothing is recorded yet | | | | | |"])
+
+
+def host(recorded: list[Record]) -> str:
+    """The newest record of host times, of these records (oldest first), as a Markdown table: for each number of tokens
+    milliseconds on the wall of a plain call of torch's dense layer and of TwELL, and how long TwELL's took to return.
+    """
+    record = _newest(recorded, "host-time")
+    if record is None:
+        return _nothing("milliseconds of a plain call")
+    rows = {(row["workload"], row["path"], row["tokens"]): row for row in record.rows if row.get("kind") == "host"}
+    counts = sorted({tokens for *_, tokens in rows})
+    device = next(iter(rows.values()))["device"]
+    lines = [[f"milliseconds, {device}, {record.date[:10]}", *map(_tokens, counts)]]
+    for workload in dict.fromkeys(workload for workload, *_ in rows):
+        dense, ours = ([rows[workload, path, count] for count in counts] for path in ("dense eager", "twell"))
+        lines += [
+            [f"{workload}: torch's dense layer", *(_ms(row["wall_ms"]) for row in dense)],
+            [f"{workload}: TwELL", *(_ms(row["wall_ms"]) for row in ours)],
+            ["of that, until the call returns", *(_ms(row["ms"]) for row in ours)],
+            ["times as fast", *(f"{a['wall_ms'] / b['wall_ms']:.2f}" for a, b in zip(dense, ours))],
+        ]
+    return _markdown(lines)
+
+
+def calls(recorded: list[Record]) -> str:
+    """Of the newest record of inference: what a plain call of a planned layer takes, for each number of tokens, beside
+    the dense layer's, and what the plan takes; 29 of 5,632 neurons fire."""
+    record = _newest(recorded, "inference")
+    rows = [] if record is None else [row for row in record.rows if row["workload"] == _DRAWN and 25 < row["nnz"] < 33]
+    rows = [row for row in rows if row["d_model"] == 2048 and row["d_ff"] == 5632 and "wall_ms" in row]
+    if record is None or not rows:
+        return _nothing("milliseconds a call")
+    found = {(row["path"], row["tokens"]): row for row in rows}
+    counts = sorted({tokens for path, tokens in found if path == "planned"})
+    wall = lambda path: [found[path, count]["wall_ms"] for count in counts]  # noqa: E731
+    times = lambda dense, ours: [f"{a / b:.2f}" for a, b in zip(wall(dense), wall(ours))]  # noqa: E731
+    dense, planned = wall("dense eager"), wall("planned")
+    return _markdown(
+        [
+            [f"milliseconds a call, {rows[0]['device']}, {record.date[:10]}", *map(_tokens, counts)],
+            ["torch's dense layer", *(_ms(each) for each in dense)],
+            ["planned", *(_ms(each) for each in planned)],
+            ["it takes", *(_PATHS[found["planned", count]["choice"].split()[0]] for count in counts)],
+            ["times as fast", *times("dense eager", "planned")],
+            ["times as fast, both under torch.compile", *times("dense compiled", "planned compiled")],
+        ]
+    )
+
+
+def model(recorded: list[Record]) -> str:
+    """Of the newest record of a whole model: what a plain call takes, and a CUDA graph's replay, dense and planned, and
+    in brackets the distance between the quartiles of the samples."""
+    record = _newest(recorded, "model")
+    if record is None:
+        return _nothing("milliseconds a call of the model")
+    rows = {(row["workload"], row["path"]): row for row in record.rows}
+    device = next(iter(rows.values()))["device"]
+    lines = [[f"milliseconds, {device}, {record.date[:10]}", "dense", "planned", "times as fast"]]
+    ways = (("", "dense eager", "planned"), (", as a CUDA graph", "dense eager (graph)", "planned for graphs (graph)"))
+    ways += ((", compiled", "dense compiled", "planned compiled"),)
+    for workload in dict.fromkeys(workload for workload, _ in rows):
+        for how, dense, planned in ways:
+            if (workload, planned) in rows:
+                both = [rows[workload, path] for path in (dense, planned)]
+                shown = [f"{_ms(each['wall_ms'])} ({_ms(each['wall_spread'])})" for each in both]
+                times = both[0]["wall_ms"] / both[1]["wall_ms"]
+                lines.append([f"{workload.removeprefix('Llama, ')}{how}", *shown, f"{times:.2f}"])
+    return _markdown(lines)
+
+
+_DRAWN = "independent, lognormal"  # the workload of the tables by numbers of tokens
+_PATHS = {"dense": "dense", "twell": "TwELL", "hot_cold": "hot/cold"}
+
+
+def _newest(recorded: list[Record], name: str) -> Record | None:
+    return next((each for each in reversed(recorded) if each.name == name), None)
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' * (count > 1)}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _nothing(head: str) -> str:
+    return _markdown([[head], ["nothing is recorded yet"]])
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
