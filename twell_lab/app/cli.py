@@ -293,6 +293,28 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure each size on a CPU [%(default)s]"
     )
     bench.add_argument("--out", metavar="DIR", type=path, help="save the records here")
+    predict = command("predict", _predict, "Say what a layer should take on a GPU that you do not have.")
+    predict.add_argument("gpu", metavar="GPU", help='a GPU of data/gpus.json, such as "RTX 4090"; "list" names all')
+    predict.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[1, 16, 256, 2048, 16384],
+        metavar="N",
+        help="tokens at once [1 16 256 2048 16384]",
+    )
+    predict.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
+    predict.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
+    predict.add_argument(
+        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
+    )
+    predict.add_argument("--plain", action="store_true", help="a layer without a gate")
+    predict.add_argument(
+        "--workload",
+        choices=["lognormal", "uniform"],
+        default="lognormal",
+        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
+    )
     for each, several in ((plan, None), (bench, "+")):
         each.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
         each.add_argument(
@@ -510,6 +532,32 @@ def _bench(options) -> Answer:
     saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
     rows = records.flat_rows(made)
     return Answer(rows, "\n".join([records.table(rows, _ROW_COLUMNS), *saved]))
+
+
+def _predict(options) -> Answer:
+    from .. import records
+    from ..analysis import predict
+
+    if options.gpu == "list":
+        return Answer(names := [each["name"] for each in predict.datasheets()], "\n".join(names))
+    rows = predict.predict(
+        options.gpu,
+        options.nnz,
+        options.d_model,
+        options.d_ff,
+        gated=not options.plain,
+        tokens=options.tokens,
+        kind=options.workload,
+    )
+    columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
+    columns |= {"read_mb": "MB of weights needed", "between_mb": "MB between"}
+    lines = [records.table(rows, columns), "predict: from the vendor's figures and the shares that an H100 reaches"]
+    for row in predict.errors():
+        lines.append(
+            f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
+            f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
+        )
+    return Answer(rows, "\n".join(lines))
 
 
 def _record(options) -> Answer:

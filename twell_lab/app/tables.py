@@ -83,8 +83,11 @@ def model(recorded: list[Record]) -> str:
     rows = {(row["workload"], row["path"]): row for row in record.rows}
     device = next(iter(rows.values()))["device"]
     lines = [[f"milliseconds, {device}, {record.date[:10]}", "dense", "planned", "times as fast"]]
-    ways = (("", "dense eager", "planned"), (", as a CUDA graph", "dense eager (graph)", "planned for graphs (graph)"))
-    ways += ((", compiled", "dense compiled", "planned compiled"),)
+    ways = (
+        ("", "dense eager", "planned"),
+        (", as a CUDA graph", "dense eager (graph)", "planned for graphs (graph)"),
+        (", compiled", "dense compiled", "planned compiled"),
+    )
     for workload in dict.fromkeys(workload for workload, _ in rows):
         for how, dense, planned in ways:
             if (workload, planned) in rows:

@@ -268,13 +268,17 @@ def test_the_newest_record_holds_what_training_promises():
     assert all(each["x_dense"] >= 0.97 for each in rows if each["path"] == "planned")
     assert all(each["x_compiled"] >= 0.97 for each in rows if each["path"] == "planned compiled")
     assert 0 < min(mib["forced twell"]) and max(mib["forced twell"]) <= 400 < min(mib["dense eager"])
-    assert sum("error_over_allowed" in each for each in rows) > 50
-    assert max(each.get("error_over_allowed", 0) for each in rows) <= 1
 
     def of(section, workload):
         having = [record for record in stored if any(each["workload"] == workload for each in record.rows)][-1]
         assert having is newest or section in newest.notes["left_out"]
         return [each for each in having.rows if each["workload"] == workload]
+
+    for heavy in (64, 512):
+        if (workload := f"heavy rows: {heavy}") not in {each["workload"] for each in rows}:
+            rows += of("heavy rows", workload)
+    assert sum("error_over_allowed" in each for each in rows) > 50
+    assert max(each.get("error_over_allowed", 0) for each in rows) <= 1
 
     steps = {each["path"]: each["ms"] for each in of("whole step", "whole step, 8 layers")}
     assert steps["dense compiled"] / steps["planned compiled"] >= 1.15

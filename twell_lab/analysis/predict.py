@@ -1,0 +1,228 @@
+"""What a layer should take on a GPU that one does not have: the cost model (analysis.costs) with rates made of the
+vendor's figures (data/gpus.json), and how far off it is where layers were measured.
+
+No GPU reaches its datasheet. The shares that an H100 reached are taken for every GPU; the rate of the L2 cache, which
+no vendor gives, as the same multiple of the memory's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import records
+from ..core import folders
+from ..core.errors import InputError
+from ..core.files import read_json
+from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
+from ..layers.choice import DENSE, Choice
+from ..layers.paths import PATHS
+from ..layers.paths.cost import Work
+from ..layers.paths.dense import fused
+from ..ops import decode, dispatch, measure
+from ..simulator import H100
+from . import costs
+from .costs import Firing, Rates
+
+# What an H100 80GB HBM3 reaches: operations a second of torch's gate GEMM for 16,384 tokens ("part: gate GEMM" of the
+# record portable-20261121T143453Z), and about how many seconds one more launch takes (analysis.costs.measure_rates).
+# Its memory and its L2 are those of simulator.H100.
+_MATMUL, _LAUNCH = 7.65e14, 2.5e-6
+_REACHED = "H100 SXM"
+_PASS = 32768  # tokens that are computed at once (ops.dispatch)
+_LEAST = 7.5  # the compute capability from which the kernels run
+_HOPPER = 9.0
+_TOKENS = (1, 16, 256, 2048, 16384)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer that is asked about. nnz: how many of its d_ff neurons fire for a token, on average. kind: how often
+    each fires, as in ops.measure.firing_rates; they fire independently of each other."""
+
+    nnz: float
+    d_model: int = 2048
+    d_ff: int = 5632
+    gated: bool = True
+    kind: str = "lognormal"
+
+
+@lru_cache(maxsize=256)
+def firing_of(layer: Layer) -> Firing:
+    """How the layer fires. Raises InputError for sizes or an nnz that no layer has."""
+    if layer.d_model < 1:
+        raise InputError(f"d_model is {layer.d_model}; at least 1 is accepted")
+    frequency = measure.firing_rates(layer.d_ff, layer.nnz, layer.kind)
+    fitting, excess = 1.0, 0.0
+    for tile in frequency.split(TILE):
+        sums = _sums(tile)
+        fitting *= sums[:WORDS].sum().item()
+        excess += (sums * (torch.arange(sums.numel()) - (WORDS - 1)).clamp(min=0)).sum().item()
+    frequency = frequency.sort(descending=True).values
+    return Firing(layer.d_model, layer.gated, frequency, _sums(frequency), max(0.0, 1 - fitting), excess)
+
+
+def _sums(rates: Tensor) -> Tensor:
+    """The probability that 0, 1, ..., n of n neurons fire, which fire independently at these rates: float64 [n + 1]."""
+    n = rates.numel()
+    sums = torch.stack([1 - rates, rates], 1)  # a polynomial for each neuron, multiplied in pairs until one is left
+    while len(sums) > 1:
+        if len(sums) % 2:
+            sums = torch.cat([sums, torch.eye(1, sums.shape[1], dtype=sums.dtype)])
+        size = 2 * sums.shape[1] - 1
+        sums = torch.fft.irfft(torch.fft.rfft(sums[::2], size) * torch.fft.rfft(sums[1::2], size), size)
+    return sums[0, : n + 1].clamp(min=0)
+
+
+def datasheets() -> list[dict]:
+    """The GPUs of data/gpus.json, as vendors describe them."""
+    return read_json(folders.data_dir() / "gpus.json", "datasheet")["gpus"]
+
+
+def rates_of(gpu: str) -> Rates:
+    """The rates that a GPU should reach, by its name in data/gpus.json or its driver's name. InputError for another
+    name, and for a GPU that is too old for the kernels."""
+    known = {each["name"]: each for each in datasheets()}
+    by_driver = {name: each for each in known.values() for name in each["driver_names"]}
+    found = {name.lower(): each for name, each in {**by_driver, **known}.items()}.get(str(gpu).lower())
+    if found is None:
+        raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(known)}")
+    capability = float(found["capability"])
+    if capability < _LEAST:
+        raise InputError(f"{found['name']} has compute capability {capability}; {_LEAST} and newer are accepted")
+    reached = known[_REACHED]
+    share = H100.memory_bytes_per_s / (reached["bandwidth_gb_s"] * 1e9)
+    bandwidth = found["bandwidth_gb_s"] * 1e9 * share
+    return Rates(
+        device=found["name"],
+        dtype=found["tensor_dtype"],
+        bandwidth=bandwidth,
+        l2=bandwidth * H100.l2_bytes_per_s / H100.memory_bytes_per_s,
+        matmul=found["tensor_tflops"] * 1e12 * _MATMUL / (reached["tensor_tflops"] * 1e12),
+        launch=_LAUNCH,
+        cache=(found["l2_mb"] or reached["l2_mb"]) * 2**20,
+        fuses=capability == _HOPPER,
+    )
+
+
+def predict(
+    gpu: str,
+    nnz: float,
+    d_model: int = 2048,
+    d_ff: int = 5632,
+    *,
+    gated: bool = True,
+    tokens: Iterable[int] = _TOKENS,
+    kind: str = "lognormal",
+) -> list[dict]:
+    """What one layer should take on a GPU, by the GPU's own time: a row for each number of tokens and path, with the
+    best hot size of hot/cold.
+
+    Rows: gpu, tokens, path (as Choice prints it), ms, x_dense (times as fast as the dense path), parts (milliseconds by
+    what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes), read_mb (of
+    these, what the call needs at least once) and between_mb (the most that it holds between x and y).
+
+    Args:
+        gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it.
+        nnz: how many neurons fire for a token, on average.
+        d_model, d_ff, gated: of the layer.
+        tokens: how many at once.
+        kind: how often each neuron fires, as in ops.measure.firing_rates.
+
+    Raises:
+        InputError: for a GPU that is not known, and sizes that no layer has.
+    """
+    rates, firing = rates_of(gpu), firing_of(Layer(nnz, d_model, d_ff, gated, kind))
+    itemsize, found = getattr(torch, rates.dtype).itemsize, []
+    row_mb = d_model * itemsize / 1e6
+    for count in tokens:
+        if type(count) is not int or count < 1:
+            raise InputError(f"tokens is {count!r:.80}; whole numbers from 1 up are accepted")
+        dense = costs.predict(DENSE, firing, rates, count, itemsize)["total"]
+        for choice in _choices(firing, rates, count, itemsize):
+            parts = {name: us / 1e3 for name, us in costs.predict(choice, firing, rates, count, itemsize).items()}
+            total = parts.pop("total")
+            fired = (1 - (1 - firing.frequency[choice.hot :]) ** count).sum().item()  # neurons, by any of the tokens
+            needed = choice.hot + fired if PATHS[choice.path].packs else d_ff  # rows of down, and of up behind a gate
+            found.append(
+                {
+                    "gpu": rates.device,
+                    "tokens": count,
+                    "path": str(choice),
+                    "ms": total,
+                    "x_dense": dense / 1e3 / total,
+                    "parts": parts,
+                    "weight_mb": (3 if gated else 2) * d_ff * row_mb,
+                    "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb,
+                    "between_mb": _between(choice, firing, rates, count, itemsize) / 1e6,
+                }
+            )
+    return found
+
+
+def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:
+    """Every path; of one that splits, the hot size that is predicted to be best, where the hot neurons are computed
+    apart: the portable kernels pack them with the others (ops.dispatch)."""
+    found, apart = [], rates.fuses and tokens >= dispatch.LEAST_HOT
+    for path in PATHS.values():
+        if path.splits and not apart:
+            continue
+        each = [Choice(path.name, hot) for hot in path.sizes(firing.d_ff)]
+        total = lambda choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]  # noqa: E731
+        found += [min(each, key=total)] if each else []
+    return found
+
+
+def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> int:
+    """The bytes that a call holds at most besides x, y and the weights."""
+    work, tiles = Work(firing, rates, tokens, itemsize), math.ceil((firing.d_ff - choice.hot) / TILE)
+    wide = tokens * firing.d_ff * itemsize  # one value for each token and neuron
+    if not PATHS[choice.path].packs:
+        return wide if fused(work) else (3 if firing.gated else 2) * wide
+    if tokens <= decode.MOST_TOKENS:
+        return tokens * tiles * (4 * TILE + 2)
+    if not work.fuses(dispatch.LEAST_HOT if choice.hot else dispatch.LEAST_TWELL):
+        return wide + tokens * tiles * WORDS * 4
+    some = min(tokens, _PASS)
+    packed = some * tiles * 4 * (WORDS + POOL_WORDS / POOL_ROWS) + some * firing.d_model * itemsize
+    return int(packed + (some * (choice.hot * itemsize + firing.d_model * 4) if choice.hot else 0))
+
+
+def errors(recorded: list[records.Record] | None = None) -> list[dict]:
+    """How far off predictions are where a layer was measured: a row for each recorded GPU that data/gpus.json knows.
+
+    Rows: gpu, layers (how many were compared: those of drawn workloads in the newest record of inference, on each path
+    by itself), least, median and most of predicted over measured time. recorded: oldest first; by default all."""
+    recorded = records.load_all() if recorded is None else recorded
+    names = {name: each["name"] for each in datasheets() for name in each["driver_names"]}
+    found: dict[str, dict[tuple, float]] = {}
+    for record in recorded:
+        for row in record.rows if record.name == "inference" else ():
+            path, label = row["path"].removeprefix("forced "), row["workload"].removeprefix("independent, ")
+            if row["path"] == path or row["device"] not in names or label not in ("lognormal", "uniform"):
+                continue
+            name, _, hot = path.partition(" ")
+            key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), label, row["gated"], path
+            if not hot or hot.isdigit():
+                layer = Layer(row["nnz"], row["d_model"], row["d_ff"], row["gated"], label)
+                rates = rates_of(row["device"])
+                choice = Choice(name, int(hot or 0))
+                us = costs.predict(choice, firing_of(layer), rates, row["tokens"], 2)["total"]
+                found.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
+    rows = []
+    for gpu, ratios in found.items():
+        ratio = torch.tensor([*ratios.values()], dtype=torch.float64)
+        rows.append(
+            {
+                "gpu": gpu,
+                "layers": len(ratios),
+                "least": ratio.min().item(),
+                "median": ratio.median().item(),
+                "most": ratio.max().item(),
+            }
+        )
+    return rows
