@@ -34,7 +34,7 @@ def test_a_layer_fires_as_its_drawn_workload_does():
     assert (firing.totals * counts).sum().item() == pytest.approx(100)
     drawn = torch.rand(20_000, 1024, generator=torch.Generator().manual_seed(0)) < measure.firing_rates(1024, 100.0)
     share = (drawn.view(-1, 4, 256).sum(2) > 31).any(1).double().mean().item()
-    assert 0.01 < share < 0.2 and firing.overflowing == pytest.approx(share, abs=0.01)
+    assert 0.01 < share < 0.5 and firing.overflowing == pytest.approx(share, abs=0.01)
 
 
 def test_a_datasheet_becomes_rates_by_the_shares_that_an_h100_reached():

@@ -104,6 +104,8 @@ def test_every_record_stands_in_the_table_of_replays(keep):
     first, second = calls.replayed_table().splitlines()[1:]
     assert first.split()[3:] == ["2000", "4000", "2"] * 2 + ["NVIDIA", "H100"]
     assert "replayed, + backward as graphs" in second and second.count("-  ") >= 2  # training without the dense layer
+    keep(record("host-time", "2026-11-24T00:00:00Z", new))
+    assert "the same, + fewer questions" in calls.replayed_table().splitlines()[1]
 
 
 def test_graphs_stand_beside_plain_calls_where_wall_times_were_recorded():

@@ -24,8 +24,13 @@ MISSING = f"No host times are recorded in this checkout. On a machine with a GPU
 FORWARD, TRAINING = "forward", "forward and backward"  # the workloads of the rows
 DENSE, SPARSE = "dense eager", "twell"  # of their paths, those that tables and sentences compare
 FEWEST = 1  # tokens in the table of all records
-REPLAYED = "2026-11-22T16:00:57Z"  # the first commit whose calls replay their launches (twell_lab.cuda.tape)
-GRAPHS = "2026-11-22T22:26:00Z"  # and the first that starts many of them as a CUDA graph (twell_lab.cuda.batch)
+# From when on calls replay their launches (twell_lab.cuda.tape), start many of them as a CUDA graph (cuda.batch), and
+# ask in one place whether anything changed (layers.again): the dates of the first commits that do.
+LAUNCHES = {
+    "2026-11-22T16:00:57Z": "replayed",
+    "2026-11-22T22:26:00Z": "replayed, + backward as graphs",
+    "2026-11-23T01:33:48Z": "the same, + fewer questions",
+}
 TINY = 8  # d_model and d_ff of a layer whose arithmetic takes no time to speak of
 OPERATIONS = {"torch.nn.Linear": 3, "torch.relu": 2}  # of a dense gated layer; its product costs what a ReLU costs
 
@@ -136,16 +141,15 @@ def tokens_text(tokens: float | None) -> str:
 
 def replayed_table() -> str:
     """A table of all "host-time" records, the oldest first: the time until a call with FEWEST tokens returns, of the
-    dense layer and of TwELL in the same run; and whether TwELL's calls replayed their launches, and started the many of
-    a training step as CUDA graphs."""
+    dense layer and of TwELL in the same run; and what TwELL's calls did by then (LAUNCHES)."""
     shown, replays = [], False
     for record in records.load_all():
         rows = [row for row in record.rows if row.get("kind") == KIND and row["tokens"] == FEWEST]
         if record.name != NAME or not rows:
             continue
-        now = record.date >= REPLAYED
-        replays |= now
-        launches = "replayed, + backward as graphs" if record.date >= GRAPHS else "replayed" if now else "prepared anew"
+        since = [what for date, what in LAUNCHES.items() if record.date >= date]
+        replays |= bool(since)
+        launches = since[-1] if since else "prepared anew"
         line = {"date": record.date, "launches": launches, "device": rows[0]["device"]}
         for workload in (FORWARD, TRAINING):
             us = {row["path"]: 1e3 * row["ms"] for row in rows if row["workload"] == workload}
