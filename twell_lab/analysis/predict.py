@@ -7,7 +7,7 @@ no vendor gives, as the same multiple of the memory's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,6 +27,7 @@ from ..ops import decode, dispatch, measure
 from ..simulator import H100
 from . import costs
 from .costs import Firing, Rates
+from .profile import FiringProfile
 
 # What an H100 80GB HBM3 reaches: operations a second of torch's gate GEMM for 16,384 tokens ("part: gate GEMM" of the
 # record portable-20261121T143453Z), and about how many seconds one more launch takes (analysis.costs.measure_rates).
@@ -36,6 +37,7 @@ _REACHED = "H100 SXM"
 _PASS = 32768  # tokens that are computed at once (ops.dispatch)
 _LEAST = 7.5  # the compute capability from which the kernels run
 _HOPPER = 9.0
+_WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _TOKENS = (1, 16, 256, 2048, 16384)
 
 
@@ -162,6 +164,45 @@ def predict(
                 }
             )
     return found
+
+
+def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
+    """In two sentences, what a profile found, and whether that is sparse enough: what its layers should take on a GPU,
+    each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do. InputError
+    as for `predict`."""
+    layers = [layer for layer in profile.layers if layer.tokens]
+    if not layers:
+        return "No layer saw a token: there is nothing to say."
+    rates, shares = rates_of(gpu), []
+    itemsize = getattr(torch, rates.dtype).itemsize
+    for count in tokens:
+        best = dense = 0.0
+        for layer in layers:
+            firing = Firing.of(layer)
+            took = [
+                costs.predict(choice, firing, rates, count, itemsize)["total"]
+                for choice in _choices(firing, rates, count, itemsize)
+            ]
+            best, dense = best + min(took), dense + costs.predict(DENSE, firing, rates, count, itemsize)["total"]
+        shares.append(best / dense)
+    densities = sorted(layer.density for layer in layers)
+    mean = sum(layer.mean_nnz for layer in layers) / sum(layer.d_ff for layer in layers)
+    dead, neurons = sum(layer.dead for layer in layers), sum(layer.d_ff for layer in layers)
+    few, many = shares[0] <= _WORTH, shares[-1] <= _WORTH
+    todo = (
+        "tl.plan chooses a path for each layer"
+        if many
+        else "worth it for few tokens at once; for many, train with a larger L1 penalty"
+        if few
+        else "too dense at this width: train with an L1 penalty, and where the activation is no ReLU, tl.relufy first"
+    )
+    found = f"{densities[0]:.2%} to {densities[-1]:.2%}" if len(layers) > 1 else f"{mean:.2%}"
+    middle = f", {mean:.2%} on average" if len(layers) > 1 else ""
+    at = [f"{share:.2f} at {count:,} token{'s' * (count > 1)}" for share, count in zip(shares, tokens)]
+    return (
+        f"{found} of the neurons fire for a token{middle}; {dead / neurons:.1%} never did. On a GPU "
+        f"such as {rates.device} the layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
+    )
 
 
 def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:

@@ -405,6 +405,7 @@ def _tour(options) -> Answer:
 
 
 def _profile(options) -> Answer:
+    from ..analysis.predict import verdict
     from ..analysis.profile import profile
     from ..models.tiny import LanguageModel
 
@@ -418,7 +419,8 @@ def _profile(options) -> Answer:
     return Answer(
         firing.table(),
         f"{firing}\nprofile: {firing.tokens:,} tokens of {part.name}"
-        + (f"; the counts are in {options.out}" if options.out else ""),
+        + (f"; the counts are in {options.out}" if options.out else "")
+        + f"\n{verdict(firing)}",
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from twell_lab import records
 from twell_lab.analysis import predict
+from twell_lab.analysis.profile import FiringProfile, LayerProfile
 from twell_lab.app import cli
 from twell_lab.core.errors import InputError
 from twell_lab.ops import dispatch, measure
@@ -106,6 +107,36 @@ def test_the_errors_are_those_of_recorded_layers():
     (row,) = predict.errors([*skipped, *made])
     assert (row["gpu"], row["layers"], row["least"], row["most"]) == ("L4", 2, pytest.approx(0.5), pytest.approx(2))
     assert predict.errors([]) == []
+
+
+def profiled(*nnzs: float, tokens: int = 1000) -> FiringProfile:
+    """Of layers in which so many of 5,632 neurons fire for a token, drawn."""
+    layers = []
+    for number, nnz in enumerate(nnzs):
+        firing = predict.firing_of(predict.Layer(nnz))
+        counts = (firing.frequency * tokens).round().long()
+        histogram, in_tile = (firing.totals * tokens).round().long(), torch.zeros(257, dtype=torch.int64)
+        layers.append(
+            LayerProfile(f"layers.{number}", 2048, 5632, True, tokens, 256, 32, histogram, counts, in_tile, 0)
+        )
+    return FiringProfile(layers)
+
+
+def test_a_profile_is_judged_in_two_sentences():
+    said = predict.verdict(profiled(8, 29))
+    assert said.startswith("0.14% to 0.51% of the neurons fire for a token, 0.33% on average; ")
+    assert (
+        said.endswith("tl.plan chooses a path for each layer.")
+        and "such as H100 SXM the layers should take, of the" in said
+    )
+    between = predict.verdict(profiled(600, 700))
+    assert "train with a larger L1 penalty" in between and between.startswith("10.6")
+    dense = predict.verdict(profiled(3300), "L4", tokens=(2048, 16384))
+    assert dense.startswith("58.59% of the neurons fire for a token; 30.0% never did.")
+    assert dense.endswith("tl.relufy first.") and dense.count("L4") == 1 and " at 2,048 tokens and 1.00 at" in dense
+    assert "nothing to say" in predict.verdict(profiled(29, tokens=0))
+    with pytest.raises(InputError, match="gpu is 'none'"):
+        predict.verdict(profiled(29), "none")
 
 
 @pytest.mark.parametrize(
