@@ -28,6 +28,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "densify": "models.swap",
     "report": "models.report",
     "relufy": "models.relufy",
+    "load": "models.published",
     "train": "training.loop",
     "TrainConfig": "training.config",
     "kernel": "cuda.raw",

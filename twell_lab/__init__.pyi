@@ -19,6 +19,7 @@ from .layers.choice import LayerPlan as LayerPlan
 from .layers.families import register_family as register_family
 from .layers.sparse_ffn import SparseFFN as SparseFFN
 from .layers.terms import layer_terms as layer_terms
+from .models.published import load as load
 from .models.relufy import relufy as relufy
 from .models.report import report as report
 from .models.swap import densify as densify

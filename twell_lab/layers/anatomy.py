@@ -169,14 +169,20 @@ def _layers(model: nn.Module, fires: Fires = computes) -> Iterator[FeedForward]:
         yield from (found for place, one in each.items() if (found := _describe(place, one, fires)))
 
 
+def check_model(model) -> None:
+    """InputError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        hint = f"; accepted: a model, such as tl.load({model!r:.200})" if isinstance(model, str) else ""
+        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}{hint}")
+
+
 def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
 
     Found by the names of their parts (twell_lab.layers.families), which do not say what is computed between them:
     `sparsify` and `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name,
     module) is true. Raises InputError if there is none, naming the activations that were found instead."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     found = [*_layers(model)]
     if not found:
         raise InputError(f"no ReLU feed-forward layer in {type(model).__name__}: {_seen(model)}; {accepted()}")

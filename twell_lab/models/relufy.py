@@ -82,8 +82,7 @@ def relufy(model: nn.Module, *, only: anatomy.Only | None = None) -> nn.Module:
             ...); and, without `only`, where the configuration's field also governs modules that keep their activation,
             as the head of BERT.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    anatomy.check_model(model)
     layers = [
         (name, module, ACTIVATION if stored(module) else family.activation)
         for name, module in model.named_modules()

@@ -13,7 +13,7 @@ from ..analysis.room import SHARE, Room, check_share
 from ..core.errors import InputError
 from ..formats.twell import TILE, WORDS, check_geometry
 from ..layers import hooks, probe
-from ..layers.anatomy import FeedForward, Only, feed_forwards
+from ..layers.anatomy import FeedForward, Only, check_model, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.layout import Holders
@@ -194,8 +194,7 @@ def densify(model: nn.Module) -> nn.Module:
     whose handles go on to work; public attributes, parameters, buffers and modules, also projections that replaced
     others. Hooks on a state_dict do not. Weights that the layers turned get the plain layout again, and reordered
     neurons their own order; InputError, with nothing changed, where reordered weights were changed since."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
         sparse.layout.check(sparse)
     for module in [each for each in model.modules() if isinstance(vars(each).get("forward"), Routed)]:

@@ -1,0 +1,221 @@
+"""Published checkpoints, loaded as what they are: `load`.
+
+The models of the method's paper (arXiv 2603.23198, SakanaAI/SparseLM0.5B to 2B) have a model_type that transformers
+does not know, "llama_sparse_relu", and a config.json whose hidden_act says silu while their layers compute a ReLU.
+Their weights are named as a Llama's. What decides is in the other entries that begin with "sparsity_": whether the
+layers have a gate, how wide they are, and whether `down` was saved transposed, as the kernels that trained it read it.
+
+No code of a repository is run, and no pickled weights are read."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import InputError, StackError
+from ..core.files import read_json
+from ..ops import measure
+from .tiny import LanguageModel
+
+# The model_type of a checkpoint whose layers compute a ReLU, whatever its hidden_act says: that of the same model in
+# transformers, with gated layers and with plain ones (None: there is no such model).
+_SPARSE_RELU = {"llama_sparse_relu": ("llama", "arcee"), "qwen2_sparse_relu": ("qwen2", None)}
+_WANTED = ("*.json", "*.safetensors", "*.model", "*.txt")  # the files of a repository that are fetched
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = "model.safetensors"
+_INDEX = f"{_WEIGHTS}.index.json"
+
+
+def load(
+    name: str | os.PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+) -> nn.Module:
+    """A causal language model, in evaluation mode.
+
+    Args:
+        name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's;
+            or the name of such a repository on the Hugging Face Hub ("SakanaAI/SparseLM0.5B"), which is downloaded
+            unless it is in the Hub's cache. How much is said on stderr before.
+        dtype: of the weights; by default what the checkpoint says.
+        device: where the model goes.
+        revision: of a repository: a branch, tag or commit.
+
+    Raises:
+        InputError: for a name that is neither, a repository that cannot be reached, a folder without safetensors,
+            weights that do not fit the configuration, and a model that needs code of its own.
+        DeviceError: for a device that is not there.
+        StackError: where transformers is missing.
+    """
+    place = measure.present_device(device)
+    folder = _folder(name, revision)
+    said = read_json(folder / "config.json", "model") if (folder / "config.json").is_file() else None
+    if not isinstance(said, dict):
+        raise InputError(
+            f"there is no model in {str(folder)!r}: no config.json with an object; accepted: a folder with one"
+        )
+    if "format" in said:
+        model: nn.Module = LanguageModel.load(folder)
+    elif said.get("model_type") in _SPARSE_RELU:
+        model = _sparse_relu(folder, said, dtype)
+    else:
+        model = _plain(folder, said, dtype)
+    return model.to(place, dtype).eval() if dtype is not None else model.to(place).eval()
+
+
+# ---- where it is ----
+
+
+def _folder(name: str | os.PathLike, revision: str | None) -> Path:
+    if not isinstance(name, (str, os.PathLike)):
+        raise InputError(f"name is a {type(name).__name__}; a folder or the name of a repository is accepted")
+    shown = os.fspath(name)
+    if "\0" not in shown and os.path.isdir(shown):
+        return Path(shown)
+    if not _ON_HUB.fullmatch(shown):
+        raise InputError(
+            f"there is no folder {shown!r:.200}; accepted: one, or a repository's name such as 'owner/name'"
+        )
+    return _fetched(shown, revision)
+
+
+def _fetched(name: str, revision: str | None) -> Path:
+    """The folder of a repository of the Hub in the Hub's cache, downloaded if need be."""
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError:
+        raise StackError("loading from the Hub needs huggingface_hub: pip install huggingface_hub") from None
+    try:
+        cached = Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, local_files_only=True))
+        if (cached / "config.json").is_file() and _shards(cached):
+            return cached
+    except (LocalEntryNotFoundError, InputError):
+        pass
+    try:
+        files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+        wanted = [file for file in files if any(Path(file.rfilename).match(pattern) for pattern in _WANTED)]
+        size = sum(file.size or 0 for file in wanted)
+        print(
+            f"{name}: {len(wanted)} files, {size / 1e9:.2f} GB, from the Hugging Face Hub", file=sys.stderr, flush=True
+        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+    except Exception as error:  # the Hub's client and the network each raise their own kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"there is no folder {name!r}, and the repository of that name cannot be reached ({type(error).__name__}: "
+            f"{reason:.200}); accepted: a folder that is here, or a repository of the Hub, which needs a network"
+        ) from error
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files with the weights. InputError where there are none, or one is missing."""
+    if (folder / _INDEX).is_file():
+        index = read_json(folder / _INDEX, "model")
+        placed = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(placed, dict) or not all(
+            type(each) is str and Path(each).name == each for each in placed.values()
+        ):
+            raise InputError(f"{_INDEX} in {str(folder)!r} has no weight_map of file names")
+        found = [folder / each for each in sorted(set(placed.values()))]
+    else:
+        found = [folder / _WEIGHTS]
+    for path in found:
+        if not path.is_file():
+            raise InputError(
+                f"there are no weights in {str(folder)!r}: no {path.name}; safetensors are accepted, and no pickled "
+                "weights"
+            )
+    return found
+
+
+# ---- what it is ----
+
+
+def _transformers():
+    try:
+        import transformers
+    except ImportError:
+        raise StackError("loading this model needs transformers: pip install transformers") from None
+    return transformers
+
+
+def _plain(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
+    """A model that transformers knows."""
+    library = _transformers()
+    if said.get("model_type") not in library.models.auto.configuration_auto.CONFIG_MAPPING:
+        code = ", and the repository's own code is not run" if said.get("auto_map") else ""
+        raise InputError(
+            f"model_type is {said.get('model_type')!r:.80} in {str(folder)!r}, which transformers does not know{code}; "
+            f"accepted: what transformers knows, {', '.join(_SPARSE_RELU)}"
+        )
+    _shards(folder)
+    try:
+        return library.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
+
+
+def _sparse_relu(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
+    """A model whose feed-forward layers compute a ReLU, whatever its configuration says."""
+    library, gated = _transformers(), said.get("sparsity_gated_mlp", True)
+    kind = _SPARSE_RELU[said["model_type"]][0 if gated else 1]
+    if kind is None:
+        raise InputError(f"{said['model_type']} without gates (sparsity_gated_mlp false) has no model in transformers")
+    dropped = ("model_type", "architectures", "auto_map", "transformers_version")
+    kept = {key: value for key, value in said.items() if not key.startswith("sparsity_") and key not in dropped}
+    kept["hidden_act"] = "relu"
+    if (wide := said.get("sparsity_new_intermediate_size")) is not None:
+        kept["intermediate_size"] = wide
+    stored = kept.pop("torch_dtype", None) or kept.pop("dtype", None) or "float32"
+    dtype = dtype or getattr(torch, str(stored).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(f"config.json in {str(folder)!r} says torch_dtype {stored!r:.80}; accepted: a dtype of torch")
+    try:
+        config = library.AutoConfig.for_model(kind, **kept)
+        model = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # the library checks the entries, each in its own way
+        raise InputError(f"config.json in {str(folder)!r} is not that of a {kind}: {error}") from error
+    weights = _weights(folder)
+    if gated and said.get("sparsity_use_hybrid_kernel"):
+        weights = {key: t.t() if key.endswith("mlp.down_proj.weight") else t for key, t in weights.items()}
+    _fill(model, weights, folder)
+    return model
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in _shards(folder):
+        try:
+            found |= safetensors.torch.load_file(path)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise InputError(f"{str(path)!r} cannot be read: {error}; accepted: a whole safetensors file") from error
+    return found
+
+
+def _fill(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    """Copy the weights into the model. InputError, naming the first, for one that is missing, unknown or of another
+    shape."""
+    own = model.state_dict()
+    tied = "lm_head.weight" in own and own["lm_head.weight"] is not None and model.config.tie_word_embeddings
+    for name, t in own.items():
+        if name in weights and weights[name].shape != t.shape:
+            found = list(weights[name].shape)
+            raise InputError(f"{name} in {str(folder)!r} has shape {found}; {list(t.shape)} is accepted")
+        if name not in weights and not (tied and name == "lm_head.weight"):
+            raise InputError(f"{str(folder)!r} lacks {name}")
+    if unknown := sorted(weights.keys() - own.keys()):
+        raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
+    model.load_state_dict(weights, strict=not tied)
+    model.tie_weights()
