@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from ..ops import checks, copies, streams
 from .parts import Cut
+from .weights import Weights
 
 _MOST = 256  # kinds of inputs that are remembered; then all are forgotten
 
@@ -23,10 +24,11 @@ _MOST = 256  # kinds of inputs that are remembered; then all are forgotten
 class Known(NamedTuple):
     """How to compute a layer for inputs of one kind.
 
-    run: from x, with nothing checked. places, note: the copies of weights that it reads, and their note
-    (copies.settled); without copies, () and None. counters: where it counts, if it does."""
+    run: from x and a list of the weights, in the order of Weights, with nothing checked. places, note: the copies of
+    weights that it reads, and their note (copies.settled); without copies, () and None. counters: where it counts, if
+    it does."""
 
-    run: Callable[[Tensor], Tensor]
+    run: Callable[[Tensor, list[Tensor | None]], Tensor]
     places: Sequence[Tensor] = ()
     note: copies.Note | None = None
     counters: Tensor | None = None
@@ -35,28 +37,29 @@ class Known(NamedTuple):
 class Again:
     """The calls of one layer without gradients in plain eager code, as long as nothing of the layer changes.
 
-    A change of the layer's own attributes has it drop this; what lies in its parts is looked at here."""
+    A change of the layer's own attributes has it drop this; what lies in its parts is looked at here. Between calls it
+    keeps no weight alive."""
 
-    def __init__(self, layer, weights: list[Tensor]) -> None:
+    def __init__(self, layer, weights: Weights) -> None:
         self._modules, self._seat = layer._modules, layer._seat if layer.registered else ""
         # Where each projection has to be, and the forward that it has of its own.
         self._seats = []
         for _, block, leaf, _ in layer._seats:
             held = (layer if block is None else block)._modules
             self._seats.append((held, leaf, held[leaf], vars(held[leaf]).get("forward")))
-        self._weights = weights
+        self._weights = [None if t is None else ref(t) for t in weights]
         stored = _stored(layer)
-        self._traces = [(own, name, t, *_trace(t)) for own, name, t in stored if t is not None]
+        self._traces = [(own, name, ref(t), *_trace(t)) for own, name, t in stored if t is not None]
         self._absent = [(own, name) for own, name, t in stored if t is None]
         self._known: dict[tuple, Known] = {}
 
     @classmethod
-    def remembered(cls, last: Again | None, layer, x: Tensor, weights: list[Tensor], known: Known) -> Again | None:
+    def remembered(cls, last: Again | None, layer, x: Tensor, weights: Weights, known: Known) -> Again | None:
         """With this call remembered, too; None where weights could change unseen. last: what there was before, which
         did not know the call, or of which something has changed."""
         if not all(type(t) is Parameter and not copies.changes_unseen(t) for *_, t in _stored(layer) if t is not None):
             return None
-        if not all(type(t) is Parameter for t in weights):  # some are not stored where they are looked for
+        if not all(t is None or type(t) is Parameter for t in weights):  # some are not stored where they are looked for
             return None
         key = _kind(x)
         if last is None or key in last._known:
@@ -70,20 +73,28 @@ class Again:
         """The layer's result; None where the call is new, or something may be otherwise than it was."""
         if type(x) is not Tensor or not checks.plain_eager():
             return None
+        weights: list[Tensor | None] = []  # from now on alive
+        for seen in self._weights:
+            weight = None if seen is None else seen()
+            if weight is None and seen is not None:
+                return None
+            weights.append(weight)
         try:
             known = self._known.get(_kind(x))
-            if known is None or not self._as_it_was(torch.is_grad_enabled() and x.requires_grad):
+            if known is None or not self._as_it_was():
                 return None
         except (RuntimeError, KeyError):  # a tensor without an address; a projection that is gone
             return None
         if known.note is not None and not copies.still(known.note, known.places):
             return None
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights)):
+            return None
         if known.counters is not None:
             streams.enter(known.counters)
-        return known.run(x)
+        return known.run(x, weights)
 
-    def _as_it_was(self, gradient: bool) -> bool:
-        """Whether the projections and their weights are, and nothing needs a gradient."""
+    def _as_it_was(self) -> bool:
+        """Whether the projections and their weights are."""
         for held, leaf, part, forward in self._seats:
             if held[leaf] is not part:
                 return False
@@ -96,9 +107,11 @@ class Again:
                 or own.get("forward") is not forward
             ):
                 return False
-        for own, name, weight, version, at, storage, shape, stride in self._traces:
+        for own, name, seen, version, at, storage, shape, stride in self._traces:
+            weight = own[name]
             if (
-                own[name] is not weight
+                weight is None
+                or weight is not seen()
                 or weight._version != version
                 or weight.data_ptr() != at
                 or weight.untyped_storage() is not storage()
@@ -109,8 +122,6 @@ class Again:
         for own, name in self._absent:
             if own.get(name) is not None:
                 return False
-        if gradient or torch.is_grad_enabled() and any(t.requires_grad for t in self._weights):
-            return False
         return self._seat not in self._modules
 
 

@@ -355,7 +355,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         if self.dense_alone:
             acts, both = self._acts[0], self._both
             y = self._by_torch(x, weights, drop, acts=acts, both=both)
-            self._remember(x, weights, lambda: dense.again(weights, acts, both))
+            self._remember(x, weights, lambda: dense.again(acts, both))
             return y
         if drop is not None and drop.p > 0:
             return self._by_torch(x, weights, drop)
@@ -380,14 +380,13 @@ class SparseFFN(Learner, nn.Module, StandIn):
         drops = self.training and self._dropout is not None
         if drops or self._watch is not None or type(x) is not Tensor or not x.numel():
             return
-        there = [t for t in weights if t is not None]
-        if torch.compiler.is_compiling() or not checks.plain_eager() or checks.needs_gradient(x, *there):
+        if torch.compiler.is_compiling() or not checks.plain_eager() or checks.needs_gradient(x, *weights):
             return
         last = self._again
         known = made()
         if known is not None and counts:
             known = known._replace(counters=self._buffers["stats"])
-        now = None if known is None else Again.remembered(last, self, x, there, known)
+        now = None if known is None else Again.remembered(last, self, x, weights, known)
         if now is not last:
             self._again = now
 

@@ -6,7 +6,7 @@ fire without a second pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,9 +87,12 @@ def infer(
     return y
 
 
-def prepared(x, weights: tuple, stats, path: str, hot: int, tile: int, words: int) -> Callable[[Tensor], Tensor] | None:
-    """`infer` of these weights for any x like this one, with nothing checked; None where this call has not passed every
-    check before. weights: gate, up, down, gate_bias, up_bias, down_bias, down_t. stats: see `infer`."""
+def prepared(
+    x, weights: tuple, stats, path: str, hot: int, tile: int, words: int
+) -> Callable[[Tensor, Sequence[Tensor | None]], Tensor] | None:
+    """`infer` for any x like this one and these very weights, which it is given again, with nothing checked; None where
+    this call has not passed every check before. weights: gate, up, down, gate_bias, up_bias, down_bias, down_t. stats:
+    see `infer`. No weight is kept alive."""
     if type(x) is not Tensor or not x.is_contiguous():
         return None
     gate, up, down, *biases, down_t = weights
@@ -97,7 +100,12 @@ def prepared(x, weights: tuple, stats, path: str, hot: int, tile: int, words: in
     call = _kept_call(x, ordered, stats, path, hot, tile, words)
     if call is None or not call.checked:
         return None
-    return lambda x: _run(call, x, ordered, stats)
+
+    def run(x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias, down_t = weights
+        return _run(call, x, (gate, up, down, down_t, gate_bias, up_bias, down_bias), stats)
+
+    return run
 
 
 def _run(call: dispatch.Call, x: Tensor, weights: tuple, stats: Tensor | None) -> Tensor:

@@ -257,10 +257,18 @@ def test_so_many_kinds_of_inputs_are_remembered(layer, x, monkeypatch):
 
 def test_no_weight_is_kept_alive(layer, x):
     layer.looks(x)
+    assert not layer.looks(x)
     storage = weakref.ref(layer.dense.up_proj.weight.untyped_storage())
     layer.dense.up_proj.weight.data = torch.randn(D_FF, D_MODEL)
     gc.collect()
     assert storage() is None
+    layer.looks(x)
+    weight, bias = weakref.ref(layer.dense.up_proj.weight), weakref.ref(layer.dense.down_proj.bias)
+    replace(layer.dense.up_proj)
+    layer.dense.down_proj.bias = None
+    gc.collect()
+    assert weight() is None and bias() is None
+    assert layer.looks(x) and not layer.looks(x)
 
 
 def test_weights_that_can_change_unseen_are_looked_at(monkeypatch, x):

@@ -245,10 +245,10 @@ def test_a_prepared_call_launches_what_infer_does_and_checks_nothing(driver, mon
     run = prepared(x)
     monkeypatch.setattr(dispatch, "key_of", None)
     monkeypatch.setattr(checks, "layer", None)
-    again, y = launches_of(driver, lambda: run(x))
+    again, y = launches_of(driver, lambda: run(x, weights))
     assert lasting(again, [x, *weights]) == seen
     deep = x.view(1, tokens, 1, D_MODEL)
-    again, y = launches_of(driver, lambda: run(deep))
+    again, y = launches_of(driver, lambda: run(deep, weights))
     assert lasting(again, [x, *weights]) == seen and y.shape == deep.shape
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Dense(Path):
         return by_torch(x, weights)  # whose operations torch's compiler fuses, and which cost the host least
 
     def again(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int, stats: Tensor | None) -> Known | None:
-        return super().again(layer, x, weights, hot, None) if self._fuses(layer, x, weights) else again(weights)
+        return super().again(layer, x, weights, hot, None) if self._fuses(layer, x, weights) else again()
 
     def _fuses(self, layer: nn.Module, x: Tensor, weights: Weights) -> bool:
         # A square needs one product of the two.
@@ -82,12 +82,12 @@ def by_torch(
     return _computed(x, weights, seen, acts, both)
 
 
-def again(weights: Weights, acts: Callable[[Tensor], Tensor] = torch.relu, both: bool = False) -> Known:
+def again(acts: Callable[[Tensor], Tensor] = torch.relu, both: bool = False) -> Known:
     """by_torch for any x like one that was computed before."""
-    return Known(lambda x: _computed(x, weights, None, acts, both))
+    return Known(lambda x, weights: _computed(x, weights, None, acts, both))
 
 
-def _computed(x: Tensor, weights: Weights, seen, acts, both: bool) -> Tensor:
+def _computed(x: Tensor, weights: Sequence[Tensor | None], seen, acts, both: bool) -> Tensor:
     gate, up, down, gate_bias, up_bias, down_bias, _ = weights
     if gate is None:
         hidden = acts(linear(x, up, up_bias))

@@ -216,7 +216,16 @@ class Path:
                 return None
         ready = weights._replace(**{copy.name: place for copy, place in there})
         run = inference.prepared(x, ready, stats, self.name, hot, layer.tile, layer.words)
-        return None if run is None else Known(run, tuple(place for _, place in there), note)
+        if run is None:
+            return None
+        read_at, copied_to = [NAMES.index(copy.name) for copy, _ in there], [place for _, place in there]
+
+        def again(x: Tensor, weights: list[Tensor | None]) -> Tensor:
+            for at, place in zip(read_at, copied_to):
+                weights[at] = place
+            return run(x, weights)
+
+        return Known(again, copied_to, note)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         """Seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost."""
