@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.ops.calls.pretended import pretend
 from twell_lab.core.errors import InputError
 from twell_lab.layers import again
 from twell_lab.layers.choice import DENSE, Choice
+from twell_lab.layers.paths import PATHS
 from twell_lab.layers.sparse_ffn import SparseFFN
-from twell_lab.ops import copies
+from twell_lab.ops import copies, inference
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 D_MODEL, D_FF = 16, 40
@@ -293,6 +295,27 @@ def test_a_settled_copy_is_still_right_until_something_changes():
     note = copies.settled([place], [weight], None, [beside])
     copies._count_step()  # an optimizer that may not raise versions
     assert not copies.still(note, [place]) and copies.settled([place], [weight], None, [beside]) is None
+
+
+@pytest.mark.parametrize("choice", [Choice("twell"), Choice("hot_cold", 256)], ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_copies_are_read_in_the_place_of_their_weights(choice, gated, monkeypatch):
+    """On a GPU, as which this input passes."""
+    dense = (GatedFeedForward if gated else PlainFeedForward)(D_MODEL, 520).eval().requires_grad_(False)
+    sparse, x = SparseFFN(dense, plan=choice), torch.randn(3, D_MODEL)
+    sparse(x)
+    asked = []
+    monkeypatch.setattr(inference, "prepared", lambda x, weights, *_: asked.append(weights) or (lambda x, given: given))
+    weights, path = sparse._weights(), PATHS[choice.path]
+    known = path.again(sparse, pretend(x), weights, choice.hot, None)
+    read = known.run(x, [*weights])
+    right = path.ready(sparse, weights)
+    assert all(a is b for given in (read, asked[0]) for a, b in zip(given, right, strict=True))
+    assert read[6] is not None and read[6].shape == (520, D_MODEL) and len(known.places) >= 1
+    assert copies.still(known.note, known.places)
+    dense.down_proj.weight.add_(1)
+    assert path.again(sparse, pretend(x), weights, choice.hot, None) is None  # the copies are old
+    assert path.again(sparse, x, weights, choice.hot, None) is None  # on a CPU
 
 
 def test_a_sparse_layer_on_a_cpu_looks(monkeypatch, x):
