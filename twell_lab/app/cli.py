@@ -235,7 +235,12 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         (profile, "how many windows", "counts"),
         (plan, "how many windows to profile, and how many others to time on", "plan"),
     ):
-        each.add_argument("model", metavar="DIR", type=path, help="a folder that twell-lab train --out wrote")
+        each.add_argument(
+            "model",
+            metavar="MODEL",
+            type=path,
+            help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub",
+        )
         each.add_argument(
             "--text",
             type=source,
@@ -407,12 +412,10 @@ def _tour(options) -> Answer:
 def _profile(options) -> Answer:
     from ..analysis.predict import verdict
     from ..analysis.profile import profile
-    from ..models.tiny import LanguageModel
 
     if options.out is not None:
         check_target(options.out)
-    model = LanguageModel.load(options.model)
-    part, windows = _windows(options, options.windows, model.config)
+    model, part, windows = _model_and_windows(options, options.windows)
     firing = profile(model, windows.split(32))
     if options.out is not None:
         firing.save(options.out)
@@ -437,6 +440,40 @@ def _prepare(options) -> Answer:
         f"prepare: {made.size:,} bytes of {made.name} as {made.count:,} {made.tokenizer.unit}, {validation:,} "
         f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
     )
+
+
+def _model_and_windows(options, count: int):
+    """The model that the options ask for, on the CPU; the text, and windows of its tokens (`_windows`). A model of
+    transformers reads the text with its own tokenizer."""
+    from ..models import published
+    from ..models.tiny import LanguageModel
+
+    folder = published.folder_of(options.model)
+    try:
+        model = LanguageModel.load(folder)
+    except InputError:
+        if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
+            raise  # it is meant to be one of ours
+        return _theirs(options, folder, count)
+    return model, *_windows(options, count, model.config)
+
+
+def _theirs(options, folder, count: int):
+    """As `_model_and_windows`, of a folder that transformers reads; windows of 512 tokens at most."""
+    from ..models import published
+    from ..training.text.load import load_any
+    from ..training.text.source import spread_windows
+
+    model, tokenizer = published.load(folder), published.tokenizer_of(folder)
+    text = load_any(options.text)
+    part = text.split()[1] if options.text is None else text
+    context = min(512, getattr(model.config, "max_position_embeddings", 512))
+    # A token is rarely longer than eight bytes; of a longer text the beginning would do, but not the tokenizer's time.
+    start = bytes(part.tokens[: 8 * (count + 1) * context].numpy()).decode("utf-8", "replace")
+    ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    if len(ids) <= context:
+        raise InputError(f"{part.name} has {len(ids)} tokens; windows of {context} need at least {context + 1}")
+    return model, part, spread_windows(ids, count, context)[:, :-1]
 
 
 def _windows(options, count: int, config):
@@ -474,15 +511,14 @@ def _plan(options) -> Answer:
 
     from ..analysis.planner import plan
     from ..analysis.profile import profile
-    from ..models.tiny import LanguageModel
     from ..ops.measure import present_device
 
     if options.out is not None:
         check_target(options.out)
     device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model = LanguageModel.load(options.model).to(device, dtype).requires_grad_(False)
-    part, windows = _windows(options, 2 * options.windows, model.config)
+    model, part, windows = _model_and_windows(options, 2 * options.windows)
+    model.to(device, dtype).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     firing = profile(model, windows[::2].split(32))
     made = plan(

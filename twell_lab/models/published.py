@@ -57,12 +57,8 @@ def load(
         StackError: where transformers is missing.
     """
     place = measure.present_device(device)
-    folder = _folder(name, revision)
-    said = read_json(folder / "config.json", "model") if (folder / "config.json").is_file() else None
-    if not isinstance(said, dict):
-        raise InputError(
-            f"there is no model in {str(folder)!r}: no config.json with an object; accepted: a folder with one"
-        )
+    folder = folder_of(name, revision)
+    said = configuration(folder)
     if "format" in said:
         model: nn.Module = LanguageModel.load(folder)
     elif said.get("model_type") in _SPARSE_RELU:
@@ -75,7 +71,9 @@ def load(
 # ---- where it is ----
 
 
-def _folder(name: str | os.PathLike, revision: str | None) -> Path:
+def folder_of(name: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder of a model: the one of this name, or a repository's in the Hub's cache. Arguments and errors: as those
+    of `load`."""
     if not isinstance(name, (str, os.PathLike)):
         raise InputError(f"name is a {type(name).__name__}; a folder or the name of a repository is accepted")
     shown = os.fspath(name)
@@ -141,6 +139,24 @@ def _shards(folder: Path) -> list[Path]:
 # ---- what it is ----
 
 
+def configuration(folder: Path) -> dict:
+    """What config.json says. InputError where there is none."""
+    said = read_json(folder / "config.json", "model") if (folder / "config.json").is_file() else None
+    if not isinstance(said, dict):
+        raise InputError(
+            f"there is no model in {str(folder)!r}: no config.json with an object; accepted: a folder with one"
+        )
+    return said
+
+
+def tokenizer_of(folder: Path):
+    """The tokenizer of a model of transformers. InputError where the folder has none that can be read."""
+    try:
+        return _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise InputError(f"{str(folder)!r} has no tokenizer that transformers can read: {error}") from error
+
+
 def _transformers():
     try:
         import transformers
@@ -159,12 +175,19 @@ def _plain(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
             f"accepted: what transformers knows, {', '.join(_SPARSE_RELU)}"
         )
     _shards(folder)
+    bars = library.utils.logging
+    quiet = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
     try:
+        if quiet:
+            bars.disable_progress_bar()
         return library.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
         raise InputError(f"transformers cannot load {str(folder)!r}: {error}") from error
+    finally:
+        if quiet:
+            bars.enable_progress_bar()
 
 
 def _sparse_relu(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import twell_lab as tl
+from twell_lab.app import cli
 from twell_lab.core.errors import DeviceError, InputError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.models import published
@@ -264,3 +265,44 @@ def test_a_name_where_a_model_is_expected_is_told_of_load():
             InputError, match=r"expected a torch.nn.Module, got str; .*tl.load\('SakanaAI/SparseLM2B'\)"
         ):
             verb("SakanaAI/SparseLM2B")
+
+
+# ---- on the command line
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Llama of transformers with a tokenizer of bytes, which no model of ours is: its norms have another epsilon."""
+    torch.manual_seed(0)
+    ours = LanguageModel(ModelConfig(vocabulary=256, d_model=16, layers=2, heads=2, d_ff=40, context=64))
+    folder = ours.save_pretrained(tmp_path / "llama")
+    said(folder, rms_norm_eps=2e-5)
+    return folder
+
+
+def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("What fires, fires often. " * 300)
+    assert cli.main(["profile", str(folder), "--text", str(text), "--windows", "8", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["layer"] for row in rows] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    model = tl.load(folder)
+    ids = torch.tensor([*text.read_bytes()][: 8 * 9 * 64])  # so much of it is read
+    whole = (len(ids) - 1) // 64
+    windows = torch.stack([ids[64 * (i * whole // 8) :][:64] for i in range(8)])
+    expected = tl.profile(model, [windows])
+    assert [row["mean_nnz"] for row in rows] == [layer.mean_nnz for layer in expected.layers]
+    out = tmp_path / "plan.json"
+    asked = ["plan", str(folder), "--text", str(text), "--windows", "2", "--tokens", "1", "--out", str(out)]
+    assert cli.main([*asked, "--device", "cpu"]) == 0
+    tl.sparsify(tl.load(folder), out)
+    text.write_text("too short")
+    assert cli.main(["profile", str(folder), "--text", str(text)]) != 0
+    assert "has 9 tokens; windows of 64 need at least 65" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_told(folder, capsys):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert cli.main(["profile", str(folder)]) != 0
+    assert "has no tokenizer that transformers can read" in capsys.readouterr().err
