@@ -38,6 +38,7 @@ _PASS = 32768  # tokens that are computed at once (ops.dispatch)
 _LEAST = 7.5  # the compute capability from which the kernels run
 _HOPPER = 9.0
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
+_WIDEST = 2**18  # d_ff
 _TOKENS = (1, 16, 256, 2048, 16384)
 
 
@@ -56,8 +57,11 @@ class Layer:
 @lru_cache(maxsize=256)
 def firing_of(layer: Layer) -> Firing:
     """How the layer fires. Raises InputError for sizes or an nnz that no layer has."""
-    if layer.d_model < 1:
-        raise InputError(f"d_model is {layer.d_model}; at least 1 is accepted")
+    if layer.d_model < 1 or not 1 <= layer.d_ff <= _WIDEST:
+        raise InputError(
+            f"d_model is {layer.d_model} and d_ff {layer.d_ff}; at least 1 of each is accepted, and up to {_WIDEST:,} "
+            "of d_ff"
+        )
     frequency = measure.firing_rates(layer.d_ff, layer.nnz, layer.kind)
     fitting, excess = 1.0, 0.0
     for tile in frequency.split(TILE):

@@ -149,7 +149,8 @@ def test_a_profile_is_judged_in_two_sentences():
         (dict(tokens=[0]), "tokens is 0"),
         (dict(tokens=[1.5]), "tokens is 1.5"),
         (dict(d_model=0), "d_model is 0"),
-        (dict(d_ff=0), "d_ff is 0"),
+        (dict(d_ff=0), "d_model is 2048 and d_ff 0"),
+        (dict(d_ff=2**30), "up to 262,144 of d_ff"),
         (dict(kind="normal"), "workload is 'normal'"),
     ],
 )
