@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from tqdm import tqdm
 
@@ -462,17 +463,21 @@ def _theirs(options, folder, count: int):
     """As `_model_and_windows`, of a folder that transformers reads; windows of 512 tokens at most."""
     from ..models import published
     from ..training.text.load import load_any
+    from ..training.text.prepared import PreparedText
     from ..training.text.source import spread_windows
 
-    model, tokenizer = published.load(folder), published.tokenizer_of(folder)
+    model: Any = published.load(folder)
+    tokenizer = published.tokenizer_of(folder)
     text = load_any(options.text)
-    part = text.split()[1] if options.text is None else text
-    context = min(512, getattr(model.config, "max_position_embeddings", 512))
+    part = text.split()[1] if options.text is None or isinstance(text, PreparedText) else text
+    context = min(512, published.configuration(folder).get("max_position_embeddings") or 512)
     # A token is rarely longer than eight bytes; of a longer text the beginning would do, but not the tokenizer's time.
-    start = bytes(part.tokens[: 8 * (count + 1) * context].numpy()).decode("utf-8", "replace")
+    start = part.tokenizer.decode(part.tokens[: 8 * (count + 1) * context]).decode("utf-8", "replace")
     ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
     if len(ids) <= context:
         raise InputError(f"{part.name} has {len(ids)} tokens; windows of {context} need at least {context + 1}")
+    if (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
+        raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
     return model, part, spread_windows(ids, count, context)[:, :-1]
 
 

@@ -51,17 +51,19 @@ def load(
         revision: of a repository: a branch, tag or commit.
 
     Raises:
-        InputError: for a name that is neither, a repository that cannot be reached, a folder without safetensors,
-            weights that do not fit the configuration, and a model that needs code of its own.
+        InputError: for a dtype that is none, a name that is neither, a repository that cannot be reached, a folder
+            without safetensors, weights that do not fit the configuration, and a model that needs code of its own.
         DeviceError: for a device that is not there.
         StackError: where transformers is missing.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
     place = measure.present_device(device)
     folder = folder_of(name, revision)
     said = configuration(folder)
     if "format" in said:
         model: nn.Module = LanguageModel.load(folder)
-    elif said.get("model_type") in _SPARSE_RELU:
+    elif _kind(said) in _SPARSE_RELU:
         model = _sparse_relu(folder, said, dtype)
     else:
         model = _plain(folder, said, dtype)
@@ -90,14 +92,14 @@ def _fetched(name: str, revision: str | None) -> Path:
     """The folder of a repository of the Hub in the Hub's cache, downloaded if need be."""
     try:
         from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise StackError("loading from the Hub needs huggingface_hub: pip install huggingface_hub") from None
     try:
         cached = Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, local_files_only=True))
         if (cached / "config.json").is_file() and _shards(cached):
             return cached
-    except (LocalEntryNotFoundError, InputError):
+    except (LocalEntryNotFoundError, HFValidationError, InputError):  # it is not there, or not whole; see below
         pass
     try:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
@@ -149,6 +151,12 @@ def configuration(folder: Path) -> dict:
     return said
 
 
+def _kind(said: dict) -> str:
+    """Its model_type; "" where it has none that is a word."""
+    kind = said.get("model_type")
+    return kind if isinstance(kind, str) else ""
+
+
 def tokenizer_of(folder: Path):
     """The tokenizer of a model of transformers. InputError where the folder has none that can be read."""
     try:
@@ -168,7 +176,7 @@ def _transformers():
 def _plain(folder: Path, said: dict, dtype: torch.dtype | None) -> nn.Module:
     """A model that transformers knows."""
     library = _transformers()
-    if said.get("model_type") not in library.models.auto.configuration_auto.CONFIG_MAPPING:
+    if _kind(said) not in library.models.auto.configuration_auto.CONFIG_MAPPING:
         code = ", and the repository's own code is not run" if said.get("auto_map") else ""
         raise InputError(
             f"model_type is {said.get('model_type')!r:.80} in {str(folder)!r}, which transformers does not know{code}; "

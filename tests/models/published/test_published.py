@@ -124,6 +124,9 @@ def test_dtype_and_device(tmp_path):
     folder = written(tmp_path, right(), torch_dtype="bfloat16")
     assert tl.load(folder).dtype == torch.bfloat16
     assert tl.load(folder, dtype=torch.float64, device="cpu").dtype == torch.float64
+    for wrong in ("bfloat16", torch.int8, 16):
+        with pytest.raises(InputError, match="dtype is .*; a floating-point dtype of torch"):
+            tl.load(folder, dtype=wrong)
     with pytest.raises(DeviceError, match="device is 'cuda:99'"):
         tl.load(folder, device="cuda:99")
 
@@ -170,6 +173,7 @@ DAMAGE = {
         lambda f: said(f, model_type="qwen2_sparse_relu", sparsity_gated_mlp=False),
         "has no model in transformers",
     ),
+    "a kind that is a list": (lambda f: said(f, model_type=["llama"]), r"model_type is \['llama'\]"),
     "another kind": (
         lambda f: said(f, model_type="new", auto_map={"AutoModel": "code.Model"}),
         "model_type is 'new' .* own code is not run; accepted: what transformers knows, llama_sparse_relu",
@@ -210,6 +214,7 @@ def test_a_model_of_transformers_that_is_damaged(tmp_path):
         ("a/b/c", "there is no folder 'a/b/c'; accepted: one, or a repository's name"),
         ("", "there is no folder ''"),
         ("a\0b", "there is no folder"),
+        ("a--b/c", "no folder 'a--b/c', and the repository of that name cannot be reached"),
         (3, "name is a int"),
         (None, "name is a NoneType"),
     ],
@@ -299,6 +304,33 @@ def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys
     text.write_text("too short")
     assert cli.main(["profile", str(folder), "--text", str(text)]) != 0
     assert "has 9 tokens; windows of 64 need at least 65" in capsys.readouterr().err
+
+
+def test_a_prepared_text_is_read_as_its_text(folder, tmp_path, capsys):
+    """Whatever tokens it was prepared as."""
+    text = tmp_path / "texts"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text("What fires, fires often; and what is silent stays silent. " * 40)
+    rows = {}
+    for tokens in ("bytes", "bpe:300"):
+        out = tmp_path / tokens.replace(":", "-")
+        assert cli.main(["prepare", str(text), "--out", str(out), "--tokenizer", tokens]) == 0
+        capsys.readouterr()
+        assert cli.main(["profile", str(folder), "--text", str(out), "--windows", "1", "--json"]) == 0
+        rows[tokens] = json.loads(capsys.readouterr().out)
+    assert all(0 < row["mean_nnz"] < 40 for each in rows.values() for row in each)
+    assert [row["tokens"] for row in rows["bytes"]] == [row["tokens"] for row in rows["bpe:300"]]
+
+
+def test_a_tokenizer_of_another_model_is_told(folder, capsys):
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100].clone()
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    said(folder, vocab_size=100)
+    assert cli.main(["profile", str(folder), "--windows", "2"]) != 0
+    assert "made token 1" in (told := capsys.readouterr().err) and "the model has 100 of them" in told
 
 
 def test_a_folder_without_a_tokenizer_is_told(folder, capsys):
