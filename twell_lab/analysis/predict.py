@@ -18,6 +18,7 @@ from .. import records
 from ..core import folders
 from ..core.errors import InputError
 from ..core.files import read_json
+from ..cuda import registry
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
@@ -35,8 +36,6 @@ from .profile import FiringProfile
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
 _PASS = 32768  # tokens that are computed at once (ops.dispatch)
-_LEAST = 7.5  # the compute capability from which the kernels run
-_HOPPER = 9.0
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
 _TOKENS = (1, 16, 256, 2048, 16384)
@@ -45,7 +44,8 @@ _TOKENS = (1, 16, 256, 2048, 16384)
 @dataclass(frozen=True)
 class Layer:
     """The layer that is asked about. nnz: how many of its d_ff neurons fire for a token, on average. kind: how often
-    each fires, as in ops.measure.firing_rates; they fire independently of each other."""
+    each fires, as in ops.measure.firing_rates; they fire independently of each other. Raises InputError for sizes and
+    an nnz that are no numbers, or too large ones."""
 
     nnz: float
     d_model: int = 2048
@@ -53,15 +53,22 @@ class Layer:
     gated: bool = True
     kind: str = "lognormal"
 
+    def __post_init__(self) -> None:
+        sizes = self.d_model, self.d_ff
+        if not all(type(each) is int for each in sizes) or min(sizes) < 1 or self.d_ff > _WIDEST:
+            raise InputError(
+                f"d_model is {self.d_model!r:.80} and d_ff {self.d_ff!r:.80}; whole numbers from 1 up are accepted, up "
+                f"to {_WIDEST:,} of d_ff"
+            )
+        if type(self.nnz) not in (int, float) or not isinstance(self.kind, str):
+            raise InputError(
+                f"nnz is {self.nnz!r:.80} and the workload {self.kind!r:.80}; a number and a word are accepted"
+            )
+
 
 @lru_cache(maxsize=256)
 def firing_of(layer: Layer) -> Firing:
-    """How the layer fires. Raises InputError for sizes or an nnz that no layer has."""
-    if layer.d_model < 1 or not 1 <= layer.d_ff <= _WIDEST:
-        raise InputError(
-            f"d_model is {layer.d_model} and d_ff {layer.d_ff}; at least 1 of each is accepted, and up to {_WIDEST:,} "
-            "of d_ff"
-        )
+    """How the layer fires. InputError for an nnz that no such layer has, and for a workload that is not known."""
     frequency = measure.firing_rates(layer.d_ff, layer.nnz, layer.kind)
     fitting, excess = 1.0, 0.0
     for tile in frequency.split(TILE):
@@ -97,9 +104,12 @@ def rates_of(gpu: str) -> Rates:
     found = {name.lower(): each for name, each in {**by_driver, **known}.items()}.get(str(gpu).lower())
     if found is None:
         raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(known)}")
-    capability = float(found["capability"])
-    if capability < _LEAST:
-        raise InputError(f"{found['name']} has compute capability {capability}; {_LEAST} and newer are accepted")
+    capability = tuple(map(int, found["capability"].split(".")))
+    if capability < registry.OLDEST:
+        raise InputError(
+            f"{found['name']} has compute capability {found['capability']}; {'.'.join(map(str, registry.OLDEST))} and "
+            "newer are accepted"
+        )
     reached = known[_REACHED]
     share = H100.memory_bytes_per_s / (reached["bandwidth_gb_s"] * 1e9)
     bandwidth = found["bandwidth_gb_s"] * 1e9 * share
@@ -111,7 +121,7 @@ def rates_of(gpu: str) -> Rates:
         matmul=found["tensor_tflops"] * 1e12 * _MATMUL / (reached["tensor_tflops"] * 1e12),
         launch=_LAUNCH,
         cache=(found["l2_mb"] or reached["l2_mb"]) * 2**20,
-        fuses=capability == _HOPPER,
+        fuses=registry.KERNELS["sm90_gate_pack"].runs_on(capability),
     )
 
 
@@ -240,8 +250,9 @@ def _between(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:
     """How far off predictions are where a layer was measured: a row for each recorded GPU that data/gpus.json knows.
 
-    Rows: gpu, layers (how many were compared: those of drawn workloads in the newest record of inference, on each path
-    by itself), least, median and most of predicted over measured time. recorded: oldest first; by default all."""
+    Rows: gpu, layers (how many were compared: those of drawn workloads in records of inference, on each path by itself,
+    of equal ones the newest), least, median and most of predicted over measured time. recorded: oldest first; by
+    default all."""
     recorded = records.load_all() if recorded is None else recorded
     names = {name: each["name"] for each in datasheets() for name in each["driver_names"]}
     found: dict[str, dict[tuple, float]] = {}
