@@ -49,7 +49,7 @@ class Again:
             self._seats.append((held, leaf, held[leaf], vars(held[leaf]).get("forward")))
         self._weights = [None if t is None else ref(t) for t in weights]
         stored = _stored(layer)
-        self._traces = [(own, name, ref(t), *_trace(t)) for own, name, t in stored if t is not None]
+        self._traces = [(own, name, ref(t), *copies.trace(t)) for own, name, t in stored if t is not None]
         self._absent = [(own, name) for own, name, t in stored if t is None]
         self._known: dict[tuple, Known] = {}
 
@@ -94,7 +94,8 @@ class Again:
         return known.run(x, weights)
 
     def _as_it_was(self) -> bool:
-        """Whether the projections and their weights are."""
+        """Whether the projections and their weights are: what hooks.check_parts and copies.trace look at, without a
+        call of a function for each."""
         for held, leaf, part, forward in self._seats:
             if held[leaf] is not part:
                 return False
@@ -107,7 +108,7 @@ class Again:
                 or own.get("forward") is not forward
             ):
                 return False
-        for own, name, seen, version, at, storage, shape, stride in self._traces:
+        for own, name, seen, storage, at, version, shape, stride, dtype in self._traces:
             weight = own[name]
             if (
                 weight is None
@@ -117,6 +118,7 @@ class Again:
                 or weight.untyped_storage() is not storage()
                 or weight.shape != shape
                 or weight.stride() != stride
+                or weight.dtype != dtype
             ):
                 return False
         for own, name in self._absent:
@@ -139,8 +141,3 @@ def _stored(layer) -> list[tuple[dict, str, Tensor | None]]:
             own = module._parameters
             found += [(own, name, own.get(name)) for name in names if name]
     return found
-
-
-def _trace(t: Tensor) -> tuple:
-    """A weight's version, address, storage, shape and stride: equal as long as it is the same and has not changed."""
-    return t._version, t.data_ptr(), ref(t.untyped_storage()), t.shape, t.stride()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -121,11 +120,6 @@ class Seat:
         return {**vars(self), "seen": None}  # the weights of a copy are other tensors
 
 
-def _same(t: Tensor | None, seen: tuple) -> bool:
-    """Whether a weight is what was seen, lies there and was not written to."""
-    return t is seen[0] and (t is None or ((ref(t.untyped_storage()), t.data_ptr(), t._version) == seen[1:]))
-
-
 def _trace(t: Tensor | None) -> tuple | None:
     return None if t is None else (id(t), *copies.trace(t))
 
@@ -146,7 +140,6 @@ class Layout:
         self.neurons: list[int] | None = None
         self.why: str | None = None
         self.seats: dict[str, Seat] = {}  # gate, up, down
-        self._looked_at: list[tuple] = []  # what `look` saw last
 
     @property
     def state(self) -> str:
@@ -218,24 +211,8 @@ class Layout:
             for name, seat in self.seats.items():
                 seat.check(parts[name])
 
-    def look(self, layer, weights: Weights) -> None:
-        """`check`, asked on each call of the layer, in a few steps where nothing has changed since the last one."""
-        seen = self._looked_at  # once: another thread may be looking, too
-        counted = weights[:5]  # the fields of DIMS
-        if len(seen) == len(counted) and all(map(_same, counted, seen)):
-            return
-        self.check(layer)
-        if all(t is None or type(t) is nn.Parameter for t in counted):
-            self._looked_at = [
-                (t, None) if t is None else (t, ref(t.untyped_storage()), t.data_ptr(), t._version) for t in counted
-            ]
-
-    def __getstate__(self) -> dict:
-        return {**vars(self), "_looked_at": []}
-
     def doubt(self) -> None:
         """Count reordered weights as changed."""
-        self._looked_at = []
         for seat in self.seats.values():
             seat.seen = dict.fromkeys(seat.seen or ("weight",))
 

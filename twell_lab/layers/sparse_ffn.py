@@ -350,7 +350,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         hooks.check_parts(self)
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
         if self.layout.neurons is not None and not torch.compiler.is_compiling():
-            self.layout.look(self, weights)
+            self.layout.check(self)
         drop = self._modules[self._dropout] if self._dropout is not None and self.training else None
         if self.dense_alone:
             acts, both = self._acts[0], self._both
