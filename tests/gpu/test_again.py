@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.layers.ffn.follows import other_data, replace, write
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
@@ -82,18 +83,6 @@ def test_repeated_calls_do_not_look_and_give_the_same_bits(tokens, turned, choic
         looked_once = len(looked)
     assert looked_once <= 1  # inputs of three dimensions are of another kind
     assert torch.equal(sparse(x), first) and len(looked) == looked_once
-
-
-def replace(part):
-    part.weight = nn.Parameter(torch.randn_like(part.weight), requires_grad=False)
-
-
-def write(part):
-    part.weight.mul_(2)
-
-
-def other_data(part):
-    part.weight.data = torch.randn_like(part.weight)
 
 
 def other_data_there(part):

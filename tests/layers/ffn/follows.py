@@ -3,6 +3,7 @@
 import threading
 
 import torch
+from torch import nn
 
 
 def assert_follows(sparse, dense, x):
@@ -30,3 +31,18 @@ def assert_threads_agree(sparse, x, expected):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+# ---- what may happen to the weight of a projection
+
+
+def replace(part):
+    part.weight = nn.Parameter(torch.randn_like(part.weight), requires_grad=False)
+
+
+def write(part):
+    part.weight.mul_(2)
+
+
+def other_data(part):
+    part.weight.data = torch.randn_like(part.weight)

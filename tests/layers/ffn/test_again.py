@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.layers.ffn.follows import other_data, replace, write
 from tests.ops.calls.pretended import pretend
 from twell_lab.core.errors import InputError
 from twell_lab.layers import again
@@ -69,18 +70,6 @@ def test_the_second_call_does_not_look(layer, x):
     for other in (torch.randn(4, D_MODEL), torch.randn(1, 3, D_MODEL), torch.randn(D_MODEL), x.t().contiguous().t()):
         assert layer.looks(other) and not layer.looks(other)
     assert not layer.looks(x)
-
-
-def replace(part):
-    part.weight = nn.Parameter(torch.randn_like(part.weight), requires_grad=False)
-
-
-def write(part):
-    part.weight.mul_(2)
-
-
-def other_data(part):
-    part.weight.data = torch.randn_like(part.weight)
 
 
 def other_data_there(part):
