@@ -99,6 +99,7 @@ def test_several_processes_do_what_one_does():
     one, several = attack.layers(5, cases=7), attack.layers(5, cases=7, processes=2)
     assert several == one and several.layers == 7 and several.cases > 50
     assert attack.layers(5, seconds=0.0, processes=2).layers <= 2
+    assert attack.layers(5, number=3, processes=2) == attack.layers(5, number=3)
 
 
 def test_what_fails_in_another_process_is_told(monkeypatch):

@@ -354,7 +354,7 @@ def layers(
     judged, for tests of the attack itself; with one process alone. processes: how many draw and check, each so-manyth
     layer; their use of the device overlaps. Raises Broken with all failures, at the end or after MOST_FAILURES."""
     numbers = range(cases if cases is not None else 2**31 if seconds is not None else 0)
-    if processes == 1:
+    if processes == 1 or number is not None:
         numbers = numbers if number is None else range(number, number + 1)
         counts, failures = _attacked(seed, numbers, seconds, device, change)
     else:
