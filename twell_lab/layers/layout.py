@@ -320,9 +320,8 @@ class Holders:
         """Whether a dictionary holds some of these members and not all. own: dictionaries that may."""
         ids = {id(each) for each in members}
         for holder in [holder for each in ids for holder in self._of[each]]:
-            if not any(holder is each for each in own) and len(ids.intersection(map(id, [*holder.values()]))) < len(
-                ids
-            ):
+            some = ids.intersection(map(id, [*holder.values()]))
+            if len(some) < len(ids) and not any(holder is each for each in own):
                 return True
         return False
 
