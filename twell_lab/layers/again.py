@@ -69,14 +69,17 @@ class Again:
         last._known[key] = known
         return last
 
-    def run(self, x: Tensor) -> Tensor | None:
-        """The layer's result; None where the call is new, or something may be otherwise than it was."""
+    def run(self, x: Tensor, given: Sequence[Tensor | None] | None = None) -> Tensor | None:
+        """The layer's result; None where the call is new, or something may be otherwise than it was. given: what the
+        weights have to be, as in Weights."""
         if type(x) is not Tensor or not checks.plain_eager():
             return None
         weights: list[Tensor | None] = []  # from now on alive
         for seen in self._weights:
             weight = None if seen is None else seen()
             if weight is None and seen is not None:
+                return None
+            if given is not None and weight is not given[len(weights)]:
                 return None
             weights.append(weight)
         try:

@@ -15,7 +15,7 @@ from ..formats.twell import TILE, WORDS, check_geometry
 from ..ops import checks, copies, streams, turned
 from ..ops.inference import STATS
 from ..ops.kept import place
-from . import hooks, probe
+from . import compiled, hooks, probe
 from .again import Again, Known
 from .anatomy import FeedForward, StandIn, computes, family_of, is_threshold, kind_of, parts_of
 from .choice import DENSE, Choice, LayerPlan
@@ -118,9 +118,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
             fixed = family.inside or any(isinstance(part, Cut) and part.of is owner for part in self._parts)
             block = part_at(source, above) if above else source
             self._seats.append((seat, block if family.inside else None, leaf, owner if fixed else None))
-        # The choices; the aliases of weights that forwards read while the layer plans itself; whether it was trained
+        # The choices; by the same numbers of tokens, whether the layer is one operator in compiled code, nothing where
+        # it never is; the aliases of weights that forwards read while the layer plans itself; whether it was trained
         # here.
         self._choices: list[tuple[int, Choice]] = []
+        self.as_one: list[tuple[int, bool]] = []
         self._aliases: dict[str, Tensor] = {}
         self._learned = False
         self.train(source.training)
@@ -132,7 +134,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self.fuses_dense = False  # what the dense path found out last (dispatch.fuses)
         self.follow(plan)
         self.layout.holders = None  # there may be others from now on
-        buffers = {"stats", *(name for path in PATHS.values() for name in path.buffers)}
+        buffers = {"stats", compiled.HANDLE, *(name for path in PATHS.values() for name in path.buffers)}
         self._born = buffers.union(vars(self), self._parameters, self._modules)
 
     @classmethod
@@ -226,6 +228,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # not before all is there: another thread may be in a forward
+        packs = [(tokens, PATHS[choice.path].packs) for tokens, choice in choices]
+        alike = all(each for _, each in packs) or not any(each for _, each in packs)
+        as_one = packs if not alike else [(1, True)] if packs[-1][1] else []  # layers alike share compiled code
+        compiled.hold_handle(self, self.up.weight.device if as_one else None)
+        self.as_one = as_one
         for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
         self._watch, self._aliases = None, {}
@@ -277,6 +284,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
         super().train(mode)
         self._lay_out({choice.path for _, choice in self._choices})
         return self
+
+    @property
+    def drops(self) -> bool:
+        """Whether a forward may drop hidden activations at random."""
+        return self._dropout is not None and self.training
 
     @property
     def reordered(self) -> bool:
@@ -339,10 +351,21 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
-        if not torch.compiler.is_dynamo_compiling() and (again := self._again) is not None:
-            y = again.run(x)
-            if y is not None:
-                return y
+        if torch.compiler.is_dynamo_compiling():
+            y = compiled.call(self, x)
+        else:
+            again = self._again
+            y = None if again is None else again.run(x)
+        return self._forward(x) if y is None else y
+
+    def computed(self, x: Tensor, weights: Weights) -> Tensor | None:
+        """What eager code computes for x; None where these are not the weights of this layer."""
+        again = self._again
+        y = None if again is None else again.run(x, weights)
+        if y is not None:
+            return y
+        if any(given is not own for given, own in zip(weights, self._weights())):
+            return None
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -351,7 +374,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         weights, choices = self._weights() if self._watch is None else self._watched(x), self._choices
         if self.layout.neurons is not None and not torch.compiler.is_compiling():
             self.layout.check(self)
-        drop = self._modules[self._dropout] if self._dropout is not None and self.training else None
+        drop = self._modules[self._dropout] if self.drops else None
         if self.dense_alone:
             acts, both = self._acts[0], self._both
             y = self._by_torch(x, weights, drop, acts=acts, both=both)
@@ -377,8 +400,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
 
     def _remember(self, x: Tensor, weights: Weights, made: Callable[[], Known | None], counts: bool = False) -> None:
         """Have `forward` compute inputs like this one as `made` says, while nothing of the layer changes."""
-        drops = self.training and self._dropout is not None
-        if drops or self._watch is not None or type(x) is not Tensor or not x.numel():
+        if self.drops or self._watch is not None or type(x) is not Tensor or not x.numel():
             return
         if torch.compiler.is_compiling() or not checks.plain_eager() or checks.needs_gradient(x, *weights):
             return
@@ -545,6 +567,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self.layout.accept(self)  # the weights of a copy are other tensors
+        compiled.renew_handle(self)
 
     def _apply(self, fn, recurse=True):
         if self.reordered:
@@ -557,4 +580,5 @@ class SparseFFN(Learner, nn.Module, StandIn):
         for name in {choice.path for _, choice in self._choices}:
             PATHS[name].moved(self, weights)
         self._renew_stats(self._choices)  # to_empty leaves anything in them
+        compiled.renew_handle(self)
         return self
