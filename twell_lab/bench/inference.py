@@ -141,7 +141,7 @@ def drawn(
         plain = PlainFeedForward(8, 8).requires_grad_(False)
         plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
         layer = plain
-    return layer, inputs, seen[:2]
+    return layer.eval(), inputs, seen[:2]  # in training mode a swapped layer would copy `down`, not turn it
 
 
 def table(tokens: int, nnzs, kind: str, *, forced: bool = True, graphs: bool = False) -> list[dict]:

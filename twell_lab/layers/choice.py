@@ -44,6 +44,11 @@ class Choice:
 
 DENSE = Choice("dense")  # what every other choice is compared with
 
+# In compiled code, as shares of dense's host time in eager code: what is left of that time, and what calling a sparse
+# layer's operator adds to its own. Slopes of stacks of 1 and 9 layers, H100, torch 2.11, 2026-11-23: 0.5 to 0.65, and
+# 0.05 to 0.2.
+_COMPILED, _OPERATOR = 0.65, 0.15
+
 
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
     """A choice of every path that takes a layer of d_ff neurons; a path that splits them has `hot` hot ones."""
@@ -126,6 +131,17 @@ class LayerPlan:
     def choice(self, tokens: int) -> Choice:
         """What is done with this many tokens at once."""
         return next((each for most, each in self.choices.items() if tokens <= most), [*self.choices.values()][-1])
+
+    def pays_compiled(self, tokens: int) -> bool:
+        """Whether what is done in this class of token counts is worth it in compiled code, too, which takes less of the
+        host's time for a dense layer, and more for a sparse one. Where no host time is known, it is."""
+        of_class = [each for each in self.candidates if each.tokens == tokens]
+        chosen = next(each for each in of_class if each.chosen)
+        dense = next((each for each in of_class if each.choice == DENSE), chosen)
+        if dense.host_us is None or chosen.host_us is None:
+            return True
+        host = chosen.host_us + _OPERATOR * dense.host_us
+        return host <= max(_COMPILED * dense.host_us, dense.device_us or 0.0)
 
     @property
     def nnz(self) -> float:

@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops import checks, inference
+from . import hooks
+from .choice import Choice, LayerPlan
+from .paths import PATHS
+from .paths.dense import by_torch
 from .paths.path import hold
 from .weights import Weights
 
@@ -25,6 +29,16 @@ _library.define(
 
 
 HANDLE = "handle"  # the buffer's name
+# What a layer is in compiled code: one operator; torch's operations, where its kernels take the host more time than
+# they save; or all that it does, seen while torch traces it.
+ONE, TORCH, SEEN = "one operator", "torch's operations", "seen"
+
+
+def way(plan: LayerPlan | Choice | None, tokens: int, choice: Choice) -> str:
+    """What a layer with this plan is in compiled code, for the class `tokens` of token counts and its choice."""
+    if not PATHS[choice.path].packs:
+        return SEEN
+    return TORCH if isinstance(plan, LayerPlan) and not plan.pays_compiled(tokens) else ONE
 
 
 class _Owner:
@@ -54,18 +68,23 @@ def renew_handle(layer) -> None:
 
 
 def call(layer, x: Tensor) -> Tensor | None:
-    """While compiled code is traced: the layer's result as of one operator; None where torch has to see what the layer
-    computes, as where a gradient is needed, or where torch's operations are the path."""
-    one = layer.as_one
-    if not one or layer.drops or not isinstance(x, Tensor) or x.dim() == 0 or checks.transformed():
+    """While compiled code is traced: the layer's result, where torch does not have to see how it is computed; otherwise
+    None, as where a gradient is needed."""
+    if layer.drops or not isinstance(x, Tensor) or x.dim() == 0 or checks.transformed():
         return None
-    handle, weights = layer._buffers.get(HANDLE), layer._weights()
-    if not one[layer._class_of(x, one)][1] or torch.is_autocast_enabled(x.device.type) or handle is None:
+    found = layer.compiled_as[layer._class_of(x, layer.compiled_as)][1]
+    if found == SEEN or torch.is_autocast_enabled(x.device.type):
         return None
+    weights, handle = layer._weights(), layer._buffers.get(HANDLE)
     up = weights.up
-    if (x.dtype, x.device, x.shape[-1], handle.device) != (up.dtype, up.device, up.shape[1], up.device):
-        return None  # which is an error, or for eager code to mend
+    if (x.dtype, x.device, x.shape[-1]) != (up.dtype, up.device, up.shape[1]):
+        return None  # an error, of which eager code says more
     if not all(t is None or isinstance(t, Parameter) for t in weights) or checks.needs_gradient(x, *weights):
+        return None
+    if found == TORCH:
+        hooks.check_parts(layer)
+        return by_torch(x, weights)
+    if handle is None or handle.device != up.device:
         return None
     return torch.ops.twell_lab.layer(x, handle, *weights[:6], layer.tile, layer.words)
 

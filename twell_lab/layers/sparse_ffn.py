@@ -118,11 +118,11 @@ class SparseFFN(Learner, nn.Module, StandIn):
             fixed = family.inside or any(isinstance(part, Cut) and part.of is owner for part in self._parts)
             block = part_at(source, above) if above else source
             self._seats.append((seat, block if family.inside else None, leaf, owner if fixed else None))
-        # The choices; by the same numbers of tokens, whether the layer is one operator in compiled code, nothing where
-        # it never is; the aliases of weights that forwards read while the layer plans itself; whether it was trained
-        # here.
+        # The choices; by numbers of tokens what the layer is in compiled code (one entry where it is the same for all:
+        # so layers alike share compiled code); the aliases of weights that forwards read while the layer plans itself;
+        # whether it was trained here.
         self._choices: list[tuple[int, Choice]] = []
-        self.as_one: list[tuple[int, bool]] = []
+        self.compiled_as: list[tuple[int, str]] = []
         self._aliases: dict[str, Tensor] = {}
         self._learned = False
         self.train(source.training)
@@ -228,11 +228,9 @@ class SparseFFN(Learner, nn.Module, StandIn):
         # The path by which a CPU skips the silent neurons where there are gradients too: one that keeps their order.
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # not before all is there: another thread may be in a forward
-        packs = [(tokens, PATHS[choice.path].packs) for tokens, choice in choices]
-        alike = all(each for _, each in packs) or not any(each for _, each in packs)
-        as_one = packs if not alike else [(1, True)] if packs[-1][1] else []  # layers alike share compiled code
-        compiled.hold_handle(self, self.up.weight.device if as_one else None)
-        self.as_one = as_one
+        ways = [(tokens, compiled.way(plan, tokens, choice)) for tokens, choice in choices]
+        compiled.hold_handle(self, self.up.weight.device if any(way == compiled.ONE for _, way in ways) else None)
+        self.compiled_as = ways if any(way != ways[0][1] for _, way in ways) else [(1, ways[0][1])]
         for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
         self._watch, self._aliases = None, {}
