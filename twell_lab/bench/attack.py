@@ -45,7 +45,7 @@ from ..ops import (
     portable,
 )
 from ..ops.reference import GatedFeedForward, PlainFeedForward
-from .rows import dense_hidden, error_over_allowed, exact_gradients, first_projection, gradient_sums
+from .rows import dense_hidden, exact_gradients, first_projection, gradient_sums
 
 _EMPTIED = 16  # of so many layers one is the last that leaves its memory to the next
 MOST_FAILURES = 10  # an attack ends after so many: more of them teach nothing
@@ -472,8 +472,9 @@ def _differentiable(layer: Layer) -> bool:
 def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counts, change) -> list[str]:
     """What is wrong with the gradients of both training paths, a sentence each.
 
-    The norm of the error of each gradient, over the whole tensor, may be twice the dense layer's, plus what rounding
-    each of its terms once makes of it (`_noise`): a dense gradient of a few values may be exact by luck. Rows with a
+    The norm of the error of each gradient, over the whole tensor, may be twice the dense layer's, plus one unit in the
+    last place of its largest value, as for results, plus what rounding each of its terms once makes of it (`_noise`): a
+    dense gradient of a few values may be exact by luck. Values beyond the dtype's end are infinite. Rows with a
     neuron whose sign rounding decides get an upstream gradient of zero: with the other sign they are another
     function."""
     x, gate, up, down, gate_bias, up_bias, down_bias = layer.tensors
@@ -497,12 +498,28 @@ def _gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Co
             if a is None:
                 continue
             a = change(f"d{name}, {path}", a)
-            off = error_over_allowed(a, b, e, n + torch.finfo(x.dtype).tiny)
+            off = _off(a, b, e, n)
             if not off <= 1.0:
                 wrong.append(f"gradient of {name}, {path}: off by {off:.3g} times what is allowed")
             if not torch.equal(_bits(a), _bits(second)):
                 wrong.append(f"gradient of {name}, {path}: the second call gave other bits")
     return wrong
+
+
+def _off(ours: Tensor, dense: Tensor, exact: Tensor, noise: Tensor) -> float:
+    """The error of a gradient over what is allowed; inf where a value is finite that should not be, or the reverse."""
+    kind, most = torch.finfo(ours.dtype), torch.finfo(ours.dtype).max
+    end = exact.abs() > most * (1 - 8 * kind.eps)  # what rounds to just beyond the end may round the other way
+    at_end = (ours.sign() == exact.sign()) & (ours.abs() > most * (1 - 16 * kind.eps))
+    also = ~ours.isfinite() & ~dense.isfinite() & ~end  # the dense layer's sums overflow, too
+    if not torch.where(end, at_end, ours.isfinite() | also).all():
+        return torch.inf
+    looked = ~(end | also)
+    largest = torch.where(looked, exact, 0.0).abs().amax().to(ours.dtype)
+    ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)).double() - largest.double()
+    held = looked & dense.isfinite()
+    allowed = 2 * torch.where(held, dense.double() - exact, 0.0).norm() + ulp + noise + kind.tiny
+    return float(torch.where(looked, ours.double() - exact, 0.0).norm() / allowed)
 
 
 def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
