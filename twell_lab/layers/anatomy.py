@@ -17,6 +17,7 @@ from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
 from .experts import Expert, experts_of
 from .families import Family, accepted, known
+from .lossy import ThresholdedActivation
 from .parts import is_projection, part_at
 
 Only = Callable[[str, nn.Module], bool]
@@ -75,7 +76,10 @@ def is_squared(activation) -> bool:
 
 def is_threshold(activation) -> bool:
     """Whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
-    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold."""
+    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold. Also
+    whether it is an activation with a threshold of ours, which keeps negative values too (layers.lossy)."""
+    if isinstance(activation, ThresholdedActivation):
+        return True
     bound = getattr(activation, "threshold", None)
     if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
         return False
@@ -201,9 +205,12 @@ def _seen(model: nn.Module) -> str:
     kinds |= {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
     if not kinds:
         return "none of its modules has the parts of a known one"
+    smooth = not any("relu" in kind.lower() for kind in kinds)
     return (
-        f"its feed-forward layers use {', '.join(sorted(kinds))}; twell_lab.relufy puts a ReLU in the place of SiLU, "
-        "GELU and the like, after which the model has to be trained further"
+        f"its feed-forward layers use {', '.join(sorted(kinds))}"
+        f"{', which is hardly ever exactly zero (density about 100%)' * smooth}; "
+        "twell_lab.relufy puts a ReLU in the place of SiLU, GELU and the like, after which the model has to be trained "
+        "further; twell_lab.thresholds zeroes small values of the model as it is, which costs some loss"
     )
 
 
