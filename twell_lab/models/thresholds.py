@@ -187,8 +187,11 @@ class LayerCalibration:
         """The relative error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
         if self._exact is None:
             self._exact = self.output(self.rows, {})
-        off = (self.output(self.rows, thresholds) - self._exact).double().norm()
-        return float(off / self._exact.double().norm()) if off else 0.0
+        off = (self.output(self.rows, thresholds) - self._exact).double().norm().item()
+        whole = self._exact.double().norm().item() or 1.0
+        if not math.isfinite(off / whole):
+            raise InputError(f"the output of {self.name!r} is not finite; accepted: layers that give finite values")
+        return off / whole
 
     def errors(self, site: str) -> list[float]:
         """The error with a threshold in this place alone, at each of LEVELS. Measured once."""
