@@ -171,17 +171,22 @@ class LayerCalibration:
         return matrices * self.d_ff * self.d_model
 
     @torch.no_grad()
-    def output(self, x: Tensor, thresholds: dict[str, float]) -> Tensor:
-        """What the layer gives for x [rows, d_model] with these thresholds; places without one keep all values."""
-        gate, up, down = self.layer.gate, self.layer.up, self.layer.down
+    def hidden(self, x: Tensor, thresholds: dict[str, float]) -> Tensor:
+        """What enters the down projection for x [rows, d_model] with these thresholds: [rows, d_ff]. Places without one
+        keep all values."""
+        gate, up = self.layer.gate, self.layer.up
         cut = {site: Lossy(threshold).zeroed for site, threshold in thresholds.items()}
         x = cut["input"](x) if "input" in cut else x
         first = up if gate is None else gate
-        hidden = self.layer.acts(linear(x, first.weight, first.bias))
-        hidden = cut["activation"](hidden) if "activation" in cut else hidden
-        hidden = hidden if gate is None else hidden * linear(x, up.weight, up.bias)
-        hidden = cut["hidden"](hidden) if "hidden" in cut else hidden
-        return linear(hidden, down.weight, down.bias)
+        values = self.layer.acts(linear(x, first.weight, first.bias))
+        values = cut["activation"](values) if "activation" in cut else values
+        values = values if gate is None else values * linear(x, up.weight, up.bias)
+        return cut["hidden"](values) if "hidden" in cut else values
+
+    @torch.no_grad()
+    def output(self, x: Tensor, thresholds: dict[str, float]) -> Tensor:
+        """What the layer gives for x [rows, d_model] with these thresholds."""
+        return linear(self.hidden(x, thresholds), self.layer.down.weight, self.layer.down.bias)
 
     def error(self, thresholds: dict[str, float]) -> float:
         """The relative error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
