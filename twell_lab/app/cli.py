@@ -576,7 +576,7 @@ def _thresholds(options) -> Answer:
     if options.out is not None:
         chosen.save(options.out)
     return Answer(
-        {"thresholds": chosen.table(), "loss": cost.as_dict()},
+        {"thresholds": chosen.table(), "spared": chosen.spared, "loss": cost.as_dict()},
         f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
         + (f"; the thresholds are in {options.out}" if options.out else ""),
     )

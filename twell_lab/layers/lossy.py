@@ -45,6 +45,7 @@ class ThresholdedActivation(Lossy):
         return self._of[0]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if getattr(self.activation, "inplace", False) else x  # who watches layers calls this once more
         return self.zeroed(self.activation(x))
 
     def extra_repr(self) -> str:

@@ -151,7 +151,7 @@ class LayerCalibration:
         x, gate = rows_of(x, gate, mask)
         if not len(x):
             return
-        seen = {"activation": self.layer.acts(gate), "input": x}
+        seen = {"activation": self.layer.acts(gate.clone()), "input": x}  # it may work in place
         if "hidden" in self.sites:
             up = self.layer.up
             seen["hidden"] = (
@@ -167,8 +167,7 @@ class LayerCalibration:
 
     def work(self, site: str) -> int:
         """The multiplications for a token that the values of this place stand for."""
-        matrices = 2 if self.layer.gate is not None and site != "hidden" else 1
-        return matrices * self.d_ff * self.d_model
+        return _matrices(site, self.layer.gate is not None) * self.d_ff * self.d_model
 
     @torch.no_grad()
     def hidden(self, x: Tensor, thresholds: dict[str, float]) -> Tensor:
@@ -253,13 +252,18 @@ class Calibration:
             errors, at = self.layers[number].errors(site), level[place]
             return (errors[at + 1] - errors[at]) / ((LEVELS[at + 1] - LEVELS[at]) * work[place])
 
+        prices = {place: price(place) for place in places}
         while left > 1e-9 * sum(work.values()):
-            place = min((each for each in places if level[each] + 1 < len(LEVELS)), key=price)
+            place = min(prices, key=prices.__getitem__)
             number, site = place
             step = min(LEVELS[level[place] + 1] - LEVELS[level[place]], left / work[place])
-            found[number][site] = min(LEVELS[level[place]] + step, LEVELS[-1])
+            found[number][site] = LEVELS[level[place]] + step
             left -= step * work[place]
             level[place] += 1
+            if level[place] + 1 < len(LEVELS):
+                prices[place] = price(place)
+            else:
+                del prices[place]
 
     def at(self, sparsity: float, *, greedy: bool = False) -> Thresholds:
         """The thresholds for this sparsity; arguments as `thresholds` takes them."""
@@ -274,7 +278,7 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
     if method not in tuple(SITES):
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
     found = _layers(model, only)
-    if any(True for _ in lossy_parts(model)):
+    if lossy_parts(model):
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
     probe.check_all((layer.name, layer.module) for layer in found)
     layers = [LayerCalibration(layer, method) for layer in found]
@@ -283,8 +287,9 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
     for layer in layers:
         if not layer.tokens:
             raise InputError(
-                f"{layer.name!r} saw no token: the batches were empty, or the model was compiled, which hides it from "
-                "hooks; accepted: one token or more, not yet compiled"
+                f"{layer.name!r} saw no token: the batches were empty, or have nothing for it, or the model was "
+                "compiled, which hides it from hooks; accepted: one token or more, not yet compiled, or an `only` that "
+                "leaves it out"
             )
     return Calibration(method, layers)
 
@@ -323,6 +328,11 @@ def thresholds(
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
 
 
+def _matrices(site: str, gated: bool) -> int:
+    """How many of a layer's projections a value of this place spares a part of, where it is zero."""
+    return 2 if gated and site != "hidden" else 1
+
+
 # ---- what was chosen ----
 
 
@@ -353,6 +363,17 @@ class Thresholds:
     tokens: int
     layers: list[LayerThresholds]
 
+    @property
+    def spared(self) -> float:
+        """The share of the layers' multiplications that meet a zero, on the calibration batches."""
+        each = [(layer, layer.d_ff * layer.d_model) for layer in self.layers]
+        zero = sum(
+            (1 - density) * _matrices(site, layer.gated) * size
+            for layer, size in each
+            for site, density in layer.density.items()
+        )
+        return zero / sum((3 if layer.gated else 2) * size for layer, size in each)
+
     def table(self) -> list[dict]:
         """One row a layer, JSON-able: layer, threshold and density of each place, error."""
         return [
@@ -371,7 +392,8 @@ class Thresholds:
         how = "greedy" if self.greedy else "the same for all layers"
         return (
             f"{records.table(rows, {name: name for name in rows[0]})}\n"
-            f"{self.method}, sparsity {self.sparsity:g}, {how}, from {self.tokens:,} tokens; {LOSSY}"
+            f"{self.method}, sparsity {self.sparsity:g}, {how}, from {self.tokens:,} tokens: {self.spared:.0%} of the "
+            f"layers' multiplications meet a zero\n{LOSSY}"
         )
 
     def apply(self, model: nn.Module) -> nn.Module:

@@ -1,8 +1,11 @@
 """Small models with random weights whose feed-forward layers are not sparse, for the tests of thresholds."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import SquaredReLU
@@ -37,12 +40,13 @@ def phi3():
     return _of("Phi3", **LLAMA)
 
 
-def ours(activation: nn.Module | None = None, **changes):
+def ours(activation: Callable | None = None, **changes):
     """This project's own model, with another activation in its layers."""
     torch.manual_seed(0)
     sizes = dict(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=40, context=32)
     model = LanguageModel(ModelConfig(**{**sizes, **changes})).eval()
     for block in model.layers if activation is not None else ():
+        del block.mlp.act_fn  # torch would not have a function in a module's place
         block.mlp.act_fn = activation
     return model
 
@@ -53,6 +57,8 @@ MODELS = {
     "OPT": opt,
     "Phi-3": phi3,
     "ours, SiLU": lambda: ours(nn.SiLU()),
+    "ours, SiLU in place": lambda: ours(nn.SiLU(inplace=True)),
+    "ours, a function": lambda: ours(F.silu),
     "ours, plain GELU": lambda: ours(nn.GELU(), gated=False),
     "ours, ReLU": ours,
     "ours, squared ReLU": lambda: ours(SquaredReLU()),

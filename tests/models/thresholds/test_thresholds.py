@@ -38,7 +38,14 @@ def seen(model, batches) -> list[dict]:
         each = {"input": [], "hidden": [], "activation": []}
         for part, key in (("up", "input"), ("down", "hidden")):
             parts[part].register_forward_hook(lambda m, args, out, to=each[key]: to.append(args[0].flatten(0, -2)))
-        parts["act"].register_forward_hook(lambda m, args, out, to=each["activation"]: to.append(out.flatten(0, -2)))
+        if isinstance(parts["act"], nn.Module):
+            parts["act"].register_forward_hook(
+                lambda m, args, out, to=each["activation"]: to.append(out.flatten(0, -2))
+            )
+        else:
+            module.act_fn = lambda x, act=parts["act"], to=each["activation"]: (
+                to.append(act(x).flatten(0, -2)) or act(x)
+            )
         found.append(each)
     with torch.no_grad():
         for batch in batches:
@@ -197,6 +204,16 @@ def test_a_layer_that_is_called_twice_counts_both():
     assert not torch.equal(answer(found.apply(model)), before) and torch.equal(answer(found.remove(model)), before)
 
 
+def test_tied_weights_stay_tied():
+    model = llama(tie_word_embeddings=True)
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj.weight = first.gate_proj.weight
+    before, found = answer(model), tl.thresholds(model, tokens(), 0.5)
+    assert not torch.equal(answer(found.apply(model)), before)
+    assert torch.equal(answer(found.remove(model)), before)
+    assert second.up_proj.weight is first.gate_proj.weight and model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_modes_and_hooks_are_left_as_they_were():
     model = llama().train()
     model.model.layers[0].eval()
@@ -216,6 +233,16 @@ def test_other_dtypes(dtype):
         assert one.thresholds["activation"] == pytest.approx(other.thresholds["activation"], rel=0.05)
         assert one.error == pytest.approx(other.error, rel=0.1)
     assert answer(found.apply(model)).dtype == dtype
+
+
+def test_what_is_spared_is_counted_by_multiplications():
+    """Of a gated layer two of three projections can be skipped with "cats", of a plain one one of two."""
+    for model, share in ((llama(), 2 / 3), (gpt2(), 1 / 2)):
+        found = tl.thresholds(model, tokens(), 0.6)
+        assert found.spared == pytest.approx(0.6 * share, abs=1e-3)
+        assert f"{found.spared:.0%} of the layers' multiplications meet a zero" in str(found)
+        both = tl.thresholds(model, tokens(), 0.6, method="teal")
+        assert both.spared == pytest.approx(0.6, abs=1e-3)
 
 
 # ---- across layers
@@ -341,11 +368,24 @@ def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_a
     assert torch.equal(answer(model), answer(llama()))
 
 
+def test_a_thresholded_activation_is_not_replaced_by_a_relu():
+    with pytest.raises(InputError, match="uses ThresholdedActivation"):
+        tl.relufy(thresholded())
+
+
 def test_inputs_with_thresholds_are_not_swapped_without_a_word():
     model = llama(hidden_act="relu")
     found = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
     with pytest.raises(InputError, match="ThresholdedInput"):
         tl.sparsify(found)
+
+
+def test_an_activation_in_place_is_watched_without_being_run_twice():
+    model, plain = ours(nn.SiLU(inplace=True)), ours(nn.SiLU())
+    found = tl.thresholds(model, tokens(), 0.4)
+    assert found.layers == tl.thresholds(plain, tokens(), 0.4).layers
+    profiles = [tl.profile(found.apply(each), tokens()).table() for each in (model, plain)]
+    assert profiles[0] == profiles[1]
 
 
 def test_a_copy_of_a_thresholded_model_is_its_own(tmp_path):
@@ -440,6 +480,12 @@ def meta():
     return llama().to("meta")
 
 
+def sharded():
+    model = llama()
+    model.model.layers[0].mlp.up_proj.weight.device_mesh = "as DTensor has one"
+    return model
+
+
 def thresholded():
     model = llama()
     return tl.thresholds(model, tokens(), 0.5).apply(model)
@@ -474,6 +520,7 @@ def clamped():
         (lambda: nn.Sequential(nn.Linear(4, 4)), "no feed-forward layer in Sequential: none of its modules is one"),
         (quantised, r"model.layers.1.mlp \(LlamaMLP\): down_proj is a Int8Linear; accepted: a plain torch.nn.Linear"),
         (meta, "gate_proj is on meta, without values; accepted: a model that was loaded"),
+        (sharded, r"up_proj is sharded \(DTensor\); accepted: a whole model"),
         (thresholded, "has thresholds on it; accepted: one without"),
         (half_swapped, "model.layers.0.mlp: swapped by sparsify; accepted: dense layers"),
         (not_finite, "not finite"),
