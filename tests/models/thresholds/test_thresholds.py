@@ -15,7 +15,7 @@ import twell_lab as tl
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
 from twell_lab.core.errors import InputError, RecordError
 from twell_lab.layers.lossy import Lossy, ThresholdedActivation, lossy_parts
-from twell_lab.models.thresholds import LEVELS, Histogram, LossChange, calibrate
+from twell_lab.models.thresholds import LEVELS, ROWS, Histogram, LossChange, calibrate
 
 BOTH = pytest.mark.parametrize("method", ["cats", "teal"])
 EACH = pytest.mark.parametrize("name", MODELS)
@@ -178,6 +178,15 @@ def test_batches_may_be_cut_anywhere_and_are_read_once():
     for one, other in zip(whole.layers, parts.layers):
         assert one.thresholds == pytest.approx(other.thresholds, rel=1e-3)
         assert one.error == pytest.approx(other.error, rel=1e-3)
+
+
+def test_the_rows_that_errors_are_measured_on_come_from_all_batches():
+    model, first, last = llama(), tokens(40), tokens(40, seed=2)
+    (layer, _) = calibrate(model, [first, last]).layers
+    early, late = ({tuple(row.tolist()) for row in calibrate(model, some).layers[0].rows} for some in (first, last))
+    kept = {tuple(row.tolist()) for row in layer.rows}
+    assert layer.tokens == 1280 and len(layer.rows) == ROWS
+    assert len(kept & early) > 20 < len(kept & late)
 
 
 def test_masked_positions_are_left_out():
@@ -567,6 +576,16 @@ def test_routed_experts_stay_as_they_are():
     model = transformers.MixtralForCausalLM(config)
     with pytest.raises(InputError, match="routed experts alone, which share an activation"):
         tl.thresholds(model, tokens(), 0.5)
+
+
+def test_experts_beside_other_layers_are_passed_over():
+    model = ours(nn.SiLU())
+    model.experts = nn.Module()
+    model.experts.up_proj, model.experts.down_proj = (
+        nn.Parameter(torch.randn(3, *each)) for each in ((24, 16), (16, 24))
+    )
+    model.experts.act_fn = nn.SiLU()
+    assert [layer.name for layer in tl.thresholds(model, tokens(), 0.5).layers] == ["layers.0.mlp", "layers.1.mlp"]
 
 
 @pytest.mark.parametrize("threshold", [-1, math.inf, math.nan, True, "0.5", None])
