@@ -201,16 +201,17 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
 
 def _seen(model: nn.Module) -> str:
     """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
-    kinds = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
-    kinds |= {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
+    own = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
+    kinds = own | {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
     if not kinds:
         return "none of its modules has the parts of a known one"
-    smooth = not any("relu" in kind.lower() for kind in kinds)
+    smooth = "" if any("relu" in kind.lower() for kind in kinds) else ", hardly ever exactly zero (density about 100%)"
+    lossy = (
+        "; twell_lab.thresholds takes the model as it is and sets small values to zero, which costs loss" if own else ""
+    )
     return (
-        f"its feed-forward layers use {', '.join(sorted(kinds))}"
-        f"{', which is hardly ever exactly zero (density about 100%)' * smooth}; "
-        "twell_lab.relufy puts a ReLU in the place of SiLU, GELU and the like, after which the model has to be trained "
-        "further; twell_lab.thresholds zeroes small values of the model as it is, which costs some loss"
+        f"its feed-forward layers use {', '.join(sorted(kinds))}{smooth}; twell_lab.relufy puts a ReLU in the place of "
+        f"SiLU, GELU and the like, after which the model has to be trained further{lossy}"
     )
 
 

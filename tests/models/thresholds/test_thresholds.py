@@ -397,6 +397,14 @@ def test_an_activation_in_place_is_watched_without_being_run_twice():
     assert profiles[0] == profiles[1]
 
 
+@BOTH
+def test_a_thresholded_model_compiles_as_one_graph(method):
+    model = llama()
+    after = answer(tl.thresholds(model, tokens(), 0.6, method=method).apply(model))
+    torch._dynamo.reset()
+    assert torch.equal(answer(torch.compile(model, backend="eager", fullgraph=True)), after)
+
+
 def test_a_copy_of_a_thresholded_model_is_its_own(tmp_path):
     model = llama()
     for method in ("cats", "teal"):
@@ -595,7 +603,5 @@ def test_a_threshold_that_is_none(threshold):
 
 
 def test_who_wants_to_sparsify_a_silu_model_is_told_of_thresholds():
-    with pytest.raises(
-        InputError, match=r"SiLUActivation, which is hardly ever .*density about 100%.*relufy.*thresholds"
-    ):
+    with pytest.raises(InputError, match=r"SiLUActivation, hardly ever .*density about 100%.*relufy.*thresholds"):
         tl.sparsify(llama())
