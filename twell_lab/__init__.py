@@ -28,6 +28,8 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "densify": "models.swap",
     "report": "models.report",
     "relufy": "models.relufy",
+    "thresholds": "models.thresholds",
+    "Thresholds": "models.thresholds",
     "load": "models.published",
     "train": "training.loop",
     "TrainConfig": "training.config",

@@ -24,6 +24,8 @@ from .models.relufy import relufy as relufy
 from .models.report import report as report
 from .models.swap import densify as densify
 from .models.swap import sparsify as sparsify
+from .models.thresholds import Thresholds as Thresholds
+from .models.thresholds import thresholds as thresholds
 from .ops.differentiable import train_ffn as train_ffn
 from .ops.operators import gated_ffn as gated_ffn
 from .ops.operators import pack as pack

@@ -310,6 +310,17 @@ def _given(command: str) -> tuple[list[str], dict]:
                 "--out": _new,
             },
         ),
+        "thresholds": (
+            [model, "--text", words, "--windows", "2"],
+            {
+                "": _paths,
+                "--text": _paths,
+                "--windows": _number,
+                "--sparsity": _number,
+                "--method": _word,
+                "--out": _new,
+            },
+        ),
         "sample": (
             [model, "--tokens", "4", "--device", "cpu"],
             {
@@ -370,6 +381,7 @@ COMMANDS = (
     "profile",
     "profile",
     "plan",
+    "thresholds",
     "sample",
     "export",
     "bench",

@@ -26,6 +26,7 @@ from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import folders
 from twell_lab.core.errors import TwellError
 from twell_lab.cuda import cubins
+from twell_lab.models.thresholds import Thresholds, thresholds
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator import toolchain
 from twell_lab.training import checkpoint
@@ -173,6 +174,17 @@ def _read_plan(folder: Path):
         str(layer), layer.choice(1), layer.choice(10**6)
 
 
+def _make_thresholds(folder: Path) -> None:
+    thresholds(_model(), [torch.zeros(2, 8, dtype=torch.long)]).save(folder / "thresholds.json")
+
+
+def _read_thresholds(folder: Path):
+    found = Thresholds.load(folder / "thresholds.json")
+    str(found), found.save(folder / "again.json")
+    json.dumps(found.table(), allow_nan=False)
+    found.remove(found.apply(_model()))
+
+
 def _make_tour(folder: Path) -> None:
     newest = sorted(Path(folders.records_dir()).glob("tour-*.json"))[-1]
     shutil.copyfile(newest, folder / "tour.json")
@@ -258,6 +270,7 @@ KINDS = {
     "record": (_make_record, _read_record, 6),
     "profile": (_make_profile, _read_profile, 6),
     "plan": (_make_plan, _read_plan, 6),
+    "thresholds": (_make_thresholds, _read_thresholds, 4),
     "tour": (_make_tour, _read_tour, 3),
     "metrics": (_make_metrics, _read_metrics, 1),
     "cubin": (_cubin, _cubin, 4),

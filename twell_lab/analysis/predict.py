@@ -188,16 +188,11 @@ def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] =
     if not layers:
         return "No layer saw a token: there is nothing to say."
     rates, shares = rates_of(gpu), []
-    itemsize = getattr(torch, rates.dtype).itemsize
     for count in tokens:
         best = dense = 0.0
         for layer in layers:
-            firing = Firing.of(layer)
-            took = [
-                costs.predict(choice, firing, rates, count, itemsize)["total"]
-                for choice in _choices(firing, rates, count, itemsize)
-            ]
-            best, dense = best + min(took), dense + costs.predict(DENSE, firing, rates, count, itemsize)["total"]
+            took = by_choice(Firing.of(layer), rates, count)
+            best, dense = best + min(took.values()), dense + took[DENSE]
         shares.append(best / dense)
     densities = sorted(layer.density for layer in layers)
     mean = sum(layer.mean_nnz for layer in layers) / sum(layer.d_ff for layer in layers)
@@ -217,6 +212,15 @@ def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] =
         f"{found} of the neurons fire for a token{middle}; {dead / neurons:.1%} never did. On a GPU "
         f"such as {rates.device} the layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
     )
+
+
+def by_choice(firing: Firing, rates: Rates, tokens: int) -> dict[Choice, float]:
+    """Microseconds that a layer which fires so should take for so many tokens on each path, with the best hot size."""
+    itemsize = getattr(torch, rates.dtype).itemsize
+    return {
+        choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]
+        for choice in _choices(firing, rates, tokens, itemsize)
+    }
 
 
 def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:

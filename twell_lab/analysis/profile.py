@@ -169,7 +169,7 @@ def profile(
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [Counter(layer, tile, words) for layer in found]
-    if not _run(model, [(counter.layer, counter.add) for counter in counters], batches):
+    if not see_layers(model, [(counter.layer, counter.add) for counter in counters], batches):
         raise InputError("batches is empty; accepted: at least one input of the model")
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
@@ -196,7 +196,7 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
     else:
         raise InputError(f"layer is {layer!r}; accepted: a position among {len(found)}, or a name of {names}")
     seen: list[tuple[Tensor, Tensor]] = []
-    _run(model, [(chosen, lambda *what: seen.append(_rows(*what)))], [batch])
+    see_layers(model, [(chosen, lambda *what: seen.append(rows_of(*what)))], [batch])
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
@@ -215,10 +215,10 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
 
     def keep(name: str, *what: Tensor) -> None:
         if lacking(name) > 0:
-            kept[name].append(_rows(*what)[0][: lacking(name)])
+            kept[name].append(rows_of(*what)[0][: lacking(name)])
 
     watched = [(each, partial(keep, each.name)) for each in feed_forwards(model) if each.name in kept]
-    _run(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in kept))
+    see_layers(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in kept))
     for name in kept:
         if lacking(name) == rows:
             raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
@@ -241,8 +241,9 @@ class Counter:
 
     def add(self, x: Tensor, gate: Tensor, mask: Tensor | None = None) -> None:
         """Count one batch. gate: the pre-activations, [..., d_ff]; mask: bool [batch, tokens], None counts all."""
-        gate = gate if self.layer.acts is None else self.layer.acts(gate)
-        firing = fires(gate.reshape(-1, self.d_ff))
+        gate = gate.reshape(-1, self.d_ff)
+        # What a threshold kept may be negative: SiLU's small values are.
+        firing = fires(gate) if self.layer.acts is None else self.layer.acts(gate) != 0
         counted = firing.new_ones(len(firing)) if mask is None else _flat_mask(mask, firing)
         firing &= counted[:, None]
         counted = counted.long()
@@ -288,16 +289,17 @@ def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterat
         hook.remove()
 
 
-def _run(
+def see_layers(
     model: nn.Module,
     watched: list[tuple[FeedForward, Callable]],
     batches: Iterable,
     enough: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Run the model over the batches until there are enough; `see(x, gate pre-activation, mask)` is called of each
-    watched layer whenever that runs. Returns whether there was a batch."""
+    watched layer whenever that runs, with what `rows_of` takes. Returns whether there was a batch. Batches and errors
+    are those of `profile`."""
     mask, ran = None, False
-    with _evaluating(model), ExitStack() as hooks:
+    with evaluating(model), ExitStack() as hooks:
         for layer, see in watched:
             hooks.enter_context(
                 on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, _routed(mask, layer)))
@@ -312,7 +314,7 @@ def _run(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module is back in its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -362,7 +364,7 @@ def _mask(batch) -> Tensor | None:
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-def _rows(x: Tensor, gate: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def rows_of(x: Tensor, gate: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """x and gate as [rows, ...], the masked positions left out."""
     x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
     counted = slice(None) if mask is None else _flat_mask(mask, x)

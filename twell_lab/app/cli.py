@@ -25,7 +25,7 @@ from .. import __version__
 from ..core.errors import InputError, RecordError, TwellError
 from ..core.files import check_folder, check_target, strict_json
 from . import course_command, speak_commands, terminal, train_command
-from .options import TourOptions, add_fields, given, path, positive, seconds, source, whole
+from .options import TourOptions, add_fields, given, number, path, positive, seconds, source, whole
 from .terminal import Answer
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -232,9 +232,13 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     profile = command("profile", _profile, "Count which neurons of a saved model fire on a text.")
     plan = command("plan", _plan, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold.")
+    cut = command(
+        "thresholds", _thresholds, "Choose what a model that was not trained to be sparse may set to zero: lossy."
+    )
     for each, counts, kept in (
         (profile, "how many windows", "counts"),
         (plan, "how many windows to profile, and how many others to time on", "plan"),
+        (cut, "how many windows to calibrate on, and how many others to measure the loss on", "thresholds"),
     ):
         each.add_argument(
             "model",
@@ -275,6 +279,17 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--reorder", action="store_true", help="plan for tl.sparsify(model, plan, reorder=True), which needs no copies"
     )
     plan.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+
+    cut.add_argument(
+        "--sparsity", type=number, default=0.5, metavar="S", help="the share of values to set to zero [%(default)s]"
+    )
+    cut.add_argument(
+        "--method",
+        choices=["cats", "teal"],
+        default="cats",
+        help="cats: behind the gate; teal: at the inputs of the projections [%(default)s]",
+    )
+    cut.add_argument("--greedy", action="store_true", help="give each layer its own sparsity, by measured errors")
 
     export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
     speak_commands.add_export_options(export)
@@ -546,6 +561,34 @@ def _plan(options) -> Answer:
         f"{shown}\nplan: from {firing.tokens:,} tokens of {part.name}; {timed}"
         + (f"; the plan is in {options.out}" if options.out else ""),
     )
+
+
+def _thresholds(options) -> Answer:
+    from ..models.thresholds import thresholds
+
+    if options.out is not None:
+        check_target(options.out)
+    model, part, windows = _model_and_windows(options, 2 * options.windows)
+    model.requires_grad_(False)
+    # Every second window is calibrated on; the loss is measured on those between them.
+    chosen = thresholds(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
+    cost = chosen.loss(model, windows[1::2], bytes_per_token=_bytes_per_token(model, part, windows))
+    if options.out is not None:
+        chosen.save(options.out)
+    return Answer(
+        {"thresholds": chosen.table(), "spared": chosen.spared, "loss": cost.as_dict()},
+        f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
+        + (f"; the thresholds are in {options.out}" if options.out else ""),
+    )
+
+
+def _bytes_per_token(model, part, windows) -> float | None:
+    """Of the tokens that are predicted in these windows; None for a model that reads with a tokenizer of its own."""
+    from ..models.tiny import LanguageModel
+
+    if not isinstance(model, LanguageModel):
+        return None
+    return part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
 
 
 def _bench(options) -> Answer:

@@ -17,6 +17,7 @@ from ..core.errors import InputError
 from ..ops.reference import SquaredReLU
 from .experts import Expert, experts_of
 from .families import Family, accepted, known
+from .lossy import ThresholdedActivation
 from .parts import is_projection, part_at
 
 Only = Callable[[str, nn.Module], bool]
@@ -75,7 +76,10 @@ def is_squared(activation) -> bool:
 
 def is_threshold(activation) -> bool:
     """Whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
-    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold."""
+    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold. Also
+    whether it is an activation with a threshold of ours, which keeps negative values too (layers.lossy)."""
+    if isinstance(activation, ThresholdedActivation):
+        return True
     bound = getattr(activation, "threshold", None)
     if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
         return False
@@ -197,13 +201,17 @@ def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
 
 def _seen(model: nn.Module) -> str:
     """What a model without a ReLU feed-forward layer has instead, and what to do about it."""
-    kinds = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
-    kinds |= {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
+    own = {kind_of(family.acts(m)) for m in model.modules() if (family := family_of(m))}
+    kinds = own | {kind_of(each.acts) for m in model.modules() for each in experts_of(m)[:1]}
     if not kinds:
         return "none of its modules has the parts of a known one"
+    smooth = "" if any("relu" in kind.lower() for kind in kinds) else ", hardly ever exactly zero (density about 100%)"
+    lossy = (
+        "; twell_lab.thresholds takes the model as it is and sets small values to zero, which costs loss" if own else ""
+    )
     return (
-        f"its feed-forward layers use {', '.join(sorted(kinds))}; twell_lab.relufy puts a ReLU in the place of SiLU, "
-        "GELU and the like, after which the model has to be trained further"
+        f"its feed-forward layers use {', '.join(sorted(kinds))}{smooth}; twell_lab.relufy puts a ReLU in the place of "
+        f"SiLU, GELU and the like, after which the model has to be trained further{lossy}"
     )
 
 

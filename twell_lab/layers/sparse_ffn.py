@@ -22,6 +22,7 @@ from .choice import DENSE, Choice, LayerPlan
 from .families import accepted
 from .layout import DIMS, Holders, Layout, drop_views
 from .learner import Learner
+from .lossy import Lossy
 from .parts import Cut, HandOn, part_at, put
 from .paths import PATHS, dense
 from .paths.dense import by_torch
@@ -475,7 +476,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
         d_ff, d_model = self.up.weight.shape
         paths = ", ".join(dict.fromkeys(str(choice) for _, choice in self._choices))
         planned = "" if self.plan is None else f", path={paths}"
-        return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}{planned}"
+        lossy = f", {self._acts[0]}" if isinstance(self._acts[0], Lossy) else ""
+        return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}{planned}{lossy}"
 
     def _see(self, x) -> None:
         """Let the watch count this input, where nothing but a plain forward is going on; follow what it decides."""

@@ -1,2 +1,2 @@
-"""Whole models: swapping their layers, making them ReLU models, and the course's own small one. May import analysis and
-all below."""
+"""Whole models: swapping their layers, ReLU or thresholds for others, and the course's own small one. May import
+analysis and all below."""

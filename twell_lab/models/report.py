@@ -11,6 +11,7 @@ from ..analysis import auto
 from ..analysis.plan import COLUMNS, chosen
 from ..layers.anatomy import Only, feed_forwards
 from ..layers.choice import DENSE, Choice, LayerPlan
+from ..layers.lossy import Lossy
 from ..layers.sparse_ffn import SparseFFN
 
 _COLUMNS = {**COLUMNS, "tokens": "tokens up to", "choice": "runs", "layout": "weights"}
@@ -83,7 +84,8 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
             held, layout = found.module.extra_bytes, found.module.status()["layout"]
         nothing = dict.fromkeys(("tokens", "nnz", "us", "dense_us", "x_dense", "how"))
         same = {"layer": found.name, "state": state, "layout": layout, "extra_bytes": held}
-        rows += [{**nothing, **row, **same} for row in told]
+        lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else ""
+        rows += [{**nothing, **row, **same, "why": f"{row['why']}{lossy}"} for row in told]
     return Report(rows, sum(p.nbytes for p in model.parameters()))
 
 

@@ -249,6 +249,24 @@ def test_train_then_profile(capsys, tmp_path, text):
     )
 
 
+def test_train_then_thresholds(capsys, tmp_path, text):
+    model, out = str(tmp_path / "model"), tmp_path / "thresholds.json"
+    ask(capsys, "train", "--text", text, *SMALL, "--out", model, "--json")
+    asked = ["thresholds", model, "--text", text, "--windows", "4"]
+    found = json.loads(ask(capsys, *asked, "--sparsity", "0.8", "--out", str(out), "--json"))
+    (row,) = found["thresholds"]
+    assert row["layer"] == "layers.0.mlp" and row["activation density"] == pytest.approx(0.2, abs=0.02)
+    loss, saved = found["loss"], tl.Thresholds.load(out)
+    assert loss["windows"] == 4 and loss["low"] <= loss["change"] <= loss["high"] and "lossy" in loss["label"]
+    assert loss["bits_per_byte"][0] == pytest.approx(loss["dense"] / math.log(2))  # its tokens are bytes
+    assert saved.layers[0].thresholds == {"activation": row["activation threshold"]}
+    tl.Thresholds.remove(saved.apply(LanguageModel.load(model)))
+    shown = ask(capsys, *asked, "--method", "teal", "--greedy")
+    assert "teal, sparsity 0.5, greedy" in shown and "bits a byte" in shown and shown.count("lossy") == 2
+    for wrong, said in ((["--sparsity", "1"], "sparsity is 1.0"), (["--windows", "1"], "two or more windows")):
+        assert cli.main([*asked, *wrong]) == 2 and said in capsys.readouterr().err
+
+
 def test_plain_layers_can_be_trained(capsys, text):
     summary = json.loads(ask(capsys, "train", "--text", text, *SMALL, "--plain", "--json"))
     assert summary["config"]["gated"] is False

@@ -153,8 +153,8 @@ def test_a_number_that_no_float_holds_is_named():
             TrainConfig(**{field: 10**400})
 
 
-@pytest.mark.parametrize("command", ["profile", "plan"])
-def test_options_of_profile_and_plan(tried, command, here, monkeypatch):
+@pytest.mark.parametrize("command", ["profile", "plan", "thresholds"])
+def test_options_of_profile_plan_and_thresholds(tried, command, here, monkeypatch):
     small = ["--text", "text.txt", "--windows", "2", *(["--predict-only"] if command == "plan" else [])]
     for value in NUMBERS:
         tried(command, "model", *small, "--windows", value)

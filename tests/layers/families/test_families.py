@@ -291,7 +291,10 @@ def test_another_activation_is_named_with_what_is_known_and_what_to_do(name):
             for module in family.modules():
                 if isinstance(getattr(module, seat, None), nn.ReLU):
                     setattr(module, seat, nn.GELU())
-    with pytest.raises(InputError, match="use GELU; twell_lab.relufy .*Llama.*GPT-2.*BERT.*register_family"):
+    with pytest.raises(
+        InputError,
+        match="use GELU, hardly ever .*100%.; twell_lab.relufy .*thresholds.*Llama.*GPT-2.*BERT.*register_family",
+    ):
         sparsify(model)
 
 

@@ -306,6 +306,20 @@ def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys
     assert "has 9 tokens; windows of 64 need at least 65" in capsys.readouterr().err
 
 
+def test_a_silu_model_of_transformers_gets_thresholds(folder, tmp_path, capsys):
+    said(folder, hidden_act="silu")
+    text, out = tmp_path / "text", tmp_path / "thresholds.json"
+    text.write_text("What is small counts little. " * 300)
+    assert cli.main(["profile", str(folder), "--text", str(text)]) == 2
+    assert "SiLU" in (told := capsys.readouterr().err) and "twell_lab.thresholds" in told
+    asked = ["thresholds", str(folder), "--text", str(text), "--windows", "3", "--out", str(out), "--json"]
+    assert cli.main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["activation density"] for row in found["thresholds"]] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert found["loss"]["bits_per_byte"] is None and found["loss"]["tokens"] == 3 * 63
+    tl.Thresholds.load(out).apply(tl.load(folder))
+
+
 def test_a_prepared_text_is_read_as_its_text(folder, tmp_path, capsys):
     """Whatever tokens it was prepared as."""
     text = tmp_path / "texts"

@@ -1,0 +1,150 @@
+"""What the slider shows is what the library gives at that sparsity, and looking it up runs no model."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import twell_lab as tl
+from tests.models.thresholds.models_of import answer, llama, ours, tokens
+from twell_lab.analysis.predict import by_choice, rates_of
+from twell_lab.core.errors import InputError
+from twell_lab.course import thresholds as shown
+from twell_lab.formats import TwELL
+from twell_lab.layers.choice import DENSE
+from twell_lab.layers.lossy import lossy_parts
+from twell_lab.layers.paths.cost import Firing
+
+WIDE = dict(intermediate_size=600)  # three tiles, the last of them narrower
+HOW = dict(gpu="L4", tokens=64, sparsities=(0.4, 0.8))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama(**WIDE)
+
+
+@pytest.fixture(scope="module")
+def counted(model):
+    return shown.count("a Llama of random weights", model, tokens(10), tokens(6, seed=7), **HOW)
+
+
+@pytest.fixture
+def runs(model):
+    """How often the model, or a layer of it, has run since."""
+    found = []
+    hooks = [module.register_forward_pre_hook(lambda m, args: found.append(m)) for module in model.modules()]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.7, 0.95])
+def test_at_a_level_all_is_what_the_library_gives(counted, model, sparsity, runs):
+    view = shown.view(counted, sparsity)
+    assert not runs
+    expected = tl.thresholds(llama(**WIDE), tokens(10), sparsity)
+    assert view["layers"] == ["layer 0", "layer 1"]
+    assert view["density"]["activation"] == [layer.density["activation"] for layer in expected.layers]
+    assert view["error"] == pytest.approx([layer.error for layer in expected.layers])
+    # The first layer is given the same with thresholds and without; and these are all rows: fewer than are kept.
+    model, gate = expected.apply(llama(**WIDE)), []
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda m, a, out: gate.append(out.flatten(0, -2)))
+    profile = tl.profile(model, tokens(10)).layers[0]
+    counts = TwELL.from_dense(gate[0]).counts
+    assert view["overflow"][0] == pytest.approx((counts > 31).double().mean().item())
+    took = by_choice(Firing.of(profile), rates_of("L4"), 64)
+    assert view["us"][0] == pytest.approx(min(took.values())) and view["path"][0] == min(took, key=took.get).path
+    assert view["dense_us"][0] == pytest.approx(took[DENSE])
+
+
+def test_between_levels_and_points_it_is_on_the_line(counted):
+    low, middle, high = (shown.view(counted, at) for at in (0.5, 0.52, 0.55))
+    for name in ("error", "overflow", "dense_us"):
+        for a, b, c in zip(low[name], middle[name], high[name], strict=True):
+            assert b == pytest.approx(0.6 * a + 0.4 * c)
+    first, second = (counted.losses[at].change for at in (0.4, 0.8))
+    assert shown.view(counted, 0.2)["loss"] == pytest.approx(first / 2)
+    assert shown.view(counted, 0.7)["loss"] == pytest.approx(0.25 * first + 0.75 * second)
+    assert [shown.view(counted, at)["measured"] for at in (0.0, 0.4, 0.5, 0.8)] == [True, True, False, True]
+    assert shown.view(counted, 0.81)["loss"] is None  # nothing was measured on the other side
+    assert [at for at, *_ in low["points"]] == [0.0, 0.4, 0.8]
+
+
+def test_a_point_is_measured_by_running_the_model_and_nothing_else_is(counted, model, runs):
+    own = dataclasses.replace(counted, losses=dict(counted.losses))
+    before = answer(model)
+    runs.clear()
+    for step in range(96):
+        shown.view(own, step / 100)
+    assert not runs
+    cost = shown.measure(own, 0.9)
+    assert runs and torch.equal(answer(model), before) and not lossy_parts(model)
+    expected = tl.thresholds(model, tokens(10), 0.9).loss(model, tokens(6, seed=7))
+    assert cost == expected and shown.view(own, 0.9)["loss"] == cost.change and shown.view(own, 0.9)["measured"]
+    assert [at for at, *_ in shown.view(own, 0.1)["points"]] == [0.0, 0.4, 0.8, 0.9]
+
+
+def test_greedy_shares_are_those_of_the_library(model):
+    found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), greedy=True, **HOW | {"sparsities": ()})
+    view = shown.view(found, 0.43)
+    expected = tl.thresholds(model, tokens(10), 0.43, greedy=True)
+    assert view["density"]["activation"] == [layer.density["activation"] for layer in expected.layers]
+    assert view["loss"] is None and view["points"] == [(0.0, 0.0, 0.0, 0.0)]
+    assert shown.view(found, 0.0)["loss"] == 0
+
+
+def test_teal_shows_both_places_and_no_time(model):
+    found = shown.count("random weights", model, tokens(10), tokens(6, seed=7), method="teal", **HOW)
+    view = shown.view(found, 0.6)
+    expected = tl.thresholds(model, tokens(10), 0.6, method="teal")
+    for site in ("input", "hidden"):
+        assert view["density"][site] == [layer.density[site] for layer in expected.layers]
+    assert view["error"] == pytest.approx([layer.error for layer in expected.layers])
+    assert view["us"] == view["dense_us"] == view["path"] == [] and max(view["overflow"]) > 0
+    assert " us " not in shown.sentence(view)
+
+
+def test_the_sentence_says_what_it_is_of_and_that_it_is_lossy(counted):
+    said = shown.sentence(shown.view(counted, 0.4))
+    assert said.startswith("a Llama of random weights, cats, sparsity 40%, lossy: loss ") and "(measured)" in said
+    assert "(between measured points)" in shown.sentence(shown.view(counted, 0.5))
+    assert "not measured beyond" in shown.sentence(shown.view(counted, 0.9))
+    assert "kernels that skip what is zero should take" in said
+
+
+def test_for_one_token_a_wide_layer_should_be_faster():
+    model = ours(nn.SiLU(), d_model=1024, d_ff=4096, layers=1, heads=8)
+    found = shown.count("random weights", model, tokens(10), tokens(2), gpu="L4", sparsities=())
+    none, most = shown.view(found, 0.0), shown.view(found, 0.95)
+    assert most["us"][0] < none["us"][0] <= none["dense_us"][0] == most["dense_us"][0]
+    assert most["path"] == ["twell"] and most["us"][0] < 0.6 * most["dense_us"][0]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"what": ""}, "what is ''; what to call the model"),
+        ({"what": None}, "what is None"),
+        ({"gpu": "abacus"}, "gpu is 'abacus'"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"tokens": 1.5}, "tokens is 1.5"),
+        ({"sparsities": (0.5, 0.97)}, "sparsity is 0.97; a share from 0 to 0.95"),
+        ({"greedy": True, "method": "teal"}, "greedy with 'teal'; accepted: 'cats'"),
+        ({"windows": tokens(1)}, "two or more windows"),
+        ({"model": "a name"}, "tl.load"),
+    ],
+)
+def test_wrong_arguments(model, change, said):
+    given = {"what": "random weights", "model": model, "batches": tokens(4), "windows": tokens(4), **change}
+    with pytest.raises(InputError, match=said):
+        shown.count(given.pop("what"), given.pop("model"), given.pop("batches"), given.pop("windows"), **given)
+    assert not lossy_parts(model)
+
+
+@pytest.mark.parametrize("sparsity", [-0.01, 0.96, 1, True, "0.5", float("nan")])
+def test_a_sparsity_that_the_slider_does_not_have(counted, sparsity):
+    for verb in (shown.view, shown.measure):
+        with pytest.raises(InputError, match="sparsity is"):
+            verb(counted, sparsity)

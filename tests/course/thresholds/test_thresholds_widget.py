@@ -1,0 +1,81 @@
+"""The slider of thresholds without a browser: moves run no model and are quick, the button measures a point."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from tests.models.thresholds.models_of import llama, tokens
+from twell_lab.core.errors import InputError
+from twell_lab.course import thresholds as shown
+from twell_lab.course.thresholds.widget import ThresholdExplorer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama(intermediate_size=300, num_hidden_layers=24)
+
+
+@pytest.fixture(scope="module")
+def once(model):
+    return shown.count("a Llama of random weights", model, tokens(10), tokens(6, seed=7), sparsities=(0.3, 0.6))
+
+
+@pytest.fixture
+def explorer(draws, once):
+    return ThresholdExplorer(dataclasses.replace(once, losses=dict(once.losses)))
+
+
+def trace(explorer, name):
+    return next(each for each in explorer.figure.data if each.name == name)
+
+
+def test_the_figure_follows_the_slider(explorer):
+    for value in (0.3, 0.47, 0.9, 0.0):
+        explorer.slider.value = value
+        view = shown.view(explorer.counted, value)
+        assert explorer.view == view
+        density = [100 * share for share in view["density"]["activation"]]
+        assert list(trace(explorer, "kept behind the gate").y) == density
+        assert list(trace(explorer, "error").y) == [100 * error for error in view["error"]]
+        assert list(trace(explorer, "here").y) == ([] if view["loss"] is None else [view["loss"]])
+        assert f"sparsity {value:.0%}, lossy" in explorer.figure.layout.title.text
+
+
+def test_a_move_runs_no_model_and_takes_less_than_a_tenth_of_a_second(explorer, model):
+    ran = []
+    hooks = [each.register_forward_pre_hook(lambda m, args: ran.append(m)) for each in model.modules()]
+    took = []
+    for value in torch.linspace(0, 0.95, 39).tolist():
+        start = time.perf_counter()
+        explorer.slider.value = value
+        took.append(time.perf_counter() - start)
+    assert not ran
+    assert sorted(took)[len(took) // 2] < 0.1, took  # the middle one: a busy machine pauses at times
+    explorer.button.click()
+    assert ran
+    for hook in hooks:
+        hook.remove()
+
+
+def test_the_button_measures_here_and_marks_the_point(explorer):
+    explorer.slider.value = 0.45
+    assert not explorer.view["measured"] and list(trace(explorer, "measured").x) == [0, 30, 60]
+    explorer.button.click()
+    assert explorer.view["measured"] and list(trace(explorer, "measured").x) == [0, 30, 45, 60]
+    assert explorer.view["loss"] == explorer.counted.losses[0.45].change
+    assert "(measured)" in explorer.figure.layout.title.text
+    assert not explorer.button.disabled and explorer.button.description == "measure the loss here"
+
+
+def test_a_measurement_that_fails_leaves_the_button_as_it_was(explorer, monkeypatch):
+    monkeypatch.setattr(shown.data, "measure", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        explorer.measure()
+    assert not explorer.button.disabled and explorer.button.description == "measure the loss here"
+
+
+def test_what_is_no_count_is_refused():
+    with pytest.raises(InputError, match="counted is a dict"):
+        ThresholdExplorer({})

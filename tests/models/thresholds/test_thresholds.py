@@ -1,0 +1,607 @@
+"""Thresholds: what they are made of, what they zero, that they come off again, and who is refused."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import twell_lab as tl
+from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
+from twell_lab.core.errors import InputError, RecordError
+from twell_lab.layers.lossy import Lossy, ThresholdedActivation, lossy_parts
+from twell_lab.models.thresholds import LEVELS, ROWS, Histogram, LossChange, calibrate
+
+BOTH = pytest.mark.parametrize("method", ["cats", "teal"])
+EACH = pytest.mark.parametrize("name", MODELS)
+
+
+def seen(model, batches) -> list[dict]:
+    """For each layer, in order, what enters its projections and what leaves its activation: from hooks of the test's."""
+    found = []
+    for _, module in model.named_modules():
+        parts = {
+            kind: next((getattr(module, name) for name in names if hasattr(module, name)), None)
+            for kind, names in {
+                "up": ("gate_proj", "gate_up_proj", "up_proj", "c_fc", "fc1"),
+                "down": ("down_proj", "c_proj", "fc2"),
+                "act": ("act_fn", "act", "activation_fn"),
+            }.items()
+        }
+        if None in parts.values():
+            continue
+        each = {"input": [], "hidden": [], "activation": []}
+        for part, key in (("up", "input"), ("down", "hidden")):
+            parts[part].register_forward_hook(lambda m, args, out, to=each[key]: to.append(args[0].flatten(0, -2)))
+        if isinstance(parts["act"], nn.Module):
+            parts["act"].register_forward_hook(
+                lambda m, args, out, to=each["activation"]: to.append(out.flatten(0, -2))
+            )
+        else:
+            module.act_fn = lambda x, act=parts["act"], to=each["activation"]: (
+                to.append(act(x).flatten(0, -2)) or act(x)
+            )
+        found.append(each)
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    return [{key: torch.cat(values) for key, values in each.items()} for each in found]
+
+
+# ---- the histogram
+
+
+@given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=60), st.integers(0, 60), st.floats(0, 0.99))
+def test_a_histogram_of_parts_is_that_of_the_whole_and_its_threshold_keeps_the_share(values, cut, sparsity):
+    values = torch.tensor(values)
+    whole, parts, other = Histogram(), Histogram(), Histogram()
+    whole.add(values)
+    parts.add(values[:cut])
+    other.add(values[cut:])
+    parts += other
+    assert torch.equal(whole.counts, parts.counts) and whole.total == len(values)
+    threshold = whole.threshold(sparsity)
+    # All values of a step count as spread over it, so the share may be off by those beside the threshold.
+    near = ((values.abs() > threshold / 1.03) & (values.abs() < threshold * 1.03)).double().mean().item()
+    tiny = ((values != 0) & (values.abs() < 2.0**-24)).double().mean().item()
+    large = (values.abs() >= 2.0**16).double().mean().item()
+    below = (values.abs() < threshold).double().mean().item()
+    zero = (values == 0).double().mean().item()
+    off = near + tiny + large + 1e-9
+    assert max(below, zero) == pytest.approx(max(sparsity, zero), abs=off)
+    assert whole.density(threshold) == pytest.approx(1 - max(below, zero), abs=off)
+
+
+def test_density_falls_and_threshold_rises_all_the_way():
+    found = Histogram()
+    found.add(torch.randn(5000) * torch.logspace(-9, 4, 5000))
+    rising = [found.threshold(level) for level in LEVELS]
+    assert rising == sorted(rising) and rising[0] == 0 < rising[1]
+    for level, threshold in zip(LEVELS, rising):
+        assert found.density(threshold) == pytest.approx(1 - level, abs=1e-4)
+    assert found.density(0) == 1 and found.density(1e9) >= 0 and math.isnan(Histogram().density(1.0))
+
+
+def test_zeros_and_a_value_that_is_no_number():
+    found = Histogram()
+    found.add(torch.tensor([0.0, -0.0, 0.0, 2.0]))
+    assert found.density(0) == 0.25 and found.threshold(0.75) == 0 and 1.9 < found.threshold(0.9) < 2.1
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(InputError, match="not finite"):
+            found.add(torch.tensor([1.0, wrong]))
+
+
+# ---- calibrated on a model
+
+
+@EACH
+@BOTH
+def test_densities_are_those_that_the_model_shows(name, method):
+    """The thresholded values of each layer, counted by hooks while the dense model runs on the same batches."""
+    batches = [tokens(8), tokens(5, seed=2)]
+    model = MODELS[name]()
+    found = tl.thresholds(model, batches, 0.6, method=method)
+    assert [lossy_parts(model), found.tokens, found.sparsity] == [[], 13 * 16, 0.6]
+    for layer, values in zip(found.layers, seen(model, batches), strict=True):
+        for site, threshold in layer.thresholds.items():
+            kept = (values[site].abs() >= threshold) & (values[site] != 0)
+            assert layer.density[site] == pytest.approx(kept.double().mean().item(), abs=0.02)
+            assert layer.density[site] < 0.41 and (threshold > 0 or "ReLU" in name)
+        assert 0 <= layer.error < 1 and (layer.error > 0 or "ReLU" in name)
+
+
+@EACH
+@BOTH
+def test_applied_it_zeroes_exactly_what_is_below_and_comes_off_bit_for_bit(name, method):
+    model = MODELS[name]()
+    before, states = answer(model), list(model.state_dict())
+    found = tl.thresholds(model, tokens(), 0.8, method=method)
+    assert torch.equal(answer(model), before)
+    assert found.apply(model) is model
+    after = answer(model)
+    assert not torch.equal(after, before) and list(model.state_dict()) == states
+    assert "lossy: |value| < " in repr(model)
+    for layer, values in zip(found.layers, seen(copy.deepcopy(model), [tokens()]), strict=True):
+        for site, threshold in layer.thresholds.items():
+            if site == "activation":
+                silent = values[site] == 0
+                assert silent.double().mean() > 0.5 and (values[site][~silent].abs() >= threshold).all()
+                assert (values["hidden"][silent] == 0).all()
+    found.apply(model)  # once more: it takes the first off
+    assert torch.equal(answer(model), after)
+    assert found.remove(model) is model and torch.equal(answer(model), before) and not lossy_parts(model)
+    assert "lossy" not in repr(model)
+
+
+@BOTH
+@pytest.mark.parametrize("make", [llama, gpt2, opt])
+def test_the_error_is_that_of_the_layer_run_with_thresholds(make, method):
+    """Measured on the module itself, fed with what entered it; with fewer rows than are kept, these are all of them."""
+    model = make()
+    inputs = tokens(6)
+    found = tl.thresholds(model, inputs, 0.5, method=method)
+    for number, layer in enumerate(found.layers):
+        module = model.get_submodule(layer.name)
+        up, down = (
+            next(getattr(module, each) for each in names if hasattr(module, each))
+            for names in (("gate_proj", "c_fc", "fc1"), ("down_proj", "c_proj", "fc2"))
+        )
+        rows: list = []
+        hooks = [up.register_forward_pre_hook(lambda m, args: rows.append(args[0]))]
+        hooks += [down.register_forward_hook(lambda m, args, out: rows.append(out))]
+        with torch.no_grad():
+            model(inputs)  # dense: what enters this layer, and what it gives
+            x, exact = rows
+            rows.clear()
+            hooks.append(up.register_forward_pre_hook(lambda m, args, x=x: (x,)))
+            only = copy.copy(found)
+            object.__setattr__(only, "layers", [layer])
+            only.apply(model)
+            model(inputs)
+            only.remove(model)
+        off = (rows[1] - exact).norm() / exact.norm()
+        assert layer.error == pytest.approx(off.item(), rel=1e-3) and off > 0.01
+        for hook in hooks:
+            hook.remove()
+        assert number < 2
+
+
+def test_batches_may_be_cut_anywhere_and_are_read_once():
+    model, inputs = llama(), tokens(40)
+    whole = tl.thresholds(model, inputs, 0.5)
+    parts = tl.thresholds(model, iter(inputs.split([1, 7, 32])), 0.5)
+    for one, other in zip(whole.layers, parts.layers):
+        assert one.thresholds == pytest.approx(other.thresholds, rel=1e-3)
+        assert one.error == pytest.approx(other.error, rel=1e-3)
+
+
+def test_the_rows_that_errors_are_measured_on_come_from_all_batches():
+    model, first, last = llama(), tokens(40), tokens(40, seed=2)
+    (layer, _) = calibrate(model, [first, last]).layers
+    early, late = ({tuple(row.tolist()) for row in calibrate(model, some).layers[0].rows} for some in (first, last))
+    kept = {tuple(row.tolist()) for row in layer.rows}
+    assert layer.tokens == 1280 and len(layer.rows) == ROWS
+    assert len(kept & early) > 20 < len(kept & late)
+
+
+def test_masked_positions_are_left_out():
+    model, inputs = llama(), tokens(6)
+    mask = torch.ones_like(inputs)
+    mask[:, 10:] = 0
+    found = calibrate(model, {"input_ids": inputs, "attention_mask": mask})
+    assert found.tokens == 60 and all(len(layer.rows) == 60 for layer in found.layers)
+    expected = tl.thresholds(model, inputs[:, :10], 0.5)
+    assert found.at(0.5).layers[0].thresholds == pytest.approx(expected.layers[0].thresholds, rel=0.01)
+
+
+def test_batches_without_a_token_are_refused():
+    with pytest.raises(InputError, match="'model.layers.0.mlp' saw no token"):
+        tl.thresholds(llama(), {"input_ids": tokens(), "attention_mask": torch.zeros_like(tokens())})
+
+
+def test_a_layer_that_is_called_twice_counts_both():
+    model = ours(nn.SiLU())
+    model.layers[1].mlp = model.layers[0].mlp
+    found = tl.thresholds(model, tokens(4), 0.5)
+    assert [layer.name for layer in found.layers] == ["layers.0.mlp"] and found.tokens == 2 * 64
+    before = answer(model)
+    assert not torch.equal(answer(found.apply(model)), before) and torch.equal(answer(found.remove(model)), before)
+
+
+def test_tied_weights_stay_tied():
+    model = llama(tie_word_embeddings=True)
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj.weight = first.gate_proj.weight
+    before, found = answer(model), tl.thresholds(model, tokens(), 0.5)
+    assert not torch.equal(answer(found.apply(model)), before)
+    assert torch.equal(answer(found.remove(model)), before)
+    assert second.up_proj.weight is first.gate_proj.weight and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_modes_and_hooks_are_left_as_they_were():
+    model = llama().train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    found = tl.thresholds(model, tokens(), 0.5)
+    found.loss(model, tokens(seed=3))
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype):
+    model = llama().to(dtype)
+    found = tl.thresholds(model, tokens(), 0.5)
+    exact = tl.thresholds(llama(), tokens(), 0.5)
+    for one, other in zip(found.layers, exact.layers):
+        assert one.thresholds["activation"] == pytest.approx(other.thresholds["activation"], rel=0.05)
+        assert one.error == pytest.approx(other.error, rel=0.1)
+    assert answer(found.apply(model)).dtype == dtype
+
+
+def test_what_is_spared_is_counted_by_multiplications():
+    """Of a gated layer two of three projections can be skipped with "cats", of a plain one one of two."""
+    for model, share in ((llama(), 2 / 3), (gpt2(), 1 / 2)):
+        found = tl.thresholds(model, tokens(), 0.6)
+        assert found.spared == pytest.approx(0.6 * share, abs=1e-3)
+        assert f"{found.spared:.0%} of the layers' multiplications meet a zero" in str(found)
+        both = tl.thresholds(model, tokens(), 0.6, method="teal")
+        assert both.spared == pytest.approx(0.6, abs=1e-3)
+
+
+# ---- across layers
+
+
+@BOTH
+def test_greedy_meets_the_mean_and_takes_the_cheapest_step_each_time(method):
+    """The allocation written out once more, with all prices computed anew for each step."""
+    model = ours(nn.SiLU(), layers=3)
+    with torch.no_grad():
+        for number, block in enumerate(model.layers):  # layers of different shapes of distribution
+            block.mlp.gate_proj.weight *= (0.1, 3.0, 20.0)[number]
+    found = calibrate(model, tokens(), method=method)
+    places = [(layer, site) for layer in found.layers for site in layer.sites]
+    sparsity, weights = 0.37, [layer.work(site) for layer, site in places]
+    levels, spent = [0] * len(places), 0.0
+    while spent < sparsity * sum(weights):
+        prices = []
+        for number, (layer, site) in enumerate(places):
+            errors, at = layer.errors(site), levels[number]
+            prices.append((errors[at + 1] - errors[at]) / weights[number] if at < 19 else math.inf)
+        best = prices.index(min(prices))
+        levels[best] += 1
+        spent += 0.05 * weights[best]
+    over = (spent - sparsity * sum(weights)) / weights[best]
+    wanted = [level / 20 - (over if number == best else 0) for number, level in enumerate(levels)]
+    chosen = [share for each in found.sparsities(sparsity, greedy=True) for share in each.values()]
+    assert chosen == pytest.approx(wanted) and len(set(levels)) > 1
+    assert sum(s * w for s, w in zip(chosen, weights)) == pytest.approx(sparsity * sum(weights))
+    made = found.at(sparsity, greedy=True)
+    assert made.greedy and [*made.layers[0].thresholds] == [*found.layers[0].sites]
+
+
+def test_greedy_reaches_its_end():
+    found = calibrate(llama(), tokens())
+    assert [each["activation"] for each in found.sparsities(0.95, greedy=True)] == pytest.approx([0.95, 0.95])
+    with pytest.raises(InputError, match="sparsity is 0.96; .* from 0 up to 0.95"):
+        found.sparsities(0.96, greedy=True)
+
+
+def test_a_higher_sparsity_costs_more_and_none_costs_nothing():
+    found = calibrate(llama(), tokens())
+    for layer in found.layers:
+        errors = layer.errors("activation")
+        assert errors[0] == 0 < errors[4] < errors[12] < errors[19] <= 1
+    none = found.at(0.0)
+    assert all(layer.error == 0 and layer.density == {"activation": 1.0} for layer in none.layers)
+
+
+# ---- the loss
+
+
+@BOTH
+def test_the_loss_is_that_of_both_models_on_the_same_windows(method):
+    model, windows = llama(), tokens(9, 12, seed=4)
+    found = tl.thresholds(model, tokens(), 0.7, method=method)
+
+    def losses(model):
+        with torch.no_grad():
+            scores = model(windows).logits
+        nats = F.cross_entropy(scores[:, :-1].flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+        return nats.view(9, 11).mean(1)
+
+    dense, before = losses(model), answer(model)
+    cost = found.loss(model, windows, bytes_per_token=2.0)
+    assert torch.equal(answer(model), before) and not lossy_parts(model)
+    with_them = losses(found.apply(model))
+    assert (cost.dense, cost.thresholded) == pytest.approx((dense.mean().item(), with_them.mean().item()), rel=1e-5)
+    difference = with_them - dense
+    reach = 1.96 * difference.std().item() / 3
+    assert cost.change == pytest.approx(difference.mean().item(), abs=1e-6)
+    assert (cost.low, cost.high) == pytest.approx((cost.change - reach, cost.change + reach), abs=1e-6)
+    assert (cost.windows, cost.tokens) == (9, 99) and "lossy" in str(cost) and "lossy" in cost.as_dict()["label"]
+    assert cost.bits_per_byte == pytest.approx((cost.dense / math.log(4), cost.thresholded / math.log(4)))
+    after = answer(model)
+    assert found.loss(model, windows) == LossChange(**{**vars(cost), "bytes_per_token": None})
+    assert torch.equal(answer(model), after)  # they were on it, and still are
+
+
+def test_no_sparsity_changes_no_loss():
+    model = llama()
+    cost = tl.thresholds(model, tokens(), 0.0).loss(model, tokens(seed=2))
+    assert cost.change == cost.low == cost.high == 0
+
+
+def test_other_thresholds_on_the_model_are_not_measured_as_these():
+    model = llama()
+    tl.thresholds(model, tokens(), 0.5).apply(model)
+    clean = llama()
+    for other in (tl.thresholds(clean, tokens(), 0.6), tl.thresholds(clean, tokens(), 0.5, method="teal")):
+        with pytest.raises(InputError, match="other thresholds on it"):
+            other.loss(model, tokens(seed=2))
+
+
+@pytest.mark.parametrize(
+    "windows", [tokens(1), tokens(4, 1), tokens().float(), "text", tokens()[0], torch.empty(0, 5, dtype=torch.int64)]
+)
+def test_a_text_shorter_than_that_is_refused(windows):
+    model = llama()
+    with pytest.raises(InputError, match="accepted: int64 .n, length., two or more windows"):
+        tl.thresholds(model, tokens(), 0.5).loss(model, windows)
+
+
+# ---- beside the sparse layers
+
+
+def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_are_lossy():
+    model = llama()
+    found = tl.thresholds(model, tokens(), 0.3)
+    found.apply(model)
+    profile = tl.profile(model, tokens())
+    with torch.no_grad():
+        kept = [each["activation"] != 0 for each in seen(copy.deepcopy(model), [tokens()])]
+    assert [layer.mean_nnz for layer in profile.layers] == [each.sum(1).double().mean().item() for each in kept]
+    assert all((each["activation"] < 0).any() for each in seen(copy.deepcopy(model), [tokens()]))  # negative ones too
+    after = answer(model)
+    tl.sparsify(model)
+    assert torch.allclose(answer(model), after, rtol=1e-4, atol=1e-5)
+    assert repr(model).count("lossy: ") == 2 and all("lossy" in row["why"] for row in tl.report(model).rows)
+    with pytest.raises(InputError, match="mlp: swapped by sparsify; accepted: dense layers"):
+        found.remove(model)
+    found.remove(tl.densify(model))
+    assert torch.equal(answer(model), answer(llama()))
+
+
+def test_a_thresholded_activation_is_not_replaced_by_a_relu():
+    with pytest.raises(InputError, match="uses ThresholdedActivation"):
+        tl.relufy(thresholded())
+
+
+def test_inputs_with_thresholds_are_not_swapped_without_a_word():
+    model = llama(hidden_act="relu")
+    found = tl.thresholds(model, tokens(), 0.5, method="teal").apply(model)
+    with pytest.raises(InputError, match="ThresholdedInput"):
+        tl.sparsify(found)
+
+
+def test_an_activation_in_place_is_watched_without_being_run_twice():
+    model, plain = ours(nn.SiLU(inplace=True)), ours(nn.SiLU())
+    found = tl.thresholds(model, tokens(), 0.4)
+    assert found.layers == tl.thresholds(plain, tokens(), 0.4).layers
+    profiles = [tl.profile(found.apply(each), tokens()).table() for each in (model, plain)]
+    assert profiles[0] == profiles[1]
+
+
+@BOTH
+def test_a_thresholded_model_compiles_as_one_graph(method):
+    model = llama()
+    after = answer(tl.thresholds(model, tokens(), 0.6, method=method).apply(model))
+    torch._dynamo.reset()
+    assert torch.equal(answer(torch.compile(model, backend="eager", fullgraph=True)), after)
+
+
+def test_a_copy_of_a_thresholded_model_is_its_own(tmp_path):
+    model = llama()
+    for method in ("cats", "teal"):
+        found = tl.thresholds(model, tokens(), 0.6, method=method)
+        found.apply(model)
+        torch.save(model, tmp_path / "model.pt")
+        for twin in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert torch.equal(answer(twin), answer(model))
+            found.remove(twin)
+            assert not lossy_parts(twin) and not torch.equal(answer(twin), answer(model))
+        found.remove(model)
+
+
+def test_gradients_go_through_what_is_kept():
+    layer = ThresholdedActivation(nn.SiLU(), 0.3)
+    x = torch.linspace(-4, 4, 41, requires_grad=True)
+    layer(x).sum().backward()
+    kept = F.silu(x).abs() >= 0.3
+    assert ((x.grad != 0) == kept).all() and 0 < kept.sum() < 41
+    assert layer(torch.tensor([math.nan])).isnan()
+
+
+# ---- saved
+
+
+@BOTH
+def test_they_are_saved_and_read_and_applied_alike(method, tmp_path):
+    model = llama()
+    found = tl.thresholds(model, tokens(), 0.6, method=method, greedy=True)
+    again = tl.Thresholds.load(found.save(tmp_path / "thresholds.json"))
+    assert again == found and str(again) == str(found) and "lossy" in str(found)
+    after = answer(found.apply(model))
+    assert torch.equal(answer(again.apply(llama())), after)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"format": "something"}, "'format' is not"),
+        ({"version": 2}, "has version 2"),
+        ({"method": "dice"}, "'method' is 'dice'"),
+        ({"layers": []}, "'layers' is empty"),
+        ({"layers": [{}]}, "layer 0: 'name' is None"),
+        ({"sparsity": -1}, "'sparsity' is -1"),
+        ({"more": 1}, "unknown field 'more'"),
+        ({"method": "teal"}, "'thresholds': 'input' is None"),
+    ],
+)
+def test_a_damaged_file_is_named(change, said, tmp_path):
+    path = tl.thresholds(llama(), tokens(), 0.5).save(tmp_path / "thresholds.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(RecordError, match=said):
+        tl.Thresholds.load(path)
+
+
+# ---- who is refused
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (lambda: llama(num_hidden_layers=1), "no layer 'model.layers.1.mlp'"),
+        (lambda: llama(intermediate_size=48), "d_ff 48.*where the thresholds are for d_model 16, d_ff 40"),
+        (lambda: llama(hidden_act="gelu"), "GELUActivation where the thresholds are for .* SiLUActivation"),
+        (gpt2, "no layer 'model.layers.0.mlp'"),
+    ],
+)
+def test_thresholds_of_another_model_are_refused(other, said):
+    found = tl.thresholds(llama(), tokens(), 0.5)
+    model = other()
+    before = answer(model)
+    for verb in (found.apply, lambda model: found.loss(model, tokens())):
+        with pytest.raises(InputError, match=f"thresholds of another model: .*{said}"):
+            verb(model)
+    assert torch.equal(answer(model), before) and not lossy_parts(model)
+
+
+class Int8Linear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.round())
+
+
+def quantised():
+    model = llama()
+    model.model.layers[1].mlp.down_proj = Int8Linear(40, 16, bias=False)
+    return model
+
+
+def meta():
+    return llama().to("meta")
+
+
+def sharded():
+    model = llama()
+    model.model.layers[0].mlp.up_proj.weight.device_mesh = "as DTensor has one"
+    return model
+
+
+def thresholded():
+    model = llama()
+    return tl.thresholds(model, tokens(), 0.5).apply(model)
+
+
+def half_swapped():
+    return tl.sparsify(llama(hidden_act="relu"), only=lambda name, _: "0" in name)
+
+
+def not_finite():
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight[0, 0] = math.nan
+    return model
+
+
+def clamped():
+    class Clamped(type(llama().model.layers[0].mlp)):
+        def forward(self, x):
+            return super().forward(x).clamp(-0.01, 0.01)
+
+    model = llama()
+    model.model.layers[0].mlp.__class__ = Clamped
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: "SakanaAI/SparseLM0.5B", r"got str; accepted: a model, such as tl.load\('SakanaAI/SparseLM0.5B'\)"),
+        (lambda: None, "expected a torch.nn.Module, got NoneType"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "no feed-forward layer in Sequential: none of its modules is one"),
+        (quantised, r"model.layers.1.mlp \(LlamaMLP\): down_proj is a Int8Linear; accepted: a plain torch.nn.Linear"),
+        (meta, "gate_proj is on meta, without values; accepted: a model that was loaded"),
+        (sharded, r"up_proj is sharded \(DTensor\); accepted: a whole model"),
+        (thresholded, "has thresholds on it; accepted: one without"),
+        (half_swapped, "model.layers.0.mlp: swapped by sparsify; accepted: dense layers"),
+        (not_finite, "not finite"),
+        (clamped, "does not compute down"),
+    ],
+)
+def test_models_that_cannot_be_calibrated(make, said):
+    with pytest.raises(InputError, match=said):
+        tl.thresholds(make(), tokens(), 0.5)
+
+
+def test_layers_can_be_left_out():
+    model = quantised()
+    found = tl.thresholds(model, tokens(), 0.5, only=lambda name, _: name == "model.layers.0.mlp")
+    assert [layer.name for layer in found.layers] == ["model.layers.0.mlp"]
+    with pytest.raises(InputError, match="no feed-forward layer in LlamaForCausalLM that `only` takes"):
+        tl.thresholds(model, tokens(), 0.5, only=lambda *_: False)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"sparsity": 1}, "sparsity is 1; .* from 0 up to, but not, 1"),
+        ({"sparsity": -0.1}, "sparsity is -0.1"),
+        ({"sparsity": True}, "sparsity is True"),
+        ({"sparsity": "half"}, "sparsity is 'half'"),
+        ({"sparsity": math.nan}, "sparsity is nan"),
+        ({"method": "dice"}, "method is 'dice'; accepted: 'cats', 'teal'"),
+        ({"method": ["cats"]}, "method is"),
+        ({"batches": []}, "batches is empty"),
+        ({"only": 1}, "only is 1"),
+    ],
+)
+def test_wrong_arguments(change, said):
+    arguments = {"batches": tokens(), "sparsity": 0.5, **change}
+    with pytest.raises(InputError, match=said):
+        tl.thresholds(ours(nn.SiLU()), arguments.pop("batches"), arguments.pop("sparsity"), **arguments)
+
+
+def test_routed_experts_stay_as_they_are():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, vocab_size=64, num_local_experts=4)
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.MixtralForCausalLM(config)
+    with pytest.raises(InputError, match="routed experts alone, which share an activation"):
+        tl.thresholds(model, tokens(), 0.5)
+
+
+def test_experts_beside_other_layers_are_passed_over():
+    model = ours(nn.SiLU())
+    model.experts = nn.Module()
+    model.experts.up_proj, model.experts.down_proj = (
+        nn.Parameter(torch.randn(3, *each)) for each in ((24, 16), (16, 24))
+    )
+    model.experts.act_fn = nn.SiLU()
+    assert [layer.name for layer in tl.thresholds(model, tokens(), 0.5).layers] == ["layers.0.mlp", "layers.1.mlp"]
+
+
+@pytest.mark.parametrize("threshold", [-1, math.inf, math.nan, True, "0.5", None])
+def test_a_threshold_that_is_none(threshold):
+    with pytest.raises(InputError, match="threshold is"):
+        Lossy(threshold)
+
+
+def test_who_wants_to_sparsify_a_silu_model_is_told_of_thresholds():
+    with pytest.raises(InputError, match=r"SiLUActivation, hardly ever .*density about 100%.*relufy.*thresholds"):
+        tl.sparsify(llama())

@@ -1,0 +1,194 @@
+"""What thresholds of every sparsity do to a model: counted once, so that a slider only looks it up.
+
+A model runs while it is counted (`count`), and where the loss is measured at one more sparsity (`measure`); never in
+`view`, which reads what is there: densities from histograms, the rest between points that were measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from ...analysis.predict import by_choice, rates_of
+from ...analysis.profile import Counter
+from ...core.errors import InputError
+from ...formats.twell import TILE, WORDS
+from ...layers.paths.cost import Firing
+from ...models.thresholds import LEVELS, Calibration, LossChange, calibrate
+from ...plots.data import layer_names
+
+SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # where the loss is measured before anybody asks
+MOST = LEVELS[-1]
+
+
+@dataclass
+class Counted:
+    """What was counted of one model.
+
+    what: what figures call it. calibration: the histograms of its layers. greedy: whether each layer gets its own
+    sparsity. gpu, tokens: what times are predicted for. errors, overflow: by layer, at each of LEVELS, the error of its
+    output and the share of tiles with more values than slots. us: likewise the microseconds on each path, by its name;
+    none with "teal", whose savings no path of this package makes. losses: what was measured, by sparsity."""
+
+    what: str
+    model: nn.Module
+    windows: Tensor
+    calibration: Calibration
+    greedy: bool
+    gpu: str
+    tokens: int
+    errors: list[list[float]]
+    overflow: list[list[float]]
+    us: list[list[dict[str, float]]]
+    losses: dict[float, LossChange] = field(default_factory=dict)
+
+
+def count(
+    what: str,
+    model: nn.Module,
+    batches: Iterable,
+    windows: Tensor,
+    *,
+    method: str = "cats",
+    greedy: bool = False,
+    gpu: str = "H100 SXM",
+    tokens: int = 1,
+    sparsities: Sequence[float] = SPARSITIES,
+) -> Counted:
+    """Run the model over batches and windows, and count what thresholds of every sparsity do to it.
+
+    Args:
+        what: what the figure calls the model; one with random weights is to be called that.
+        model, batches, method: as `twell_lab.thresholds` takes them.
+        windows: a text that is not in the batches, int64 [n, length], on which the loss is measured.
+        greedy: give each layer its own sparsity, with "cats" alone.
+        gpu, tokens: a name in data/gpus.json and how many tokens at once, for predicted times.
+        sparsities: where the loss is measured now.
+
+    Raises:
+        InputError: as `twell_lab.thresholds`, and for wrong arguments.
+    """
+    if not isinstance(what, str) or not what:
+        raise InputError(
+            f"what is {what!r:.80}; what to call the model is accepted, such as 'a Llama of random weights'"
+        )
+    if greedy and method != "cats":
+        raise InputError(
+            f"greedy with {method!r:.80}; accepted: 'cats', whose layers have one place for a threshold each"
+        )
+    rates = rates_of(gpu)
+    if type(tokens) is not int or tokens < 1:
+        raise InputError(f"tokens is {tokens!r:.80}; a whole number from 1 up is accepted")
+    calibration = calibrate(model, batches, method=method)
+    errors, overflow, us = [], [], []
+    for layer in calibration.layers:
+        firing = []
+        for level in LEVELS:
+            thresholds = {site: histogram.threshold(level) for site, histogram in layer.sites.items()}
+            counter = Counter(replace(layer.layer, acts=lambda hidden: hidden), TILE, WORDS)
+            counter.add(layer.rows, layer.hidden(layer.rows, thresholds))
+            firing.append((layer.error(thresholds), counter.result()))
+        errors.append([error for error, _ in firing])
+        overflow.append([(each.tile_histogram[WORDS:].sum() / each.tile_histogram.sum()).item() for _, each in firing])
+        us.append(
+            [
+                {choice.path: took for choice, took in by_choice(Firing.of(each), rates, tokens).items()}
+                for _, each in firing
+                if method == "cats"
+            ]
+        )
+    counted = Counted(what, model, windows, calibration, greedy, rates.device, tokens, errors, overflow, us)
+    for sparsity in sparsities:
+        measure(counted, sparsity)
+    return counted
+
+
+def measure(counted: Counted, sparsity: float) -> LossChange:
+    """Measure the loss with thresholds of this sparsity, and keep it among the points. The model runs, and is left as
+    it was."""
+    _check(sparsity)
+    chosen = counted.calibration.at(sparsity, greedy=counted.greedy)
+    counted.losses[sparsity] = cost = chosen.loss(counted.model, counted.windows)
+    return cost
+
+
+def view(counted: Counted, sparsity: float) -> dict:
+    """What thresholds of this sparsity do, without running the model.
+
+    Returns:
+        what, method, greedy, gpu, tokens, sparsity; layers: their names; density: by place, of each layer, from
+        histograms; error, overflow: of each layer, between levels on a line; path, us, dense_us: of each layer, the
+        path that should take least, and what it and the dense path should take, between levels on a line (empty with
+        "teal"); loss: the change of the loss, on a line between the measured points around it, None beyond the last;
+        measured: whether it was measured here; points: (sparsity, change, low, high) of each point, the first at 0.
+    """
+    _check(sparsity)
+    layers = counted.calibration.layers
+    shares = counted.calibration.sparsities(sparsity, greedy=counted.greedy)
+    each = [max(share.values()) for share in shares]  # all places of a layer have the same, as `count` sees to
+    took = [
+        {path: _between(LEVELS, [at[path] for at in levels], share) for path in levels[0]}
+        for levels, share in zip(counted.us, each)
+        if levels
+    ]
+    best = [min(paths, key=lambda path: paths[path]) for paths in took]
+    points = [(0.0, 0.0, 0.0, 0.0)]
+    points += [(at, found.change, found.low, found.high) for at, found in sorted(counted.losses.items()) if at]
+    inside = sparsity <= points[-1][0]
+    return {
+        "what": counted.what,
+        "method": counted.calibration.method,
+        "greedy": counted.greedy,
+        "gpu": counted.gpu,
+        "tokens": counted.tokens,
+        "sparsity": sparsity,
+        "layers": layer_names([layer.name for layer in layers]),
+        "density": {
+            site: [
+                layer.sites[site].density(layer.sites[site].threshold(share[site]))
+                for layer, share in zip(layers, shares)
+            ]
+            for site in layers[0].sites
+        },
+        "error": [_between(LEVELS, errors, share) for errors, share in zip(counted.errors, each)],
+        "overflow": [_between(LEVELS, shares, share) for shares, share in zip(counted.overflow, each)],
+        "path": best,
+        "us": [paths[path] for paths, path in zip(took, best)],
+        "dense_us": [paths["dense"] for paths in took],
+        "loss": _between([at for at, *_ in points], [change for _, change, *_ in points], sparsity) if inside else None,
+        "measured": sparsity in counted.losses or sparsity == 0,
+        "points": points,
+    }
+
+
+def sentence(view: dict) -> str:
+    """What a view shows, in a line; that it is lossy is part of it."""
+    if view["loss"] is None:
+        loss = "loss not measured beyond the last point"
+    else:
+        loss = (
+            f"loss {view['loss']:+.3g} nats a token ({'measured' if view['measured'] else 'between measured points'})"
+        )
+    time = ""
+    if view["us"]:
+        # No kernel runs layers with thresholds yet: there is nothing to measure.
+        us, dense = sum(view["us"]), sum(view["dense_us"])
+        time = f"; kernels that skip what is zero should take {us:,.0f} us instead of {dense:,.0f}"
+    return f"{view['what']}, {view['method']}, sparsity {view['sparsity']:.0%}, lossy: {loss}{time}"
+
+
+def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
+    """The value at a place on the line between those at the places around it. places: rising, from at most `at`."""
+    after = min(bisect_right(places, at), len(places) - 1)
+    if len(places) == 1:
+        return values[0]
+    low, high = places[after - 1], places[after]
+    part = (at - low) / (high - low)
+    return (1 - part) * values[after - 1] + part * values[after]
+
+
+def _check(sparsity) -> None:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity <= MOST:
+        raise InputError(f"sparsity is {sparsity!r:.80}; a share from 0 to {MOST:g} is accepted")

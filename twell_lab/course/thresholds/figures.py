@@ -1,0 +1,108 @@
+"""The figure of a sparsity: what is kept, what it saves and what it costs. Drawn from what `data.view` returned."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ... import plots
+from .data import MOST, sentence
+
+PATHS = {"dense": plots.GREY, "twell": plots.BLUE, "hot_cold": plots.ORANGE}
+_SITES = {"activation": "kept behind the gate", "input": "kept of x", "hidden": "kept of the hidden values"}
+
+
+def picture(view: dict) -> go.Figure:
+    """Density, error, overflow and predicted time by layer, and the change of the loss over the sparsity."""
+    times = f"predicted us, {view['gpu']}, {view['tokens']:,} token{'s' * (view['tokens'] > 1)}"
+    figure = make_subplots(
+        rows=3,
+        cols=2,
+        specs=[[{}, {}], [{}, {}], [{"colspan": 2}, None]],
+        horizontal_spacing=0.1,
+        vertical_spacing=0.13,
+        subplot_titles=[
+            "density, %",
+            "relative error of the layer's output, %",
+            "tiles with more values than slots, %",
+            times if view["us"] else "time: no path of this package skips inputs",
+            "change of the loss on held-out text, nats a token; points were measured (95% interval)",
+        ],
+    )
+    looks = [
+        *[
+            {"name": _SITES[site], "showlegend": len(view["density"]) > 1, "marker_color": colour}
+            for site, colour in zip(view["density"], (plots.BLUE, plots.SKY))
+        ],
+        {"name": "error", "showlegend": False, "marker_color": plots.RED},
+        {"name": "overflow", "showlegend": False, "marker_color": plots.PURPLE},
+        *[
+            {"name": path.replace("_", "/"), "showlegend": bool(view["us"]), "marker_color": colour}
+            for path, colour in PATHS.items()
+        ],
+    ]
+    places = [*[(1, 1)] * len(view["density"]), (1, 2), (2, 1), *[(2, 2)] * len(PATHS)]
+    for (row, col), look in zip(places, looks, strict=True):
+        unit = " us, predicted" if (row, col) == (2, 2) else "%"
+        group = {"offsetgroup": look["name"]} if (row, col) == (1, 1) else {}
+        hover = f"%{{x}}: %{{y:.2f}}{unit}<extra></extra>"
+        figure.add_bar(x=view["layers"], row=row, col=col, hovertemplate=hover, **look, **group)
+    figure.add_scatter(
+        x=view["layers"],
+        name="the dense layer",
+        mode="markers",
+        marker={"symbol": "line-ew-open", "size": 14, "color": plots.INK},
+        showlegend=bool(view["us"]),
+        row=2,
+        col=2,
+        hovertemplate="%{x}, dense: %{y:.1f} us, predicted<extra></extra>",
+    )
+    figure.add_scatter(
+        mode="lines+markers",
+        line={"color": plots.GREY, "dash": "dot"},
+        marker={"size": 9, "color": plots.INK},
+        error_y={"type": "data", "symmetric": False},
+        name="measured",
+        showlegend=False,
+        row=3,
+        col=1,
+        hovertemplate="sparsity %{x:.0f}%: %{y:+.4f}, measured<extra></extra>",
+    )
+    figure.add_scatter(
+        mode="markers",
+        marker={"size": 15, "color": plots.RED},
+        name="here",
+        showlegend=False,
+        row=3,
+        col=1,
+        hovertemplate="sparsity %{x:.0f}%: %{y:+.4f}<extra></extra>",
+    )
+    for row, col in ((1, 1), (2, 1)):
+        figure.update_yaxes(range=[0, 105], row=row, col=col)
+    for row in (1, 2):
+        figure.update_yaxes(rangemode="tozero", row=row, col=2)
+    figure.update_xaxes(title_text="sparsity, %", range=[-1, 100 * MOST + 2], row=3, col=1)
+    figure = plots.styled(figure, "", height=840)
+    figure.update_layout(margin_t=120, barmode="overlay" if len(view["density"]) == 1 else "group")
+    figure.update_layout(legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
+    figure.update_annotations(font_size=12)
+    move(figure, view)
+    return figure
+
+
+def move(figure: go.Figure, view: dict) -> None:
+    """Show another view of the same model in a figure that `picture` made (a FigureWidget of it too)."""
+    percent = [*view["density"].values(), view["error"], view["overflow"]]
+    bars = [[100 * share for share in values] for values in percent]
+    bars += [[us if path == at else None for us, at in zip(view["us"], view["path"])] for path in PATHS]
+    *traces, dense, loss, here = figure.data
+    for trace, values in zip(traces, bars, strict=True):
+        trace.y = values
+    dense.y = view["dense_us"]
+    places, changes, low, high = (list(values) for values in zip(*view["points"]))
+    loss.x, loss.y = [100 * at for at in places], changes
+    loss.error_y.array = [top - change for top, change in zip(high, changes)]
+    loss.error_y.arrayminus = [change - bottom for change, bottom in zip(changes, low)]
+    here.x, here.y = ([], []) if view["loss"] is None else ([100 * view["sparsity"]], [view["loss"]])
+    here.marker.symbol = "circle" if view["measured"] else "circle-open"
+    figure.layout.title.text = sentence(view).replace(": loss", ":<br><sup>loss") + "</sup>"

@@ -1,0 +1,85 @@
+"""What zeroes small values inside a feed-forward layer that was not trained to have zeros. The layer then computes
+something else than it was trained to: each of these modules says so where it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import inf
+
+from torch import Tensor, nn
+
+from ..core.errors import InputError
+
+
+class Lossy(nn.Module):
+    """Sets values below `threshold` in magnitude to zero; 0 leaves all as they are. InputError for another number than
+    a finite one from 0 up."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < inf:
+            raise InputError(f"threshold is {threshold!r:.80}; a finite number from 0 up is accepted")
+        self.threshold = float(threshold)
+
+    def zeroed(self, values: Tensor) -> Tensor:
+        """The values, exactly zero where they are below the threshold; NaN stays."""
+        return values.masked_fill(values.abs() < self.threshold, 0)
+
+    def extra_repr(self) -> str:
+        return f"lossy: |value| < {self.threshold:.4g} becomes 0"
+
+
+class ThresholdedActivation(Lossy):
+    """An activation whose small values are zero: what CATS (Lee et al., arXiv 2404.08763) puts behind the gate.
+
+    A neuron below the threshold is silent: its up value and its row of down count for nothing. activation: what stood
+    in this place, a module or a function."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], threshold: float) -> None:
+        super().__init__(threshold)
+        self._of = [activation]  # in a list: it is not a child
+
+    @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        """The activation without the threshold."""
+        return self._of[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if getattr(self.activation, "inplace", False) else x  # who watches layers calls this once more
+        return self.zeroed(self.activation(x))
+
+    def extra_repr(self) -> str:
+        name = getattr(self.activation, "__name__", type(self.activation).__name__)
+        return f"{name}, {super().extra_repr()}"
+
+
+class ThresholdedInput(Lossy):
+    """Zeroes the small inputs of projections, before each of their forwards: TEAL (Liu et al., arXiv 2408.14690).
+
+    It is a child of their layer and has no parameters, so that names and states stay what they were."""
+
+    def before(self, projection: nn.Module, args: tuple) -> tuple:
+        """The forward pre-hook of the projections."""
+        return self.zeroed(args[0]), *args[1:]
+
+    def put_on(self, layer: nn.Module, place: str, projections: Iterable[nn.Module]) -> None:
+        """Zero the inputs of these projections of a layer from now on. place: what to call these inputs."""
+        layer.add_module(f"lossy_{place}", self)
+        for projection in projections:
+            projection.register_forward_pre_hook(self.before)
+
+    @staticmethod
+    def take_off(layer: nn.Module) -> None:
+        """Leave the inputs of the projections of this layer as they are again."""
+        own = {name: part for name, part in layer._modules.items() if isinstance(part, ThresholdedInput)}
+        for part in layer.modules() if own else ():
+            hooks = part._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own.values()]:
+                del hooks[key]
+        for name in own:
+            del layer._modules[name]
+
+
+def lossy_parts(model: nn.Module) -> list[tuple[str, Lossy]]:
+    """Every Lossy of a model, by the name of its place."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Lossy)]
