@@ -198,8 +198,9 @@ def _dense(model, device, dtype, copies: int) -> tuple[Causal, str, int]:
     if not sized:
         causal = _checked(model)
         first = next(model.parameters())
-        for name, told, own in (("device", device, first.device), ("dtype", dtype, first.dtype)):
-            if told is not None and (torch.device(told) if name == "device" else told) != own:
+        place = first.device if device is None else measure.present_device(device)
+        for name, told, own in (("device", place, first.device), ("dtype", dtype or first.dtype, first.dtype)):
+            if told != own and (name == "dtype" or told.type != own.type or told.index is not None):
                 raise InputError(f"{name} is {told}, and the model's is {own}: move it first; None is accepted")
         return causal, type(model).__name__, min(causal.context, LONGEST)
     place = measure.present_device(device)
