@@ -343,6 +343,7 @@ def _given(command: str) -> tuple[list[str], dict]:
                 "": _paths,
                 "--text": _paths,
                 "--plan": _files,
+                "--firing": _files,
                 "--tokens": _few,
                 "--batches": _few,
                 "--dtype": _word,

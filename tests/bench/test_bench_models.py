@@ -157,6 +157,23 @@ def test_what_fires_is_counted_on_the_text():
     assert record.rows[0]["nnz"] == pytest.approx(sum(each.mean_nnz for each in alone.layers) / 2, abs=0.01)
 
 
+def test_a_drawn_model_fires_as_a_profiled_one_does(tmp_path):
+    trained = ours(layers=3, d_ff=40)
+    with torch.no_grad():
+        trained.layers[2].mlp.gate_proj.weight[8:] = 0.0  # 32 of 40 neurons never fire
+    profiled = tl.profile(trained, torch.randint(64, (64, 32)))
+    for given in (profiled, profiled.save(tmp_path / "profile.json")):
+        record = tl.bench.model(SIZES, **QUICK, firing=given)
+        assert record.rows[0]["workload"] == "drawn Llama firing as profiled, 1 x 16 tokens"
+        wanted = [64 * profiled.layers[i].density for i in (0, 2)]  # the first of two layers, and the last
+        assert record.rows[0]["nnz_layers"] == pytest.approx(wanted, rel=0.1) and wanted[1] < 0.4 * wanted[0]
+    rates = drawn.rates_like(profiled, 5, 40)
+    assert [each.sum().item() for each in rates[::2]] == pytest.approx([each.mean_nnz for each in profiled.layers])
+    assert torch.equal(
+        rates[4].sort().values, (profiled.layers[2].neuron_counts / profiled.tokens).double().sort().values
+    )
+
+
 # ---- results are compared first ----
 
 
@@ -276,7 +293,7 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
         seen.append(samples)
         return [8.0, 16.0, 24.0]
 
-    def clock_gpu(calls, tokens, *, graphs, rounds):
+    def clock_gpu(calls, tokens, *, rounds, graphs=False):
         names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= measure.GRAPH_TOKENS)]
         return {name: [1.0] for name in names}, {name: ([0.5], [2.0]) for name in names}
 
@@ -300,6 +317,26 @@ def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
             assert row.get("mj_per_token") == (16 / 32 if head == "all" else None)
             assert row.get("mj_spread") == (8 / 32 if head == "all" else None)
     assert seen == [3] * 4
+    made = workloads.training_rows(found, 16, clocks)  # which is never captured, however few tokens there are
+    assert [row["path"] for row in made] == ["dense eager", "planned"] and made[1]["mj_per_token"] == 1.0
+
+
+def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch):
+    def clock_gpu(calls, tokens, *, rounds, graphs=False):
+        if graphs or tokens <= measure.GRAPH_TOKENS:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return {name: [1.0] for name in calls}, {name: ([0.5], [2.0]) for name in calls}
+
+    monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
+    dense, tokens = Causal(ours()), workloads.Tokens(64, torch.device("cpu"))
+    found, left_out = workloads.Models(dense, tokens, "a test's", 16), {}
+    with torch.no_grad():
+        work = workloads.forward(tokens, 2, 16, "all").expect(found.exact)
+    clocks = workloads.Clocks(torch.device("cuda"))
+    assert [row["tokens"] for row in workloads.workload_rows(found, work, ["dense eager"], clocks, left_out)] == [32]
+    assert left_out == {"2 x 16 tokens, as CUDA graphs": "operation not permitted when stream is capturing"}
+    with pytest.raises(RuntimeError, match="capturing"):
+        workloads.workload_rows(found, work, ["dense eager"], clocks)
 
 
 class Counter:
@@ -391,6 +428,7 @@ def test_a_model_without_feed_forward_layers_is_refused():
         ({"batches": (1.5,)}, "batches has 1.5"),
         ({"batches": True}, "batches has True"),
         ({"tokens": (), "batches": ()}, "both empty"),
+        ({"firing": "profile.json"}, "firing is given, and the model has its own"),
         ({"cached": 1}, "cached is 1; a whole number from 2 to 32"),
         ({"cached": 33}, "cached is 33"),
         ({"seconds": float("nan")}, "seconds is nan"),

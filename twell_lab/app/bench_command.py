@@ -135,6 +135,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="what a saved model reads, a file or folder [the held-out part of the source of Python's standard "
         "library]; a size of 1M to 2B reads random tokens",
     )
+    parser.add_argument(
+        "--firing",
+        type=path,
+        metavar="FILE",
+        help="of a size: a profile that twell-lab profile --out wrote; the drawn neurons fire as often as the profiled "
+        "ones [0.5%% of them for a token]",
+    )
     parser.add_argument("--plan", type=path, metavar="FILE", help="a plan that twell-lab plan --out wrote [a new one]")
     parser.add_argument("--compiled", action="store_true", help="time both models under torch.compile too")
     parser.add_argument("--graphs", action="store_true", help="on a GPU, time forwards as CUDA graphs too")
@@ -162,6 +169,7 @@ def model(options: argparse.Namespace) -> Answer:
     how = {
         "tokens": options.tokens,
         "batches": options.batches,
+        "firing": options.firing,
         "plan": options.plan,
         "compiled": options.compiled,
         "graphs": options.graphs,

@@ -3,7 +3,7 @@ and one token at a time with keys and values that lie where they are. Each with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -24,7 +24,7 @@ class Kept:
 
     is_compileable = False  # which transformers asks of a cache; a step is compiled by hand
 
-    def __init__(self, filled: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, filled: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.kept = [tuple(pad(each, (0, 0, 0, 1)) for each in layer) for layer in filled]
         keys = self.kept[0][0]
         self.length = keys.shape[2]
@@ -33,7 +33,7 @@ class Kept:
 
     def first(self, some: int, dtype: torch.dtype) -> Kept:
         """A copy of the first sequences, in this dtype."""
-        return Kept([tuple(each[:some, :, :-1].to(dtype) for each in layer) for layer in self.kept])
+        return Kept((keys[:some, :, :-1].to(dtype), values[:some, :, :-1].to(dtype)) for keys, values in self.kept)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         """What the attention of a layer calls: take its new keys and values, and give all."""
@@ -106,9 +106,17 @@ class Causal:
         if self.ours:
             pasts = [Past(ids.shape[1]) for _ in self.model.layers]
             _read(self.model, ids, pasts=pasts)
-            return Kept([(past.keys, past.values) for past in pasts])
-        layers = self.model.base_model(ids, use_cache=True).past_key_values.layers
-        return Kept([(layer.keys, layer.values) for layer in layers])
+        else:
+            pasts = self.model.base_model(ids, use_cache=True).past_key_values.layers
+        return Kept(_emptied(pasts))
+
+
+def _emptied(pasts: list) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys and values of each layer, taken off the list: all together may be half of a GPU's memory, and what was
+    copied is not needed any more."""
+    while pasts:
+        past = pasts.pop(0)
+        yield past.keys, past.values
 
 
 def _check_causal(model: nn.Module) -> None:

@@ -4,11 +4,13 @@ each layer fires as sparsely as asked for. Wherever their times are shown, they 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ..analysis.profile import FiringProfile
 from ..core import machine
 from ..core.errors import InputError, StackError
 from ..layers.anatomy import feed_forwards
@@ -131,10 +133,11 @@ def llama(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 @torch.no_grad()
-def fire(model: nn.Module, tokens: Tensor, nnzs: list[float]) -> None:
-    """Set the biases of each gate so that about so many of its neurons fire at a token, layer by layer."""
+def fire(model: nn.Module, tokens: Tensor, nnzs: Sequence[float | Tensor]) -> None:
+    """Set the biases of each gate so that about so many of its neurons fire at a token, or each at its rate [d_ff],
+    layer by layer."""
 
-    def before(gate: nn.Linear, args: tuple, nnz: float, seed: int) -> None:
+    def before(gate: nn.Linear, args: tuple, nnz: float | Tensor, seed: int) -> None:
         products = (args[0].flatten(0, -2) @ gate.weight.t()).float()
         gate.bias.copy_(-thresholds(products, nnz, seed=seed))
 
@@ -154,9 +157,22 @@ def windows_of(context: int) -> int:
     return max(2, -(-SEEN // context))
 
 
-def fired(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A drawn model whose layers fire as the shape says."""
+def rates_like(firing: FiringProfile, layers: int, d_ff: int) -> list[Tensor]:
+    """Rates at which the neurons of so many layers of d_ff neurons fire, float64 [d_ff] each, distributed as those of
+    the profiled layer at the same relative depth. Which neuron has which rate is drawn."""
+    found, generator = [], torch.Generator().manual_seed(0)
+    for i in range(layers):
+        like = firing.layers[round(i * (len(firing.layers) - 1) / max(1, layers - 1))]
+        ordered = (like.neuron_counts.double() / max(1, like.tokens)).sort().values
+        # What d_ff evenly spread shares of the profiled neurons do.
+        places = (torch.arange(d_ff, dtype=torch.float64) + 0.5) / d_ff * len(ordered)
+        found.append(ordered[places.long()][torch.randperm(d_ff, generator=generator)])
+    return found
+
+
+def fired(shape: Shape, dtype: torch.dtype = torch.bfloat16, firing: FiringProfile | None = None) -> nn.Module:
+    """A drawn model whose layers fire as the shape says, or as those of the profile do."""
     model = llama(shape, dtype)
     tokens = torch.randint(0, shape.vocabulary, (windows_of(shape.context), shape.context), device=shape.device)
-    fire(model, tokens, shape.nnzs)
+    fire(model, tokens, shape.nnzs if firing is None else rates_like(firing, shape.layers, shape.d_ff))
     return model

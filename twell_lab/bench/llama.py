@@ -78,7 +78,7 @@ def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, grap
 
 def decode_rows(models: Models, batch: int, cached: int) -> list[dict]:
     """A step of decoding: eager, and the whole step as one CUDA graph."""
-    work = _expected(models, decode(models.tokens, models.dense, batch, cached))
+    work = _expected(models, *decode(models.tokens, models.dense, batch, cached, (True,)))
     return workload_rows(models, work, [DENSE, *PLANS], Clocks(GPU, graphs=True, rounds=10))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis.plan import Plan
+from ..analysis.profile import FiringProfile
 from ..core.errors import InputError
 from ..formats.twell import VALUE_DTYPES
 from ..layers import hooks
@@ -52,6 +53,7 @@ def model(
     tokens: Iterable[int] | None = None,
     batches: Iterable[int] = (1, 8, 64),
     text: Tensor | None = None,
+    firing: FiringProfile | str | os.PathLike | None = None,
     plan: Plan | Choice | str | os.PathLike | None = None,
     compiled: bool = False,
     graphs: bool = False,
@@ -78,6 +80,8 @@ def model(
         batches: of the steps of decoding; on a GPU each step is also captured as a CUDA graph. () for no decoding.
         text: token ids, int64 [length], on which neurons fire as they really do; by default random ones. The first half
             is profiled and planned on, the rest is measured.
+        firing: of a drawn model: a profile of another, trained one, or the name of a file with one. Its neurons then
+            fire as often as the profiled ones do, layer by layer at the same relative depth, though independently.
         plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, "twell" or
             "dense". By default the layers are planned here, for these numbers of tokens.
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
@@ -107,7 +111,7 @@ def model(
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(0)
-        dense, about, length = _dense(model, device, dtype, 3 if graphs else 2)
+        dense, about, length = _dense(model, device, dtype, firing, 3 if graphs else 2)
         place = next(dense.model.parameters()).device
         given = None if plan is None else _plan_of(plan, feed_forwards(dense.model))
         counts = [length] if counts is None else counts
@@ -179,24 +183,24 @@ def _workloads(
                 each = min(count, models.length)
                 found.append(forward(models.tokens, count // each, each, head).expect(models.exact))
     for batch in batches:
-        for with_head in (True, False):
-            with _if_it_fits(label := f"decode step, batch {batch}", left_out):
-                try:
-                    work = decode(models.tokens, models.dense, batch, cached, with_head).expect(models.exact)
-                except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
-                    left_out[label] = f"no step with a static cache: {error}"
-                else:
-                    found.append(work)
+        with _if_it_fits(label := f"decode step, batch {batch}", left_out):
+            try:
+                steps = decode(models.tokens, models.dense, batch, cached)
+                found += [work.expect(models.exact) for work in steps]
+            except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
+                left_out[label] = f"no step with a static cache: {error}"
     return found
 
 
-def _dense(model, device, dtype, copies: int) -> tuple[Causal, str, int]:
+def _dense(model, device, dtype, firing, copies: int) -> tuple[Causal, str, int]:
     """The dense model, what rows call it, and the length of its sequences."""
     if dtype is not None and dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r:.80}; torch.bfloat16, float16 and float32 are accepted, or None")
     sized = isinstance(model, ModelConfig) or isinstance(model, str) and model in drawn.NAMES
     if not sized:
         causal = _checked(model)
+        if firing is not None:
+            raise InputError("firing is given, and the model has its own; accepted: a size, such as '2B', or None")
         first = next(model.parameters())
         place = first.device if device is None else measure.present_device(device)
         for name, told, own in (("device", place, first.device), ("dtype", dtype or first.dtype, first.dtype)):
@@ -205,10 +209,15 @@ def _dense(model, device, dtype, copies: int) -> tuple[Causal, str, int]:
         return causal, type(model).__name__, min(causal.context, LONGEST)
     place = measure.present_device(device)
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    if isinstance(firing, (str, os.PathLike)):
+        firing = FiringProfile.load(firing)
+    if firing is not None and not isinstance(firing, FiringProfile):
+        raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or the name of a file is accepted")
     shape = drawn.shape_of(model, str(place))
     drawn.check_room(shape, dtype, copies)
     named = f"{model} " if isinstance(model, str) else ""
-    return Causal(drawn.fired(shape, dtype)), f"drawn {named}Llama", min(shape.context, LONGEST)
+    about = f"drawn {named}Llama{' firing as profiled' * (firing is not None)}"
+    return Causal(drawn.fired(shape, dtype, firing)), about, min(shape.context, LONGEST)
 
 
 def _checked(model) -> Causal:

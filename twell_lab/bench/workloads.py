@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..analysis.plan import Plan
 from ..analysis.profile import profile
 from ..analysis.room import SHARE
 from ..analysis.switching import Switch
-from ..core.errors import InputError
+from ..core.errors import InputError, TwellError
 from ..layers.anatomy import feed_forwards
 from ..layers.choice import Choice
 from ..layers.learner import DENSE as LEARNS_DENSE
@@ -114,17 +115,20 @@ def forward(tokens: Tokens, sequences: int, length: int, head: Head) -> Workload
     return Workload("model_forward", sequences * length, label, head != "none", makes, few, {})
 
 
-def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = True) -> Workload:
-    """A step of decoding: the last of `cached` tokens of each of `batch` sequences, with the others in a static cache,
-    which all models share. InputError for a model that gives something else with such a cache than without."""
+def decode(
+    tokens: Tokens, dense: Causal, batch: int, cached: int, heads: Iterable[bool] = (True, False)
+) -> list[Workload]:
+    """A step of decoding, with the head and without it: the last of `cached` tokens of each of `batch` sequences, with
+    the others in a static cache, which all models share. Where a model gives something else with such a cache than
+    without, `Workload.expect` raises an InputError."""
     ids = tokens.windows(tokens.MEASURED, batch, cached)
     kept, last = dense.keep(ids[:, :-1]), ids[:, -1:]
 
-    def makes(model: Causal, compiled: bool):
+    def makes(model: Causal, compiled: bool, head: bool):
         step = model.stepper(head, compiled=compiled)
         return lambda turn: step(last, kept)
 
-    def few(model: Causal) -> Tensor:
+    def few(model: Causal, head: bool) -> Tensor:
         dtype = next(model.model.parameters()).dtype
         step, some = model.stepper(head), ids[:_CHECKED]
         whole = model.reader("last" if head else "none")(some)[:, -1:]
@@ -135,7 +139,11 @@ def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = 
             )
         return step(some[:, -1:], kept.first(_CHECKED, dtype))
 
-    return Workload("model_decode", batch, f"decode step, batch {batch}", head, makes, few, {"cached": cached})
+    label, says = f"decode step, batch {batch}", {"cached": cached}
+    return [
+        Workload("model_decode", batch, label, head, partial(makes, head=head), partial(few, head=head), says)
+        for head in heads
+    ]
 
 
 def _some(result: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ class Models:
 
     def follow(self, name: str, plan, **how) -> None:
         """Swap the layers of a copy by this plan (whatever `sparsify` takes) and call it so."""
-        swapped = sparsify(copy.deepcopy(self.dense.model), plan, **how)
+        swapped = sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan, **how)
         self.plans[name], self.sparse[name] = plan, Causal(swapped)
 
     def model_of(self, path: str) -> Causal:
@@ -276,13 +284,22 @@ class Clocks:
         self.watched = watched and device.type == "cuda"
         self.meter, self.no_energy = energy.meter(device) if watched else (None, "")
 
-    def time(self, calls: rows.Calls, tokens: int) -> tuple[dict[str, list[float]], rows.Bursts]:
-        """The samples of the device, and bursts of plain calls, by the name of the call."""
+    def time(
+        self, calls: rows.Calls, tokens: int, label: str, left_out: dict[str, str] | None, captured: bool = True
+    ) -> tuple[dict[str, list[float]], rows.Bursts]:
+        """The samples of the device, and bursts of plain calls, by the name of the call. On a GPU calls are captured as
+        graphs too, for few tokens always. left_out: why they cannot be, if so; without it, that is an error."""
         if self.device.type == "cpu":
             return clock_cpu(calls, self.seconds)
-        return rows.clock_gpu(
-            calls, tokens, graphs=self.graphs, rounds=self.rounds or (3 if tokens > rows.LARGE else 10)
-        )
+        rounds = self.rounds or (3 if tokens > rows.LARGE else 10)
+        if captured:
+            try:
+                return rows.clock_gpu(calls, tokens, graphs=self.graphs, rounds=rounds)
+            except RuntimeError as error:
+                if left_out is None or isinstance(error, (TwellError, torch.OutOfMemoryError)):
+                    raise
+                left_out[f"{label}, as CUDA graphs"] = f"{str(error).strip().partition(chr(10))[0]:.200}"
+        return rows.clock_gpu(calls, max(tokens, measure.GRAPH_TOKENS + 1), rounds=rounds)
 
     def watch(self, path: str, calls: rows.Calls, tokens: int, with_energy: bool) -> dict:
         """What else a row of this path says; tokens: those that a call computes, for the energy of one."""
@@ -320,19 +337,19 @@ def workload_rows(
         calls[path] = work.makes(models.model_of(path), path == COMPILED or path.endswith(COMPILED_TOO))
     facts = _check(calls, work, models.facts(work.tokens), left_out)
     shared = models.shared(work.kind, work.tokens, work.label)
-    return _rows(shared, calls, facts, clocks, {"head": work.head, **work.says}, with_energy=work.head)
+    timed = clocks.time(calls, work.tokens, work.label, left_out)
+    return _rows(shared, calls, facts, clocks, timed, {"head": work.head, **work.says})
 
 
-def _rows(shared: dict, calls: rows.Calls, facts: dict, clocks: Clocks, says: dict, *, with_energy: bool) -> list[dict]:
+def _rows(shared: dict, calls: rows.Calls, facts: dict, clocks: Clocks, timed: tuple, says: dict) -> list[dict]:
     tokens, decodes = shared["tokens"], shared["kind"] == "model_decode"
-    samples, bursts = clocks.time(calls, tokens)
-    found = rows.table(shared, samples, facts, bursts)
+    found = rows.table(shared, timed[0], facts, timed[1])
     alone = {row["path"].removesuffix(" (graph)"): row["ms"] for row in found if row["path"].endswith(" (graph)")}
     for row in found:
         path, rate = row["path"], tokens / row["wall_ms"]
         row |= says | ({"tokens_per_s": 1e3 * rate} if decodes else {"tokens_per_ms": rate})
         row |= {"gpu_ms": alone[path]} if path in alone else {}
-        row |= clocks.watch(path, calls, tokens, with_energy)
+        row |= clocks.watch(path, calls, tokens, with_energy=says["head"])
     return found
 
 
@@ -397,7 +414,8 @@ def training_rows(
     for name in set(calls) - {DENSE, COMPILED}:
         facts[name]["choice"] = _counted(learns)
     shared = models.shared("model_training", ids[0].numel(), f"training step, {len(ids[0])} x {length:,} tokens")
-    return _rows(shared, calls, facts, clocks, {"head": True}, with_energy=True)
+    timed = clocks.time(calls, ids[0].numel(), "training", None, captured=False)
+    return _rows(shared, calls, facts, clocks, timed, {"head": True})
 
 
 def _step(model: nn.Module, ids: Tensor, compiled: bool = False) -> Callable[[int], Tensor]:
