@@ -40,6 +40,8 @@ _PAIR_COLUMNS = {
     "sparse": "sparse",
     "times": "x dense",
     "half": "middle half",
+    "dense_peak": "dense peak MiB",
+    "sparse_peak": "sparse peak MiB",
     "dense_mj": "dense mJ/token",
     "sparse_mj": "sparse mJ/token",
     "layers": "sparse model's layers",
@@ -211,12 +213,14 @@ def told(record: Record, read: str) -> str:
         f"{first['layers']} feed-forward layers of {first['d_model']} x {first['d_ff']}, {first['dtype']}, on "
         f"{first['device']}; {read}",
         f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
-        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}",
+        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take {_weights(record.rows)}",
         "",
         table(compared, {key: head for key, head in _PAIR_COLUMNS.items() if any(row[key] for row in compared)}),
         "",
         "bench: rates are of plain calls, one after another, or of replays of graphs; x dense: how many times as fast, "
-        "in the middle of all turns that both took, and in the middle half of them",
+        "in the middle of all turns that both took, and in the middle half of them"
+        + "; peak: beyond what was there before the call; mJ: of the whole GPU, with the spread in brackets"
+        * any(each["dense_peak"] for each in compared),
         *missing,
         *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
         f"bench: {conclusion(compared)}",
@@ -255,12 +259,26 @@ def pairs(rows: list[dict]) -> list[dict]:
                 "low": low,
                 "high": high,
                 "half": f"{low:.2f} to {high:.2f}",
-                "dense_mj": dense.get("mj_per_token"),
-                "sparse_mj": row.get("mj_per_token"),
+                **{f"{side}_peak": _mebibytes(each) for side, each in (("dense", dense), ("sparse", row))},
+                **{f"{side}_mj": _energy(each) for side, each in (("dense", dense), ("sparse", row))},
                 "layers": row.get("choice"),
             }
         )
     return found
+
+
+def _weights(rows: list[dict]) -> str:
+    held = {row["path"].startswith("dense"): row["weight_bytes"] / 2**20 for row in rows if "weight_bytes" in row}
+    return f"{held[True]:,.4g} MiB dense, {held[False]:,.4g} sparse"
+
+
+def _mebibytes(row: dict) -> float | None:
+    return row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
+
+
+def _energy(row: dict) -> str | None:
+    """Millijoules a token, and in brackets their spread."""
+    return f"{row['mj_per_token']:.3g} ({row['mj_spread']:.2g})" if "mj_per_token" in row else None
 
 
 def conclusion(compared: list[dict]) -> str:

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,51 +109,50 @@ def model(
     """
     _check_seconds(0.0 if seconds is None else seconds)
     counts, steps = None if tokens is None else _counts("tokens", tokens), _counts("batches", batches)
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=gpus):
+    subject = _subject(model, device, dtype, firing, copies=3 if graphs else 2)
+    length, place = subject.length, subject.device
+    counts = [length] if counts is None else counts
+    if wrong := [count for count in counts if count > length and count % length]:
+        raise InputError(f"tokens has {wrong[0]}; up to {length} are accepted, or a multiple of it, as sequences")
+    held = min(CACHED, length) if cached is None else cached
+    if isinstance(held, bool) or not isinstance(held, int) or not 2 <= held <= length:
+        raise InputError(f"cached is {held!r:.80}; a whole number from 2 to {length}, the context, is accepted")
+    if not counts + steps:
+        raise InputError("tokens and batches are both empty; at least one number is accepted")
+    longest = min(length, max([*counts, *([held] if steps else [])]))
+    source = _tokens(subject, text, max([*counts, *(batch * held for batch in steps)]), longest)
+    on_gpu = place.type == "cuda"
+    seconds = (3.0 if on_gpu else 1.0) if seconds is None else seconds
+    gpus = range(torch.cuda.device_count()) if on_gpu else ()
+    with torch.random.fork_rng(devices=gpus), torch.cuda.device(place) if on_gpu else nullcontext():
         torch.manual_seed(0)
-        dense, about, length = _dense(model, device, dtype, firing, 3 if graphs else 2)
-        place = next(dense.model.parameters()).device
+        dense = subject.make()
         given = None if plan is None else _plan_of(plan, feed_forwards(dense.model))
-        counts = [length] if counts is None else counts
-        if wrong := [count for count in counts if count > length and count % length]:
-            raise InputError(f"tokens has {wrong[0]}; up to {length} are accepted, or a multiple of it, as sequences")
-        held = min(CACHED, length) if cached is None else cached
-        if isinstance(held, bool) or not isinstance(held, int) or not 2 <= held <= length:
-            raise InputError(f"cached is {held!r:.80}; a whole number from 2 to {length}, the context, is accepted")
-        if not counts + steps:
-            raise InputError("tokens and batches are both empty; at least one number is accepted")
-        longest = min(length, max([*counts, *([held] if steps else [])]))
-        source = _tokens(dense, place, text, max([*counts, *(batch * held for batch in steps)]), longest)
-        on_gpu = place.type == "cuda"
-        seconds = (3.0 if on_gpu else 1.0) if seconds is None else seconds
         clocks, left_out = Clocks(place, seconds, graphs=graphs, watched=True), {}
-        with torch.cuda.device(place) if on_gpu else nullcontext():
-            models = Models(dense, source, about, longest)
-            works = _workloads(models, counts, steps, held, left_out)
-            models.exact = None
-            if given is not None:
-                name = PLANNED if isinstance(given, Plan) else f"forced {given}"
-                models.follow(name, given, reorder=on_gpu)
-            else:
-                models.plan({*counts, *steps})
-                if graphs and on_gpu:
-                    models.plan({*counts, *steps}, for_graphs=True)
-            paths = [DENSE, *models.sparse]
-            if compiled:
-                paths += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in models.sparse if name != FOR_GRAPHS)]
-            made: list[tuple[str, Callable[[], list[dict]]]] = [
-                (work.label, functools.partial(workload_rows, models, work, paths, clocks, left_out)) for work in works
-            ]
-            if training:
-                fewest = min([*counts, longest])
-                made.append(("training", lambda: training_rows(models, fewest, clocks, left_out, compiled=compiled)))
-            found: list[dict] = []
-            with tqdm(made, unit="workload", leave=False, disable=None if progress else True) as bar:
-                for label, rows_of in bar:
-                    bar.set_postfix_str(label, refresh=False)
-                    with _if_it_fits(label, left_out):
-                        found += rows_of()
+        models = Models(dense, source, subject.about, longest)
+        works = _workloads(models, counts, steps, held, left_out)
+        models.exact = None
+        if given is not None:
+            models.follow(PLANNED if isinstance(given, Plan) else f"forced {given}", given, reorder=on_gpu)
+        else:
+            models.plan({*counts, *steps})
+            if graphs and on_gpu:
+                models.plan({*counts, *steps}, for_graphs=True)
+        paths = [DENSE, *models.sparse]
+        if compiled:
+            paths += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in models.sparse if name != FOR_GRAPHS)]
+        made: list[tuple[str, Callable[[], list[dict]]]] = [
+            (work.label, functools.partial(workload_rows, models, work, paths, clocks, left_out)) for work in works
+        ]
+        if training:
+            fewest = min([*counts, longest])
+            made.append(("training", lambda: training_rows(models, fewest, clocks, left_out, compiled=compiled)))
+        found: list[dict] = []
+        with tqdm(made, unit="workload", leave=False, disable=None if progress else True) as bar:
+            for label, rows_of in bar:
+                bar.set_postfix_str(label, refresh=False)
+                with _if_it_fits(label, left_out):
+                    found += rows_of()
     notes: dict[str, object] = {"left_out": left_out} if left_out else {}
     if clocks.no_energy or not seconds:
         notes["energy"] = clocks.no_energy or "it was not asked for"
@@ -192,12 +192,22 @@ def _workloads(
     return found
 
 
-def _dense(model, device, dtype, firing, copies: int) -> tuple[Causal, str, int]:
-    """The dense model, what rows call it, and the length of its sequences."""
+class _Subject(NamedTuple):
+    """What is to be measured, before it is built: what rows call it, where it is, how long its sequences are, how many
+    token numbers it has, and the dense model."""
+
+    about: str
+    device: torch.device
+    length: int
+    vocabulary: int
+    make: Callable[[], Causal]
+
+
+def _subject(model, device, dtype, firing, copies: int) -> _Subject:
+    """copies: of the model that will be in memory at once, to be refused where there is no room for them."""
     if dtype is not None and dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r:.80}; torch.bfloat16, float16 and float32 are accepted, or None")
-    sized = isinstance(model, ModelConfig) or isinstance(model, str) and model in drawn.NAMES
-    if not sized:
+    if not isinstance(model, ModelConfig) and not (isinstance(model, str) and model in drawn.NAMES):
         causal = _checked(model)
         if firing is not None:
             raise InputError("firing is given, and the model has its own; accepted: a size, such as '2B', or None")
@@ -206,7 +216,8 @@ def _dense(model, device, dtype, firing, copies: int) -> tuple[Causal, str, int]
         for name, told, own in (("device", place, first.device), ("dtype", dtype or first.dtype, first.dtype)):
             if told != own and (name == "dtype" or told.type != own.type or told.index is not None):
                 raise InputError(f"{name} is {told}, and the model's is {own}: move it first; None is accepted")
-        return causal, type(model).__name__, min(causal.context, LONGEST)
+        length = min(causal.context, LONGEST)
+        return _Subject(type(model).__name__, first.device, length, causal.vocabulary, lambda: causal)
     place = measure.present_device(device)
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     if isinstance(firing, (str, os.PathLike)):
@@ -217,7 +228,8 @@ def _dense(model, device, dtype, firing, copies: int) -> tuple[Causal, str, int]
     drawn.check_room(shape, dtype, copies)
     named = f"{model} " if isinstance(model, str) else ""
     about = f"drawn {named}Llama{' firing as profiled' * (firing is not None)}"
-    return Causal(drawn.fired(shape, dtype, firing)), about, min(shape.context, LONGEST)
+    make = lambda: Causal(drawn.fired(shape, dtype, firing))  # noqa: E731
+    return _Subject(about, place, min(shape.context, LONGEST), shape.vocabulary, make)
 
 
 def _checked(model) -> Causal:
@@ -315,7 +327,7 @@ def _counts(name: str, values) -> list[int]:
     return list(dict.fromkeys(listed))
 
 
-def _tokens(dense: Causal, device: torch.device, text, most: int, length: int) -> Tokens:
+def _tokens(subject: _Subject, text, most: int, length: int) -> Tokens:
     """The inputs; InputError for a text that is none, or too short for the largest workload."""
     if text is not None:
         if not isinstance(text, Tensor) or text.dim() != 1 or text.dtype.is_floating_point or text.dtype == torch.bool:
@@ -326,8 +338,8 @@ def _tokens(dense: Causal, device: torch.device, text, most: int, length: int) -
                 f"text has {len(text):,} tokens, fewer than one batch needs: the largest workload takes {most:,}, and "
                 f"as many others are profiled; accepted: {needed:,} or more, or smaller tokens and batches"
             )
-        if not 0 <= int(text.min()) <= int(text.max()) < dense.vocabulary:
+        if not 0 <= int(text.min()) <= int(text.max()) < subject.vocabulary:
             wrong = int(text.min()) if text.min() < 0 else int(text.max())
-            raise InputError(f"text has the token {wrong}; accepted: token numbers from 0 to {dense.vocabulary - 1}")
+            raise InputError(f"text has the token {wrong}; accepted: token numbers from 0 to {subject.vocabulary - 1}")
         text = text.long()
-    return Tokens(dense.vocabulary, device, text)
+    return Tokens(subject.vocabulary, subject.device, text)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis import planner
-from ..analysis.plan import Plan
 from ..analysis.profile import profile
 from ..analysis.room import SHARE
 from ..analysis.switching import Switch
@@ -96,8 +95,9 @@ class Workload:
     says: dict
     right: Tensor | None = None  # the result of the model in float32
 
-    def expect(self, exact: Causal) -> Workload:
+    def expect(self, exact: Causal | None) -> Workload:
         """Keep what the model in float32 gives, to compare others with."""
+        assert exact is not None  # Models.exact, before it is dropped
         self.right = _some(self.few(exact)).float()
         return self
 
@@ -163,25 +163,25 @@ class Models:
         tokens: its inputs.
         about: what the rows call it, before the workload.
         length: of the windows that are profiled and planned on.
-        exact: whether a copy in float32 is kept, as `exact`; a model in float32 is its own.
+
+    Attributes:
+        exact: a copy in float32, to compare results with, which may be dropped (None) once all was expected; a model in
+            float32 is its own.
+        sparse: the models that follow plans, by path.
+        seconds: how long each plan took, by path.
     """
 
-    def __init__(self, dense: Causal, tokens: Tokens, about: str, length: int, *, exact: bool = True) -> None:
+    def __init__(self, dense: Causal, tokens: Tokens, about: str, length: int) -> None:
         self.dense, self.tokens, self.about, self.length = dense, tokens, about, length
         first = next(dense.model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.layers = feed_forwards(dense.model)
-        self.exact = self.in_float32() if exact else None
+        same = self.dtype == torch.float32
+        self.exact: Causal | None = dense if same else Causal(copy.deepcopy(dense.model).float())
         self.firing = profile(dense.model, [tokens.windows(tokens.PROFILED, drawn.windows_of(length), length)])
         self.nnzs = [layer.mean_nnz for layer in self.firing.layers]
-        self.plans: dict[str, Plan | Choice] = {}
-        self.seconds: dict[str, float] = {}  # that each plan took
-        self.sparse: dict[str, Causal] = {}  # by path, the models that follow the plans
-
-    def in_float32(self) -> Causal:
-        if self.dtype == torch.float32:
-            return self.dense
-        return Causal(copy.deepcopy(self.dense.model).float())
+        self.seconds: dict[str, float] = {}
+        self.sparse: dict[str, Causal] = {}
 
     def plan(self, classes: Iterable[int], *, for_graphs: bool = False) -> None:
         """Plan the layers for these token counts, and swap those of a copy."""
@@ -207,7 +207,7 @@ class Models:
     def follow(self, name: str, plan, **how) -> None:
         """Swap the layers of a copy by this plan (whatever `sparsify` takes) and call it so."""
         swapped = sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan, **how)
-        self.plans[name], self.sparse[name] = plan, Causal(swapped)
+        self.sparse[name] = Causal(swapped)
 
     def model_of(self, path: str) -> Causal:
         """The model that runs on this path, compiled or not."""

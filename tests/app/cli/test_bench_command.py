@@ -58,7 +58,7 @@ def test_a_table_and_a_sentence(capsys, request, text, kind):
     cells = [line.split("  ")[0] for line in lines[head + 1 : head + 5]]
     assert cells == 2 * ["forward, 1 x 16 tokens"] + 2 * ["decode step, batch 2"] and not lines[head + 5]
     assert "x dense" in lines[head] and "mJ" not in lines[head]
-    assert "neurons fire for a token" in lines[1] and "%" in lines[1]
+    assert "neurons fire for a token" in lines[1] and "%" in lines[1] and "MiB dense" in lines[1]
     assert lines[-2] == "bench: no energy: it is read on an NVIDIA GPU alone"
     assert lines[-1].startswith("bench: of 4 comparisons the sparse model is ")
 
@@ -181,13 +181,13 @@ def test_each_row_is_compared_with_the_dense_model_that_was_run_in_the_same_way(
     paths = ["dense eager", "planned", "planned for graphs", "dense compiled", "planned compiled"]
     paths += [f"{name} (graph)" for name in paths[:3]]
     walls = [[float(ms)] * 3 for ms in (10, 5, 6, 8, 2, 9, 4, 3)]
-    made = rows(*walls, paths=paths, mj_per_token=2.5)
-    found = [(each["how"], each["times"], each["dense_mj"]) for each in bench_command.pairs(made)]
+    made = rows(*walls, paths=paths, mj_per_token=2.5, mj_spread=0.25, peak_bytes=2**21)
+    found = [(each["how"], each["times"], each["dense_mj"], each["sparse_peak"]) for each in bench_command.pairs(made)]
     assert found == [
-        ("eager", 2.0, 2.5),
-        ("compiled", 4.0, 2.5),
-        ("CUDA graph", 9 / 4, 2.5),
-        ("CUDA graph, planned for it", 3.0, 2.5),
+        ("eager", 2.0, "2.5 (0.25)", 2.0),
+        ("compiled", 4.0, "2.5 (0.25)", 2.0),
+        ("CUDA graph", 9 / 4, "2.5 (0.25)", 2.0),
+        ("CUDA graph, planned for it", 3.0, "2.5 (0.25)", 2.0),
     ]
 
 
