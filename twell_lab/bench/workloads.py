@@ -63,7 +63,7 @@ class Tokens:
             return torch.randint(0, self.vocabulary, (count, length), device=self.device)
         size = len(self.text)
         here = self.text[int(part[0] * size) : int(part[1] * size)].to(self.device)
-        starts = torch.linspace(0, len(here) - length, count, device=self.device).long()
+        starts = torch.arange(count, device=self.device) * (len(here) - length) // max(1, count - 1)
         return here[starts[:, None] + torch.arange(length, device=self.device)]
 
     def inputs(self, sequences: int, length: int) -> Tensor:

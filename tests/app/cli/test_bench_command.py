@@ -53,6 +53,7 @@ def test_a_table_and_a_sentence(capsys, request, text, kind):
     else:
         shown = ask(capsys, request.getfixturevalue(kind), "--text", text, *QUICK).out
         assert "tokens of" in shown and "random" not in shown
+        assert shown.startswith("LlamaForCausalLM: " if kind == "theirs" else "LanguageModel: ")
     lines = shown.splitlines()
     (head,) = [i for i, line in enumerate(lines) if line.startswith("what ")]
     cells = [line.split("  ")[0] for line in lines[head + 1 : head + 5]]
