@@ -348,6 +348,21 @@ def _given(command: str) -> tuple[list[str], dict]:
                 "--out": _new,
             },
         ),
+        "bench model": (
+            [model, "--text", words, "--tokens", "4", "--batches", "1", "--seconds", "0.01", "--device", "cpu"],
+            {
+                "": _paths,
+                "--text": _paths,
+                "--plan": _files,
+                "--firing": _files,
+                "--tokens": _few,
+                "--batches": _few,
+                "--dtype": _word,
+                "--device": _word,
+                "--seconds": _soon,
+                "--out": _new,
+            },
+        ),
         "predict": (
             ["T4", "--tokens", "2", "--d-model", "8", "--d-ff", "300", "--nnz", "2"],
             {
@@ -386,6 +401,7 @@ COMMANDS = (
     "export",
     "bench",
     "bench",
+    "bench model",
     "predict",
     "course",
     "record",
@@ -414,7 +430,9 @@ def arguments(r: Random) -> list[str]:
         line.append("--json")
     if r.random() < 0.05:
         line = line[
-            : r.randint({"train": len(SMALL), "bench": len(usual)}.get(command, 0), len(line))
+            : r.randint(
+                {"train": len(SMALL), "bench": len(usual), "bench model": len(usual)}.get(command, 0), len(line)
+            )
         ]  # the usual sizes take long
     if r.random() < 0.04:
         line.insert(r.randint(0, len(line)), r.choice(("--nothing", "--help", "-h", "--", "--out=", "--json=1", "x")))

@@ -17,34 +17,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
 from tqdm import tqdm
 
 from .. import __version__
 from ..core.errors import InputError, RecordError, TwellError
 from ..core.files import check_folder, check_target, strict_json
-from . import course_command, speak_commands, terminal, train_command
-from .options import TourOptions, add_fields, given, number, path, positive, seconds, source, whole
+from . import bench_command, course_command, speak_commands, terminal, train_command
+from .bench_command import ROW_COLUMNS
+from .inputs import model_and_windows
+from .options import DTYPES, TourOptions, add_fields, given, number, path, positive, seconds, source, whole
 from .terminal import Answer
-
-_DTYPES = ("bfloat16", "float16", "float32")
 
 # The options of `record` that not all recordings take.
 _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": ("attack", "inference", "model", "training")}
-_ROW_COLUMNS = {
-    "device": "device",
-    "dtype": "dtype",
-    "tokens": "tokens",
-    "d_model": "d_model",
-    "d_ff": "d_ff",
-    "nnz": "mean nnz",
-    "path": "path",
-    "ms": "ms",
-    "spread": "spread",
-    "x_dense": "x dense",
-    "wall_ms": "wall ms",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,6 +84,8 @@ def _run(arguments: list[str], output: terminal.Stream) -> int:
     """Do what these arguments ask for and write all of the output. Returns the exit status."""
     try:
         try:
+            if arguments[:2] == bench_command.MODEL.split():  # two words, one command
+                arguments = [bench_command.MODEL, *arguments[2:]]
             parser = _parser(arguments)
             _check_command(parser, arguments)
             options = parser.parse_args(arguments)
@@ -294,26 +282,14 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     export = command("export", speak_commands.export, "Write a saved model as a LlamaForCausalLM that others read.")
     speak_commands.add_export_options(export)
 
-    bench = command("bench", _bench, "Check and time a sparse feed-forward layer against torch's dense one.")
-    bench.add_argument(
-        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="tokens at once [1 8 64]"
+    bench = command(
+        "bench", bench_command.layer, "Check and time a sparse feed-forward layer against torch's dense one."
     )
-    bench.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
-    bench.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
-    bench.add_argument(
-        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
+    bench_command.add_layer_options(bench)
+    whole_model = command(
+        bench_command.MODEL, bench_command.model, "Check and time a whole model, dense beside sparse."
     )
-    bench.add_argument(
-        "--workload",
-        choices=["lognormal", "uniform"],
-        default="lognormal",
-        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
-    )
-    bench.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
-    bench.add_argument(
-        "--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure each size on a CPU [%(default)s]"
-    )
-    bench.add_argument("--out", metavar="DIR", type=path, help="save the records here")
+    bench_command.add_model_options(whole_model)
     predict = command("predict", _predict, "Say what a layer should take on a GPU that you do not have.")
     predict.add_argument("gpu", metavar="GPU", help='a GPU of data/gpus.json, such as "RTX 4090"; "list" names all')
     predict.add_argument(
@@ -336,14 +312,14 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         default="lognormal",
         help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
     )
-    for each, several in ((plan, None), (bench, "+")):
+    for each, several in ((plan, None), (bench, "+"), (whole_model, None)):
         each.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
         each.add_argument(
             "--dtype",
-            choices=_DTYPES,
+            choices=DTYPES,
             nargs=several,
             metavar="DTYPE",
-            help=f"{', '.join(_DTYPES)} [bfloat16 on a GPU, else float32]",
+            help=f"{', '.join(DTYPES)} [bfloat16 on a GPU, else float32]",
         )
 
     course_command.add_options(
@@ -374,11 +350,11 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     built.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=DTYPES,
         nargs="+",
         default=["bfloat16"],
         metavar="DTYPE",
-        help=f"{', '.join(_DTYPES)} [bfloat16]",
+        help=f"{', '.join(DTYPES)} [bfloat16]",
     )
     built.add_argument("--d-model", type=positive, nargs="+", default=[2048], metavar="N", help="model widths [2048]")
 
@@ -431,7 +407,7 @@ def _profile(options) -> Answer:
 
     if options.out is not None:
         check_target(options.out)
-    model, part, windows = _model_and_windows(options, options.windows)
+    model, part, windows = model_and_windows(options, options.windows)
     firing = profile(model, windows.split(32))
     if options.out is not None:
         firing.save(options.out)
@@ -458,74 +434,6 @@ def _prepare(options) -> Answer:
     )
 
 
-def _model_and_windows(options, count: int):
-    """The model that the options ask for, on the CPU; the text, and windows of its tokens (`_windows`). A model of
-    transformers reads the text with its own tokenizer."""
-    from ..models import published
-    from ..models.tiny import LanguageModel
-
-    folder = published.folder_of(options.model)
-    try:
-        model = LanguageModel.load(folder)
-    except InputError:
-        if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
-            raise  # it is meant to be one of ours
-        return _theirs(options, folder, count)
-    return model, *_windows(options, count, model.config)
-
-
-def _theirs(options, folder, count: int):
-    """As `_model_and_windows`, of a folder that transformers reads; windows of 512 tokens at most."""
-    from ..models import published
-    from ..training.text.load import load_any
-    from ..training.text.prepared import PreparedText
-    from ..training.text.source import spread_windows
-
-    model: Any = published.load(folder)
-    tokenizer = published.tokenizer_of(folder)
-    text = load_any(options.text)
-    part = text.split()[1] if options.text is None or isinstance(text, PreparedText) else text
-    context = min(512, published.configuration(folder).get("max_position_embeddings") or 512)
-    # A token is rarely longer than eight bytes; of a longer text the beginning would do, but not the tokenizer's time.
-    start = part.tokenizer.decode(part.tokens[: 8 * (count + 1) * context]).decode("utf-8", "replace")
-    ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-    if len(ids) <= context:
-        raise InputError(f"{part.name} has {len(ids)} tokens; windows of {context} need at least {context + 1}")
-    if (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
-        raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
-    return model, part, spread_windows(ids, count, context)[:, :-1]
-
-
-def _windows(options, count: int, config):
-    """The text that the options ask for, and windows of its tokens.
-
-    The text is read with the tokenizer that training saved in the model's folder, or else as bytes. Only the held-out
-    part is taken of the text that the model was trained on, of the default text and of a prepared text.
-
-    Args:
-        options: with `model`, the model's folder, and `text`.
-        count: the number of windows.
-        config: the model's, for its vocabulary and its context.
-
-    Returns:
-        (the text or its held-out part, windows as int64 [count, context], spread evenly over it)
-    """
-    from ..training.checkpoint import text_of
-    from ..training.text.load import load_any, tokenizer_of
-    from ..training.text.prepared import PreparedText
-    from ..training.text.source import spread_windows
-
-    text = load_any(options.text, tokenizer=tokenizer_of(options.model, config.vocabulary))
-    seen = options.text is None or isinstance(text, PreparedText) or text.sha256 == text_of(options.model).get("sha256")
-    part = text.split()[1] if seen else text
-    if len(part.tokens) <= config.context:
-        raise InputError(
-            f"{part.name} has {len(part.tokens)} {part.tokenizer.unit}; the model reads windows of "
-            f"{config.context}, so at least {config.context + 1} are needed"
-        )
-    return part, spread_windows(part.tokens, count, config.context)[:, :-1]
-
-
 def _plan(options) -> Answer:
     import torch
 
@@ -537,7 +445,7 @@ def _plan(options) -> Answer:
         check_target(options.out)
     device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model, part, windows = _model_and_windows(options, 2 * options.windows)
+    model, part, windows = model_and_windows(options, 2 * options.windows)
     model.to(device, dtype).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     firing = profile(model, windows[::2].split(32))
@@ -568,7 +476,7 @@ def _thresholds(options) -> Answer:
 
     if options.out is not None:
         check_target(options.out)
-    model, part, windows = _model_and_windows(options, 2 * options.windows)
+    model, part, windows = model_and_windows(options, 2 * options.windows)
     model.requires_grad_(False)
     # Every second window is calibrated on; the loss is measured on those between them.
     chosen = thresholds(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
@@ -589,35 +497,6 @@ def _bytes_per_token(model, part, windows) -> float | None:
     if not isinstance(model, LanguageModel):
         return None
     return part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
-
-
-def _bench(options) -> Answer:
-    import torch
-
-    from .. import records
-    from ..bench import forward
-
-    if options.out is not None:
-        check_folder(options.out)
-    dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
-    made = [
-        forward.ffn(
-            tokens,
-            options.d_model,
-            options.d_ff,
-            options.nnz,
-            dtype=dtype,
-            device=options.device,
-            workload_kind=options.workload,
-            compiled=options.compiled,
-            seconds=options.seconds,
-        )
-        for dtype in dtypes
-        for tokens in options.tokens
-    ]
-    saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
-    rows = records.flat_rows(made)
-    return Answer(rows, "\n".join([records.table(rows, _ROW_COLUMNS), *saved]))
 
 
 def _predict(options) -> Answer:
@@ -667,7 +546,7 @@ def _record(options) -> Answer:
         record = recordings.RECORDINGS[options.name](**told)
     saved = f"record: saved {record.save(where)}"
     rows = records.flat_rows([record])
-    return Answer(record.to_json(), f"{records.table(rows, _ROW_COLUMNS)}\n{saved}" if rows else saved)
+    return Answer(record.to_json(), f"{records.table(rows, ROW_COLUMNS)}\n{saved}" if rows else saved)
 
 
 def _compile(options) -> Answer:
@@ -704,5 +583,5 @@ def _records(options) -> Answer:
     if options.folder is not None and not options.folder.is_dir():
         raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
     rows = records.flat_rows(records.load_all(options.folder))
-    table = records.table(rows, {"record": "record", **_ROW_COLUMNS, "date": "date", "stale": "stale"})
+    table = records.table(rows, {"record": "record", **ROW_COLUMNS, "date": "date", "stale": "stale"})
     return Answer(rows, table if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+DTYPES = ("bfloat16", "float16", "float32")
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
 _ENTRY = re.compile(r"^(?P<title>\w[\w ]*):$|^(?P<indent> *)(?P<name>\w+): (?P<text>.+(?:\n(?P=indent) {4}.+)*)", re.M)

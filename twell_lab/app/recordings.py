@@ -70,7 +70,7 @@ def model(seconds: float = SECONDS) -> Record:
     a step of decoding, its weights in bytes, and the time of its plan; bf16. seconds, and the notes: as for
     `inference`."""
     need_gpu()
-    from ..bench import model as tables
+    from ..bench import llama as tables
 
     rows, notes = _sections(tables.sections(), seconds)
     return Record.new("model", "a Llama with sparse feed-forward layers beside the dense one", rows, notes)

@@ -334,10 +334,12 @@ def _quiet(model: nn.Module, tokens: Tensor, nnz: float) -> float:
     return sum(fired) / len(fired)
 
 
-def thresholds(products: Tensor, nnz: float, *, seed: int) -> Tensor:
+def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
     """What to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token, float32
-    [d_ff]: quantiles of the products, at drawn rates that are lognormal (measure.firing_rates)."""
-    rates = measure.firing_rates(products.shape[1], nnz, "lognormal", seed=seed).to(products.device)
+    [d_ff]: quantiles of the products, at drawn rates that are lognormal (measure.firing_rates), or at the given rates
+    [d_ff] of the neurons."""
+    rates = nnz if isinstance(nnz, Tensor) else measure.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
+    rates = rates.to(products.device)
     place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
     found = products.sort(0).values.gather(0, place[None])[0]
     return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)

@@ -19,7 +19,9 @@ from twell_lab.core import folders
 from twell_lab.models.tiny import LanguageModel
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = "doctor tour train prepare sample profile plan export bench record compile course records".split()
+COMMANDS = "doctor tour train prepare sample profile plan export bench record compile course records".split() + [
+    "bench model"
+]
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()
 

@@ -1,4 +1,4 @@
-"""The rows of a whole model, tiny and on the CPU: what fires, what is compared, and what is refused."""
+"""The record of a whole model, tiny and on the CPU: what fires, what is compared, and what is refused."""
 
 import copy
 import sys
@@ -8,7 +8,9 @@ import torch
 
 from twell_lab import records
 from twell_lab.analysis.profile import profile
-from twell_lab.bench import model as tables
+from twell_lab.bench import drawn, workloads
+from twell_lab.bench import llama as tables
+from twell_lab.bench.causal import Causal
 from twell_lab.core.errors import StackError
 from twell_lab.layers.anatomy import feed_forwards
 from twell_lab.layers.choice import Choice
@@ -16,7 +18,7 @@ from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import measure
 
 pytest.importorskip("transformers")
-TINY = tables.Shape(
+TINY = drawn.Shape(
     layers=3,
     d_model=32,
     d_ff=256,
@@ -49,23 +51,23 @@ def stopped(monkeypatch):
 def models():
     classes, tables.CLASSES = tables.CLASSES, (1, 8)
     try:
-        return tables.Models(TINY)
+        return tables.recorded(TINY)
     finally:
         tables.CLASSES = classes
 
 
 def test_the_layers_of_the_recorded_model_fire_from_2_to_109_neurons_and_29_on_average():
-    nnzs = tables.LLAMA.nnzs
+    nnzs = drawn.LLAMA.nnzs
     assert len(nnzs) == 38 and nnzs == sorted(nnzs)
     assert (nnzs[0], nnzs[-1]) == (2.0, 109.0) and sum(nnzs) / 38 == pytest.approx(29, abs=1e-6)
     assert len(tables.CLASSES) == 5
 
 
 def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
-    model = tables.llama(TINY)
+    model = drawn.llama(TINY)
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (16, 24))
-    tables.fire(model, tokens, [3.0, 10.0, 40.0])
+    drawn.fire(model, tokens, [3.0, 10.0, 40.0])
     found = [layer.mean_nnz for layer in profile(model, [tokens]).layers]
     assert found == pytest.approx([3.0, 10.0, 40.0], rel=0.15)
     assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
@@ -73,17 +75,17 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
 
 
 def test_in_a_deep_model_other_tokens_fire_as_many_neurons():
-    shape = tables.Shape(
+    shape = drawn.Shape(
         layers=24, d_model=64, d_ff=256, heads=2, vocabulary=512, context=256, sequences=1, device="cpu"
     )
-    model = tables.llama(shape)
-    tables.fire(model, torch.randint(0, 512, (4, 256)), nnzs := [10.0] * 24)
+    model = drawn.llama(shape)
+    drawn.fire(model, torch.randint(0, 512, (4, 256)), nnzs := [10.0] * 24)
     found = [layer.mean_nnz for layer in profile(model, [torch.randint(0, 512, (4, 256))]).layers]
     assert found == pytest.approx(nnzs, rel=0.15)
 
 
 def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypatch):
-    monkeypatch.setattr(tables, "Models", lambda shape: models)
+    monkeypatch.setattr(tables, "recorded", lambda shape: models)
     found = {name: [row for step in steps for row in step()] for name, steps in tables.sections(TINY).items()}
     paths = {name: [row["path"] for row in rows] for name, rows in found.items()}
     ways = ["dense eager", "planned", "planned for graphs"]
@@ -114,9 +116,15 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
         "Llama, decode step, batch 16",
     }
     for row in rows:
-        assert row["kind"] == "model" and row["layers"] == 3 and len(row["nnz_layers"]) == 3
+        assert row["layers"] == 3 and len(row["nnz_layers"]) == 3 and row["dtype"] == "bfloat16"
         if row["path"] in paths["plan"]:
+            assert row["kind"] == "model_plan"
             continue
+        decodes = "decode" in row["workload"]
+        assert row["kind"] == ("model_decode" if decodes else "model_forward") and row["head"]
+        assert row["tokens_per_s" if decodes else "tokens_per_ms"] == pytest.approx(
+            row["tokens"] / row["wall_ms"] * (1e3 if decodes else 1)
+        )
         assert row["wall_ms"] > 0 and row["dense_wall_ms"] > 0 and 0 < row["host_us"] <= 1e3 * row["wall_ms"]
         assert ("error_over_allowed" in row) == (not row["path"].startswith("dense eager"))
         assert ("gpu_ms" in row) == (row["path"] in ways and "12 x" not in row["workload"])
@@ -128,37 +136,27 @@ def test_every_section_gives_rows_that_a_record_takes(stopped, models, monkeypat
 
 
 def test_weights_in_bytes_hold_the_copies_of_the_sparse_layers(models):
-    dense, swapped = models.dense, copy.deepcopy(models.dense)
+    dense, swapped = models.dense.model, copy.deepcopy(models.dense.model)
     block = swapped.model.layers[1]
     block.mlp = SparseFFN.from_module(block.mlp, plan=Choice("twell"))
     assert block.mlp.extra_bytes > 0
-    assert tables.weight_bytes(swapped) == tables.weight_bytes(dense) + block.mlp.extra_bytes
+    assert workloads.weight_bytes(swapped) == workloads.weight_bytes(dense) + block.mlp.extra_bytes
     facts = models.facts(1)
-    assert facts["dense eager"]["weight_bytes"] == tables.weight_bytes(dense) <= facts["planned"]["weight_bytes"]
-
-
-def test_a_step_of_decoding_gives_what_the_whole_sequence_gives(models):
-    torch.manual_seed(2)
-    ids = torch.randint(0, 64, (2, 9))
-    before = models.exact(ids[:, :8], use_cache=True).past_key_values.layers
-    step = tables._Step(models.exact, ids[:, 8:], [(layer.keys, layer.values) for layer in before])
-    whole = models.exact(ids, use_cache=False).logits[:, -1:]
-    for turn in range(2):  # and again, since it writes into the same place
-        torch.testing.assert_close(step(turn), whole, rtol=1e-4, atol=1e-5)
+    assert facts["dense eager"]["weight_bytes"] == workloads.weight_bytes(dense) <= facts["planned"]["weight_bytes"]
 
 
 def test_wrong_logits_are_not_timed(stopped, models, monkeypatch):
     monkeypatch.setattr(measure, "time_cuda", lambda *_, **__: pytest.fail("it was timed"))
-    wrong, off = tables.Models.__new__(tables.Models), copy.deepcopy(models.dense)
+    wrong, off = copy.copy(models), copy.deepcopy(models.dense.model)
     off.model.layers[1].mlp.down_proj.weight.data *= 100
-    vars(wrong).update(vars(models), planned={**models.planned, "planned": off})
-    with pytest.raises(measure.WrongResult, match="planned: the logits are off by"):
+    wrong.sparse = {**models.sparse, "planned": Causal(off)}
+    with pytest.raises(measure.WrongResult, match="2 x 24 tokens: planned: the logits are off by"):
         tables.prefill_rows(wrong, 2)
-    with pytest.raises(measure.WrongResult, match="planned: the logits are off by"):
-        tables.decode_rows(wrong, 2)
+    with pytest.raises(measure.WrongResult, match="decode step, batch 2: planned: the logits are off by"):
+        tables.decode_rows(wrong, 2, 16)
 
 
 def test_without_transformers_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(StackError, match="pip install transformers"):
-        tables.llama(TINY)
+        drawn.llama(TINY)

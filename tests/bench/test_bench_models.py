@@ -1,0 +1,473 @@
+"""tl.bench.model on small models on a CPU: what its rows say, that wrong results are not timed, and what is refused."""
+
+import copy
+import json
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import twell_lab as tl
+from twell_lab.bench import drawn, energy, models, rows, workloads
+from twell_lab.bench.causal import Causal
+from twell_lab.core import machine
+from twell_lab.core.errors import DeviceError, InputError, RecordError
+from twell_lab.layers.anatomy import feed_forwards
+from twell_lab.layers.sparse_ffn import SparseFFN
+from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.ops import measure
+
+transformers = pytest.importorskip("transformers")
+SIZES = ModelConfig(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=64, context=32)
+QUICK = {"tokens": (16,), "batches": (2,), "seconds": 0.0, "progress": False}
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+OTHERS = {
+    "opt": {
+        **{key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+        "ffn_dim": 64,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 16,
+    },
+    "gpt2": {
+        "vocab_size": 64,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "activation_function": "relu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "llama": {**LLAMA, "hidden_act": "relu"},
+    "phi3": {**LLAMA, "hidden_act": "relu"},
+    "mixtral": {**LLAMA, "hidden_act": "relu", "num_local_experts": 4, "num_key_value_heads": 1},
+}
+
+
+def theirs(kind="llama", **changes):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**OTHERS[kind], **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def ours(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(**{**vars(SIZES), **changes})).eval()
+
+
+# ---- what the rows say ----
+
+
+@pytest.mark.parametrize("make", [theirs, ours, lambda: SIZES], ids=["transformers", "ours", "drawn"])
+def test_rows_say_what_was_measured(make):
+    model = make()
+    record = tl.bench.model(model, **{**QUICK, "tokens": (16, 64)}, training=True, plan="twell")
+    found = [(row["kind"], row["tokens"], row["head"], row["path"]) for row in record.rows]
+    paths = ("dense eager", "forced twell")
+    assert found == [
+        *(("model_forward", count, head, path) for count in (16, 64) for head in (True, False) for path in paths),
+        *(("model_decode", 2, head, path) for head in (True, False) for path in paths),
+        *(("model_training", 16, True, path) for path in ("dense eager", "planned")),
+    ]
+    name = "drawn Llama" if model is SIZES else type(model).__name__
+    for row in record.rows:
+        assert (row["d_model"], row["d_ff"], row["layers"], row["dtype"]) == (16, 64, 2, "float32")
+        assert row["workload"].startswith(f"{name}, ") and 0 < row["nnz"] < 64 and len(row["nnz_layers"]) == 2
+        rate = row["tokens"] / row["wall_ms"]
+        if row["kind"] == "model_decode":
+            assert row["tokens_per_s"] == pytest.approx(1e3 * rate) and row["cached"] == (
+                32 if name != "LlamaForCausalLM" else 64
+            )
+        else:
+            assert row["tokens_per_ms"] == pytest.approx(rate)
+        if row["path"] == "forced twell":
+            assert row["choice"] == "2 twell" and 0 <= row["error_over_allowed"] <= 1
+            assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
+        assert "peak_bytes" not in row and "mj_per_token" not in row
+    assert "2 x 32 tokens" in record.rows[4]["workload"] or "1 x 64 tokens" in record.rows[4]["workload"]
+    assert "GPU" in record.notes["energy"] and "left_out" not in record.notes
+    assert tl.records.flat_rows([record])[0]["kind"] == "model_forward" and json.loads(record.to_json())
+
+
+def test_a_plan_is_made_for_these_numbers_of_tokens_and_a_model_is_left_as_it_was():
+    model = theirs()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    record = tl.bench.model(model, **QUICK)
+    assert {row["path"] for row in record.rows} == {"dense eager", "planned"}
+    assert all(row["choice"] for row in record.rows if row["path"] == "planned")
+    assert not any(isinstance(each, SparseFFN) for each in model.modules()) and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_same_plan_may_be_given_or_read_from_a_file(tmp_path):
+    model, tokens = theirs(), torch.randint(64, (4, 32))
+    plan = tl.plan(tl.profile(model, tokens), model, tokens=(1, 16), measure=False)
+    for given in (plan, plan.save(tmp_path / "plan.json"), str(tmp_path / "plan.json")):
+        record = tl.bench.model(model, **QUICK, plan=given)
+        assert {row["path"] for row in record.rows} == {"dense eager", "planned"}
+
+
+def test_the_papers_sizes_are_built_in():
+    assert drawn.NAMES[-4:] == ("0.5B", "1B", "1.5B", "2B")
+    shapes = [drawn.shape_of(name) for name in drawn.NAMES[-4:]]
+    assert [shape.layers for shape in shapes] == [8, 18, 28, 38]
+    for shape in shapes:
+        assert (shape.d_model, shape.d_ff, shape.heads, shape.context) == (2048, 5632, 32, 2048)
+        assert sum(shape.nnzs) / shape.layers == pytest.approx(29, abs=1e-6)
+    small = drawn.shape_of("1M")
+    assert small.vocabulary == 256 and small.mean / small.d_ff == pytest.approx(29 / 5632)
+    one = drawn.shape_of(ModelConfig(layers=1, d_ff=5632))
+    assert one.nnzs == [pytest.approx(29)]
+
+
+def test_of_a_text_other_parts_are_profiled_planned_on_and_measured():
+    tokens = workloads.Tokens(800, torch.device("cpu"), torch.arange(800))
+    profiled = tokens.windows(tokens.PROFILED, 5, 40)
+    planned = tokens.windows(tokens.PLANNED_ON, 9, 40)
+    measured = tokens.inputs(8, 40)
+    assert measured.shape == (measure.ROTATED, 8, 40)
+    assert (profiled.min(), profiled.max()) == (0, 199) and (planned.min(), planned.max()) == (200, 399)
+    assert measured.min() == 400 and measured.max() == 799
+    assert all((each.diff() == 1).all() for each in (profiled, planned, measured))
+    for batch in measured:  # no sequence of a batch stands in another
+        assert len(batch.unique()) == batch.numel()
+    assert tl.bench.model(ours(), **QUICK, text=torch.arange(400) % 64).rows
+
+
+def test_what_fires_is_counted_on_the_text():
+    model = ours()
+    with torch.no_grad():
+        model.embedding.weight[7] = -model.embedding.weight[3]
+    text = torch.tensor([3, 7]).repeat_interleave(200)  # what is measured (7) is not what is profiled (3)
+    record = tl.bench.model(model, **QUICK, text=text)
+    alone = tl.profile(model, torch.full((1, 32), 3))
+    assert record.rows[0]["nnz"] == pytest.approx(sum(each.mean_nnz for each in alone.layers) / 2, abs=0.01)
+
+
+def test_a_drawn_model_fires_as_a_profiled_one_does(tmp_path):
+    trained = ours(layers=3, d_ff=40)
+    with torch.no_grad():
+        trained.layers[2].mlp.gate_proj.weight[8:] = 0.0  # 32 of 40 neurons never fire
+    profiled = tl.profile(trained, torch.randint(64, (64, 32)))
+    for given in (profiled, profiled.save(tmp_path / "profile.json")):
+        record = tl.bench.model(SIZES, **QUICK, firing=given)
+        assert record.rows[0]["workload"] == "drawn Llama firing as profiled, 1 x 16 tokens"
+        wanted = [64 * profiled.layers[i].density for i in (0, 2)]  # the first of two layers, and the last
+        assert record.rows[0]["nnz_layers"] == pytest.approx(wanted, rel=0.1) and wanted[1] < 0.4 * wanted[0]
+    rates = drawn.rates_like(profiled, 5, 40)
+    assert [each.sum().item() for each in rates[::2]] == pytest.approx([each.mean_nnz for each in profiled.layers])
+    assert torch.equal(
+        rates[4].sort().values, (profiled.layers[2].neuron_counts / profiled.tokens).double().sort().values
+    )
+
+
+# ---- results are compared first ----
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, "ours", "ours, plain"])
+def test_a_step_of_decoding_gives_what_the_whole_sequence_gives(kind):
+    model = Causal(theirs(kind) if kind in OTHERS else ours(gated=kind == "ours"))
+    ids = torch.randint(64, (3, 9))
+    kept = model.keep(ids[:, :8])
+    with torch.no_grad():
+        for head, tokens in ((True, "last"), (False, "none")):
+            step, whole = model.stepper(head), model.reader(tokens)(ids)[:, -1:]
+            for _ in range(2):  # and again, since it writes into the same place
+                torch.testing.assert_close(step(ids[:, 8:], kept), whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.reader("all")(ids)[:, -1:], model.reader("last")(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_model_is_not_timed(monkeypatch, dtype):
+    def wrongly(model, *_, **__):
+        tl.sparsify(model, "twell")
+        with torch.no_grad():
+            feed_forwards(model)[1].down.weight.mul_(1.5)
+        return model
+
+    model = ours().to(dtype)
+    assert tl.bench.model(model, **QUICK, plan="twell").rows
+    monkeypatch.setattr(workloads, "sparsify", wrongly)
+    monkeypatch.setattr(measure, "time_bursts", lambda *_, **__: pytest.fail("it was timed"))
+    for head, what in (("tokens", "1 x 16 tokens"), ("batches", "decode step, batch 2")):
+        alone = {**QUICK, "tokens": (), "batches": (), head: QUICK[head]}
+        with pytest.raises(measure.WrongResult, match=f"{what}: forced twell: the logits are off by"):
+            tl.bench.model(model, **alone, plan="twell")
+
+
+def test_the_yardstick_is_float32_and_the_limit_what_dense_bfloat16_misses_it_by():
+    dense, tokens = Causal(ours().bfloat16()), workloads.Tokens(64, torch.device("cpu"))
+    found, paths = workloads.Models(dense, tokens, "a test's", 16), ["dense eager", "planned"]
+    clocks = workloads.Clocks(found.device)
+    with torch.no_grad():
+        work = workloads.forward(tokens, 2, 16, "all").expect(found.exact)
+    found.sparse["planned"] = dense
+    ratio = workloads.workload_rows(found, work, paths, clocks)[1]["error_over_allowed"]
+    assert 0.5 < ratio < 1 / workloads.MARGIN  # as far off as the dense model, which is the dense model
+    off = copy.deepcopy(dense.model)
+    with torch.no_grad():
+        off.head.weight.mul_(1.02)
+    found.sparse["planned"] = Causal(off)
+    with pytest.raises(measure.WrongResult, match="times what is allowed"):
+        workloads.workload_rows(found, work, paths, clocks)
+
+
+def test_a_training_step_with_another_loss_is_not_timed(monkeypatch):
+    def wrongly(model, *_, **__):
+        with torch.no_grad():
+            model.head.weight.mul_(3)
+        return tl.sparsify(model, "twell")
+
+    monkeypatch.setattr(workloads, "sparsify", wrongly)
+    dense = Causal(ours())
+    found = workloads.Models(dense, workloads.Tokens(64, torch.device("cpu")), "a test's", 16)
+    with pytest.raises(measure.WrongResult, match="training: the losses differ"):
+        workloads.training_rows(found, 16, workloads.Clocks(found.device))
+
+
+# ---- what does not run here ----
+
+
+def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
+    def compiled(call, **_):
+        def fails(*_, **__):
+            raise NotImplementedError("no such operator\nand more")
+
+        return fails
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    record = tl.bench.model(ours(), **QUICK, compiled=True, training=True)
+    assert {row["path"] for row in record.rows} == {"dense eager", "planned"} and len(record.rows) == 10
+    said = record.notes["left_out"]
+    assert said["training, planned compiled"] == "NotImplementedError: no such operator"
+    assert {"1 x 16 tokens, dense compiled", "decode step, batch 2, dense compiled"} <= set(said)
+
+
+def test_compiled_rows_stand_beside_the_compiled_dense_model(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    record = tl.bench.model(ours(), **QUICK, compiled=True)
+    assert [row["path"] for row in record.rows[:4]] == ["dense eager", "planned", "dense compiled", "planned compiled"]
+    assert record.rows[3]["x_compiled"] == pytest.approx(record.rows[2]["ms"] / record.rows[3]["ms"])
+    assert record.rows[3]["choice"] == record.rows[1]["choice"]
+
+
+def test_a_model_whose_layers_forget_tokens_is_measured_without_decoding():
+    config = {**LLAMA, "hidden_activation": "relu", "sliding_window": 4, "head_dim": 8, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gemma3_text", **config))
+    record = tl.bench.model(model.eval(), **QUICK)
+    assert {row["kind"] for row in record.rows} == {"model_forward"}
+    assert "static cache" in record.notes["left_out"]["decode step, batch 2"]
+
+
+def test_what_does_not_fit_into_the_gpu_is_left_out(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB. GPU 0 has ...")
+
+    monkeypatch.setattr(models, "training_rows", full)
+    record = tl.bench.model(ours(), **QUICK, training=True)
+    assert len(record.rows) == 8 and "does not fit" in record.notes["left_out"]["training"]
+
+
+# ---- the parts for a GPU, without one ----
+
+
+def test_a_gpu_reads_peak_memory_and_the_energy_of_a_token(monkeypatch):
+    """With clocks that count: energy of what has a head alone, and of graphs too."""
+    seen = []
+
+    def spent(read, call, wait, samples):
+        seen.append(samples)
+        return [8.0, 16.0, 24.0]
+
+    def clock_gpu(calls, tokens, *, rounds, graphs=False):
+        names = [*calls, *(f"{name} (graph)" for name in calls if graphs or tokens <= measure.GRAPH_TOKENS)]
+        return {name: [1.0] for name in names}, {name: ([0.5], [2.0]) for name in names}
+
+    monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0, ""))
+    monkeypatch.setattr(energy, "millijoules", spent)
+    monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
+    monkeypatch.setattr(measure, "peak_bytes", lambda call: 1000)
+    monkeypatch.setattr(measure, "graphed", lambda call, inputs: call)
+    dense, tokens = Causal(ours()), workloads.Tokens(64, torch.device("cpu"))
+    found = workloads.Models(dense, tokens, "a test's", 16)
+    found.follow("planned", "twell")
+    clocks = workloads.Clocks(torch.device("cuda"), 3.0, watched=True)
+    for head in ("all", "none"):
+        with torch.no_grad():
+            work = workloads.forward(tokens, 2, 16, head).expect(found.exact)
+        made = {row["path"]: row for row in workloads.workload_rows(found, work, ["dense eager", "planned"], clocks)}
+        assert [*made] == ["dense eager", "planned", "dense eager (graph)", "planned (graph)"]
+        assert made["planned"]["peak_bytes"] == 1000 and "peak_bytes" not in made["planned (graph)"]
+        assert made["planned"]["gpu_ms"] == 1.0 and made["planned"]["tokens_per_ms"] == 16
+        for row in made.values():
+            assert row.get("mj_per_token") == (16 / 32 if head == "all" else None)
+            assert row.get("mj_spread") == (8 / 32 if head == "all" else None)
+    assert seen == [3] * 4
+    made = workloads.training_rows(found, 16, clocks)  # which is never captured, however few tokens there are
+    assert [row["path"] for row in made] == ["dense eager", "planned"] and made[1]["mj_per_token"] == 1.0
+
+
+def test_what_cannot_be_captured_is_timed_without_graphs(monkeypatch):
+    def clock_gpu(calls, tokens, *, rounds, graphs=False):
+        if graphs or tokens <= measure.GRAPH_TOKENS:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return {name: [1.0] for name in calls}, {name: ([0.5], [2.0]) for name in calls}
+
+    monkeypatch.setattr(rows, "clock_gpu", clock_gpu)
+    dense, tokens = Causal(ours()), workloads.Tokens(64, torch.device("cpu"))
+    found, left_out = workloads.Models(dense, tokens, "a test's", 16), {}
+    with torch.no_grad():
+        work = workloads.forward(tokens, 2, 16, "all").expect(found.exact)
+    clocks = workloads.Clocks(torch.device("cuda"))
+    assert [row["tokens"] for row in workloads.workload_rows(found, work, ["dense eager"], clocks, left_out)] == [32]
+    assert left_out == {"2 x 16 tokens, as CUDA graphs": "operation not permitted when stream is capturing"}
+    with pytest.raises(RuntimeError, match="capturing"):
+        workloads.workload_rows(found, work, ["dense eager"], clocks)
+
+
+class Counter:
+    """A counter of energy that moves every 20 ms, of a GPU that takes 300 W."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def call(self, turn):
+        self.now += 0.004
+
+    def read(self):
+        return 300_000.0 * (self.now // 0.02 * 0.02)
+
+
+def test_energy_is_read_where_the_counter_moves(monkeypatch):
+    counter = Counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
+    found = energy.millijoules(counter.read, counter.call, lambda: None, samples=4, seconds=0.5)
+    assert found == pytest.approx([300_000 * 0.004] * 4, rel=0.05)
+    made = energy.facts(counter.read, counter.call, lambda: None, tokens=100, samples=3)
+    assert made["mj_per_token"] == pytest.approx(12, rel=0.05) and len(made["mj_samples"]) == 3
+    assert counter.now > 0.5 * 4 + 3
+
+
+def test_a_counter_that_stands_still_gives_no_energy(monkeypatch):
+    counter = Counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
+    assert energy.facts(lambda: 5.0, counter.call, lambda: None, tokens=1, samples=3) == {}
+    assert energy.facts(None, counter.call, lambda: None, tokens=1, samples=3) == {}
+    assert energy.meter(torch.device("cpu")) == (None, "it is read on an NVIDIA GPU alone")
+
+
+# ---- what is refused ----
+
+
+def half_swapped():
+    return tl.sparsify(ours(), "twell", only=lambda name, module: "0" in name)
+
+
+def quantised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(ours())
+
+
+def of_integers():
+    model = ours()
+    model.head.weight = nn.Parameter(model.head.weight.to(torch.int8), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: "SakanaAI/SparseLM2B", r"is a name; accepted: a model, such as tl.load\('SakanaAI/SparseLM2B'\), or"),
+        (lambda: None, "expected a torch.nn.Module, got NoneType"),
+        (lambda: nn.Linear(3, 3), "Linear is no causal language model"),
+        (lambda: nn.ReLU(), "has no parameters"),
+        (lambda: theirs(hidden_act="silu"), "use SiLU.*relufy.* 100.0% are not zero"),
+        (lambda: ours().train(), "is in training mode; accepted: model.eval()"),
+        (lambda: ours().to("meta"), "embedding.weight is on the device meta"),
+        (lambda: ours().double(), "embedding.weight is torch.float64"),
+        (half_swapped, "1 feed-forward layers of LanguageModel are swapped already.* tl.densify"),
+        (quantised, "is a Linear, a quantised module"),
+        (of_integers, "head.weight is torch.int8"),
+        (lambda: ModelConfig(gated=False), "gated=False.*; a Llama is drawn, so gated=True"),
+    ],
+)
+def test_models_that_are_refused(make, said):
+    with pytest.raises(InputError, match=f"(?s){said}"):
+        tl.bench.model(make(), **QUICK)
+
+
+def test_a_model_without_feed_forward_layers_is_refused():
+    model = ours()
+    for block in model.layers:
+        block.mlp = nn.Identity().eval()
+    with pytest.raises(InputError, match="no ReLU feed-forward layer in LanguageModel: none of its modules"):
+        tl.bench.model(model, **QUICK)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"tokens": (0,)}, "tokens has 0"),
+        ({"tokens": (33,)}, "tokens has 33; up to 32 are accepted, or a multiple of it"),
+        ({"tokens": ("many",)}, "tokens has 'many'"),
+        ({"batches": (1.5,)}, "batches has 1.5"),
+        ({"batches": True}, "batches has True"),
+        ({"tokens": (), "batches": ()}, "both empty"),
+        ({"firing": "profile.json"}, "firing is given, and the model has its own"),
+        ({"cached": 1}, "cached is 1; a whole number from 2 to 32"),
+        ({"cached": 33}, "cached is 33"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"dtype": torch.int8}, "dtype is torch.int8"),
+        ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16, and the model's is torch.float32"),
+        ({"device": "cuda:7"}, "device is 'cuda:7'; accepted here"),
+        ({"device": "nonsense"}, "device is 'nonsense'; accepted here"),
+        ({"text": "some text"}, "text is str; accepted: token ids"),
+        ({"text": torch.ones(400)}, "text is torch.float32"),
+        (
+            {"text": torch.zeros(100, dtype=torch.int64)},
+            "text has 100 tokens, fewer than one batch needs.* 128 or more",
+        ),
+        ({"text": torch.full((400,), 64)}, "text has the token 64; accepted: token numbers from 0 to 63"),
+        ({"text": torch.full((400,), -1)}, "text has the token -1"),
+        ({"plan": "auto"}, "plan is 'auto'; accepted"),
+        ({"plan": "no/such/plan.json"}, "plan is 'no/such/plan.json'; accepted"),
+        ({"plan": tl.Choice("hot_cold", 256)}, "hot is 256 of 64 neurons"),
+    ],
+)
+def test_arguments_that_are_refused(arguments, said):
+    with pytest.raises((InputError, DeviceError), match=said):
+        tl.bench.model(ours(), **{**QUICK, **arguments})
+
+
+def test_plans_that_are_refused(tmp_path):
+    other = ours(layers=3)
+    plan = tl.plan(tl.profile(other, torch.randint(64, (4, 32))), other, tokens=(1,), measure=False)
+    with pytest.raises(InputError, match="the plan has layers"):
+        tl.bench.model(ours(), **QUICK, plan=plan)
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(RecordError, match="plan.json"):
+        tl.bench.model(ours(), **QUICK, plan=tmp_path / "plan.json")
+
+
+def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: 2**30)
+    monkeypatch.setattr(drawn, "llama", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(
+        InputError, match="a model of 2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and cpu has 1.0"
+    ):
+        tl.bench.model("2B", **QUICK, device="cpu")

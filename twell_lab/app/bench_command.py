@@ -1,0 +1,303 @@
+"""`twell-lab bench` and `twell-lab bench model`: a layer, and a whole model, dense beside sparse. Imports torch only
+when one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from statistics import quantiles
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.files import check_folder
+from .inputs import model_and_windows
+from .options import path, positive, seconds, source
+from .terminal import Answer
+
+if TYPE_CHECKING:
+    from ..records.record import Record
+
+MODEL = "bench model"
+ROW_COLUMNS = {
+    "device": "device",
+    "dtype": "dtype",
+    "tokens": "tokens",
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "nnz": "mean nnz",
+    "path": "path",
+    "ms": "ms",
+    "spread": "spread",
+    "x_dense": "x dense",
+    "wall_ms": "wall ms",
+}
+_PAIR_COLUMNS = {
+    "what": "what",
+    "head": "LM head",
+    "how": "run",
+    "unit": "in",
+    "dense": "dense",
+    "sparse": "sparse",
+    "times": "x dense",
+    "half": "middle half",
+    "dense_peak": "dense peak MiB",
+    "sparse_peak": "sparse peak MiB",
+    "dense_mj": "dense mJ/token",
+    "sparse_mj": "sparse mJ/token",
+    "layers": "sparse model's layers",
+}
+
+
+# ---- a layer ----
+
+
+def add_layer_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "twell-lab bench model times a whole model: twell-lab bench model --help"
+    parser.add_argument(
+        "--tokens", type=positive, nargs="+", default=[1, 8, 64], metavar="N", help="tokens at once [1 8 64]"
+    )
+    parser.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
+    parser.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
+    parser.add_argument(
+        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
+    )
+    parser.add_argument(
+        "--workload",
+        choices=["lognormal", "uniform"],
+        default="lognormal",
+        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
+    )
+    parser.add_argument("--compiled", action="store_true", help="time torch.compile's dense layer too")
+    parser.add_argument(
+        "--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure each size on a CPU [%(default)s]"
+    )
+    parser.add_argument("--out", metavar="DIR", type=path, help="save the records here")
+
+
+def layer(options: argparse.Namespace) -> Answer:
+    """Time a layer of each size in each dtype."""
+    import torch
+
+    from .. import records
+    from ..bench import forward
+
+    if options.out is not None:
+        check_folder(options.out)
+    dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
+    made = [
+        forward.ffn(
+            tokens,
+            options.d_model,
+            options.d_ff,
+            options.nnz,
+            dtype=dtype,
+            device=options.device,
+            workload_kind=options.workload,
+            compiled=options.compiled,
+            seconds=options.seconds,
+        )
+        for dtype in dtypes
+        for tokens in options.tokens
+    ]
+    saved = [f"bench: saved {record.save(options.out)}" for record in made] if options.out is not None else []
+    rows = records.flat_rows(made)
+    return Answer(rows, "\n".join([records.table(rows, ROW_COLUMNS), *saved]))
+
+
+# ---- a whole model ----
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        type=source,
+        help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub; or a size "
+        "of twell-lab train --config, 1M to 2B, of which a Llama with random weights is drawn",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="of each forward: up to the model's context, or a multiple of it [the context, at most 2048]",
+    )
+    parser.add_argument(
+        "--batches",
+        type=positive,
+        nargs="*",
+        default=[1, 8, 64],
+        metavar="N",
+        help="of the steps of decoding; none after --batches: no decoding [1 8 64]",
+    )
+    parser.add_argument(
+        "--text",
+        type=source,
+        metavar="FILE",
+        help="what a saved model reads, a file or folder [the held-out part of the source of Python's standard "
+        "library]; a size of 1M to 2B reads random tokens",
+    )
+    parser.add_argument(
+        "--firing",
+        type=path,
+        metavar="FILE",
+        help="of a size: a profile that twell-lab profile --out wrote; the drawn neurons fire as often as the profiled "
+        "ones [0.5%% of them for a token]",
+    )
+    parser.add_argument("--plan", type=path, metavar="FILE", help="a plan that twell-lab plan --out wrote [a new one]")
+    parser.add_argument("--compiled", action="store_true", help="time both models under torch.compile too")
+    parser.add_argument("--graphs", action="store_true", help="on a GPU, time forwards as CUDA graphs too")
+    parser.add_argument("--training", action="store_true", help="time a training step too")
+    parser.add_argument(
+        "--seconds",
+        type=seconds,
+        metavar="S",
+        help="how long to measure each row of the table on a CPU; on a GPU, how long the energy of each is read [1; 3]",
+    )
+    parser.add_argument("--out", metavar="DIR", type=path, help="save the record here")
+
+
+def model(options: argparse.Namespace) -> Answer:
+    """Time a saved model on a text, or a drawn one on random tokens."""
+    import torch
+
+    from .. import bench
+    from ..bench.drawn import NAMES
+    from ..ops.measure import present_device
+
+    if options.out is not None:
+        check_folder(options.out)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    how = {
+        "tokens": options.tokens,
+        "batches": options.batches,
+        "firing": options.firing,
+        "plan": options.plan,
+        "compiled": options.compiled,
+        "graphs": options.graphs,
+        "training": options.training,
+        "seconds": options.seconds,
+    }
+    if options.model in NAMES and not os.path.isdir(options.model):
+        if options.text is not None:
+            raise InputError(
+                f"--text is {options.text!r:.200}, and {options.model} is a size, whose drawn model has no tokenizer; "
+                "accepted: --text with a saved model"
+            )
+        record = bench.model(options.model, device=options.device, dtype=dtype, **how)
+        read = "random tokens"
+    else:
+        device = present_device(options.device)
+        asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
+        found, part, windows = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
+        found = found.to(device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)).eval()
+        record = bench.model(found, text=windows.flatten(), **how)
+        read = f"{windows.numel():,} tokens of {part.name}"
+    saved = [f"bench: saved {record.save(options.out)}"] if options.out is not None else []
+    return Answer(record.to_json(), "\n".join([told(record, read), *saved]))
+
+
+def told(record: Record, read: str) -> str:
+    """A record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what it
+    comes to. read: where the tokens came from."""
+    from ..records.record import table
+
+    compared, notes = pairs(record.rows), record.notes
+    missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
+    if not compared:
+        return "\n".join([*missing, "bench: nothing could be compared"])
+    first = record.rows[0]
+    about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
+    lines = [
+        f"{about}{', random weights' if about.startswith('drawn') else ''}: {first['parameters']:,} parameters, "
+        f"{first['layers']} feed-forward layers of {first['d_model']} x {first['d_ff']}, {first['dtype']}, on "
+        f"{first['device']}; {read}",
+        f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
+        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take {_weights(record.rows)}",
+        "",
+        table(compared, {key: head for key, head in _PAIR_COLUMNS.items() if any(row[key] for row in compared)}),
+        "",
+        "bench: rates are of plain calls, one after another, or of replays of graphs; x dense: how many times as fast, "
+        "in the middle of all turns that both took, and in the middle half of them"
+        + "; peak: beyond what was there before the call; mJ: of the whole GPU, with the spread in brackets"
+        * any(each["dense_peak"] for each in compared),
+        *missing,
+        *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
+        f"bench: {conclusion(compared)}",
+    ]
+    return "\n".join(lines)
+
+
+def pairs(rows: list[dict]) -> list[dict]:
+    """For each row of a sparse model what the table shows of it and of the dense model that was run in the same way.
+    The model that is planned for graphs is compared as a graph alone."""
+    known = {(row["workload"], row["head"], row["path"]): row for row in rows}
+    found = []
+    for (workload, head, name), row in known.items():
+        base, graph, _ = name.partition(" (graph")
+        base, compiled, _ = base.partition(" compiled")
+        if base == "dense" or base.startswith("dense ") or (base.endswith("for graphs") and not graph):
+            continue
+        beside = "dense compiled" if compiled else "dense eager (graph)" if graph else "dense eager"
+        if (dense := known.get((workload, head, beside))) is None:
+            continue
+        own = ", planned for it" if base.endswith("for graphs") else ""
+        # Dense and sparse took turns: what disturbed one of a turn disturbed the other, too.
+        turns = [a / b for a, b in zip(dense["wall_samples"], row["wall_samples"], strict=True)]
+        low, times, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
+        rate = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms"
+        what = workload.partition(", ")[2]
+        found.append(
+            {
+                "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
+                "head": "with" if head else "without",
+                "how": f"CUDA graph{own}" if graph else "compiled" if compiled else "eager",
+                "unit": rate.replace("_per_", "/"),
+                "dense": dense[rate],
+                "sparse": row[rate],
+                "times": times,
+                "low": low,
+                "high": high,
+                "half": f"{low:.2f} to {high:.2f}",
+                **{f"{side}_peak": _mebibytes(each) for side, each in (("dense", dense), ("sparse", row))},
+                **{f"{side}_mj": _energy(each) for side, each in (("dense", dense), ("sparse", row))},
+                "layers": row.get("choice"),
+            }
+        )
+    return found
+
+
+def _weights(rows: list[dict]) -> str:
+    held = {row["path"].startswith("dense"): row["weight_bytes"] / 2**20 for row in rows if "weight_bytes" in row}
+    return f"{held[True]:,.4g} MiB dense, {held[False]:,.4g} sparse"
+
+
+def _mebibytes(row: dict) -> float | None:
+    return row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
+
+
+def _energy(row: dict) -> str | None:
+    """Millijoules a token, and in brackets their spread."""
+    return f"{row['mj_per_token']:.3g} ({row['mj_spread']:.2g})" if "mj_per_token" in row else None
+
+
+def conclusion(compared: list[dict]) -> str:
+    """In one sentence, what these pairs show. A difference counts where it is one in three quarters of the turns."""
+    faster = [each for each in compared if each["low"] > 1]
+    slower = [each for each in compared if each["high"] < 1]
+
+    def named(each: dict) -> str:
+        head = " without the LM head" * (each["head"] == "without")
+        return f"{each['times']:.2f} times as fast in {each['what']}{head}, {each['how']}"
+
+    parts = [f"faster in {len(faster)} (at best {named(max(faster, key=_times))})"] if faster else []
+    parts += [f"slower in {len(slower)} (at worst {named(min(slower, key=_times))})"] if slower else []
+    if rest := len(compared) - len(faster) - len(slower):
+        parts.append(f"neither in {rest}" if parts else "neither faster nor slower in any")
+    dense = all(" ".join((each["layers"] or "").split()[1:]) == "dense" for each in compared)
+    why = "; all layers stay on the dense path, as no other was found to be faster" if dense else ""
+    return f"of {len(compared)} comparison{'s' * (len(compared) > 1)} the sparse model is {', '.join(parts)}{why}"
+
+
+def _times(pair: dict) -> float:
+    return pair["times"]

@@ -1,0 +1,152 @@
+"""How a causal language model is called to be timed, be it this project's or one of transformers: on whole sequences,
+and one token at a time with keys and values that lie where they are. Each with the LM head and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..core.errors import InputError
+from ..models.tiny import LanguageModel, Past
+
+Head = Literal["all", "last", "none"]  # which tokens get logits; "none": what the head would take is the result
+Called = Callable[..., Tensor]
+
+
+class Kept:
+    """The keys and values of all layers. Each call of a step writes its own into the last place again, and attends to
+    all: so a step can be repeated, captured in a graph, and taken by several models in turn. It is what models take as
+    their cache."""
+
+    is_compileable = False  # which transformers asks of a cache; a step is compiled by hand
+
+    def __init__(self, filled: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.kept = [tuple(pad(each, (0, 0, 0, 1)) for each in layer) for layer in filled]
+        keys = self.kept[0][0]
+        self.length = keys.shape[2]
+        self.place = torch.tensor([self.length - 1], device=keys.device)
+        self.mask = torch.ones(len(keys), 1, 1, self.length, dtype=torch.bool, device=keys.device)
+
+    def first(self, some: int, dtype: torch.dtype) -> Kept:
+        """A copy of the first sequences, in this dtype."""
+        return Kept((keys[:some, :, :-1].to(dtype), values[:some, :, :-1].to(dtype)) for keys, values in self.kept)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """What the attention of a layer calls: take its new keys and values, and give all."""
+        for kept, new in zip(self.kept[layer], (keys, values)):
+            kept.index_copy_(2, self.place, new)
+        return self.kept[layer]
+
+    def get_seq_length(self, *_) -> int:
+        return self.length - 1
+
+
+class _OfLayer:
+    """One layer's part of a Kept, as a Past."""
+
+    def __init__(self, kept: Kept, layer: int) -> None:
+        self.kept, self.layer = kept, layer
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kept.update(key, value, self.layer)
+
+
+class Causal:
+    """A causal language model. Raises InputError for a module that is none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.ours = model, isinstance(model, LanguageModel)
+        if not self.ours:
+            _check_causal(model)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token numbers there are."""
+        return self.model.config.vocabulary if self.ours else self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def context(self) -> int:
+        """The most tokens of an input, as far as the configuration says."""
+        config = self.model.config
+        return config.context if self.ours else getattr(config, "max_position_embeddings", None) or 2048
+
+    def reader(self, head: Head = "all", *, compiled: bool = False) -> Called:
+        """A call: ids [batch, tokens] -> logits [batch, tokens, vocabulary] (of the last token alone, for "last"), or
+        without a head what the head would take, [batch, tokens, d_model]."""
+        if self.ours:
+            return _compiled(lambda ids: _read(self.model, ids, head), compiled)
+        if head == "none":
+            body = _compiled(self.model.base_model, compiled)
+            return lambda ids: body(ids, use_cache=False).last_hidden_state
+        model, some = _compiled(self.model, compiled), {"logits_to_keep": 1} if head == "last" else {}
+        return lambda ids: model(ids, use_cache=False, **some).logits
+
+    def stepper(self, head: bool = True, *, compiled: bool = False) -> Called:
+        """A call of one step of decoding: ids [batch, 1], Kept -> logits [batch, 1, vocabulary], or what the head would
+        take, of that token."""
+        if self.ours:
+            return _compiled(lambda ids, kept: _step(self.model, ids, kept, head), compiled)
+        body = _compiled(self.model if head else self.model.base_model, compiled)
+
+        def step(ids: Tensor, kept: Kept) -> Tensor:
+            result = body(
+                ids, attention_mask=kept.mask, position_ids=kept.place[None], past_key_values=kept, use_cache=True
+            )
+            return result.logits if head else result.last_hidden_state
+
+        return step
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor) -> Kept:
+        """The keys and values of these tokens [batch, tokens], with a place for one more."""
+        if self.ours:
+            pasts = [Past(ids.shape[1]) for _ in self.model.layers]
+            _read(self.model, ids, pasts=pasts)
+        else:
+            pasts = self.model.base_model(ids, use_cache=True).past_key_values.layers
+        return Kept(_emptied(pasts))
+
+
+def _emptied(pasts: list) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys and values of each layer, taken off the list: all together may be half of a GPU's memory, and what was
+    copied is not needed any more."""
+    while pasts:
+        past = pasts.pop(0)
+        yield past.keys, past.values
+
+
+def _check_causal(model: nn.Module) -> None:
+    embedded = getattr(model, "get_output_embeddings", None)
+    config = getattr(model, "config", None)
+    speaks = callable(embedded) and embedded() is not None and getattr(model, "can_generate", lambda: False)()
+    if not speaks or getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(model).__name__} is no causal language model; accepted: one of transformers with its LM head, or a "
+            "LanguageModel of this project, as tl.load gives both; tl.bench.layer takes a feed-forward layer"
+        )
+
+
+def _compiled(call, compiled: bool):
+    return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
+
+
+def _read(model: LanguageModel, ids: Tensor, head: Head = "none", pasts: list | None = None) -> Tensor:
+    return _through(model, ids, model.cosine[: ids.shape[1]], model.sine[: ids.shape[1]], pasts, head)
+
+
+def _step(model: LanguageModel, ids: Tensor, kept: Kept, head: bool) -> Tensor:
+    tables = (table.index_select(0, kept.place) for table in (model.cosine, model.sine))
+    pasts = [_OfLayer(kept, number) for number in range(len(model.layers))]
+    return _through(model, ids, *tables, pasts, "all" if head else "none")
+
+
+def _through(model: LanguageModel, ids: Tensor, cosine: Tensor, sine: Tensor, pasts: list | None, head: Head) -> Tensor:
+    x = model.embedding(ids)
+    for layer, past in zip(model.layers, pasts or [None] * len(model.layers), strict=True):
+        x = layer(x, cosine, sine, past)
+    x = model.norm(x[:, -1:] if head == "last" else x)
+    return x if head == "none" else model.head(x)

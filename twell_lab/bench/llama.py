@@ -1,0 +1,102 @@
+"""The record of a whole model: a drawn Llama of the paper's 2B shape, dense, as planned for eager calls, and as planned
+for CUDA graphs. Beside rows of twell_lab.bench.workloads there are those of kind "model_plan": how long a plan took."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from ..analysis.costs import measure_rates
+from ..layers.anatomy import feed_forwards
+from ..layers.choice import STEP, one_of_each
+from ..layers.sparse_ffn import SparseFFN
+from . import drawn, rows
+from .causal import Causal
+from .drawn import LLAMA, Shape
+from .rows import COMPILED, DENSE
+from .workloads import (
+    COMPILED_TOO,
+    FOR_GRAPHS,
+    PLANNED,
+    Clocks,
+    Models,
+    Tokens,
+    Workload,
+    decode,
+    forward,
+    workload_rows,
+)
+
+CLASSES = (1, 16, 256, 2048, 131072)  # of token counts, for which the model is planned
+PLANS = PLANNED, FOR_GRAPHS
+GPU = torch.device("cuda")
+
+
+def recorded(shape: Shape) -> Models:
+    """The drawn model of the record, planned for CLASSES, eager and for graphs. How long a plan takes is recorded too:
+    so all kernels are compiled before."""
+    dense = Causal(drawn.fired(shape))
+    models = Models(dense, Tokens(shape.vocabulary, torch.device(shape.device)), "Llama", shape.context)
+    _compile_all(shape, dense.model)
+    for name in PLANS:
+        models.plan(CLASSES, for_graphs=name == FOR_GRAPHS)
+    return models
+
+
+def _compile_all(shape: Shape, dense: nn.Module) -> None:
+    """Compile the kernels, as happens once on a machine. There are decode kernels for each power of two of tokens."""
+    if shape.device == "cuda":
+        measure_rates(shape.device, torch.bfloat16)
+    with torch.no_grad():
+        for choice in one_of_each(shape.d_ff, STEP):
+            layer = SparseFFN.from_module(feed_forwards(dense)[0].module, plan=choice)
+            for tokens in sorted({*CLASSES, *(2**n for n in range(12))}):
+                layer(torch.zeros(tokens, shape.d_model, dtype=torch.bfloat16, device=shape.device))
+
+
+def plan_rows(models: Models) -> list[dict]:
+    """How long `twell_lab.plan` took for the classes CLASSES, from a profile on."""
+    shared = models.shared("model_plan", max(CLASSES), f"plan of {len(CLASSES)} token classes")
+    named = {PLANNED: "plan", FOR_GRAPHS: "plan for graphs"}
+    return [
+        rows.row(shared, named[path], [1e3 * seconds], classes=list(CLASSES))
+        for path, seconds in models.seconds.items()
+    ]
+
+
+def prefill_rows(models: Models, sequences: int, *, compiled: bool = False, graphs: bool = False) -> list[dict]:
+    """The model on `sequences` of whole length, which gives the logits of the last token: eager; with `graphs` also as
+    a CUDA graph, and the model that is planned for these; or, compiled, the rows of the compiled models alone."""
+    work = forward(models.tokens, sequences, models.length, "last")
+    paths = [DENSE, COMPILED, PLANNED + COMPILED_TOO] if compiled else [DENSE, *(PLANS if graphs else (PLANNED,))]
+    clocks = Clocks(GPU, graphs=graphs, rounds=3 if sequences > 1 else 10)
+    found = workload_rows(models, _expected(models, work), paths, clocks)
+    return [row for row in found if "compiled" in row["path"]] if compiled else found
+
+
+def decode_rows(models: Models, batch: int, cached: int) -> list[dict]:
+    """A step of decoding: eager, and the whole step as one CUDA graph."""
+    work = _expected(models, *decode(models.tokens, models.dense, batch, cached, (True,)))
+    return workload_rows(models, work, [DENSE, *PLANS], Clocks(GPU, graphs=True, rounds=10))
+
+
+@torch.no_grad()
+def _expected(models: Models, work: Workload) -> Workload:
+    return work.expect(models.exact)
+
+
+def sections(shape: Shape = LLAMA) -> rows.Sections:
+    """The steps of the record, as in bench.inference; the models are made when the first step needs them."""
+    models = functools.cache(lambda: recorded(shape))
+    return {
+        "plan": [lambda: plan_rows(models())],
+        "one sequence": [lambda: prefill_rows(models(), 1, graphs=True)],
+        "decode": [
+            functools.partial(lambda batch: decode_rows(models(), batch, shape.cached), batch) for batch in (1, 16)
+        ],
+        "many sequences": [lambda: prefill_rows(models(), shape.sequences)],
+        "many sequences, compiled": [lambda: prefill_rows(models(), shape.sequences, compiled=True)],
+        "one sequence, compiled": [lambda: prefill_rows(models(), 1, compiled=True)],
+    }
