@@ -29,7 +29,7 @@ def test_a_drawn_model_in_every_way():
         assert row["dtype"] == "bfloat16" and row["device"] == torch.cuda.get_device_name() and row["wall_ms"] > 0
         assert ("peak_bytes" in row) != graph and ("gpu_ms" in row) == (not graph and row["kind"] != "model_training")
         if row["kind"] != "model_training":
-            assert row.get("error_over_allowed", 0) <= 1 and row["nnz"] == pytest.approx(10.5, rel=0.3)
+            assert row.get("error_over_allowed", 0) <= 1 and row["nnz"] == pytest.approx(10.5, rel=0.5)
 
 
 def test_a_model_of_this_project_on_a_path_by_name():

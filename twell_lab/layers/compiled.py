@@ -11,9 +11,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.autograd import forward_ad
 
-from ..ops import checks, inference
+from ..ops import inference
 from . import hooks
 from .choice import Choice, LayerPlan
 from .paths import PATHS
@@ -24,7 +24,7 @@ from .weights import Weights
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _library.define(
     "layer(Tensor x, Tensor handle, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, int tile, int words) -> Tensor"
+    "Tensor? down_bias) -> Tensor"
 )
 
 
@@ -69,41 +69,50 @@ def renew_handle(layer) -> None:
 
 def call(layer, x: Tensor) -> Tensor | None:
     """While compiled code is traced: the layer's result, where torch does not have to see how it is computed; otherwise
-    None, as where a gradient is needed."""
-    if layer.drops or not isinstance(x, Tensor) or x.dim() == 0 or checks.transformed():
+    None, as where a gradient is needed. Whatever is read here is asked after before each call: so as little as can be.
+    """
+    ways = layer.compiled_as
+    way = ways[layer._class_of(x, ways) if len(ways) > 1 else 0][1]
+    if way == SEEN or layer.drops or not isinstance(x, Tensor) or x.dim() == 0:
         return None
-    found = layer.compiled_as[layer._class_of(x, layer.compiled_as)][1]
-    if found == SEEN or torch.is_autocast_enabled(x.device.type):
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    weights, handle = layer._weights(), layer._buffers.get(HANDLE)
-    up = weights.up
-    if (x.dtype, x.device, x.shape[-1]) != (up.dtype, up.device, up.shape[1]):
-        return None  # an error, of which eager code says more
-    if not all(t is None or isinstance(t, Parameter) for t in weights) or checks.needs_gradient(x, *weights):
+    parts, modules, tensors = layer._parts, layer._modules, []
+    for part in parts:
+        own = {} if part is None else (modules[part] if type(part) is str else part).__dict__["_parameters"]
+        tensors += [own.get("weight"), own.get("bias")]
+    gate, gate_bias, up, up_bias, down, down_bias = tensors
+    if up is None or down is None or gate is None and parts[0] is not None:  # they are parametrized, or parts of others
         return None
-    if found == TORCH:
+    if x.dtype != up.dtype or x.device != up.device or x.shape[-1] != up.shape[1]:
+        return None  # an error, of which eager code says more; or autocast, in which torch sees the layer, too
+    if torch.is_autocast_enabled(x.device.type):
+        return None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
+        return None
+    if way == TORCH:
         hooks.check_parts(layer)
-        return by_torch(x, weights)
-    if handle is None or handle.device != up.device:
+        return by_torch(x, Weights(gate, up, down, gate_bias, up_bias, down_bias))
+    handle = layer._buffers[HANDLE]
+    if handle.device != up.device:
         return None
-    return torch.ops.twell_lab.layer(x, handle, *weights[:6], layer.tile, layer.words)
+    return torch.ops.twell_lab.layer(x, handle, gate, up, down, gate_bias, up_bias, down_bias)
 
 
 @torch.library.impl(_library, "layer", "CUDA")
 @torch.library.impl(_library, "layer", "CPU")
-def _run(x, handle, gate, up, down, gate_bias, up_bias, down_bias, tile, words):
-    given = Weights(gate, up, down, gate_bias, up_bias, down_bias)
+def _run(x, handle, *weights):
     owner = getattr(handle, "owner", None)
     layer = None if owner is None else owner.layer()
     if layer is not None and layer._buffers.get(HANDLE) is handle:
-        y = layer.computed(x, given)
+        y = layer.computed(x, weights)
         if y is not None:
             return y
     # Other weights than the layer's, as in torch.func.functional_call, or a handle that is a copy, as in torch.export.
     with torch.no_grad():
-        return inference.infer(x, *given[:6], tile=tile, words=words)
+        return inference.infer(x, *weights)
 
 
 @torch.library.register_fake("twell_lab::layer", lib=_library)
-def _(x, handle, gate, up, down, gate_bias, up_bias, down_bias, tile, words):
+def _(x, handle, gate, up, down, gate_bias, up_bias, down_bias):
     return x.new_empty(x.shape)

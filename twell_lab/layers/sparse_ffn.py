@@ -5,7 +5,7 @@ twell_lab.layers.probe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -357,8 +357,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
             y = None if again is None else again.run(x)
         return self._forward(x) if y is None else y
 
-    def computed(self, x: Tensor, weights: Weights) -> Tensor | None:
-        """What eager code computes for x; None where these are not the weights of this layer."""
+    def computed(self, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor | None:
+        """What eager code computes for x; None where these are not the weights of this layer, as in Weights."""
         again = self._again
         y = None if again is None else again.run(x, weights)
         if y is not None:
