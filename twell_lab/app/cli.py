@@ -14,10 +14,10 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -27,6 +27,9 @@ from ..core.files import check_folder, check_target, strict_json
 from . import course_command, speak_commands, terminal, train_command
 from .options import TourOptions, add_fields, given, path, positive, seconds, source, whole
 from .terminal import Answer
+
+if TYPE_CHECKING:
+    from ..analysis.profile import FiringProfile
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -240,7 +243,8 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             "model",
             metavar="MODEL",
             type=path,
-            help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub",
+            help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub"
+            + ("; or a profile that --out saved" if each is profile else ""),
         )
         each.add_argument(
             "--text",
@@ -251,6 +255,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         )
         each.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
         each.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
+    profile.add_argument("--against", metavar="FILE", type=path, help="compare with the profile that --out saved here")
     plan.add_argument(
         "--tokens",
         type=positive,
@@ -412,20 +417,68 @@ def _tour(options) -> Answer:
 
 def _profile(options) -> Answer:
     from ..analysis.predict import verdict
-    from ..analysis.profile import profile
+    from ..analysis.profile import FiringProfile, profile
 
     if options.out is not None:
         check_target(options.out)
-    model, part, windows = _model_and_windows(options, options.windows)
-    firing = profile(model, windows.split(32))
+    other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
+    spell = str
+    if options.model.is_file():
+        if options.text is not None:
+            raise InputError(
+                f"{str(options.model)!r} is a file, so it is read as a saved profile, which needs no --text"
+            )
+        firing, read = FiringProfile.load(options.model), str(options.model)
+    else:
+        model, part, windows, spell = _model_and_windows(options, options.windows)
+        firing, read = profile(model, windows.split(32)), part.name
+    compared = None if other is None else firing.compare(other)
     if options.out is not None:
         firing.save(options.out)
-    return Answer(
-        firing.table(),
-        f"{firing}\nprofile: {firing.tokens:,} tokens of {part.name}"
-        + (f"; the counts are in {options.out}" if options.out else "")
-        + f"\n{verdict(firing)}",
-    )
+    said = verdict(firing)
+    value = {
+        "tokens": firing.tokens,
+        "of": read,
+        "layers": firing.table(),
+        "by_position": firing.by_position(),
+        "heavy_first": firing.heavy_first,
+        "by_token": firing.by_token(),
+        "verdict": said,
+        "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
+    }
+    lines = [
+        str(firing),
+        *_by_place(firing, spell),
+        f"profile: {firing.tokens:,} tokens of {read}" + (f"; the counts are in {options.out}" if options.out else ""),
+        said,
+        *([] if compared is None else [f"\nbeside {options.against}", str(compared)]),
+    ]
+    return Answer(value, "\n".join(lines))
+
+
+def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
+    """How much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a token as
+    text."""
+    from ..plots.data import share
+
+    rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
+    places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
+    lines = [f"firing at positions {', '.join(places)}" if places else "firing by position: not known"]
+    known = [row for row in firing.table() if row["neighbours_share"] is not None]
+    spans = [
+        " to ".join(share(end([row[name] for row in known])) for end in (min, max))
+        for name in ("neighbours_share", "neighbours_by_chance")
+        if known
+    ]
+    lines += [f"of what fires at a token or the next, at both: {spans[0]}; by chance {spans[1]}"] if known else []
+    tokens = firing.by_token(least=8)
+    many = min(5, len(tokens) // 2)
+    said = [
+        ", ".join(f"{spell(each['token'])} {each['x_mean']:.1f}x" for each in some if each["x_mean"] is not None)
+        for some in (tokens[:many], tokens[::-1][:many])
+    ]
+    lines += [f"tokens at which most fire, of the mean: {said[0]}; least: {said[1]}"] if said[0] else []
+    return lines
 
 
 def _prepare(options) -> Answer:
@@ -444,8 +497,8 @@ def _prepare(options) -> Answer:
 
 
 def _model_and_windows(options, count: int):
-    """The model that the options ask for, on the CPU; the text, and windows of its tokens (`_windows`). A model of
-    transformers reads the text with its own tokenizer."""
+    """The model that the options ask for, on the CPU; the text, windows of its tokens (`_windows`), and what spells a
+    token. A model of transformers reads the text with its own tokenizer."""
     from ..models import published
     from ..models.tiny import LanguageModel
 
@@ -456,7 +509,16 @@ def _model_and_windows(options, count: int):
         if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
             raise  # it is meant to be one of ours
         return _theirs(options, folder, count)
-    return model, *_windows(options, count, model.config)
+    part, windows = _windows(options, count, model.config)
+
+    def spell(token: int) -> str:
+        written = part.tokenizer.decode(windows.new_tensor([token]))
+        try:
+            return repr(written.decode())
+        except UnicodeDecodeError:
+            return repr(written)
+
+    return model, part, windows, spell
 
 
 def _theirs(options, folder, count: int):
@@ -478,7 +540,7 @@ def _theirs(options, folder, count: int):
         raise InputError(f"{part.name} has {len(ids)} tokens; windows of {context} need at least {context + 1}")
     if (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
         raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
-    return model, part, spread_windows(ids, count, context)[:, :-1]
+    return model, part, spread_windows(ids, count, context)[:, :-1], lambda token: repr(tokenizer.decode([token]))
 
 
 def _windows(options, count: int, config):
@@ -522,7 +584,7 @@ def _plan(options) -> Answer:
         check_target(options.out)
     device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model, part, windows = _model_and_windows(options, 2 * options.windows)
+    model, part, windows, _ = _model_and_windows(options, 2 * options.windows)
     model.to(device, dtype).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     firing = profile(model, windows[::2].split(32))
