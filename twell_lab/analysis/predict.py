@@ -231,7 +231,8 @@ def _first(profile: FiringProfile) -> str:
         )
     tokens = "first token is" if many == 1 else f"first {many} tokens are"
     most = f" (in {heavy['worst']} {worst})" if len(profile.layers) > 1 else ""
-    return f", and a sequence's {tokens} heavy: {heavy['times']:.1f} times as many neurons fire at the first as later{most}"
+    times = f"{heavy['times']:.1f} times as many neurons fire at the first as later"
+    return f", and a sequence's {tokens} heavy: {times}{most}"
 
 
 def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:

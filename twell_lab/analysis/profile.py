@@ -130,7 +130,7 @@ class FiringProfile:
 
     @property
     def heavy_first(self) -> dict | None:
-        """What is known of heavy first tokens: many models fire several times as many neurons at a sequence's beginning.
+        """What is known of heavy first tokens: many models fire several times as many neurons where a sequence begins.
 
         None where at no layer's first position HEAVY times as many neurons fire as from position LATER on, and where
         positions are not known. Otherwise: positions (how many, from the first on, are heavy in all layers together; 0
