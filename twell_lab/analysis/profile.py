@@ -329,9 +329,11 @@ class Counter:
         self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
         many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
         # Each piece has one row more than is counted with it: the neighbour of the last one.
-        pieces = [(start, min(start + step, many)) for start in range(0, many, step)]
-        nnz = [self._add(gate(slice(start, end + 1)), rows.part(start, end + 1), end - start) for start, end in pieces]
-        return torch.cat(nnz) if nnz else x.new_zeros(0, dtype=torch.int64)
+        nnz = torch.zeros(many, dtype=torch.int64, device=x.device)
+        for start in range(0, many, step):
+            end = min(start + step, many)
+            nnz[start:end] = self._add(gate(slice(start, end + 1)), rows.part(start, end + 1), end - start)
+        return nnz
 
     def _add(self, gate: Tensor, rows: Rows, many: int) -> Tensor:
         """`add` for one piece, of whose rows the first `many` count."""
@@ -350,7 +352,7 @@ class Counter:
         self.counts["neuron_counts"] += firing[:many].sum(0)
         self.counts["tile_histogram"].scatter_add_(0, own.flatten(), counted.repeat_interleave(tiles))
         if rows.position is not None:
-            group = (torch.bucketize(rows.position[:many], self.groups, right=True) - 1).clamp(min=0)
+            group = (torch.bucketize(rows.position[:many].contiguous(), self.groups, right=True) - 1).clamp(min=0)
             self.counts["position_tokens"].scatter_add_(0, group, counted)
             self.counts["position_nnz"].scatter_add_(0, group, nnz[:many])
         if rows.linked is not None:

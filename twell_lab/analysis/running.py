@@ -172,7 +172,8 @@ class _Batch:
         shape, known = self._known[prefix]
         chosen, found = getattr(layer.pattern, "rows", None), x.shape[:-1]
         many = found.numel() if chosen is None else layer.pattern.among
-        if shape is not None and many == shape.numel() and (found == shape or found != shape[::-1]):
+        turned = shape is not None and found == shape[::-1] != shape
+        if shape is not None and many == shape.numel() and not turned:
             self._seen[prefix] = known
             return known if chosen is None else known.routed(chosen)
         if known.counted is not None:
@@ -181,7 +182,9 @@ class _Batch:
                 f"attention_mask has shape {list(mask.shape)}, but a layer saw {many} positions; accepted: one entry a "
                 f"position"
             )
-        return _in_sequences(*found, device=x.device) if len(found) == 2 and chosen is None else Rows()
+        if len(found) != 2 or chosen is not None or (shape is not None and found[0] != shape[0]):
+            return Rows()
+        return _in_sequences(*found, device=x.device)
 
     def _tokens(self, prefix: str) -> tuple[torch.Size | None, Rows]:
         """The batch's tokens in their shape [batch, sequence], None where nothing says which they are; and what is
