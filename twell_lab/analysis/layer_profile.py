@@ -16,7 +16,7 @@ from . import saved
 
 # The first position of each group of positions: 0 to 7 each alone, then 8 to 15, 16 to 31, ...; the last has no end.
 POSITIONS = (*range(8), *(2**power for power in range(3, 32)))
-LATER = 8  # positions from here on are what the first ones are compared with
+LATER = 8  # positions from here on, which stand in groups, are what the first ones are compared with
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from ..layers.sparse_ffn import SparseFFN
 from . import saved
 from .compare import Comparison, check_alike
 from .layer_profile import LATER, POSITIONS, LayerProfile, layer_from
-from .running import ALL, Gate, Rows, run
+from .running import ALL, Gate, Rows, run, vocabulary_of
 
 FORMAT = "twell-lab firing profile"
 VERSION = 2
@@ -317,15 +317,13 @@ class Counter:
         sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
         sizes |= dict.fromkeys(("position_tokens", "position_nnz"), (len(POSITIONS),))
         self.counts = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
-        self.groups = torch.tensor(POSITIONS, device="cpu")
         self.placed = False  # whether the position of any token was known
 
     def add(self, x: Tensor, gate: Gate, rows: Rows | None = None) -> Tensor:
         """Count one input, x [..., d_model], and its gate's answers; rows: what is known of its rows. Returns how many
         neurons fired at each row, int64, 0 where it does not count."""
         rows = (rows or Rows()).to(x.device)
-        self.placed |= rows.position is not None
-        self.groups = self.groups.to(x.device)
+        self.placed |= rows.group is not None
         self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
         many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
         # Each piece has one row more than is counted with it: the neighbour of the last one.
@@ -338,25 +336,24 @@ class Counter:
     def _add(self, gate: Tensor, rows: Rows, many: int) -> Tensor:
         """`add` for one piece, of whose rows the first `many` count."""
         firing = fires(gate if self.layer.acts is None else self.layer.acts(gate))
-        counted = firing.new_ones(len(firing)) if rows.counted is None else rows.counted
         if rows.counted is not None:
-            firing &= counted[:, None]
+            firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
         whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing
         in_tile = whole.view(-1, tiles, self.tile).sum(-1)
-        nnz, own, counted = in_tile.sum(-1), in_tile[:many], counted[:many].long()
+        nnz, own = in_tile.sum(-1), in_tile[:many]
+        counted = nnz.new_ones(many) if rows.counted is None else rows.counted[:many].long()
         self.counts["tokens"] += counted.sum()
         self.counts["overflowing"] += (own >= self.words).any(-1).sum()
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
         self.counts["nnz_histogram"].scatter_add_(0, nnz[:many], counted)
         self.counts["neuron_counts"] += firing[:many].sum(0)
-        self.counts["tile_histogram"].scatter_add_(0, own.flatten(), counted.repeat_interleave(tiles))
-        if rows.position is not None:
-            group = (torch.bucketize(rows.position[:many].contiguous(), self.groups, right=True) - 1).clamp(min=0)
-            self.counts["position_tokens"].scatter_add_(0, group, counted)
-            self.counts["position_nnz"].scatter_add_(0, group, nnz[:many])
+        self.counts["tile_histogram"].scatter_add_(0, own.flatten(), counted[:, None].expand(-1, tiles).flatten())
+        if rows.group is not None:
+            self.counts["position_tokens"].scatter_add_(0, rows.group[:many], counted)
+            self.counts["position_nnz"].scatter_add_(0, rows.group[:many], nnz[:many])
         if rows.linked is not None:
-            linked = rows.linked[: len(firing) - 1].long()
+            linked = rows.linked[: len(firing) - 1]
             self.counts["pairs"] += linked.sum()
             self.counts["pair_nnz"] += (linked * (nnz[:-1] + nnz[1:])).sum()
             self.counts["pair_shared"] += (linked * (firing[:-1] & firing[1:]).sum(-1)).sum()
@@ -383,24 +380,24 @@ class _Vocabulary:
     """Adds up how often each token of the vocabulary was seen, and how many neurons fired there."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.size = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
+        self.size = vocabulary_of(model)
         self.sums: dict[str, Tensor] = {}
 
     def see(self, rows: Rows) -> None:
         """Count the tokens of a batch."""
-        if rows.ids is not None and self.size:
-            self._add("token_counts", rows.ids, torch.ones_like(rows.ids) if rows.counted is None else rows.counted)
+        if rows.ids is not None:
+            counted = torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long()
+            self._add("token_counts", rows.ids, counted)
 
     def add(self, rows: Rows, nnz: Tensor) -> None:
         """Count what fired in one layer at its rows."""
-        if rows.ids is not None and self.size:
+        if rows.ids is not None:
             self._add("token_nnz", rows.ids.to(nnz.device), nnz)
 
     def _add(self, name: str, ids: Tensor, values: Tensor) -> None:
-        # The last place is for numbers that are in no vocabulary: they are left out.
-        sums = self.sums.get(name, torch.zeros(self.size + 1, dtype=torch.int64, device="cpu")).to(ids.device)
-        place = torch.where((ids >= 0) & (ids < self.size), ids, self.size).long()
-        self.sums[name] = sums.scatter_add_(0, place, values.long())
+        if name not in self.sums:  # with a place for what is in no vocabulary, which is left out in the end
+            self.sums[name] = torch.zeros(self.size + 1, dtype=torch.int64, device=ids.device)
+        self.sums[name] = self.sums[name].to(ids.device).scatter_add_(0, ids, values)
 
     def result(self) -> dict[str, Tensor]:
         return {name: sums[:-1].cpu() for name, sums in self.sums.items()}

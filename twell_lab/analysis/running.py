@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..core.errors import InputError
 from ..layers.anatomy import FeedForward
 from ..layers.sparse_ffn import SparseFFN
+from .layer_profile import LATER, POSITIONS
 
 Gate = Callable[[slice], Tensor]  # gate(rows) is the pre-activation of these rows of a layer's input, [rows, d_ff]
 ALL = slice(None)
@@ -23,12 +24,13 @@ ALL = slice(None)
 class Rows:
     """What is known of the rows that a layer was given, one entry a row; None where it is not known.
 
-    counted: bool, whether it is a token and no padding (None: all are). position: int64, which token of its sequence,
-    from 0. linked: bool, whether the next row is the token that follows it. ids: int64, its token in the vocabulary.
+    counted: bool, whether it is a token and no padding (None: all are). group: int64, in which of POSITIONS it stands
+    in its sequence. linked: bool, whether the next row is the token that follows it. ids: int64, its token in the
+    model's vocabulary (`vocabulary_of`); what is not in that has the vocabulary's size.
     """
 
     counted: Tensor | None = None
-    position: Tensor | None = None
+    group: Tensor | None = None
     linked: Tensor | None = None
     ids: Tensor | None = None
 
@@ -50,6 +52,11 @@ class Rows:
         if found.linked is not None:
             found.linked.logical_and_(torch.diff(rows, append=rows[-1:]).to(found.linked.device) == 1)
         return found
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens the model can tell apart: the size of its largest embedding; 0 for a model without any."""
+    return max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
 
 
 def on_gate(layer: FeedForward, see: Callable[[Tensor, Gate], None]):
@@ -89,14 +96,15 @@ def run(
     """Run the model over the batches until there are enough; `see(x, gate, rows)` is called of each watched layer
     whenever that runs, and `after(rows)` after each batch, of the tokens that layers saw. It runs in evaluation mode
     without gradients, and is left as it was. Returns whether there was a batch."""
-    batch, ran = None, False
+    batch: _Batch | None = None
+    vocabulary, ran = vocabulary_of(model), False
     with _evaluating(model), ExitStack() as hooks:
         for layer, see in watched:
             hooks.enter_context(
                 on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
             )
         for given in _each(batches):
-            batch, ran = _Batch(model, given), True
+            batch, ran = _Batch(model, given, vocabulary), True
             batch.run()
             for rows in batch.seen:
                 after(rows)
@@ -134,13 +142,13 @@ class _Batch:
     Where nothing was given by which to tell, rows [batch, sequence, d_model] have positions, and others none.
     """
 
-    def __init__(self, model: nn.Module, given) -> None:
+    def __init__(self, model: nn.Module, given, vocabulary: int) -> None:
         device = next(model.parameters()).device
 
         def move(value):
             return value.to(device) if isinstance(value, Tensor) else value
 
-        self.model, self._known, self._seen = model, {}, {}
+        self.model, self._vocabulary, self._known, self._seen = model, vocabulary, {}, {}
         if isinstance(given, Mapping):
             self.given = {name: move(value) for name, value in given.items()}
         elif isinstance(given, (tuple, list)):
@@ -204,8 +212,12 @@ class _Batch:
         if counted is not None and counted.shape != given.shape:
             return None, Rows(counted)
         position = self._positions(prefix, given, counted)
-        linked = None if position is None else _linked(position, counted)
-        each = (None if held is None else held.flatten() for held in (counted, position, linked, ids))
+        group, linked = (None, None) if position is None else (_groups(position), _linked(position, counted))
+        if ids is not None and self._vocabulary:
+            ids = torch.where((ids >= 0) & (ids < self._vocabulary), ids, self._vocabulary).long()
+        else:
+            ids = None
+        each = (None if held is None else held.flatten() for held in (counted, group, linked, ids))
         return given.shape, Rows(*each)
 
     def _positions(self, prefix: str, given: Tensor, counted: Tensor | None) -> Tensor | None:
@@ -221,6 +233,12 @@ class _Batch:
         return torch.arange(given.shape[1], device=given.device).expand(given.shape)
 
 
+def _groups(position: Tensor) -> Tensor:
+    """In which group of POSITIONS each position is: no table is looked up, whose copying would wait for the device."""
+    power = torch.frexp(position.clamp(min=LATER).double()).exponent.long()  # 2**(power - 1) <= position < 2**power
+    return torch.where(position < LATER, position, power + LATER - 4).clamp(0, len(POSITIONS) - 1)
+
+
 def _linked(position: Tensor, counted: Tensor | None) -> Tensor:
     """Whether each token of [batch, sequence] is followed by the next one of the same text."""
     linked = torch.zeros_like(position, dtype=torch.bool)
@@ -233,4 +251,4 @@ def _linked(position: Tensor, counted: Tensor | None) -> Tensor:
 def _in_sequences(batch: int, sequence: int, device: torch.device) -> Rows:
     """Of rows that stand in sequences of this length, nothing else being known."""
     position = torch.arange(sequence, device=device).expand(batch, sequence)
-    return Rows(position=position.flatten(), linked=_linked(position, None).flatten())
+    return Rows(group=_groups(position).flatten(), linked=_linked(position, None).flatten())
