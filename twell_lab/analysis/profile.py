@@ -40,6 +40,7 @@ from .running import ALL, Gate, Rows, run, vocabulary_of
 FORMAT = "twell-lab firing profile"
 VERSION = 2
 HEAVY = 3.0  # how many times as many neurons as later ones make a sequence's first tokens heavy
+SEQUENCES = 4  # how many there have to be before that is said
 _TOKENS = ("token_counts", "token_nnz")
 _LARGEST = 2**24  # ids of a vocabulary, in a file
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
@@ -105,55 +106,56 @@ class FiringProfile:
 
         Rows: first, last (positions, from 0; last is None for the last group, which has no end), tokens, density (the
         share of neurons that fire, in all layers together), layers (that of each layer; None where it saw none)."""
-        known = [layer for layer in self.layers if layer.position_tokens is not None]
-        rows = []
-        for group, (first, end) in enumerate(pairwise((*POSITIONS, None))):
-            each = [
-                None if layer.position_tokens is None else (layer.position_nnz[group], layer.position_tokens[group])
-                for layer in self.layers
-            ]
-            asked = sum(layer.position_tokens[group].item() * layer.d_ff for layer in known)
-            if asked:
-                rows.append(
-                    {
-                        "first": first,
-                        "last": None if end is None else end - 1,
-                        "tokens": max(layer.position_tokens[group].item() for layer in known),
-                        "density": sum(layer.position_nnz[group].item() for layer in known) / asked,
-                        "layers": [
-                            (counts[0] / counts[1] / layer.d_ff).item() if counts and counts[1] else None
-                            for layer, counts in zip(self.layers, each, strict=True)
-                        ],
-                    }
-                )
-        return rows
+        tokens, nnz = self._placed()
+        asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
+        share, shares = nnz.sum(0) / asked.sum(0), nnz / asked
+        return [
+            {
+                "first": first,
+                "last": None if end is None else end - 1,
+                "tokens": int(tokens[:, group].max()),
+                "density": share[group].item(),
+                "layers": [_number(each) for each in shares[:, group].tolist()],
+            }
+            for group, (first, end) in enumerate(pairwise((*POSITIONS, None)))
+            if tokens[:, group].any()
+        ]
 
     @property
     def heavy_first(self) -> dict | None:
         """What is known of heavy first tokens: many models fire several times as many neurons where a sequence begins.
 
-        None where at no layer's first position HEAVY times as many neurons fire as from position LATER on, and where
-        positions are not known. Otherwise: positions (how many, from the first on, are heavy in all layers together; 0
-        if only single layers are), times (how many times as many fire at the first one), layers (how many layers are
-        heavy), worst (the name of the one that is most), worst_times."""
-        ratios = [(layer.first_to_later, layer.name) for layer in self.layers]
-        heavy = [each for each in ratios if each[0] >= HEAVY]
+        A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons fire at
+        them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: positions
+        (how many, from the first on, are heavy in all layers together; 0 if only single layers are), times (how many
+        times as many fire at the first one), layers (how many layers are heavy), worst (the name of the one that is
+        most), worst_times."""
+        tokens, nnz = self._placed()
+        heavy = [
+            (layer.first_to_later, layer.name)
+            for layer, seen in zip(self.layers, tokens[:, 0].tolist(), strict=True)
+            if seen >= SEQUENCES and layer.first_to_later >= HEAVY
+        ]
         if not heavy:
             return None
-        known = [layer for layer in self.layers if layer.position_tokens is not None]
-        tokens = torch.stack([layer.position_tokens for layer in known]).double()
-        nnz = torch.stack([layer.position_nnz for layer in known]).double()
-        # Layer by layer first: where tokens are routed, a layer does not see all of them.
-        later = (nnz[:, LATER:].sum(1) / tokens[:, LATER:].sum(1)).nansum()
-        times = ((nnz / tokens)[:, :LATER].nansum(0) / later).tolist()
+        later = nnz[:, LATER:].sum() / tokens[:, LATER:].sum()
+        times = (nnz.sum(0) / tokens.sum(0) / later)[:LATER].tolist()
         worst_times, worst = max(heavy)
         return {
-            "positions": next((group for group, each in enumerate(times) if each < HEAVY), LATER),
+            "positions": next((group for group, each in enumerate(times) if not each >= HEAVY), LATER),
             "times": times[0],
             "layers": len(heavy),
             "worst": worst,
             "worst_times": worst_times,
         }
+
+    def _placed(self) -> tuple[Tensor, Tensor]:
+        """How many tokens each layer saw in each group of positions, and how many neurons fired there: float64 [layers,
+        groups], 0 where that is not known."""
+        none = torch.zeros(len(POSITIONS), dtype=torch.int64, device="cpu")
+        tokens = [none if layer.position_tokens is None else layer.position_tokens for layer in self.layers]
+        nnz = [none if layer.position_nnz is None else layer.position_nnz for layer in self.layers]
+        return torch.stack(tokens).double(), torch.stack(nnz).double()
 
     def by_token(self, least: int = 1) -> list[dict]:
         """The tokens of the vocabulary that were seen at least so often, those where most neurons fire first; empty

@@ -184,7 +184,7 @@ def test_positions_are_grouped_up_to_any_length():
 
 
 def test_heavy_first_tokens_are_found_and_said():
-    layer, x = Reads().mlp, -torch.ones(2, 30, WIDTH)
+    layer, x = Reads().mlp, -torch.ones(4, 30, WIDTH)
     x[:, :, 0] = 1.0
     even = profile(layer, x)
     assert even.heavy_first is None and "heavy" not in verdict(even)
@@ -195,6 +195,7 @@ def test_heavy_first_tokens_are_found_and_said():
         heavy
     )
     assert profile(layer, x.flatten(0, 1)).heavy_first is None  # unknown
+    assert profile(layer, x[:3]).heavy_first is None  # few
     assert profile(layer, x[:, :8]).heavy_first is None  # nothing later to compare with
 
     class Two(nn.Module):
