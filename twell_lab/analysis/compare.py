@@ -67,8 +67,8 @@ def check_alike(layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) 
     """InputError unless both have as many layers, of the same sizes."""
     if len(layers) != len(others):
         raise InputError(
-            f"one profile has {len(layers)} layers, the first {_said(layers[0])}, and the other {len(others)}, the "
-            f"first {_said(others[0])}; accepted: two of the same sizes"
+            f"the layers of one profile are {len(layers)}, the first {_said(layers[0])}, and of the other "
+            f"{len(others)}, the first {_said(others[0])}; accepted: two of the same sizes"
         )
     for mine, its in zip(layers, others, strict=True):
         if (mine.d_model, mine.d_ff, mine.gated) != (its.d_model, its.d_ff, its.gated):
