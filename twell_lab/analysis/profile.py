@@ -223,7 +223,11 @@ class FiringProfile:
 def profile(
     model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS, *, only: Only | None = None
 ) -> FiringProfile:
-    """Run `model` over `batches` and count which feed-forward neurons fire.
+    """Run `model` over `batches` and count which feed-forward neurons fire, in memory that does not grow with them.
+
+    Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway are counted; a
+    layer of `sparsify`'s gives none, so there the gate is computed once more. Batches of a hundred tokens and more cost
+    least.
 
     model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
         in evaluation mode without gradients; every module's mode is put back and the hooks are taken off

@@ -77,7 +77,10 @@ def test_silent_layers_are_compared_as_far_as_they_can_be():
 @pytest.mark.parametrize(
     "other, words",
     [
-        (lambda: profiled({0}, layers=2), "are 1, the first 'each.0' of 40 x 40, and of the other 2, the first 'each.0' of 40 x 40"),
+        (
+            lambda: profiled({0}, layers=2),
+            "are 1, the first 'each.0' of 40 x 40, and of the other 2, the first 'each.0' of 40 x 40",
+        ),
         (lambda: profiled({0}, width=8), "'each.0' of 40 x 40 in one profile and 'each.0' of 8 x 8 in the other"),
         (lambda: profiled({0}, kind=PlainFeedForward), "40 x 40 in one profile and 'each.0' of 40 x 40 without a gate"),
     ],
