@@ -296,7 +296,7 @@ def _given(command: str) -> tuple[list[str], dict]:
         ),
         "profile": (
             [model, "--text", words, "--windows", "2"],
-            {"": _paths, "--text": _paths, "--windows": _number, "--out": _new},
+            {"": _paths, "--text": _paths, "--windows": _number, "--out": _new, "--against": _files},
         ),
         "plan": (
             [model, "--text", words, "--windows", "2", "--tokens", "1", "--device", "cpu", "--predict-only"],

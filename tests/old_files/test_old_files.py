@@ -50,6 +50,7 @@ def test_a_prepared_text():
 def test_a_firing_profile():
     profile = tl.FiringProfile.load(HERE / "profile.json")
     assert [layer.mean_nnz for layer in profile.layers] == EXPECTED["nnz"]
+    assert profile.by_position() == [] and profile.by_token() == [] and profile.heavy_first is None
 
 
 def test_a_plan_is_followed(tmp_path):
@@ -97,4 +98,8 @@ def test_what_this_release_does_not_know_is_a_typed_error(tmp_path, name, load, 
 def test_the_command_line_takes_them(capsys):
     model = str(HERE / "model")
     assert cli.main(["profile", model, "--text", str(HERE / "text.txt"), "--windows", "4", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 1
+    profile = str(HERE / "profile.json")
+    assert cli.main(["profile", profile, "--against", profile]) == 0
+    shown = capsys.readouterr().out
+    assert "firing by position: not known" in shown and "a plan made from one serves the other" in shown

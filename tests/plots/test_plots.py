@@ -114,6 +114,42 @@ def test_neuron_frequency_counts_the_dead():
     assert "3 of 5" in figure.layout.annotations[0].text
 
 
+def test_firing_by_position_is_the_same_from_a_profile_and_from_its_rows(firing):
+    rows = json.loads(json.dumps(firing.by_position()))
+    figure = plots.firing_by_position(firing)
+    assert figure.to_json() == plots.firing_by_position(rows, ["layer 0", "layer 1"]).to_json()
+    one, two, both = figure.data
+    assert list(both.x) == ["0", "1", "2", "3", "4", "5", "6", "7"]
+    assert list(both.y) == pytest.approx([100 * row["density"] for row in rows])
+    assert list(both.y) == pytest.approx([(a + b) / 2 for a, b in zip(one.y, two.y)])
+    grouped = [
+        {"first": first, "last": last, "tokens": 3, "density": 0.5, "layers": [None]}
+        for first, last in ((0, 0), (8, 15), (2**31, None))
+    ]
+    (layer, both) = plots.firing_by_position(grouped).data
+    assert list(both.x) == ["0", "8-15", "2147483648 on"] and list(layer.y) == [None] * 3
+    for nothing in (
+        [],
+        profile(LanguageModel(ModelConfig(d_model=8, layers=1, heads=1, d_ff=8)).layers[0].mlp, torch.ones(2, 8)),
+    ):
+        with pytest.raises(InputError, match="no position"):
+            plots.firing_by_position(nothing)
+
+
+def test_two_profiles_are_drawn_beside_each_other(firing):
+    found = firing.compare(firing)
+    figure = plots.profiles_compared(found, "mine", "theirs")
+    assert figure.to_json() == plots.profiles_compared(json.loads(json.dumps(found.rows)), "mine", "theirs").to_json()
+    mine, theirs, kept = figure.data
+    assert names(figure)[:2] == ["mine", "theirs"] and list(mine.y) == list(theirs.y)
+    assert list(mine.y) == pytest.approx([100 * layer.density for layer in firing.layers])
+    assert list(kept.y) == [100.0, 100.0] and list(kept.x) == ["layer 0", "layer 1"]
+    silent = [{**found.rows[0], "hot_kept": None, "hot_overlap": None}]
+    assert list(plots.profiles_compared(silent).data[2].y) == [None]
+    with pytest.raises(InputError, match="no layers"):
+        plots.profiles_compared([])
+
+
 def test_a_layer_in_which_nothing_fires_is_drawn():
     silent = layer(fires=torch.zeros(3, 4, dtype=torch.bool))
     assert not plots.neuron_frequency([silent]).data[0].y

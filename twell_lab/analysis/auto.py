@@ -61,7 +61,7 @@ class Watch:
             found = FeedForward(self.name, layer, layer.gate, layer.up, layer.down)
             self.counter = Counter(found, layer.tile, layer.words)
         pattern = self.counter.layer.pattern
-        self.counter.add(rows, linear(rows, pattern.weight, pattern.bias))
+        self.counter.add(rows, lambda of: linear(rows[of], pattern.weight, pattern.bias))
         self.tokens += rows.shape[0]
         self.forwards += 1
         return None

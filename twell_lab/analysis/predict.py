@@ -182,8 +182,8 @@ def predict(
 
 def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
     """In two sentences, what a profile found, and whether that is sparse enough: what its layers should take on a GPU,
-    each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do. InputError
-    as for `predict`."""
+    each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do. Says so where
+    a sequence's first tokens fire many more neurons than others. InputError as for `predict`."""
     layers = [layer for layer in profile.layers if layer.tokens]
     if not layers:
         return "No layer saw a token: there is nothing to say."
@@ -209,7 +209,7 @@ def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] =
     middle = f", {mean:.2%} on average" if len(layers) > 1 else ""
     at = [f"{share:.2f} at {count:,} token{'s' * (count > 1)}" for share, count in zip(shares, tokens)]
     return (
-        f"{found} of the neurons fire for a token{middle}; {dead / neurons:.1%} never did. On a GPU "
+        f"{found} of the neurons fire for a token{middle}; {dead / neurons:.1%} never did{_first(profile)}. On a GPU "
         f"such as {rates.device} the layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
     )
 
@@ -221,6 +221,22 @@ def by_choice(firing: Firing, rates: Rates, tokens: int) -> dict[Choice, float]:
         choice: costs.predict(choice, firing, rates, tokens, itemsize)["total"]
         for choice in _choices(firing, rates, tokens, itemsize)
     }
+
+
+def _first(profile: FiringProfile) -> str:
+    """Of heavy first tokens, if there are any, as the end of a sentence."""
+    if (heavy := profile.heavy_first) is None:
+        return ""
+    many, worst = heavy["positions"], f"{heavy['worst_times']:.1f} times"
+    if not many:
+        return (
+            f", and in {heavy['layers']} of {len(profile.layers)} layers a sequence's first token is heavy: in "
+            f"{heavy['worst']} {worst} as many neurons fire there as later"
+        )
+    tokens = "first token is" if many == 1 else f"first {many} tokens are"
+    most = f" (in {heavy['worst']} {worst})" if len(profile.layers) > 1 else ""
+    times = f"{heavy['times']:.1f} times as many neurons fire at the first as later"
+    return f", and a sequence's {tokens} heavy: {times}{most}"
 
 
 def _choices(firing: Firing, rates: Rates, tokens: int, itemsize: int) -> list[Choice]:

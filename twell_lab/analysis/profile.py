@@ -3,17 +3,23 @@
 A neuron fires at a token where its gate's pre-activation is kept by packing: `not (g <= 0)`, so positive or
 NaN (plain layers have no gate; there the up projection decides). All counts are whole numbers, gathered on
 the model's device without waiting for it; everything else (density, frequencies, ...) is computed from them.
+
+Memory does not grow with the number of tokens: long inputs are counted in pieces. For a layer there are 8 bytes a
+neuron, twice, and about 3 kB; for a model 16 bytes a token of its vocabulary.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,65 +33,32 @@ from ..layers import probe
 from ..layers.anatomy import FeedForward, Only, feed_forwards, firing_layers
 from ..layers.sparse_ffn import SparseFFN
 from . import saved
+from .compare import Comparison, check_alike
+from .layer_profile import LATER, POSITIONS, LayerProfile, layer_from
+from .running import ALL, Gate, Rows, run, vocabulary_of
 
 FORMAT = "twell-lab firing profile"
-VERSION = 1
-
-
-@dataclass(frozen=True, eq=False)
-class LayerProfile:
-    """The firing of one feed-forward layer, as counts over `tokens` tokens (int64 tensors on the CPU).
-
-    nnz_histogram: [d_ff + 1], how many tokens had 0, 1, ..., d_ff neurons firing.
-    neuron_counts: [d_ff], at how many tokens each neuron fired.
-    tile_histogram: [tile + 1], how many pairs of a token and a tile of `tile` neighbouring neurons had 0, 1,
-        ..., tile of them firing. The last tile of a width that is no multiple of `tile` is narrower.
-    overflowing: how many tokens had a tile with more than `words - 1` firing, TwELL's slots.
-    """
-
-    name: str
-    d_model: int
-    d_ff: int
-    gated: bool
-    tokens: int
-    tile: int
-    words: int
-    nnz_histogram: Tensor
-    neuron_counts: Tensor
-    tile_histogram: Tensor
-    overflowing: int
-
-    @property
-    def mean_nnz(self) -> float:
-        """Neurons firing at a token, on average; NaN where the layer saw no token."""
-        return self.neuron_counts.sum().item() / self.tokens if self.tokens else float("nan")
-
-    @property
-    def density(self) -> float:
-        """The share of neurons that fire at a token, on average: mean_nnz / d_ff."""
-        return self.mean_nnz / self.d_ff
-
-    @property
-    def neuron_frequency(self) -> Tensor:
-        """The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token."""
-        return (self.neuron_counts.double() / self.tokens).float()
-
-    @property
-    def dead(self) -> int:
-        """How many neurons fired at no token at all."""
-        return (self.neuron_counts == 0).sum().item()
-
-    @property
-    def overflow_rows(self) -> float:
-        """The share of tokens with at least one tile that fires beyond its slots; NaN without tokens."""
-        return self.overflowing / self.tokens if self.tokens else float("nan")
+VERSION = 2
+HEAVY = 3.0  # how many times as many neurons as later ones make a sequence's first tokens heavy
+SEQUENCES = 4  # how many there have to be before that is said
+_TOKENS = ("token_counts", "token_nnz")
+_LARGEST = 2**24  # ids of a vocabulary, in a file
+# How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
+_PIECE_CPU, _PIECE = 2**20, 2**26
 
 
 @dataclass(frozen=True, eq=False)
 class FiringProfile:
-    """The profiles of all feed-forward layers of a model, in the model's order."""
+    """The profiles of all feed-forward layers of a model, in the model's order.
+
+    token_counts, token_nnz: int64 [vocabulary], how often each token was seen, and how many neurons of all layers
+        together fired there. None where the batches did not say which tokens they held, and in profiles saved by
+        version 1.
+    """
 
     layers: list[LayerProfile]
+    token_counts: Tensor | None = None
+    token_nnz: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -93,11 +66,7 @@ class FiringProfile:
         return max(layer.tokens for layer in self.layers)
 
     def table(self) -> list[dict]:
-        """One row a layer, JSON-able; None stands where a layer saw no token."""
-
-        def number(value: float) -> float | None:
-            return None if value != value else value
-
+        """One row a layer, JSON-able; None stands where a layer saw no token, and for what is not known."""
         return [
             {
                 "layer": layer.name,
@@ -105,10 +74,13 @@ class FiringProfile:
                 "d_ff": layer.d_ff,
                 "gated": layer.gated,
                 "tokens": layer.tokens,
-                "density": number(layer.density),
-                "mean_nnz": number(layer.mean_nnz),
+                "density": _number(layer.density),
+                "mean_nnz": _number(layer.mean_nnz),
                 "dead": layer.dead,
-                "overflow_rows": number(layer.overflow_rows),
+                "always_on": layer.always_on,
+                "overflow_rows": _number(layer.overflow_rows),
+                "neighbours_share": _number(layer.neighbours_share),
+                "neighbours_by_chance": _number(layer.neighbours_by_chance),
             }
             for layer in self.layers
         ]
@@ -123,35 +95,139 @@ class FiringProfile:
                 "mean_nnz": "mean nnz",
                 "density": "density",
                 "dead": "dead neurons",
+                "always_on": "always on",
                 "overflow_rows": "rows overflowing",
             },
         )
 
+    def by_position(self) -> list[dict]:
+        """How much fires at the tokens of each group of positions in a sequence, in their order; empty where no
+        position was known.
+
+        Rows: first, last (positions, from 0; last is None for the last group, which has no end), tokens, density (the
+        share of neurons that fire, in all layers together), layers (that of each layer; None where it saw none)."""
+        tokens, nnz = self._placed()
+        asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
+        share, shares = nnz.sum(0) / asked.sum(0), nnz / asked
+        return [
+            {
+                "first": first,
+                "last": None if end is None else end - 1,
+                "tokens": int(tokens[:, group].max()),
+                "density": share[group].item(),
+                "layers": [_number(each) for each in shares[:, group].tolist()],
+            }
+            for group, (first, end) in enumerate(pairwise((*POSITIONS, None)))
+            if tokens[:, group].any()
+        ]
+
+    @property
+    def heavy_first(self) -> dict | None:
+        """What is known of heavy first tokens: many models fire several times as many neurons where a sequence begins.
+
+        A layer is heavy where it saw the first tokens of SEQUENCES sequences, and HEAVY times as many neurons fire at
+        them as from position LATER on. None where no layer is, and where positions are not known. Otherwise: positions
+        (how many, from the first on, are heavy in all layers together; 0 if only single layers are), times (how many
+        times as many fire at the first one), layers (how many layers are heavy), worst (the name of the one that is
+        most), worst_times."""
+        tokens, nnz = self._placed()
+        heavy = [
+            (layer.first_to_later, layer.name)
+            for layer, seen in zip(self.layers, tokens[:, 0].tolist(), strict=True)
+            if seen >= SEQUENCES and layer.first_to_later >= HEAVY
+        ]
+        if not heavy:
+            return None
+        later = nnz[:, LATER:].sum() / tokens[:, LATER:].sum()
+        times = (nnz.sum(0) / tokens.sum(0) / later)[:LATER].tolist()
+        worst_times, worst = max(heavy)
+        return {
+            "positions": next((group for group, each in enumerate(times) if not each >= HEAVY), LATER),
+            "times": times[0],
+            "layers": len(heavy),
+            "worst": worst,
+            "worst_times": worst_times,
+        }
+
+    def _placed(self) -> tuple[Tensor, Tensor]:
+        """How many tokens each layer saw in each group of positions, and how many neurons fired there: float64 [layers,
+        groups], 0 where that is not known."""
+        none = torch.zeros(len(POSITIONS), dtype=torch.int64, device="cpu")
+        tokens = [none if layer.position_tokens is None else layer.position_tokens for layer in self.layers]
+        nnz = [none if layer.position_nnz is None else layer.position_nnz for layer in self.layers]
+        return torch.stack(tokens).double(), torch.stack(nnz).double()
+
+    def by_token(self, least: int = 1) -> list[dict]:
+        """The tokens of the vocabulary that were seen at least so often, those where most neurons fire first; empty
+        where the batches did not say which tokens they held.
+
+        Rows: token (its number), count (how often it was seen), nnz (how many neurons fire there, in all layers
+        together, on average), x_mean (of what fires at a token of any kind). InputError for a `least` below 1."""
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise InputError(f"least is {least!r:.80}; a whole number from 1 up is accepted")
+        if self.token_counts is None:
+            return []
+        mean = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
+        ids = (self.token_counts >= least).nonzero().flatten()
+        nnz = self.token_nnz[ids] / self.token_counts[ids].double()
+        order = nnz.argsort(descending=True, stable=True)
+        return [
+            {"token": token, "count": count, "nnz": each, "x_mean": each / mean if mean else None}
+            for token, count, each in zip(
+                ids[order].tolist(), self.token_counts[ids[order]].tolist(), nnz[order].tolist(), strict=True
+            )
+        ]
+
+    def merged(self, other: FiringProfile) -> FiringProfile:
+        """The profile of the tokens of both, as if they had been profiled at once. InputError unless both are of one
+        model, with tiles of one size."""
+        check_alike(self.layers, other.layers)
+        layers = [mine.merged(its) for mine, its in zip(self.layers, other.layers, strict=True)]
+        sums = {}
+        for name in _TOKENS:
+            held = [each for each in (getattr(self, name), getattr(other, name)) if each is not None]
+            longest = max(map(len, held), default=0)
+            sums[name] = sum(F.pad(each, (0, longest - len(each))) for each in held) if held else None
+        return replace(self, layers=layers, **sums)
+
+    def compare(self, other: FiringProfile) -> Comparison:
+        """This profile beside another one of a model of the same sizes: another text, or another training. Its
+        `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
+        return Comparison.of(self.layers, other.layers)
+
     def save(self, path: str | os.PathLike) -> Path:
         """Write the counts as JSON, the file whole or not at all. RecordError where it can't be written."""
-        path = Path(path)
-        layers = [
-            {key: value.tolist() if isinstance(value, Tensor) else value for key, value in vars(layer).items()}
-            for layer in self.layers
-        ]
-        write_atomically(
-            path, json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}) + "\n", make_folder=False
-        )
+        path, tokens = Path(path), None
+        if self.token_counts is not None:
+            ids = self.token_counts.nonzero().flatten()
+            tokens = {"vocabulary": len(self.token_counts), "ids": ids.tolist()}
+            tokens |= {name: getattr(self, name)[ids].tolist() for name in _TOKENS}
+        content = {"layers": [layer.to_json() for layer in self.layers], "tokens": tokens}
+        write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n", make_folder=False)
         return path
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> FiringProfile:
-        """The profile that `save` wrote. RecordError names the file and the field missing or wrong."""
-        content, where, _ = saved.load(path, "profile", FORMAT, {VERSION: {"layers": list}})
+        """The profile that `save` wrote, in this version or an earlier one. RecordError names the file and the field
+        missing or wrong."""
+        kinds: dict[int, dict] = {1: {"layers": list}, 2: {"layers": list, "tokens": (dict, NoneType)}}
+        content, where, version = saved.load(path, "profile", FORMAT, kinds)
         if not content["layers"]:
             raise RecordError(f"{where}: 'layers' is empty; accepted: one layer or more")
-        return cls([_layer_from(each, f"{where}, layer {number}") for number, each in enumerate(content["layers"])])
+        return cls(
+            [layer_from(each, version, f"{where}, layer {number}") for number, each in enumerate(content["layers"])],
+            **_tokens_from(content.get("tokens"), f"{where}, tokens"),
+        )
 
 
 def profile(
     model: nn.Module, batches: Iterable, tile: int = TILE, words: int = WORDS, *, only: Only | None = None
 ) -> FiringProfile:
-    """Run `model` over `batches` and count which feed-forward neurons fire.
+    """Run `model` over `batches` and count which feed-forward neurons fire, in memory that does not grow with them.
+
+    Each dense layer is first asked what it computes, once. Then the answers that its gate gives anyway are counted; a
+    layer of `sparsify`'s gives none, so there the gate is computed once more. Batches of a hundred tokens and more cost
+    least.
 
     model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs
         in evaluation mode without gradients; every module's mode is put back and the hooks are taken off
@@ -159,7 +235,8 @@ def profile(
     batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
         transformers tokenizer returns) or a tuple of arguments. A single tensor or mapping is one batch.
         Tensors are moved to the device of the model's first parameter. Where a mapping holds an
-        `attention_mask` [batch, tokens], positions where it is 0 are left out of every count.
+        `attention_mask` [batch, tokens], positions where it is 0 are left out of every count. Token ids
+        [batch, tokens], the first argument or `input_ids`, say which tokens these are.
     tile, words: the TwELL geometry for which tiles are counted.
     only: profile the layers for which only(name, module) is true.
 
@@ -169,7 +246,12 @@ def profile(
     found = firing_layers(model, only=only)
     probe.check_all((layer.name, layer.module) for layer in found if not isinstance(layer.module, SparseFFN))
     counters = [Counter(layer, tile, words) for layer in found]
-    if not see_layers(model, [(counter.layer, counter.add) for counter in counters], batches):
+    vocabulary = _Vocabulary(model)
+
+    def counting(counter: Counter) -> tuple[FeedForward, Any]:
+        return counter.layer, lambda x, gate, rows: vocabulary.add(rows, counter.add(x, gate, rows))
+
+    if not run(model, [counting(counter) for counter in counters], batches, after=vocabulary.see):
         raise InputError("batches is empty; accepted: at least one input of the model")
     layers = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in layers):
@@ -177,7 +259,7 @@ def profile(
             "no feed-forward layer saw a token: the batches were empty, or the model was "
             "compiled, which hides it from hooks; accepted: one token or more, not yet compiled"
         )
-    return FiringProfile(layers)
+    return FiringProfile(layers, **vocabulary.result())
 
 
 def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tensor]:
@@ -196,7 +278,7 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
     else:
         raise InputError(f"layer is {layer!r}; accepted: a position among {len(found)}, or a name of {names}")
     seen: list[tuple[Tensor, Tensor]] = []
-    see_layers(model, [(chosen, lambda *what: seen.append(rows_of(*what)))], [batch])
+    run(model, [(chosen, lambda x, gate, rows: seen.append((rows.kept(x), rows.kept(gate(ALL)))))], [batch])
     if not any(x.shape[0] for x, _ in seen):
         raise InputError(f"no token reached {chosen.name!r} in this batch; accepted: at least one")
     return torch.cat([x for x, _ in seen]), torch.cat([gate for _, gate in seen])
@@ -213,12 +295,12 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
     def lacking(name: str) -> int:
         return rows - sum(map(len, kept[name]))
 
-    def keep(name: str, *what: Tensor) -> None:
+    def keep(name: str, x: Tensor, gate: Gate, rows: Rows) -> None:
         if lacking(name) > 0:
-            kept[name].append(rows_of(*what)[0][: lacking(name)])
+            kept[name].append(rows.kept(x)[: lacking(name)])
 
     watched = [(each, partial(keep, each.name)) for each in feed_forwards(model) if each.name in kept]
-    see_layers(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in kept))
+    run(model, watched, batches, enough=lambda: all(lacking(name) <= 0 for name in kept))
     for name in kept:
         if lacking(name) == rows:
             raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
@@ -231,34 +313,59 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
-        self.counts = {
-            "tokens": torch.zeros((), dtype=torch.int64, device="cpu"),
-            "overflowing": torch.zeros((), dtype=torch.int64, device="cpu"),
-            "nnz_histogram": torch.zeros(self.d_ff + 1, dtype=torch.int64, device="cpu"),
-            "neuron_counts": torch.zeros(self.d_ff, dtype=torch.int64, device="cpu"),
-            "tile_histogram": torch.zeros(tile + 1, dtype=torch.int64, device="cpu"),
-        }
+        sizes = dict.fromkeys(("tokens", "overflowing", "pairs", "pair_nnz", "pair_shared"), ())
+        sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
+        sizes |= dict.fromkeys(("position_tokens", "position_nnz"), (len(POSITIONS),))
+        self.counts = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
+        self.placed = False  # whether the position of any token was known
 
-    def add(self, x: Tensor, gate: Tensor, mask: Tensor | None = None) -> None:
-        """Count one batch. gate: the pre-activations, [..., d_ff]; mask: bool [batch, tokens], None counts all."""
-        gate = gate.reshape(-1, self.d_ff)
+    def add(self, x: Tensor, gate: Gate, rows: Rows | None = None) -> Tensor:
+        """Count one input, x [..., d_model], and its gate's answers; rows: what is known of its rows. Returns how many
+        neurons fired at each row, int64, 0 where it does not count."""
+        rows = (rows or Rows()).to(x.device)
+        self.placed |= rows.group is not None
+        self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
+        many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
+        # Each piece has one row more than is counted with it: the neighbour of the last one.
+        nnz = torch.zeros(many, dtype=torch.int64, device=x.device)
+        for start in range(0, many, step):
+            end = min(start + step, many)
+            nnz[start:end] = self._add(gate(slice(start, end + 1)), rows.part(start, end + 1), end - start)
+        return nnz
+
+    def _add(self, gate: Tensor, rows: Rows, many: int) -> Tensor:
+        """`add` for one piece, of whose rows the first `many` count."""
         # What a threshold kept may be negative: SiLU's small values are.
         firing = fires(gate) if self.layer.acts is None else self.layer.acts(gate) != 0
-        counted = firing.new_ones(len(firing)) if mask is None else _flat_mask(mask, firing)
-        firing &= counted[:, None]
-        counted = counted.long()
+        if rows.counted is not None:
+            firing &= rows.counted[:, None]
         tiles = -(-self.d_ff // self.tile)
-        in_tile = F.pad(firing, (0, tiles * self.tile - self.d_ff)).view(-1, tiles, self.tile).sum(-1)
-        self.counts = {name: count.to(gate.device) for name, count in self.counts.items()}
+        whole = F.pad(firing, (0, tiles * self.tile - self.d_ff)) if self.d_ff % self.tile else firing
+        in_tile = whole.view(-1, tiles, self.tile).sum(-1)
+        nnz, own = in_tile.sum(-1), in_tile[:many]
+        counted = nnz.new_ones(many) if rows.counted is None else rows.counted[:many].long()
         self.counts["tokens"] += counted.sum()
-        self.counts["overflowing"] += (in_tile >= self.words).any(-1).sum()
+        self.counts["overflowing"] += (own >= self.words).any(-1).sum()
         # scatter_add_ rather than bincount, which waits for the largest value to size its result.
-        self.counts["nnz_histogram"].scatter_add_(0, firing.sum(-1), counted)
-        self.counts["neuron_counts"] += firing.sum(0)
-        self.counts["tile_histogram"].scatter_add_(0, in_tile.flatten(), counted.repeat_interleave(tiles))
+        self.counts["nnz_histogram"].scatter_add_(0, nnz[:many], counted)
+        self.counts["neuron_counts"] += firing[:many].sum(0)
+        self.counts["tile_histogram"].scatter_add_(0, own.flatten(), counted[:, None].expand(-1, tiles).flatten())
+        if rows.group is not None:
+            self.counts["position_tokens"].scatter_add_(0, rows.group[:many], counted)
+            self.counts["position_nnz"].scatter_add_(0, rows.group[:many], nnz[:many])
+        if rows.linked is not None:
+            linked = rows.linked[: len(firing) - 1]
+            self.counts["pairs"] += linked.sum()
+            self.counts["pair_nnz"] += (linked * (nnz[:-1] + nnz[1:])).sum()
+            self.counts["pair_shared"] += (linked * (firing[:-1] & firing[1:]).sum(-1)).sum()
+        return nnz[:many]
 
     def result(self) -> LayerProfile:
         counts = {name: count.cpu() for name, count in self.counts.items()}
+        placed = ("position_tokens", "position_nnz", "pairs", "pair_nnz", "pair_shared")
+        if not self.placed:
+            counts |= dict.fromkeys(placed)
+        numbers = {name: count.item() for name, count in counts.items() if count is not None and not count.dim()}
         return LayerProfile(
             name=self.layer.name,
             d_model=self.d_model,
@@ -266,163 +373,57 @@ class Counter:
             gated=self.layer.gate is not None,
             tile=self.tile,
             words=self.words,
-            tokens=counts.pop("tokens").item(),
-            overflowing=counts.pop("overflowing").item(),
-            **counts,
+            **{**counts, **numbers},
         )
 
 
-@contextmanager
-def on_gate(layer: FeedForward, see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Within this context, `see(x, gate pre-activation)` is called whenever `layer` runs."""
-    if isinstance(layer.module, SparseFFN):  # it never calls the projection that decides: compute it again
+class _Vocabulary:
+    """Adds up how often each token of the vocabulary was seen, and how many neurons fired there."""
 
-        def on_sparse(module: SparseFFN, args: tuple) -> None:
-            see(args[0], module.in_own_order(F.linear(args[0], layer.pattern.weight, layer.pattern.bias)))
+    def __init__(self, model: nn.Module) -> None:
+        self.size = vocabulary_of(model)
+        self.sums: dict[str, Tensor] = {}
 
-        hook = layer.module.register_forward_pre_hook(on_sparse)
-    else:
-        hook = layer.pattern.register_forward_hook(lambda module, args, output: see(args[0], output))
-    try:
-        yield
-    finally:
-        hook.remove()
+    def see(self, rows: Rows) -> None:
+        """Count the tokens of a batch."""
+        if rows.ids is not None:
+            counted = torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long()
+            self._add("token_counts", rows.ids, counted)
 
+    def add(self, rows: Rows, nnz: Tensor) -> None:
+        """Count what fired in one layer at its rows."""
+        if rows.ids is not None:
+            self._add("token_nnz", rows.ids.to(nnz.device), nnz)
 
-def see_layers(
-    model: nn.Module,
-    watched: list[tuple[FeedForward, Callable]],
-    batches: Iterable,
-    enough: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Run the model over the batches until there are enough; `see(x, gate pre-activation, mask)` is called of each
-    watched layer whenever that runs, with what `rows_of` takes. Returns whether there was a batch. Batches and errors
-    are those of `profile`."""
-    mask, ran = None, False
-    with evaluating(model), ExitStack() as hooks:
-        for layer, see in watched:
-            hooks.enter_context(
-                on_gate(layer, lambda x, gate, see=see, layer=layer: see(x, gate, _routed(mask, layer)))
-            )
-        for batch in _each(batches):
-            batch = _moved(batch, model)
-            mask, ran = _mask(batch), True
-            _call(model, batch)
-            if enough():
-                break
-    return ran
+    def _add(self, name: str, ids: Tensor, values: Tensor) -> None:
+        if name not in self.sums:  # with a place for what is in no vocabulary, which is left out in the end
+            self.sums[name] = torch.zeros(self.size + 1, dtype=torch.int64, device=ids.device)
+        self.sums[name] = self.sums[name].to(ids.device).scatter_add_(0, ids, values)
+
+    def result(self) -> dict[str, Tensor]:
+        return {name: sums[:-1].cpu() for name, sums in self.sums.items()}
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is back in its own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
-def _each(batches) -> Iterable:
-    if isinstance(batches, (Tensor, Mapping)):
-        return [batches]
-    if not isinstance(batches, Iterable):
-        raise InputError(f"batches is a {type(batches).__name__}; accepted: an iterable of inputs")
-    return batches
-
-
-def _moved(batch, model: nn.Module):
-    """The batch with its tensors on the device of the model's first parameter."""
-    device = next(model.parameters()).device
-
-    def move(value):
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    if isinstance(batch, Mapping):
-        return {name: move(value) for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(move(value) for value in batch)
-    if not isinstance(batch, Tensor):
-        raise InputError(f"a batch is a {type(batch).__name__}; accepted: a tensor, mapping or tuple")
-    return batch.to(device)
-
-
-def _call(model: nn.Module, batch) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple):
-        model(*batch)
-    else:
-        model(batch)
-
-
-def _mask(batch) -> Tensor | None:
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-
-def rows_of(x: Tensor, gate: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x and gate as [rows, ...], the masked positions left out."""
-    x, gate = x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1])
-    counted = slice(None) if mask is None else _flat_mask(mask, x)
-    return x[counted], gate[counted]
-
-
-def _routed(mask: Tensor | None, layer: FeedForward) -> Tensor | None:
-    """The part of the mask that is about the tokens which a routed expert was given."""
-    rows = getattr(layer.pattern, "rows", None)
-    return mask if mask is None or rows is None else mask.flatten().to(rows.device)[rows]
-
-
-def _flat_mask(mask: Tensor, rows: Tensor) -> Tensor:
-    """The mask as bool [rows] on the device of `rows`, one entry for each row that a layer saw."""
-    if mask.numel() != len(rows):
-        raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but a layer saw {len(rows)} "
-            f"positions; accepted: one entry a position"
-        )
-    return mask.flatten().to(rows.device)
-
-
-_NUMBERS = ("d_model", "d_ff", "tokens", "tile", "words", "overflowing")
-_COUNTS = ("nnz_histogram", "neuron_counts", "tile_histogram")
-_LAYER = {"name": str, "gated": bool, **dict.fromkeys(_NUMBERS, int), **dict.fromkeys(_COUNTS, list)}
-
-
-def _layer_from(content, where: str) -> LayerProfile:
-    """A LayerProfile from its JSON form, each field checked."""
-    content = saved.fields(content, _LAYER, where)
-    saved.widths(content, where)
-    try:
-        check_geometry(content["tile"], content["words"])
-    except InputError as error:
-        raise RecordError(f"{where}: {error}") from None
-    for name, length in zip(_COUNTS, (content["d_ff"] + 1, content["d_ff"], content["tile"] + 1)):
-        saved.counts(content, name, length, WHOLE - 1, where)
-    _check_counts(**content, where=where)
-    tensors = {name: torch.tensor(content[name], dtype=torch.int64, device="cpu") for name in _COUNTS}
-    return LayerProfile(**{**content, **tensors})
-
-
-def _check_counts(d_ff, tokens, tile, overflowing, nnz_histogram, neuron_counts, tile_histogram, where, **_) -> None:
-    """RecordError unless they can be counts of the same tokens: what is computed from others would be wrong without a
-    word."""
-    fired = sum(neuron_counts)
-    for name, found, wanted in (
-        ("nnz_histogram", sum(nnz_histogram), tokens),
-        ("tile_histogram", sum(tile_histogram), tokens * -(-d_ff // tile)),
-        ("nnz_histogram", sum(nnz * count for nnz, count in enumerate(nnz_histogram)), fired),
-        ("tile_histogram", sum(nnz * count for nnz, count in enumerate(tile_histogram)), fired),
-    ):
-        if found != wanted:
-            raise RecordError(
-                f"{where}: {name!r} counts {found} where 'tokens' and 'neuron_counts' make {wanted}; accepted: a "
-                f"whole profile"
-            )
-    if max([overflowing, *neuron_counts]) > tokens:
+def _tokens_from(content, where: str) -> dict[str, Tensor]:
+    """The counts of a profile's tokens from their JSON form, each field checked."""
+    if content is None:
+        return {}
+    saved.fields(content, {"vocabulary": int, "ids": list, **dict.fromkeys(_TOKENS, list)}, where)
+    ids, size = content["ids"], content["vocabulary"]
+    if size > _LARGEST:
+        raise RecordError(f"{where}: 'vocabulary' is {size}; accepted: a whole number up to {_LARGEST}")
+    for name in ("ids", *_TOKENS):
+        saved.counts(content, name, len(ids), size - 1 if name == "ids" else WHOLE - 1, where)
+    if any(one >= next for one, next in pairwise(ids)) or 0 in content["token_counts"]:
         raise RecordError(
-            f"{where}: 'overflowing' or one of 'neuron_counts' is above 'tokens', {tokens}; accepted: a whole profile"
+            f"{where}: 'ids' are not in ascending order, or one was never seen; accepted: a whole profile"
         )
+    made = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name in _TOKENS}
+    return {
+        name: sums.scatter_(0, torch.tensor(ids).long(), torch.tensor(content[name]).long())
+        for name, sums in made.items()
+    }

@@ -189,7 +189,7 @@ def model(options: argparse.Namespace) -> Answer:
     else:
         device = present_device(options.device)
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
-        found, part, windows = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
+        found, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
         found = found.to(device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)).eval()
         record = bench.model(found, text=windows.flatten(), **how)
         read = f"{windows.numel():,} tokens of {part.name}"

@@ -14,9 +14,10 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -28,6 +29,9 @@ from .bench_command import ROW_COLUMNS
 from .inputs import model_and_windows
 from .options import DTYPES, TourOptions, add_fields, given, number, path, positive, seconds, source, whole
 from .terminal import Answer
+
+if TYPE_CHECKING:
+    from ..analysis.profile import FiringProfile
 
 # The options of `record` that not all recordings take.
 _TAKEN_BY = {"seed": ("attack",), "cases": ("attack",), "seconds": ("attack", "inference", "model", "training")}
@@ -232,7 +236,8 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             "model",
             metavar="MODEL",
             type=path,
-            help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub",
+            help="a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub"
+            + ("; or a profile that --out saved" if each is profile else ""),
         )
         each.add_argument(
             "--text",
@@ -243,6 +248,7 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         )
         each.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
         each.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
+    profile.add_argument("--against", metavar="FILE", type=path, help="compare with the profile that --out saved here")
     plan.add_argument(
         "--tokens",
         type=positive,
@@ -403,20 +409,68 @@ def _tour(options) -> Answer:
 
 def _profile(options) -> Answer:
     from ..analysis.predict import verdict
-    from ..analysis.profile import profile
+    from ..analysis.profile import FiringProfile, profile
 
     if options.out is not None:
         check_target(options.out)
-    model, part, windows = model_and_windows(options, options.windows)
-    firing = profile(model, windows.split(32))
+    other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
+    spell = str
+    if options.model.is_file():
+        if options.text is not None:
+            raise InputError(
+                f"{str(options.model)!r} is a file, so it is read as a saved profile, which needs no --text"
+            )
+        firing, read = FiringProfile.load(options.model), str(options.model)
+    else:
+        model, part, windows, spell = model_and_windows(options, options.windows)
+        firing, read = profile(model, windows.split(32)), part.name
+    compared = None if other is None else firing.compare(other)
     if options.out is not None:
         firing.save(options.out)
-    return Answer(
-        firing.table(),
-        f"{firing}\nprofile: {firing.tokens:,} tokens of {part.name}"
-        + (f"; the counts are in {options.out}" if options.out else "")
-        + f"\n{verdict(firing)}",
-    )
+    said = verdict(firing)
+    value = {
+        "tokens": firing.tokens,
+        "of": read,
+        "layers": firing.table(),
+        "by_position": firing.by_position(),
+        "heavy_first": firing.heavy_first,
+        "by_token": firing.by_token(),
+        "verdict": said,
+        "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
+    }
+    lines = [
+        str(firing),
+        *_by_place(firing, spell),
+        f"profile: {firing.tokens:,} tokens of {read}" + (f"; the counts are in {options.out}" if options.out else ""),
+        said,
+        *([] if compared is None else [f"\nbeside {options.against}", str(compared)]),
+    ]
+    return Answer(value, "\n".join(lines))
+
+
+def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
+    """How much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a token as
+    text."""
+    from ..plots.data import share
+
+    rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
+    places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
+    lines = [f"firing at positions {', '.join(places)}" if places else "firing by position: not known"]
+    known = [row for row in firing.table() if row["neighbours_share"] is not None]
+    spans = [
+        " to ".join(share(end([row[name] for row in known])) for end in (min, max))
+        for name in ("neighbours_share", "neighbours_by_chance")
+        if known
+    ]
+    lines += [f"of what fires at a token or the next, at both: {spans[0]}; by chance {spans[1]}"] if known else []
+    tokens = firing.by_token(least=8)
+    many = min(5, len(tokens) // 2)
+    said = [
+        ", ".join(f"{spell(each['token'])} {each['x_mean']:.1f}x" for each in some if each["x_mean"] is not None)
+        for some in (tokens[:many], tokens[::-1][:many])
+    ]
+    lines += [f"tokens at which most fire, of the mean: {said[0]}; least: {said[1]}"] if said[0] else []
+    return lines
 
 
 def _prepare(options) -> Answer:
@@ -445,7 +499,7 @@ def _plan(options) -> Answer:
         check_target(options.out)
     device = present_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model, part, windows = model_and_windows(options, 2 * options.windows)
+    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     model.to(device, dtype).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
     firing = profile(model, windows[::2].split(32))
@@ -476,7 +530,7 @@ def _thresholds(options) -> Answer:
 
     if options.out is not None:
         check_target(options.out)
-    model, part, windows = model_and_windows(options, 2 * options.windows)
+    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     model.requires_grad_(False)
     # Every second window is calibrated on; the loss is measured on those between them.
     chosen = thresholds(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)

@@ -8,8 +8,9 @@ from ..core.errors import InputError
 
 
 def model_and_windows(options, count: int | None = None, *, tokens: int = 0):
-    """The model that the options ask for, on the CPU; the text, and windows of its tokens (`_windows`): so many, or
-    without a count as many as hold so many `tokens`. A model of transformers reads the text with its own tokenizer."""
+    """The model that the options ask for, on the CPU; the text; windows of its tokens (`_windows`): so many, or without
+    a count as many as hold so many `tokens`; and what spells a token. A model of transformers reads the text with its
+    own tokenizer."""
     from ..models import published
     from ..models.tiny import LanguageModel
 
@@ -20,7 +21,16 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0):
         if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
             raise  # it is meant to be one of ours
         return _theirs(options, folder, count, tokens)
-    return model, *_windows(options, count or -(-tokens // model.config.context), model.config)
+    part, windows = _windows(options, count or -(-tokens // model.config.context), model.config)
+
+    def spell(token: int) -> str:
+        written = part.tokenizer.decode(windows.new_tensor([token]))
+        try:
+            return repr(written.decode())
+        except UnicodeDecodeError:
+            return repr(written)
+
+    return model, part, windows, spell
 
 
 def _theirs(options, folder, count: int | None, tokens: int):
@@ -43,7 +53,7 @@ def _theirs(options, folder, count: int | None, tokens: int):
         raise InputError(f"{part.name} has {len(ids)} tokens; windows of {context} need at least {context + 1}")
     if (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
         raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
-    return model, part, spread_windows(ids, count, context)[:, :-1]
+    return model, part, spread_windows(ids, count, context)[:, :-1], lambda token: repr(tokenizer.decode([token]))
 
 
 def _windows(options, count: int, config):

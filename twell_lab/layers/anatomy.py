@@ -226,6 +226,7 @@ def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
     Like feed_forwards, which leaves out the gated squared ones, since no sparse path computes them. Raises InputError
     if there is neither. only: as there.
     """
+    check_model(model)
 
     def fires(family: Family, activation) -> bool:
         return computes(family, activation) or is_squared(activation)

@@ -87,9 +87,10 @@ def _of_part(part) -> tuple[Tensor, Tensor | None]:
 
 
 class _ExpertCut(Cut):
-    """A projection of one expert. rows: which tokens the expert was given last, int64 [tokens]."""
+    """A projection of one expert. rows: which tokens the expert was given last, int64 [tokens], of `among` tokens."""
 
     rows: Tensor | None = None
+    among = 0
 
     def __init__(self, expert: Expert, half, transposed, names, number) -> None:
         super().__init__(expert.of, half, transposed, names, number)
@@ -109,7 +110,7 @@ class _ExpertCut(Cut):
             x, chosen, _ = _arguments(module, args, kwargs)
             rows = (chosen == self.index).any(-1).nonzero().flatten()
             if rows.numel():
-                self.rows = rows
+                self.rows, self.among = rows, len(x)
                 see(x[rows])
 
         return self.of.register_forward_pre_hook(called, with_kwargs=True)
@@ -189,7 +190,7 @@ class Routed:
             layer = module._modules.get(str(number), self.experts[number])
             for part in layer.parts:
                 if part is not None:
-                    part.rows = which
+                    part.rows, part.among = which, len(x)
             return layer(rows)
 
         return mixed(x, chosen, weights, len(self.experts), one)

@@ -36,7 +36,7 @@ from torch.nn.functional import linear
 
 from .. import records
 from ..analysis import saved
-from ..analysis.profile import evaluating, rows_of, see_layers
+from ..analysis.running import ALL, Gate, Rows, evaluating, run
 from ..core.errors import InputError, RecordError
 from ..core.files import write_atomically
 from ..layers import probe
@@ -146,12 +146,12 @@ class LayerCalibration:
     def rows(self) -> Tensor:
         return self._kept.rows
 
-    def see(self, x: Tensor, gate: Tensor, mask: Tensor | None) -> None:
-        """Count what one forward of the layer gives; as analysis.profile.see_layers calls it."""
-        x, gate = rows_of(x, gate, mask)
+    def see(self, x: Tensor, gate: Gate, rows: Rows) -> None:
+        """Count what one forward of the layer gives; as analysis.running.run calls it."""
+        x, first = rows.kept(x), rows.kept(gate(ALL))
         if not len(x):
             return
-        seen = {"activation": self.layer.acts(gate.clone()), "input": x}  # it may work in place
+        seen = {"activation": self.layer.acts(first.clone()), "input": x}  # it may work in place
         if "hidden" in self.sites:
             up = self.layer.up
             seen["hidden"] = (
@@ -282,7 +282,7 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
     probe.check_all((layer.name, layer.module) for layer in found)
     layers = [LayerCalibration(layer, method) for layer in found]
-    if not see_layers(model, [(each.layer, each.see) for each in layers], batches):
+    if not run(model, [(each.layer, each.see) for each in layers], batches):
         raise InputError("batches is empty; accepted: at least one input of the model")
     for layer in layers:
         if not layer.tokens:

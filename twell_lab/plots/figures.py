@@ -126,6 +126,97 @@ def firing_by_layer(profile, without=None) -> go.Figure:
     return styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
 
 
+def firing_by_position(profile, names: list[str] | None = None) -> go.Figure:
+    """The share of neurons that fire at the first tokens of a sequence and at later ones: all layers together as a
+    thick line, each layer as a thin one.
+
+    Args:
+        profile: a FiringProfile, or the rows of its by_position().
+        names: of the layers; those of the profile, unless given.
+
+    Raises:
+        InputError: for a profile in which no position is known.
+    """
+    rows = profile if isinstance(profile, list) else profile.by_position()
+    if not rows:
+        raise InputError(
+            "no position of a token is known in this profile; accepted: one made from token ids or sequences"
+        )
+    if names is None and not isinstance(profile, list):
+        names = layer_names([layer.name for layer in profile.layers])
+    places = [
+        f"{row['first']}" + ("" if row["last"] == row["first"] else f"-{row['last']}" if row["last"] else " on")
+        for row in rows
+    ]
+    figure = go.Figure()
+    for number in range(len(rows[0]["layers"])):
+        name = names[number] if names else f"layer {number}"
+        figure.add_scatter(
+            x=places,
+            y=[_times_100(row["layers"][number]) for row in rows],
+            mode="lines",
+            line={"color": SKY, "width": 1},
+            name="each layer",
+            legendgroup="layers",
+            showlegend=number == 0,
+            hovertemplate=f"{name}, %{{x}}: %{{y:.3g}}%<extra></extra>",
+        )
+    figure.add_scatter(
+        x=places,
+        y=[100 * row["density"] for row in rows],
+        mode="lines+markers",
+        line={"color": BLUE, "width": 3},
+        name="all layers together",
+        customdata=[row["tokens"] for row in rows],
+        hovertemplate="%{x}: %{y:.3g}% (%{customdata:,} tokens)<extra></extra>",
+    )
+    figure.update_yaxes(title_text="neurons firing for a token, %", rangemode="tozero")
+    figure.update_xaxes(title_text="position in its sequence, from 0", type="category")
+    return styled(figure, "Share of neurons that fire, by position in the sequence")
+
+
+def profiles_compared(comparison, mine: str = "this profile", other: str = "the other") -> go.Figure:
+    """Two profiles layer by layer. Left: how many neurons fire in each. Right: what the other's hottest neurons catch
+    of this profile's firing, of what its own hottest catch.
+
+    Args:
+        comparison: what FiringProfile.compare gave, or its rows.
+        mine, other: what to call the two.
+
+    Raises:
+        InputError: for no rows.
+    """
+    rows = comparison if isinstance(comparison, list) else _get(comparison, "rows")
+    if not rows:
+        raise InputError("the comparison has no layers; accepted: one layer or more")
+    names = layer_names([row["layer"] for row in rows])
+    titles = ("neurons firing for a token, %", "caught by the other's hot neurons, %")
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
+    for name, key, colour in ((mine, "density", BLUE), (other, "other_density", GREY)):
+        figure.add_bar(
+            x=names,
+            y=[_times_100(row[key]) for row in rows],
+            name=name,
+            marker_color=colour,
+            hovertemplate=f"{name}, %{{x}}: %{{y:.3g}}%<extra></extra>",
+            row=1,
+            col=1,
+        )
+    figure.add_bar(
+        x=names,
+        y=[_times_100(row["hot_kept"]) for row in rows],
+        marker_color=GREEN,
+        showlegend=False,
+        customdata=[_times_100(row["hot_overlap"]) for row in rows],
+        hovertemplate="%{x}: %{y:.0f}%; %{customdata:.0f}% of the hottest are the same<extra></extra>",
+        row=1,
+        col=2,
+    )
+    figure.update_yaxes(title_text=titles[0], rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title_text=titles[1], range=[0, 105], row=1, col=2)
+    return styled(figure, "Two profiles: how many neurons fire, and whether the same ones are hot")
+
+
 def neuron_frequency(profile, layer: int = 0) -> go.Figure:
     """On which share of the tokens each neuron of one layer fires, most used first, and how many never fire.
 
@@ -355,6 +446,10 @@ def _layers(profile) -> list:
     if not layers:
         raise InputError("the profile has no layers; accepted: one layer or more")
     return layers
+
+
+def _times_100(value: float | None) -> float | None:
+    return None if value is None else 100 * value
 
 
 def _percent(value: float) -> str:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..analysis.profile import on_gate
+from ..analysis.running import ALL, Gate, on_gate
 from ..core.errors import InputError
 from ..formats.twell import fires
 from ..layers.anatomy import FeedForward, firing_layers
@@ -107,10 +107,10 @@ def collect_fired(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
     layers = firing_layers(model)
     seen: list[Tensor | None] = [None] * len(layers)
 
-    def note(number: int) -> Callable[[Tensor, Tensor], None]:
-        def see(_: Tensor, gate: Tensor) -> None:
+    def note(number: int) -> Callable[[Tensor, Gate], None]:
+        def see(_: Tensor, gate: Gate) -> None:
             with torch.no_grad():
-                fired = fires(gate.detach()).flatten(0, -2).any(0)
+                fired = fires(gate(ALL).detach()).any(0)
                 seen[number] = fired if seen[number] is None else seen[number] | fired
 
         return see

@@ -292,7 +292,10 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
         "density",
         "mean_nnz",
         "dead",
+        "always_on",
         "overflow_rows",
+        "neighbours_share",
+        "neighbours_by_chance",
     }
 
 
@@ -300,7 +303,7 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
     "change, words",
     [
         (lambda c: c.update(format="something else"), "'format'"),
-        (lambda c: c.update(version=2), "version 2"),
+        (lambda c: c.update(version=3), "version 3"),
         (lambda c: c.pop("layers"), "'layers'"),
         (lambda c: c["layers"][2].pop("tokens"), "layer 2: 'tokens'"),
         (lambda c: c["layers"][0].update(gated=1), "'gated'"),

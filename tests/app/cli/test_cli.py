@@ -242,8 +242,22 @@ def test_train_then_profile(capsys, tmp_path, text):
     asked = ["train", "--text", text, *SMALL, "--l1", "0.001", "--out", model]
     summary = json.loads(ask(capsys, *asked, "--json"))
     assert summary["config"]["l1"] == 0.001 and len(summary["density"]) == 1
-    rows = json.loads(ask(capsys, "profile", model, "--text", text, "--out", counts, "--json"))
-    assert [row["d_ff"] for row in rows] == [32] and Path(counts).exists()
+    found = json.loads(ask(capsys, "profile", model, "--text", text, "--out", counts, "--json"))
+    assert [row["d_ff"] for row in found["layers"]] == [32] and Path(counts).exists()
+    assert found["by_position"][0]["first"] == 0 and found["against"] is None
+    assert sum(row["count"] for row in found["by_token"]) == found["tokens"]
+    # What was saved is shown again, with the same facts, and compared.
+    again = json.loads(ask(capsys, "profile", counts, "--json"))
+    assert {**again, "of": found["of"]} == found
+    beside = json.loads(ask(capsys, "profile", model, "--text", text, "--windows", "2", "--against", counts, "--json"))
+    assert beside["against"]["layers"][0]["other_density"] == found["layers"][0]["density"]
+    shown = ask(capsys, "profile", counts, "--against", counts)
+    assert "firing at positions 0: " in shown and "by chance" in shown and "tokens at which most fire" in shown
+    assert shown.rstrip().endswith("a plan made from one serves the other.")
+    assert max(map(len, shown.splitlines()[:3])) <= 80
+    assert cli.main(["profile", counts, "--text", text]) == 2 and "needs no --text" in capsys.readouterr().err
+    assert cli.main(["profile", text]) == 2 and "text.txt' cannot be read as JSON" in capsys.readouterr().err
+    assert cli.main(["profile", counts, "--against", "no/such.json"]) == 2 and "no/such" in capsys.readouterr().err
     assert "tokens of text.txt, validation part" in ask(capsys, "profile", model, "--text", text, "--windows", "2")
     (tmp_path / "other.txt").write_text(Path(text).read_text()[1:])
     assert "tokens of other.txt;" in ask(

@@ -175,6 +175,9 @@ def test_options_of_profile_plan_and_thresholds(tried, command, here, monkeypatc
     for value in ("", "\0", "fifo", "empty", "loop", "folder", "/dev/zero", "no\nsuch"):
         tried(command, "model", *small, "--text", value)
     monkeypatch.setattr(LanguageModel, "load", None)  # refused before it is called
+    if command == "profile":
+        for value in ("", "\0", "\ud800", "fifo", "empty", "loop", "folder", os.devnull, "text.txt", "no\nsuch"):
+            tried(command, "model", *small, "--against", value)
     for value in (
         "",
         "\0",

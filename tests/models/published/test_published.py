@@ -289,7 +289,8 @@ def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys
     text = tmp_path / "text"
     text.write_text("What fires, fires often. " * 300)
     assert cli.main(["profile", str(folder), "--text", str(text), "--windows", "8", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
+    rows = found["layers"]
     assert [row["layer"] for row in rows] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     model = tl.load(folder)
     ids = torch.tensor([*text.read_bytes()][: 8 * 9 * 64])  # so much of it is read
@@ -297,6 +298,9 @@ def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys
     windows = torch.stack([ids[64 * (i * whole // 8) :][:64] for i in range(8)])
     expected = tl.profile(model, [windows])
     assert [row["mean_nnz"] for row in rows] == [layer.mean_nnz for layer in expected.layers]
+    assert found["by_position"] == expected.by_position() and found["by_token"] == expected.by_token()
+    assert cli.main(["profile", str(folder), "--text", str(text), "--windows", "8"]) == 0
+    assert "most fire, of the mean: '" in capsys.readouterr().out  # tokens are spelled
     out = tmp_path / "plan.json"
     asked = ["plan", str(folder), "--text", str(text), "--windows", "2", "--tokens", "1", "--out", str(out)]
     assert cli.main([*asked, "--device", "cpu"]) == 0
@@ -332,7 +336,7 @@ def test_a_prepared_text_is_read_as_its_text(folder, tmp_path, capsys):
         assert cli.main(["prepare", str(text), "--out", str(out), "--tokenizer", tokens]) == 0
         capsys.readouterr()
         assert cli.main(["profile", str(folder), "--text", str(out), "--windows", "1", "--json"]) == 0
-        rows[tokens] = json.loads(capsys.readouterr().out)
+        rows[tokens] = json.loads(capsys.readouterr().out)["layers"]
     assert all(0 < row["mean_nnz"] < 40 for each in rows.values() for row in each)
     assert [row["tokens"] for row in rows["bytes"]] == [row["tokens"] for row in rows["bpe:300"]]
 

@@ -88,7 +88,8 @@ def count(
         for level in LEVELS:
             thresholds = {site: histogram.threshold(level) for site, histogram in layer.sites.items()}
             counter = Counter(replace(layer.layer, acts=lambda hidden: hidden), TILE, WORDS)
-            counter.add(layer.rows, layer.hidden(layer.rows, thresholds))
+            hidden = layer.hidden(layer.rows, thresholds)
+            counter.add(layer.rows, lambda of, hidden=hidden: hidden[of])
             firing.append((layer.error(thresholds), counter.result()))
         errors.append([error for error, _ in firing])
         overflow.append([(each.tile_histogram[WORDS:].sum() / each.tile_histogram.sum()).item() for _, each in firing])

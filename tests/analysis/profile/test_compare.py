@@ -1,0 +1,98 @@
+"""Two profiles beside each other, on layers whose firing is known."""
+
+import json
+
+import pytest
+import torch
+
+from twell_lab.analysis.profile import FiringProfile, profile
+from twell_lab.core.errors import InputError
+from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+
+WIDTH = 40  # two of its neurons are the hottest 5%
+
+
+def profiled(*tokens: set[int], layers: int = 1, kind=GatedFeedForward, width: int = WIDTH) -> FiringProfile:
+    """Of layers that fire the same neurons at each of the tokens: those that are named there."""
+    layer = kind(width, width)
+    with torch.no_grad():
+        (layer.up_proj if kind is PlainFeedForward else layer.gate_proj).weight.copy_(torch.eye(width))
+    x = torch.full((1, len(tokens), width), -1.0)
+    for at, fired in enumerate(tokens):
+        x[0, at, list(fired)] = 1.0
+
+    class Several(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.each = torch.nn.ModuleList([layer] + [type(layer)(width, width) for _ in range(layers - 1)])
+            self.each.load_state_dict(
+                {f"{n}.{key}": value for n in range(layers) for key, value in layer.state_dict().items()}
+            )
+
+        def forward(self, x):
+            return [each(x) for each in self.each]
+
+    return profile(Several(), x)
+
+
+def test_a_profile_compared_with_itself_says_that_its_plan_serves():
+    made = profiled({0, 1}, {0, 1, 2}, layers=3)
+    found = made.compare(made)
+    assert [row["layer"] for row in found.rows] == ["each.0", "each.1", "each.2"]
+    for row in found.rows:
+        assert (row["ratio"], row["hot_overlap"], row["hot_kept"], row["nnz_shift"]) == (1, 1, 1, 0)
+        assert row["density"] == row["other_density"] == pytest.approx(2.5 / WIDTH)
+    assert found.verdict.endswith("a plan made from one serves the other.")
+    assert found.verdict.startswith("1.00 (1.00 to 1.00) times as many neurons fire")
+    assert "hot kept" in str(found) and str(found).endswith(found.verdict)
+    assert json.loads(json.dumps(found.rows, allow_nan=False)) == found.rows
+
+
+def test_what_differs_is_counted():
+    # Here neurons 0 and 1 are the hottest, there 1 and 2: these caught 3 of the 5 firings that 0 and 1 have here.
+    here = profiled({0, 1}, {0, 1}, {0, 2}, {7})
+    there = profiled({1, 2}, {1, 2}, {1, 2, 3}, {4})
+    (row,) = here.compare(there).rows
+    assert row["hot_overlap"] == 1 / 2 and row["hot_kept"] == pytest.approx(3 / 5)
+    assert row["ratio"] == pytest.approx(7 / 8)
+    assert row["nnz_shift"] == pytest.approx(1 / 4)  # one of four tokens has one neuron more
+    assert (
+        "make a plan for each if it has hot neurons, since others are hot in 1 of 1 layers"
+        in here.compare(there).verdict
+    )
+    more = profiled({0, 1, 2}, {0, 1, 2}, {0, 1, 3})
+    assert "make a plan for each, since 1 of 1 layers fire another number" in more.compare(here).verdict
+    assert "make a plan for each, since 1 of 1 layers fire another number" in here.compare(more).verdict
+    assert more.compare(here).rows[0]["ratio"] == pytest.approx(1 / here.compare(more).rows[0]["ratio"])
+
+
+def test_silent_layers_are_compared_as_far_as_they_can_be():
+    silent, alive = profiled(set(), set()), profiled({0}, {0})
+    (row,) = alive.compare(silent).rows
+    assert row["ratio"] is None and row["hot_kept"] is None and row["nnz_shift"] == 1
+    assert alive.compare(silent).verdict == "No layer fired in both profiles: there is nothing to compare."
+    assert "-" in str(alive.compare(silent))
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        (
+            lambda: profiled({0}, layers=2),
+            "are 1, the first 'each.0' of 40 x 40, and of the other 2, the first 'each.0' of 40 x 40",
+        ),
+        (lambda: profiled({0}, width=8), "'each.0' of 40 x 40 in one profile and 'each.0' of 8 x 8 in the other"),
+        (lambda: profiled({0}, kind=PlainFeedForward), "40 x 40 in one profile and 'each.0' of 40 x 40 without a gate"),
+    ],
+)
+def test_profiles_of_other_sizes_are_refused_naming_both(other, words):
+    for call in (FiringProfile.compare, FiringProfile.merged):
+        with pytest.raises(InputError, match=words):
+            call(profiled({0}), other())
+
+
+def test_profiles_with_other_tiles_are_not_merged():
+    layer = GatedFeedForward(8, 8)
+    x = torch.randn(2, 8)
+    with pytest.raises(InputError, match="tile is 4 in one profile of '' and 8 in the other"):
+        profile(layer, x, tile=4, words=2).merged(profile(layer, x, tile=8, words=2))
