@@ -102,6 +102,7 @@ def call(layer, x: Tensor) -> Tensor | None:
 @torch.library.impl(_library, "layer", "CUDA")
 @torch.library.impl(_library, "layer", "CPU")
 def _run(x, handle, *weights):
+    weights = *weights, None  # down_t, which a layer's own weights do not have
     owner = getattr(handle, "owner", None)
     layer = None if owner is None else owner.layer()
     if layer is not None and layer._buffers.get(HANDLE) is handle:
@@ -110,7 +111,7 @@ def _run(x, handle, *weights):
             return y
     # Other weights than the layer's, as in torch.func.functional_call, or a handle that is a copy, as in torch.export.
     with torch.no_grad():
-        return inference.infer(x, *weights)
+        return inference.infer(x, *weights[:6])
 
 
 @torch.library.register_fake("twell_lab::layer", lib=_library)

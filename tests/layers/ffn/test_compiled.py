@@ -11,7 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.layers.ffn.follows import assert_follows, other_data, replace, write
 from tests.layers.ffn.test_paths import D_MODEL, layer, plan_for
 from twell_lab.core.errors import InputError
+from twell_lab.layers.again import Known
 from twell_lab.layers.choice import DENSE, Candidate, Choice, LayerPlan
+from twell_lab.layers.paths import PATHS
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
 
@@ -79,6 +81,28 @@ def test_every_backend_hands_over_the_layers_own_weights(backend, mode, x, monke
     with mode():
         for each in (x, torch.randn(7, D_MODEL), torch.randn(9, D_MODEL)):  # the last two with any number of tokens
             assert torch.equal(run(each), sparse(each)) and own.pop() is not None and not own
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
+def test_a_repeated_call_does_not_look_again(gated, bias, x, monkeypatch):
+    """As on a GPU; a CPU takes longer for a layer than Python does, and looks each time."""
+    sparse = sparsify(layer(gated, bias).eval(), "twell")
+    other = layer(gated, bias, seed=1).eval()
+    known = Known(lambda x, weights: torch.full_like(x, len([w for w in weights if w is not None])))
+    monkeypatch.setattr(type(PATHS["twell"]), "again", lambda *_: known)
+    run = torch.compile(sparse, backend="aot_eager", fullgraph=True)
+    first, held = run(x), (2 + gated) + (2 + gated) * bias
+    assert torch.equal(run(x), torch.full_like(x, held)) and not torch.equal(first, run(x))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def given(weights, x):
+        return torch.func.functional_call(sparse, weights, (x,))
+
+    for _ in range(2):
+        assert_follows(lambda x: given(dict(other.named_parameters()), x), other, x)
+    write(sparse.up)
+    assert not torch.equal(run(x), torch.full_like(x, held))
 
 
 def test_layers_that_are_alike_share_a_graph(x):
