@@ -11,6 +11,7 @@ from .trials import Times, Trial
 MARGIN = 0.97  # a sparse path that was timed on the layer is taken up to this share of the dense time
 MARGIN_SHARED = 0.95  # up to this one where it was timed on a layer like it
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
+CLOSE = 1.02  # a path that splits holds copies of weights: one that does not may take this much longer
 HIDDEN = 0.5  # the share of a path's device time up to which its host time does not count
 
 
@@ -74,7 +75,8 @@ def judge(
     before = times.get(None, times[DENSE])
     taken = {choice: times[choice] for choice in predicted if choice in times}
     bars = {choice: barred(choice, times, margin, saved=saved) for choice in taken if choice != DENSE}
-    chosen = min((c for c, bar in bars.items() if bar is None), key=lambda c: taken[c].call, default=DENSE)
+    may = sorted((c for c, bar in bars.items() if bar is None), key=lambda c: taken[c].call)
+    chosen = next((c for c in may if not c.hot and taken[c].call <= CLOSE * taken[may[0]].call), (*may, DENSE)[0])
     fastest = min(taken, key=lambda choice: taken[choice].call)
 
     def why(choice: Choice) -> str:
@@ -84,10 +86,11 @@ def judge(
             return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
         if choice == chosen:
             first = "fastest" if choice == fastest else "fastest of those that may be taken"
+            first = first if choice == may[0] else f"as fast as {may[0]}, without copies of weights"
             return f"{first}, {how}" + (
                 f": {before.call / taken[choice].call:.2f}x dense" if timed_on is not None else ""
             )
-        if choice == fastest:
+        if choice == fastest and bars[choice] is not None:
             return f"{bars[choice]}, {how}"
         return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice, {how}"
 

@@ -1,6 +1,6 @@
 """The planner: for each layer and number of tokens, dense, TwELL or hot/cold, by predicted and measured time.
 
-The design, in ten lines:
+The design, in ten points:
 1. Every candidate is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
 2. Within reach are dense and those predicted to take at most 1.5 times as long as the best; no others are timed.
 3. They are timed together, beside the layer as the model has it (analysis.trials): one trial, for one number of tokens.
@@ -10,7 +10,8 @@ The design, in ten lines:
 6. A sparse path must be 3% faster than the layer as it was, and than our dense path (5% shared, 10% only predicted),
 7. also than dense should be once torch.compile has fused it, and neither its host time nor its device time may be above
    dense's: in a model that waits for the host, the time of a layer alone misleads. A host time that is at most half of
-   the path's own device time may be: a model of such layers waits for the GPU.
+   the path's own device time may be: a model of such layers waits for the GPU. Of paths that are as fast within 2%,
+   the one that needs no copies of weights is taken.
 8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
 9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
 10. On a CPU, where a call of dense is predicted to take more than 30 ms, nothing is timed.
