@@ -187,6 +187,11 @@ def model(options: argparse.Namespace) -> Answer:
         record = bench.model(options.model, device=options.device, dtype=dtype, **how)
         read = "random tokens"
     else:
+        if not os.path.isdir(options.model) and "/" not in options.model:
+            raise InputError(
+                f"there is no folder {options.model!r:.200}; accepted: one, a repository's name such as 'owner/name', or "
+                f"a size: {', '.join(NAMES)}"
+            )
         device = present_device(options.device)
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
         found, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
