@@ -189,8 +189,8 @@ def model(options: argparse.Namespace) -> Answer:
     else:
         if not os.path.isdir(options.model) and "/" not in options.model:
             raise InputError(
-                f"there is no folder {options.model!r:.200}; accepted: one, a repository's name such as 'owner/name', or "
-                f"a size: {', '.join(NAMES)}"
+                f"there is no folder {options.model!r:.200}; accepted: one, a repository's name such as 'owner/name', "
+                f"or a size: {', '.join(NAMES)}"
             )
         device = present_device(options.device)
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])

@@ -82,6 +82,18 @@ def positive(text: str) -> int:
     return whole(text, least=1)
 
 
+def add_device(parser: ArgumentParser, several: str | None = None) -> None:
+    """--device and --dtype. several: "+" where more than one dtype may be asked for."""
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 [a GPU where there is one]")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        nargs=several,
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)} [bfloat16 on a GPU, else float32]",
+    )
+
+
 def add_fields(parser: ArgumentParser, config: type) -> None:
     """Add an option for each field of the dataclass `config`. An option that is not given is None.
 

@@ -1,0 +1,279 @@
+"""`twell-lab profile`, `plan`, `thresholds` and `predict`: what fires in a model, what its layers should do, what they
+could leave out, and what that should take on a GPU. Imports torch only when one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.files import check_target
+from .inputs import model_and_windows
+from .options import add_device, number, path, positive, source
+from .terminal import Answer
+
+if TYPE_CHECKING:
+    from ..analysis.profile import FiringProfile
+
+
+def _add_model(parser: argparse.ArgumentParser, counts: str, kept: str, also: str = "") -> None:
+    """The model and the text. counts: what --windows says; kept: what --out saves; also: what else MODEL may be."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        type=path,
+        help=f"a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub{also}",
+    )
+    parser.add_argument(
+        "--text",
+        type=source,
+        metavar="PATH",
+        help="a file or folder, read whole; of the text that the model was trained on, only the held-out part "
+        "[the held-out part of the source of Python's standard library]",
+    )
+    parser.add_argument("--windows", type=positive, default=256, metavar="N", help=f"{counts} [%(default)s]")
+    parser.add_argument("--out", metavar="FILE", type=path, help=f"save the {kept} here, as JSON")
+
+
+def _add_profile_options(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, "how many windows", "counts", "; or a profile that --out saved")
+    parser.add_argument("--against", metavar="FILE", type=path, help="compare with the profile that --out saved here")
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, "how many windows to profile, and how many others to time on", "plan")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[1, 64, 2048, 16384],
+        metavar="N",
+        help="tokens at once to plan for [1 64 2048 16384]",
+    )
+    parser.add_argument("--predict-only", action="store_true", help="time none of the candidates")
+    parser.add_argument(
+        "--for-graphs",
+        action="store_true",
+        help="decide by the time of CUDA graph replays instead of the wall time of plain calls; on a GPU",
+    )
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="SHARE",
+        help="the share of the model's bytes that copies of weights may take, such as 0.02 [any]",
+    )
+    parser.add_argument(
+        "--reorder", action="store_true", help="plan for tl.sparsify(model, plan, reorder=True), which needs no copies"
+    )
+    parser.add_argument("--all", action="store_true", help="print every candidate, not only what was chosen")
+    add_device(parser)
+
+
+def _add_thresholds_options(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, "how many windows to calibrate on, and how many others to measure the loss on", "thresholds")
+    parser.add_argument(
+        "--sparsity", type=number, default=0.5, metavar="S", help="the share of values to set to zero [%(default)s]"
+    )
+    parser.add_argument(
+        "--method",
+        choices=["cats", "teal"],
+        default="cats",
+        help="cats: behind the gate; teal: at the inputs of the projections [%(default)s]",
+    )
+    parser.add_argument("--greedy", action="store_true", help="give each layer its own sparsity, by measured errors")
+
+
+def _add_predict_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("gpu", metavar="GPU", help='a GPU of data/gpus.json, such as "RTX 4090"; "list" names all')
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[1, 16, 256, 2048, 16384],
+        metavar="N",
+        help="tokens at once [1 16 256 2048 16384]",
+    )
+    parser.add_argument("--d-model", type=positive, default=2048, metavar="N", help="the layer's width [%(default)s]")
+    parser.add_argument("--d-ff", type=positive, default=5632, metavar="N", help="its neurons [%(default)s]")
+    parser.add_argument(
+        "--nnz", type=float, default=29.0, metavar="X", help="mean number of neurons firing for a token [%(default)s]"
+    )
+    parser.add_argument("--plain", action="store_true", help="a layer without a gate")
+    parser.add_argument(
+        "--workload",
+        choices=["lognormal", "uniform"],
+        default="lognormal",
+        help="lognormal: some neurons fire far more often than others; uniform: all equally often [%(default)s]",
+    )
+
+
+def profile(options: argparse.Namespace) -> Answer:
+    from ..analysis.predict import verdict
+    from ..analysis.profile import FiringProfile, profile
+
+    if options.out is not None:
+        check_target(options.out)
+    other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
+    spell = str
+    if options.model.is_file():
+        if options.text is not None:
+            raise InputError(
+                f"{str(options.model)!r} is a file, so it is read as a saved profile, which needs no --text"
+            )
+        firing, read = FiringProfile.load(options.model), str(options.model)
+    else:
+        model, part, windows, spell = model_and_windows(options, options.windows)
+        firing, read = profile(model, windows.split(32)), part.name
+    compared = None if other is None else firing.compare(other)
+    if options.out is not None:
+        firing.save(options.out)
+    said = verdict(firing)
+    value = {
+        "tokens": firing.tokens,
+        "of": read,
+        "layers": firing.table(),
+        "by_position": firing.by_position(),
+        "heavy_first": firing.heavy_first,
+        "by_token": firing.by_token(),
+        "verdict": said,
+        "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
+    }
+    lines = [
+        str(firing),
+        *_by_place(firing, spell),
+        f"profile: {firing.tokens:,} tokens of {read}" + (f"; the counts are in {options.out}" if options.out else ""),
+        said,
+        *([] if compared is None else [f"\nbeside {options.against}", str(compared)]),
+    ]
+    return Answer(value, "\n".join(lines))
+
+
+def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
+    """How much fires at the positions of a sequence, at neighbours and at which tokens, a line each. spell: a token as
+    text."""
+    from ..plots.data import share
+
+    rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
+    places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
+    lines = [f"firing at positions {', '.join(places)}" if places else "firing by position: not known"]
+    known = [row for row in firing.table() if row["neighbours_share"] is not None]
+    spans = [
+        " to ".join(share(end([row[name] for row in known])) for end in (min, max))
+        for name in ("neighbours_share", "neighbours_by_chance")
+        if known
+    ]
+    lines += [f"of what fires at a token or the next, at both: {spans[0]}; by chance {spans[1]}"] if known else []
+    tokens = firing.by_token(least=8)
+    many = min(5, len(tokens) // 2)
+    said = [
+        ", ".join(f"{spell(each['token'])} {each['x_mean']:.1f}x" for each in some if each["x_mean"] is not None)
+        for some in (tokens[:many], tokens[::-1][:many])
+    ]
+    lines += [f"tokens at which most fire, of the mean: {said[0]}; least: {said[1]}"] if said[0] else []
+    return lines
+
+
+def plan(options: argparse.Namespace) -> Answer:
+    import torch
+
+    from ..analysis.planner import plan
+    from ..analysis.profile import profile
+    from ..ops.measure import present_device
+
+    if options.out is not None:
+        check_target(options.out)
+    device = present_device(options.device)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
+    model.to(device, dtype).requires_grad_(False)
+    # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
+    firing = profile(model, windows[::2].split(32))
+    made = plan(
+        firing,
+        model,
+        tokens=options.tokens,
+        device=device,
+        measure=not options.predict_only,
+        batches=windows[1::2].split(32) if len(windows) > 1 else None,
+        for_graphs=options.for_graphs,
+        memory=options.memory,
+        reorder=options.reorder,
+    )
+    if options.out is not None:
+        made.save(options.out)
+    shown = "\n\n".join(map(str, made.layers)) if options.all else made
+    timed = f"timed on inputs {made.inputs}" if made.inputs else "nothing was timed"
+    return Answer(
+        made.table(),
+        f"{shown}\nplan: from {firing.tokens:,} tokens of {part.name}; {timed}"
+        + (f"; the plan is in {options.out}" if options.out else ""),
+    )
+
+
+def thresholds(options: argparse.Namespace) -> Answer:
+    from ..models.thresholds import thresholds
+
+    if options.out is not None:
+        check_target(options.out)
+    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
+    model.requires_grad_(False)
+    # Every second window is calibrated on; the loss is measured on those between them.
+    chosen = thresholds(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
+    cost = chosen.loss(model, windows[1::2], bytes_per_token=_bytes_per_token(model, part, windows))
+    if options.out is not None:
+        chosen.save(options.out)
+    return Answer(
+        {"thresholds": chosen.table(), "spared": chosen.spared, "loss": cost.as_dict()},
+        f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
+        + (f"; the thresholds are in {options.out}" if options.out else ""),
+    )
+
+
+def _bytes_per_token(model, part, windows) -> float | None:
+    """Of the tokens that are predicted in these windows; None for a model that reads with a tokenizer of its own."""
+    from ..models.tiny import LanguageModel
+
+    if not isinstance(model, LanguageModel):
+        return None
+    return part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
+
+
+def predict(options: argparse.Namespace) -> Answer:
+    from .. import records
+    from ..analysis import predict
+
+    if options.gpu == "list":
+        return Answer(names := [each["name"] for each in predict.datasheets()], "\n".join(names))
+    rows = predict.predict(
+        options.gpu,
+        options.nnz,
+        options.d_model,
+        options.d_ff,
+        gated=not options.plain,
+        tokens=options.tokens,
+        kind=options.workload,
+    )
+    columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
+    columns |= {"read_mb": "MB of weights needed", "between_mb": "MB between"}
+    lines = [records.table(rows, columns), "predict: from the vendor's figures and the shares that an H100 reaches"]
+    for row in predict.errors():
+        lines.append(
+            f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
+            f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
+        )
+    return Answer(rows, "\n".join(lines))
+
+
+# Name, what runs it, what adds its options, and what it does.
+COMMANDS = (
+    ("profile", profile, _add_profile_options, "Count which neurons of a saved model fire on a text."),
+    ("plan", plan, _add_plan_options, "Choose a path for every layer of a saved model: dense, TwELL or hot/cold."),
+    (
+        "thresholds",
+        thresholds,
+        _add_thresholds_options,
+        "Choose what a model that was not trained to be sparse may set to zero: lossy.",
+    ),
+    ("predict", predict, _add_predict_options, "Say what a layer should take on a GPU that you do not have."),
+)
