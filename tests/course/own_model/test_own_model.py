@@ -121,7 +121,7 @@ def test_the_trained_pair_differs_in_density(text, monkeypatch):
     assert found["density"] < found["before"] / 3 and found["low"] <= found["change"] <= found["high"]
 
 
-HERE = {"low": 1.1, "times": 1.2, "high": 1.3}
+HERE = {"what": "decode step, batch 1", "low": 1.1, "times": 1.2, "high": 1.3}
 PREDICTED = [
     {"gpu": "A", "tokens": 1, "x_dense": 1.5},
     {"gpu": "B", "tokens": 1, "x_dense": 2.5},
@@ -137,7 +137,10 @@ TRAINED = {"density": 0.02, "before": 0.1, "change": 1.0, "low": 0.5, "high": 1.
 
 def test_three_lines_say_what_to_do():
     here, gpus, cut = own_model.decide("mine", HERE, PREDICTED, "its twin", ROWS, TRAINED)
-    assert "mine with planned layers is 1.20 times as fast (middle half 1.10 to 1.30): swap the layers" in here
+    assert (
+        "(decode step, batch 1), mine with planned layers is 1.20 times as fast (middle half 1.10 to 1.30): swap the layers"
+        in here
+    )
     assert "with 1 token on 2 of 2 GPUs (at best 2.50, B), with 64 tokens on 0 of 2 GPUs (at best 1.05, B)" in gpus
     assert cut.startswith(
         "A cut of its twin to 10.0% of the neurons costs at most 1% of the loss; at 2.0% the cut costs +7.0 to +9.0%"
@@ -152,7 +155,12 @@ def test_what_is_slower_or_the_same_here_stays_dense(low, high, said):
     assert (
         said
         in own_model.decide(
-            "mine", {"low": low, "times": (low + high) / 2, "high": high}, PREDICTED, "its twin", ROWS, None
+            "mine",
+            {"what": "a forward", "low": low, "times": (low + high) / 2, "high": high},
+            PREDICTED,
+            "its twin",
+            ROWS,
+            None,
         )[0]
     )
 
