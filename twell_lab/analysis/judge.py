@@ -11,7 +11,7 @@ from .trials import Times, Trial
 MARGIN = 0.97  # a sparse path that was timed on the layer is taken up to this share of the dense time
 MARGIN_SHARED = 0.95  # up to this one where it was timed on a layer like it
 MARGIN_PREDICTED = 0.90  # and up to this one where nothing was timed
-CLOSE = 1.02  # a path that splits holds copies of weights: one that does not may take this much longer
+CLOSE = 1.02  # one that splits no neurons, which mostly holds fewer copies of weights, may take this much longer
 HIDDEN = 0.5  # the share of a path's device time up to which its host time does not count
 
 
@@ -86,13 +86,14 @@ def judge(
             return f"fastest, {how}" if fastest == DENSE else f"{fastest} is {bars[fastest]}, {how}"
         if choice == chosen:
             first = "fastest" if choice == fastest else "fastest of those that may be taken"
-            first = first if choice == may[0] else f"as fast as {may[0]}, without copies of weights"
+            first = first if choice == may[0] else f"as fast as {may[0]}, and splits no neurons"
             return f"{first}, {how}" + (
                 f": {before.call / taken[choice].call:.2f}x dense" if timed_on is not None else ""
             )
         if choice == fastest and bars[choice] is not None:
             return f"{bars[choice]}, {how}"
-        return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice, {how}"
+        close = " (too little for what splitting takes)" if choice in may and choice == may[0] else ""
+        return f"{taken[choice].call / taken[chosen].call:.2f}x the time of the choice{close}, {how}"
 
     def candidate(choice: Choice) -> Candidate:
         judged = tokens, choice.path, choice.hot, predicted[choice]

@@ -11,7 +11,7 @@ The design, in ten points:
 7. also than dense should be once torch.compile has fused it, and neither its host time nor its device time may be above
    dense's: in a model that waits for the host, the time of a layer alone misleads. A host time that is at most half of
    the path's own device time may be: a model of such layers waits for the GPU. Of paths that are as fast within 2%,
-   the one that needs no copies of weights is taken.
+   the one that splits no neurons is taken, which mostly needs fewer copies of weights.
 8. So it must be at the largest count of its class; where it loses at the smallest, the class is cut in two.
 9. Inputs of all layers come from one pass of the model over the batches, up to 4,096 rows of each, or are drawn.
 10. On a CPU, where a call of dense is predicted to take more than 30 ms, nothing is timed.

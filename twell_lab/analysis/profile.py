@@ -181,6 +181,7 @@ class FiringProfile:
     def merged(self, other: FiringProfile) -> FiringProfile:
         """The profile of the tokens of both, as if they had been profiled at once. InputError unless both are of one
         model, with tiles of one size."""
+        _check(other)
         check_alike(self.layers, other.layers)
         layers = [mine.merged(its) for mine, its in zip(self.layers, other.layers, strict=True)]
         sums = {}
@@ -193,6 +194,7 @@ class FiringProfile:
     def compare(self, other: FiringProfile) -> Comparison:
         """This profile beside another one of a model of the same sizes: another text, or another training. Its
         `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
+        _check(other)
         return Comparison.of(self.layers, other.layers)
 
     def save(self, path: str | os.PathLike) -> Path:
@@ -402,6 +404,11 @@ class _Vocabulary:
 
     def result(self) -> dict[str, Tensor]:
         return {name: sums[:-1].cpu() for name, sums in self.sums.items()}
+
+
+def _check(other) -> None:
+    if not isinstance(other, FiringProfile):
+        raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
 
 
 def _number(value: float) -> float | None:

@@ -300,7 +300,12 @@ def conclusion(compared: list[dict]) -> str:
     if rest := len(compared) - len(faster) - len(slower):
         parts.append(f"neither in {rest}" if parts else "neither faster nor slower in any")
     dense = all(" ".join((each["layers"] or "").split()[1:]) == "dense" for each in compared)
-    why = "; all layers stay on the dense path, as no other was found to be faster" if dense else ""
+    why = (
+        "; all layers stay on the dense path, as no other was found to be faster, so any difference is chance, or the "
+        "host's time for a swapped layer"
+        if dense
+        else ""
+    )
     return f"of {len(compared)} comparison{'s' * (len(compared) > 1)} the sparse model is {', '.join(parts)}{why}"
 
 

@@ -44,7 +44,9 @@ def _theirs(options, folder, count: int | None, tokens: int):
     tokenizer = published.tokenizer_of(folder)
     text = load_any(options.text)
     part = text.split()[1] if options.text is None or isinstance(text, PreparedText) else text
-    context = min(512, published.configuration(folder).get("max_position_embeddings") or 512)
+    context = min(
+        512, getattr(model.config, "max_position_embeddings", None) or 512
+    )  # under whatever name it is stored
     count = count or -(-tokens // context)
     # A token is rarely longer than eight bytes; of a longer text the beginning would do, but not the tokenizer's time.
     start = part.tokenizer.decode(part.tokens[: 8 * (count + 1) * context]).decode("utf-8", "replace")

@@ -61,6 +61,16 @@ def hold_handle(layer, device: torch.device | None) -> None:
     hold(layer, {HANDLE: handle})
 
 
+def follow(layer, ways: list[tuple[int, str]]) -> None:
+    """Have the layer be, in compiled code, what these say for each class of token counts."""
+    one, alike = any(way == ONE for _, way in ways), all(way == ways[0][1] for _, way in ways)
+    if one:  # in this order: another thread may be tracing
+        hold_handle(layer, layer.up.weight.device)
+    layer.compiled_as = [(1, ways[0][1])] if alike else ways
+    if not one:
+        hold_handle(layer, None)
+
+
 def renew_handle(layer) -> None:
     """Have the layer hold a handle that is its own in the place of one that was moved, or copied with it."""
     if (handle := layer._buffers.get(HANDLE)) is not None:
@@ -93,8 +103,8 @@ def call(layer, x: Tensor) -> Tensor | None:
     if way == TORCH:
         hooks.check_parts(layer)
         return by_torch(x, Weights(gate, up, down, gate_bias, up_bias, down_bias))
-    handle = layer._buffers[HANDLE]
-    if handle.device != up.device:
+    handle = layer._buffers.get(HANDLE)
+    if handle is None or handle.device != up.device:
         return None
     return torch.ops.twell_lab.layer(x, handle, gate, up, down, gate_bias, up_bias, down_bias)
 

@@ -62,7 +62,8 @@ class SparseFFN(Learner, nn.Module, StandIn):
     The source is run on a few rows beside the formula before it is taken (probe.check), and refused with an InputError
     where it computes something else, holds parameters or buffers besides its projections', or has hooks, adapters or
     replaced forwards on it or on a part of it. If something is put on a projection later, or in its place, the next
-    forward raises an InputError. Hooks belong on the SparseFFN itself; `densify` moves them to the dense layer. Hooks
+    forward raises an InputError; compiled code notices that where the layer is one operator (layers.compiled), but not
+    where it is torch's operations. Hooks belong on the SparseFFN itself; `densify` moves them to the dense layer. Hooks
     for every module (register_module_forward_hook) see the SparseFFN but not its projections. Attributes that are
     changed later on the dense module or its activation have no effect."""
 
@@ -230,8 +231,7 @@ class SparseFFN(Learner, nn.Module, StandIn):
         self._skipping = next((PATHS[name] for name in used if PATHS[name].packs and not PATHS[name].splits), None)
         self._choices = choices  # not before all is there: another thread may be in a forward
         ways = [(tokens, compiled.way(plan, tokens, choice)) for tokens, choice in choices]
-        compiled.hold_handle(self, self.up.weight.device if any(way == compiled.ONE for _, way in ways) else None)
-        self.compiled_as = ways if any(way != ways[0][1] for _, way in ways) else [(1, ways[0][1])]
+        compiled.follow(self, ways)
         for name in PATHS.keys() - used:  # and not after this: such a forward may hold a copy anew (Path.ready)
             PATHS[name].release(self)
         self._watch, self._aliases = None, {}

@@ -83,8 +83,8 @@ def test_reasons():
     assert reason(TWELL, trial(dense=100.0, twell=50.0)) == "fastest, measured: 2.00x dense"
     assert reason(TWELL, trial(dense=100.0, twell=50.0, before=150.0)) == "fastest, measured: 3.00x dense"
     close = trial(dense=100.0, twell=50.5, hot=50.0)
-    assert reason(TWELL, close) == "as fast as hot_cold 256, without copies of weights, measured: 1.98x dense"
-    assert reason(HOT, close) == "0.99x the time of the choice, measured"
+    assert reason(TWELL, close) == "as fast as hot_cold 256, and splits no neurons, measured: 1.98x dense"
+    assert reason(HOT, close) == "0.99x the time of the choice (too little for what splitting takes), measured"
     assert reason(DENSE, trial(dense=100.0, twell=98.0)) == "twell is less than 3% faster than dense, measured"
     compiled = judge.judge(1, {DENSE: 1, TWELL: 1}, trial(dense=100.0, twell=95.0), 0.97, "measured", 5.0)
     (dense,) = [c.why for c in compiled if c.chosen]

@@ -434,3 +434,10 @@ def test_layers_whose_gate_does_not_say_who_fires_are_refused_or_left_out():
         profile(model, x)
     (layer,) = profile(model, x, only=lambda name, module: not isinstance(module, Topped)).layers
     assert layer.name == "0" and layer.tokens == 5
+
+
+def test_what_is_no_profile_is_told():
+    with pytest.raises(InputError, match="the other profile is a NoneType"):
+        FiringProfile([]).compare(None)
+    with pytest.raises(InputError, match="the other profile is a str"):
+        FiringProfile([]).merged("profile.json")

@@ -2,6 +2,7 @@
 compute, without a network."""
 
 import json
+import shutil
 
 import pytest
 import safetensors.torch
@@ -308,6 +309,25 @@ def test_profile_and_plan_take_a_folder_of_transformers(folder, tmp_path, capsys
     text.write_text("too short")
     assert cli.main(["profile", str(folder), "--text", str(text)]) != 0
     assert "has 9 tokens; windows of 64 need at least 65" in capsys.readouterr().err
+
+
+def test_the_context_is_the_models_whatever_its_configuration_calls_it(folder, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(activation_function="relu", **sizes))
+    model.save_pretrained(tmp_path / "gpt2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / file, tmp_path / "gpt2" / file)
+    text = tmp_path / "text"
+    text.write_text("What fires, fires often. " * 300)
+    for command in ("profile", "thresholds"):
+        assert cli.main([command, str(tmp_path / "gpt2"), "--text", str(text), "--windows", "4", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["tokens"] if command == "profile" else found["loss"]["tokens"]) == 4 * (
+            32 - (command != "profile")
+        )
+    assert cli.main(["thresholds", str(tmp_path / "gpt2"), "--text", str(text), "--windows", "1"]) == 2
+    assert "--windows is 1; 2 or more are accepted" in capsys.readouterr().err
 
 
 def test_a_silu_model_of_transformers_gets_thresholds(folder, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import twell_lab as tl
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
 from twell_lab.core.errors import InputError, RecordError
 from twell_lab.layers.lossy import Lossy, ThresholdedActivation, lossy_parts
-from twell_lab.models.thresholds import LEVELS, ROWS, Histogram, LossChange, calibrate
+from twell_lab.models.thresholds import LEVELS, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
 
 BOTH = pytest.mark.parametrize("method", ["cats", "teal"])
 EACH = pytest.mark.parametrize("name", MODELS)
@@ -605,3 +606,11 @@ def test_a_threshold_that_is_none(threshold):
 def test_who_wants_to_sparsify_a_silu_model_is_told_of_thresholds():
     with pytest.raises(InputError, match=r"SiLUActivation, hardly ever .*density about 100%.*relufy.*thresholds"):
         tl.sparsify(llama())
+
+
+def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():
+    layer = LayerThresholds("mlp", 8, 16, True, "ReLU", {"activation": 0.0}, {"activation": 0.1}, 0.0)
+    said = str(tl.Thresholds("cats", 0.5, False, 100, [layer]))
+    assert "nothing is changed" in said and LOSSY not in said
+    cut = replace(layer, thresholds={"activation": 0.1})
+    assert LOSSY in str(tl.Thresholds("cats", 0.5, False, 100, [cut]))
