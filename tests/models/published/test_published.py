@@ -327,7 +327,7 @@ def test_the_context_is_the_models_whatever_its_configuration_calls_it(folder, t
             32 - (command != "profile")
         )
     assert cli.main(["thresholds", str(tmp_path / "gpt2"), "--text", str(text), "--windows", "1"]) == 2
-    assert "--windows is 1; 2 or more are accepted" in capsys.readouterr().err
+    assert "--windows is 1; two or more windows are accepted" in capsys.readouterr().err
 
 
 def test_a_silu_model_of_transformers_gets_thresholds(folder, tmp_path, capsys):
