@@ -217,7 +217,9 @@ def thresholds(options: argparse.Namespace) -> Answer:
     if options.out is not None:
         check_target(options.out)
     if options.windows < 2:
-        raise InputError(f"--windows is {options.windows}; two or more windows are accepted, for the loss to have an interval")
+        raise InputError(
+            f"--windows is {options.windows}; two or more windows are accepted, for the loss to have an interval"
+        )
     model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     model.requires_grad_(False)
     # Every second window is calibrated on; the loss is measured on those between them.
