@@ -66,9 +66,9 @@ class Comparison:
 def check_alike(layers: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> None:
     """InputError unless both have as many layers, of the same sizes."""
     if len(layers) != len(others):
+        one, other = (f"{len(each)}" + (f", the first {_said(each[0])}" if each else "") for each in (layers, others))
         raise InputError(
-            f"the layers of one profile are {len(layers)}, the first {_said(layers[0])}, and of the other "
-            f"{len(others)}, the first {_said(others[0])}; accepted: two of the same sizes"
+            f"the layers of one profile are {one}, and of the other {other}; accepted: two of the same sizes"
         )
     for mine, its in zip(layers, others, strict=True):
         if (mine.d_model, mine.d_ff, mine.gated) != (its.d_model, its.d_ff, its.gated):

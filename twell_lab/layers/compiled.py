@@ -1,9 +1,10 @@
 """A layer in compiled code: one operator, behind which it runs as in eager code.
 
 torch.compile can fuse nothing into the kernels, so all it has to know is what a layer reads and writes. And whatever of
-a layer it sees while it traces, it asks after before each call (guards): a layer seen as a whole takes the host a third
-of the time. The operator finds the layer by its handle, a buffer without elements: so compiled code names no layer, and
-serves all that are alike. What a layer keeps for itself, its copies and counters, compiled code does not see."""
+a layer it sees while it traces, it asks after before each call (guards), which took the host longer than the calls of
+our operators did (docs/calls.md). The operator finds the layer by its handle, a buffer without elements: so compiled
+code names no layer, and serves all that are alike. What a layer keeps for itself, its copies and counters, compiled
+code does not see."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def call(layer, x: Tensor) -> Tensor | None:
     None, as where a gradient is needed. Whatever is read here is asked after before each call: so as little as can be.
     """
     ways = layer.compiled_as
-    way = ways[layer._class_of(x, ways) if len(ways) > 1 else 0][1]
-    if way == SEEN or layer.drops or not isinstance(x, Tensor) or x.dim() == 0:
+    found = ways[layer._class_of(x, ways) if len(ways) > 1 else 0][1]
+    if found == SEEN or layer.drops or not isinstance(x, Tensor) or x.dim() == 0:
         return None
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
@@ -100,7 +101,7 @@ def call(layer, x: Tensor) -> Tensor | None:
         return None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
         return None
-    if way == TORCH:
+    if found == TORCH:
         hooks.check_parts(layer)
         return by_torch(x, Weights(gate, up, down, gate_bias, up_bias, down_bias))
     handle = layer._buffers.get(HANDLE)

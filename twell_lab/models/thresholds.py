@@ -446,10 +446,10 @@ class Thresholds:
         parts = [part for _, part in lossy_parts(model)]
         own = [part.threshold for part in parts]
         try:
-            with_them = _losses(model, windows)
+            with_them = losses(model, windows)
             for part in parts:
                 part.threshold = 0.0  # which leaves every value as it is
-            without = _losses(model, windows)
+            without = losses(model, windows)
         finally:
             for part, threshold in zip(parts, own):
                 part.threshold = threshold
@@ -643,7 +643,7 @@ def _check_windows(windows) -> None:
         raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows of two or more tokens")
 
 
-def _losses(model: nn.Module, windows: Tensor) -> Tensor:
+def losses(model: nn.Module, windows: Tensor) -> Tensor:
     """The mean loss of each window in nats, float64 [n]."""
     device, found, some = next(model.parameters()).device, [], 1
     with evaluating(model):

@@ -96,3 +96,8 @@ def test_profiles_with_other_tiles_are_not_merged():
     x = torch.randn(2, 8)
     with pytest.raises(InputError, match="tile is 4 in one profile of '' and 8 in the other"):
         profile(layer, x, tile=4, words=2).merged(profile(layer, x, tile=8, words=2))
+
+
+def test_a_profile_without_layers_is_refused():
+    with pytest.raises(InputError, match=r"of one profile are 0, and of the other 1, the first 'each.0' of 40 x 40;"):
+        FiringProfile([]).compare(profiled({0, 1}))

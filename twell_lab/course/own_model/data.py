@@ -13,7 +13,6 @@ from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from ... import records
 from ...analysis import costs, predict
@@ -24,7 +23,7 @@ from ...layers.anatomy import feed_forwards
 from ...layers.choice import DENSE
 from ...layers.paths.cost import Firing
 from ...models import published
-from ...models.thresholds import LossChange
+from ...models.thresholds import LossChange, losses
 from ...models.tiny import LanguageModel
 from ...training.text.load import tokenizer_of
 from ...training.text.source import spread_windows
@@ -141,15 +140,6 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
     return mine.decode(said[0, start:])
 
 
-def _losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean loss of each window in nats a token, float64 [n]."""
-    found = []
-    for window in tokens:
-        scores = logits(model, window[None])[0, :-1].float().cpu()
-        found.append(cross_entropy(scores, window[1:].cpu()).double())
-    return torch.stack(found)
-
-
 # ---- on another GPU ----
 
 
@@ -226,7 +216,7 @@ def trained(text: str, device: str = "cpu") -> dict | None:
     pair = [read(name, device) for name in ("l1-free", "sparse")]
     first, second = windows(pair[0], text)
     before, after = (_density(profile(each.model, [first])) for each in pair)
-    alone, sparse = (_losses(each.model, second) for each in pair)
+    alone, sparse = (losses(each.model, second) for each in pair)
     return {"density": after, "before": before} | _percent(LossChange.of(alone, sparse, second.shape[1] - 1))
 
 
