@@ -78,10 +78,11 @@ def row_pointers(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
 
 
-def rows_of(pointers: Tensor) -> Tensor:
-    """The row of each stored entry, int64 [nnz], from row pointers [rows + 1]: the inverse of `row_pointers`."""
+def rows_of(pointers: Tensor, nnz: int | None = None) -> Tensor:
+    """The row of each stored entry, int64 [nnz], from row pointers [rows + 1]: the inverse of `row_pointers`. Who says
+    how many entries there are spares a wait for the device."""
     rows = torch.arange(pointers.numel() - 1, device=pointers.device)
-    return rows.repeat_interleave(pointers.diff())
+    return rows.repeat_interleave(pointers.diff(), output_size=nnz)
 
 
 class Format:

@@ -1,0 +1,200 @@
+"""Block sparsity: whole blocks of a weight are zero, so that the others are small dense products for tensor cores.
+
+    prune(model, mask=lambda weight: block_mask(weight, 0.9, 32))    # weights.prune; what is left trains on
+    model = to_linears(model)
+    fast = to_bsr_linear(layer, 32)    # a layer with torch's block-sparse tensor and its kernels
+
+Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
+weights", 2017. A block may be pruned to 2:4 besides: `block_mask(weight, 0.5, 32) & two_four_mask(weight)`.
+
+Weights that were pruned one by one have few empty blocks. `group_columns` puts columns beside each other whose zeros
+lie in the same rows, as others reorder matrices into blocks (Labini et al., arXiv 2202.05868); `empty_share` says what
+it was worth. It finds structure that is there: where zeros are drawn independently, a block of 32 x 32 at 90% has a
+value almost surely, and no order changes much."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.errors import InputError
+from ..formats.matrix import as_matrix
+from .weights import check_sparsity, checked_linear, checked_weight, kept_of, largest
+
+Size = int | tuple[int, int]
+
+SMALLEST, LARGEST = 16, 128
+NORMS = (1, 2, math.inf)
+
+
+def _cut(matrix: Tensor, size: Size) -> Tensor:
+    """A view of a matrix as its blocks, [rows / high, columns / wide, high, wide]. InputError for another size than its
+    widths allow."""
+    high, wide = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
+    for each in (high, wide):
+        if type(each) is not int or not SMALLEST <= each <= LARGEST:
+            raise InputError(
+                f"the block size is {size!r:.80}; a whole number from {SMALLEST} to {LARGEST}, or two, (rows, "
+                "columns), is accepted"
+            )
+    rows, columns = matrix.shape
+    if not rows or not columns or rows % high or columns % wide:
+        raise InputError(
+            f"blocks of {high} x {wide} do not divide a matrix of shape {[rows, columns]}; sizes that divide both are "
+            "accepted"
+        )
+    return matrix.reshape(rows // high, high, columns // wide, wide).transpose(1, 2)
+
+
+def block_mask(weight: Tensor, sparsity: float, size: Size = 32, *, norm: float = 2) -> Tensor:
+    """Keep the blocks whose norm is largest.
+
+    Args:
+        weight: [out, in], floating-point values of 16 bits or more.
+        sparsity: from 0 up to, but not, 1. Exactly round(sparsity * blocks) blocks go; of equal norms the last in row
+            order.
+        size: of a block: one number for a square, or (rows, columns); 16 to 128, and divisors of out and in.
+        norm: of a block's values: 1 (sum of magnitudes), 2 (root of the sum of squares) or math.inf (the largest),
+            computed in float64.
+
+    Returns:
+        bool [out, in], True for what is kept.
+
+    Raises:
+        InputError: for other arguments, and for a weight that is no matrix, on meta or not finite.
+    """
+    check_sparsity(sparsity)
+    if isinstance(norm, bool) or norm not in NORMS:
+        raise InputError(f"norm is {norm!r:.80}; accepted: 1, 2 and math.inf")
+    blocks = _cut(checked_weight(weight), size)
+    norms = torch.linalg.vector_norm(blocks, norm, dim=(2, 3), dtype=torch.float64)
+    kept = largest(norms, kept_of(norms.numel(), sparsity))
+    return kept[:, :, None, None].expand(blocks.shape).transpose(1, 2).reshape(weight.shape)
+
+
+def empty_share(matrix: Tensor, size: Size = 32) -> float:
+    """The share of the blocks that hold zeros alone: what a block-sparse product may skip.
+
+    matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. Raises InputError for other sizes, and for
+    what is no dense matrix that holds its values."""
+    return 1 - _filled(matrix, size).double().mean().item()
+
+
+def _filled(matrix: Tensor, size: Size) -> Tensor:
+    """Which blocks hold a value that is not zero, bool [rows / high, columns / wide]."""
+    return _cut(_used(matrix), size).any(3).any(2)
+
+
+def _used(matrix: Tensor) -> Tensor:
+    return (
+        as_matrix(matrix.half() if isinstance(matrix, Tensor) and matrix.dtype == torch.bool else matrix).detach() != 0
+    )
+
+
+def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
+    """An order of the columns that leaves more blocks empty, found greedily.
+
+    Each block of columns begins with the column, of those left, that needs the most blocks of rows (has a value in
+    them); it is filled with those that need the fewest blocks of rows more, of these with what needs the most of those
+    that are needed already; of equal ones the first. Columns without values come last. Where that leaves no more blocks
+    empty than the columns' own order, it is their own.
+
+    Columns may be reordered if the inputs are: weight[:, order] takes x[..., order]. That costs nothing where the rows
+    of the weight before it, and its bias, are reordered alike. For rows call it with the transpose, and `size` turned.
+    Its time grows with the square of the columns.
+
+    Args:
+        matrix: [rows, columns], a weight or a mask.
+        size: as in `block_mask`.
+
+    Returns:
+        int64 [columns], on the matrix's device: column order[i] comes to place i.
+
+    Raises:
+        InputError: as `empty_share`.
+    """
+    used = _used(matrix)
+    own = torch.arange(used.shape[1], device=used.device)
+    blocks = _cut(used, size)
+    needs = blocks.any(2).flatten(1).cpu().double()  # [blocks of rows, columns]
+    counts, rows, wide = needs.sum(0), len(blocks), blocks.shape[3]
+    left, order = torch.ones(needs.shape[1], dtype=torch.bool), []
+    covered = torch.zeros(rows, dtype=torch.float64)
+    for place in range(needs.shape[1]):
+        if place % wide == 0:
+            covered = torch.zeros_like(covered)
+            score = counts
+        else:
+            met = covered @ needs
+            score = met - (rows + 1) * (counts - met)
+        score = score.masked_fill(counts == 0, -(needs.numel() + 1.0))
+        chosen = int(score.masked_fill(~left, -math.inf).argmax())
+        left[chosen] = False
+        covered = torch.maximum(covered, needs[:, chosen])
+        order.append(chosen)
+    found = torch.tensor(order, device=used.device)
+    return found if empty_share(used[:, found], size) > empty_share(used, size) else own
+
+
+def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
+    """A weight as torch's block-sparse tensor (layout torch.sparse_bsr), which holds the blocks that are not all zero.
+
+    `to_dense` gives every value back bit for bit, zeros as +0.
+
+    Args:
+        weight: [out, in], floating-point values of 16 bits or more.
+        size: as in `block_mask`.
+
+    Raises:
+        InputError: for a size that does not divide, and for what is no dense matrix that holds its values.
+    """
+    matrix = as_matrix(weight).detach()
+    return matrix.to_sparse_bsr(tuple(_cut(matrix, size).shape[2:]))
+
+
+class BlockLinear(nn.Linear):
+    """x W^T + b for inference, with W as torch's block-sparse tensor, whose product skips empty blocks: x
+    [..., in_features], y [..., out_features]. Made by `to_bsr_linear`. torch does not copy or cast such a tensor, and
+    has no gradient for x on a CPU: copy, cast and train the dense layer, and make this one of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        # torch's Triton kernels take numbers of tokens that the rows of a block divide.
+        missing = -len(rows) % self.weight.values().shape[1] if rows.is_cuda else 0
+        y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight, self.bias)
+        return y[: len(rows)].reshape(*x.shape[:-1], self.out_features)
+
+
+def to_bsr_linear(linear: nn.Linear, size: Size = 32) -> BlockLinear:
+    """The layer with torch's block-sparse product. On a GPU torch runs its Triton kernels, which take float32 and 16
+    bits, and block sizes that are powers of two; on a CPU MKL, which takes float32, float64 and square blocks.
+
+    Args:
+        linear: with whole blocks of zeros (`block_mask`). It is left as it was; the bias is shared.
+        size: as in `block_mask`.
+
+    Returns:
+        A layer of the same widths, whose weight has no gradient.
+
+    Raises:
+        InputError: for a size that does not divide, or that the device's product does not take, as above; for a module
+            that is not exactly an nn.Linear, or has hooks; and for a weight that is on meta or not finite.
+    """
+    weight = checked_weight(checked_linear(linear).weight)
+    high, wide = _cut(weight, size).shape[2:]
+    if weight.device.type == "cpu":
+        taken = high == wide and weight.dtype.itemsize >= 4
+        accepted = "square blocks of float32 and float64"
+    else:
+        taken = not (high & (high - 1) or wide & (wide - 1)) and weight.dtype.itemsize <= 4
+        accepted = "blocks of a power of two, of float32 and 16 bits"
+    if not taken:
+        where = weight.device.type
+        raise InputError(f"blocks of {high} x {wide} of {weight.dtype} on {where}; accepted there: {accepted}")
+    made = BlockLinear(linear.in_features, linear.out_features, False, "meta", weight.dtype)
+    made.weight = nn.Parameter(to_bsr(weight, size), requires_grad=False)
+    made.bias = linear.bias
+    return made.train(linear.training)
